@@ -1,0 +1,30 @@
+# `make demo` trains a tiny mixture-of-experts model by DPPO on this machine, no GPU; `make test` runs every check.
+PYTHON_IN_VENV := .venv/bin/python
+.DEFAULT_GOAL := help
+
+.PHONY: help setup demo test lint types unit clean
+
+help:  ## what can be made
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+
+setup:  ## the virtual environment .venv (done once)
+	@tools/environment/setup.sh
+
+demo: setup  ## the whole loop on a tiny model: report in runs/demo (SEED=2 for another seed)
+	@$(PYTHON_IN_VENV) -m examples.tiny_moe.demo $(if $(SEED),--seed $(SEED)) $(OVERRIDES)
+
+test: lint types  ## every check: lint, types, unit, distributed and integration tests
+	@$(PYTHON_IN_VENV) -m pytest tests
+
+unit: setup  ## the fast tests alone
+	@$(PYTHON_IN_VENV) -m pytest tests/unit
+
+lint: setup  ## ruff: style and format
+	@$(PYTHON_IN_VENV) -m ruff check .
+	@$(PYTHON_IN_VENV) -m ruff format --check .
+
+types: setup  ## mypy
+	@$(PYTHON_IN_VENV) -m mypy
+
+clean:  ## remove runs, never the environment
+	rm -rf runs .mypy_cache .pytest_cache .ruff_cache

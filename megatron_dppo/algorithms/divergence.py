@@ -1,0 +1,155 @@
+"""How far pi has moved from mu at a token: total variation and KL(mu || pi), from what is known of
+the two distributions.
+
+All inputs are natural log-probabilities. All results are float64, never negative, and carry no
+gradient. For both divergences 0 <= Binary <= Top-K <= exact (data-processing inequality), and TV^2
+<= KL / 2 (Pinsker).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def log1mexp(log_p: Tensor) -> Tensor:
+    """log(1 - p) from log p <= 0, to full relative precision at both ends; -inf at log p = 0.
+
+    Near p = 1, expm1 keeps the digits that 1 - exp(log p) cancels; near p = 0, log1p keeps those
+    that log would lose.
+    """
+    near_one = log_p > -math.log(2.0)
+    # Each branch is given a harmless argument where the other one answers.
+    a = torch.where(near_one, log_p, -1.0)
+    b = torch.where(near_one, -1.0, log_p)
+    return torch.where(near_one, torch.log(-torch.expm1(a)), torch.log1p(-torch.exp(b)))
+
+
+@torch.no_grad()
+def binary_tv(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+    """|mu(a) - pi(a)| (arXiv 2602.04879, Binary TV): TV of the two-point distributions {a, not a}.
+    In [0, 1].
+    """
+    return (_probability(rollout_log_probs) - _probability(log_probs)).abs()
+
+
+@torch.no_grad()
+def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
+    """mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) at the sampled token (arXiv 2602.04879,
+    Binary KL).
+
+    inf where pi = 0 < mu. A log pi of exactly 0 means that 1 - pi fell below the resolution of the
+    input's dtype; half of that resolution stands in for it, so that rounding alone never makes the
+    value infinite.
+    """
+    pi, mu = _clamped(log_probs), _clamped(rollout_log_probs)
+    floor = math.log(torch.finfo(_float_dtype(log_probs)).eps / 2)
+    inside = _kl_term(mu, pi)
+    outside = _kl_term(log1mexp(mu), log1mexp(pi).clamp(min=floor))
+    return torch.where(pi == mu, 0.0, inside + outside).clamp(min=0)
+
+
+@torch.no_grad()
+def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tensor) -> Tensor:
+    """Half the sum over A' and "other" of |mu - pi| (arXiv 2602.04879, Top-K TV); ``[..., K + 1]``
+    -> ``[...]``.
+
+    A' = TopK(mu) and the sampled token, wherever ``valid``; "other" is one bucket with the rest of
+    each distribution. The bucket belongs to the sum: without it the value can fall below
+    ``binary_tv``.
+    """
+    _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
+    pi = torch.where(valid, _probability(topk_log_probs), 0.0)
+    mu = torch.where(valid, _probability(rollout_topk_log_probs), 0.0)
+    other = (_rest(mu) - _rest(pi)).abs()
+    return 0.5 * ((mu - pi).abs().sum(-1) + other)
+
+
+@torch.no_grad()
+def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tensor) -> Tensor:
+    """Sum over A' and "other" of mu log(mu / pi) (arXiv 2602.04879, Top-K KL); ``[..., K + 1]`` ->
+    ``[...]``.
+
+    The mass of "other" is 1 - sum, known to a few units of the input dtype's resolution: mu's is
+    taken as 0 below that, pi's never below it. A peaked distribution therefore gives no infinite
+    value by rounding.
+    """
+    _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
+    pi, mu = _clamped(topk_log_probs), _clamped(rollout_topk_log_probs)
+    inside = torch.where(valid, _kl_term(mu, pi), 0.0).sum(-1)
+    resolution = 4 * torch.finfo(_float_dtype(topk_log_probs)).eps
+    other_mu = _rest(torch.where(valid, mu.exp(), 0.0))
+    other_pi = _rest(torch.where(valid, pi.exp(), 0.0)).clamp(min=resolution)
+    outside = torch.where(
+        other_mu > resolution,
+        other_mu * (other_mu.clamp(min=resolution).log() - other_pi.log()),
+        0.0,
+    )
+    return (inside + outside).clamp(min=0)
+
+
+@torch.no_grad()
+def exact_tv(logits: Tensor, rollout_logits: Tensor) -> Tensor:
+    """Half the sum over the vocabulary of |mu - pi|; ``[..., V]`` unnormalised logits (or
+    log-probs) -> ``[...]``.
+    """
+    _check_logits(logits, rollout_logits)
+    pi, mu = (x.double().softmax(-1) for x in (logits, rollout_logits))
+    return 0.5 * (mu - pi).abs().sum(-1)
+
+
+@torch.no_grad()
+def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
+    """Sum over the vocabulary of mu log(mu / pi); ``[..., V]`` unnormalised logits (or log-probs)
+    -> ``[...]``.
+    """
+    _check_logits(logits, rollout_logits)
+    pi, mu = (x.double().log_softmax(-1) for x in (logits, rollout_logits))
+    return _kl_term(mu, pi).sum(-1).clamp(min=0)
+
+
+def _kl_term(log_mu: Tensor, log_pi: Tensor) -> Tensor:
+    """mu log(mu / pi), 0 where mu = 0."""
+    empty = log_mu == -math.inf
+    return torch.where(empty, 0.0, log_mu.exp() * (torch.where(empty, 0.0, log_mu) - log_pi))
+
+
+def _clamped(log_p: Tensor) -> Tensor:
+    """Float64, at most 0: a log-probability computed as logit - lse can end a rounding step
+    above.
+    """
+    return log_p.detach().double().clamp(max=0)
+
+
+def _probability(log_p: Tensor) -> Tensor:
+    return _clamped(log_p).exp()
+
+
+def _rest(p: Tensor) -> Tensor:
+    return (1 - p.sum(-1)).clamp(min=0)
+
+
+def _float_dtype(x: Tensor) -> torch.dtype:
+    if not x.is_floating_point():
+        raise ValueError(f"log-probabilities are {x.dtype}, expected a floating-point dtype")
+    return x.dtype
+
+
+def _check_topk(topk: Tensor, rollout_topk: Tensor, valid: Tensor) -> None:
+    if not topk.shape == rollout_topk.shape == valid.shape:
+        raise ValueError(
+            f"Top-K tensors have shapes {tuple(topk.shape)}, {tuple(rollout_topk.shape)} and "
+            f"{tuple(valid.shape)} (valid), expected one shape [..., K + 1]"
+        )
+    if valid.dtype != torch.bool:
+        raise ValueError(f"valid is {valid.dtype}, expected torch.bool")
+
+
+def _check_logits(logits: Tensor, rollout_logits: Tensor) -> None:
+    if logits.shape != rollout_logits.shape:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and rollout_logits {tuple(rollout_logits.shape)} "
+            "differ in shape"
+        )

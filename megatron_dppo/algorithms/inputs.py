@@ -1,0 +1,99 @@
+"""What an algorithm may look at, token by token.
+
+Legend: T = tokens, K = ids of TopK(mu); the last axis of the Top-K tensors is K + 1, the sampled
+token last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PER_TOKEN = (
+    "rollout_log_probs",
+    "advantages",
+    "loss_mask",
+    "recomputed_log_probs",
+    "entropy",
+    "sequence_ids",
+)
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """Log-probabilities and advantages of T tokens; natural logarithms; any shape, the same for all
+    but the Top-K tensors, which have one axis more.
+    """
+
+    log_probs: Tensor
+    """log pi of the sampled token; the only tensor through which a gradient flows."""
+    rollout_log_probs: Tensor
+    """log mu, as the inference engine returned it."""
+    advantages: Tensor
+    """A."""
+    loss_mask: Tensor
+    """Bool: the token trains."""
+    recomputed_log_probs: Tensor | None = None
+    """log pi' of the trainer at the rollout's weights; None where no algorithm asked for it."""
+    topk_log_probs: Tensor | None = None
+    """``[..., K + 1]``: log pi at TopK(mu) and, last, at the sampled token."""
+    rollout_topk_log_probs: Tensor | None = None
+    """``[..., K + 1]``: log mu at the same ids."""
+    topk_valid: Tensor | None = None
+    """Bool ``[..., K + 1]``: False for padding, and for a sampled token that TopK(mu) holds."""
+    entropy: Tensor | None = None
+    """Of pi at the token's position, nats; None where it was not computed."""
+    sequence_ids: Tensor | None = None
+    """int64: tokens of one response share a number in ``0 .. T - 1``."""
+
+    def __post_init__(self) -> None:
+        shape = self.log_probs.shape
+        for name in PER_TOKEN:
+            value = getattr(self, name)
+            if value is not None and value.shape != shape:
+                raise ValueError(
+                    f"TokenInputs.{name} has shape {tuple(value.shape)}, expected that of "
+                    f"log_probs, {tuple(shape)}"
+                )
+        if self.loss_mask.dtype != torch.bool:
+            raise ValueError(
+                f"TokenInputs.loss_mask is {self.loss_mask.dtype}, expected torch.bool"
+            )
+        self._check_topk()
+
+    def _check_topk(self) -> None:
+        parts = (self.topk_log_probs, self.rollout_topk_log_probs, self.topk_valid)
+        if all(p is None for p in parts):
+            return
+        if any(p is None for p in parts):
+            raise ValueError(
+                "topk_log_probs, rollout_topk_log_probs and topk_valid come together; got "
+                + ", ".join("None" if p is None else str(tuple(p.shape)) for p in parts)
+            )
+        shapes = {tuple(p.shape) for p in parts if p is not None}
+        if len(shapes) != 1 or next(iter(shapes))[:-1] != tuple(self.log_probs.shape):
+            raise ValueError(
+                f"Top-K tensors have shapes {sorted(shapes)}, expected one shape "
+                f"{tuple(self.log_probs.shape)} + (K + 1,)"
+            )
+
+
+Anchor = Callable[[TokenInputs], Tensor]
+"""The log-probabilities that a mask compares pi with."""
+
+
+def rollout(inputs: TokenInputs) -> Tensor:
+    """Anchor mu: what the inference engine returned."""
+    return inputs.rollout_log_probs
+
+
+def recomputed(inputs: TokenInputs) -> Tensor:
+    """Anchor pi': the trainer's own log-probabilities at the rollout's weights. ValueError where
+    they are missing.
+    """
+    if inputs.recomputed_log_probs is None:
+        raise ValueError("the mask is anchored on recomputed_log_probs, but TokenInputs has none")
+    return inputs.recomputed_log_probs

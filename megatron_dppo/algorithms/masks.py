@@ -1,0 +1,185 @@
+"""Masks M of the unified update (arXiv 2602.04879 v2, Eq. 23): True where the token trains.
+
+Each takes ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: what
+pi is compared with), then its thresholds by keyword. A token exactly at a threshold trains. A token
+without advantage has no gradient and is never blocked. No mask carries a gradient. ``presets.py``
+binds anchor and thresholds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms import divergence
+from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, recomputed
+
+Mask = Callable[[TokenInputs], Tensor]
+"""Bool, shaped as ``log_probs``; True where the token trains."""
+
+
+@torch.no_grad()
+def train_all(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """Blocks nothing: PG-IS, and with a finite ratio cap PG-TIS = CISPO."""
+    return torch.ones_like(inputs.loss_mask)
+
+
+@torch.no_grad()
+def ratio_clip(inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_high: float) -> Tensor:
+    """PPO's clip as a mask: blocked when A > 0 and r > 1 + clip_high, or A < 0 and r < 1 -
+    clip_low.
+
+    r = pi / anchor: mu for GRPO, the recomputed policy for MiniRL.
+    """
+    ratio = _ratio(inputs, anchor)
+    return ~_harmful(inputs, ratio > 1 + clip_high, ratio < 1 - clip_low)
+
+
+@torch.no_grad()
+def binary_tv(inputs: TokenInputs, anchor: Anchor, *, tv_threshold: float) -> Tensor:
+    """DPPO-Binary-TV: blocked when the update moves pi further away and |anchor - pi| >
+    ``tv_threshold``.
+    """
+    return _beyond(
+        inputs, anchor, divergence.binary_tv(inputs.log_probs, anchor(inputs)), tv_threshold
+    )
+
+
+@torch.no_grad()
+def binary_kl(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float) -> Tensor:
+    """DPPO-Binary-KL: blocked when the update moves pi further away and the binary KL exceeds
+    ``kl_threshold`` nats.
+    """
+    return _beyond(
+        inputs, anchor, divergence.binary_kl(inputs.log_probs, anchor(inputs)), kl_threshold
+    )
+
+
+@torch.no_grad()
+def topk_tv(inputs: TokenInputs, anchor: Anchor, *, tv_threshold: float) -> Tensor:
+    """DPPO-TopK-TV: as ``binary_tv`` with TV over TopK(mu), the sampled token and "other".
+
+    With K = V this is DPPO-Exact-TV.
+    """
+    return _beyond(inputs, anchor, divergence.topk_tv(*_topk(inputs)), tv_threshold)
+
+
+@torch.no_grad()
+def topk_kl(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float) -> Tensor:
+    """DPPO-TopK-KL: as ``binary_kl`` with KL over TopK(mu), the sampled token and "other".
+
+    With K = V this is DPPO-Exact-KL.
+    """
+    return _beyond(inputs, anchor, divergence.topk_kl(*_topk(inputs)), kl_threshold)
+
+
+@torch.no_grad()
+def large_drop(inputs: TokenInputs, anchor: Anchor, *, max_drop: float) -> Tensor:
+    """Minimal mask "Mask-x": blocked when A < 0 and anchor(a) - pi(a) >= ``max_drop``."""
+    drop = anchor(inputs).double().exp() - inputs.log_probs.double().exp()
+    return ~((inputs.advantages < 0) & (drop >= max_drop))
+
+
+@torch.no_grad()
+def relaxed_clip(
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    rare_below: float,
+    relax_low: bool,
+    relax_high: bool,
+) -> Tensor:
+    """Relax-high, -low, -both: ``ratio_clip``, but without the upper / lower bound where anchor(a)
+    < ``rare_below``.
+    """
+    ratio = _ratio(inputs, anchor)
+    rare = anchor(inputs).exp() < rare_below
+    too_high = (ratio > 1 + clip_high) & ~(rare & relax_high)
+    too_low = (ratio < 1 - clip_low) & ~(rare & relax_low)
+    return ~_harmful(inputs, too_high, too_low)
+
+
+@torch.no_grad()
+def icepop(
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    mismatch_low: float,
+    mismatch_high: float,
+    clip_low: float,
+    clip_high: float,
+) -> Tensor:
+    """IcePop (arXiv 2510.18855): blocked when k = pi' / mu is outside [mismatch_low,
+    mismatch_high], or by PPO's clip of r'.
+
+    r' = pi / pi'. The first test holds for either sign of A. IcePop weighs a kept token by k r' =
+    pi / mu, which is Eq. 23's r: so it is this mask with an infinite cap.
+    """
+    mismatch = (recomputed(inputs) - inputs.rollout_log_probs).exp()
+    agreed = (mismatch >= mismatch_low) & (mismatch <= mismatch_high)
+    return agreed & ratio_clip(inputs, anchor, clip_low=clip_low, clip_high=clip_high)
+
+
+@torch.no_grad()
+def sequence_clip(
+    inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """GSPO's clip (arXiv 2507.18071, Eq. 5): PPO's test on the sequence's ratio, so a response
+    trains whole or not at all.
+    """
+    ratio = sequence_ratio(inputs, anchor)
+    return ~_harmful(inputs, ratio > 1 + clip_high, ratio < 1 - clip_low)
+
+
+@torch.no_grad()
+def sequence_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """GSPO's s (arXiv 2507.18071, Eq. 7): exp(mean over the response's tokens of log(pi / anchor)),
+    at every token.
+
+    The mean is over tokens in ``loss_mask``. A response must lie whole in the tensors. ValueError
+    without sequence_ids.
+    """
+    if inputs.sequence_ids is None:
+        raise ValueError(
+            "the algorithm works on whole sequences, but TokenInputs has no sequence_ids"
+        )
+    log_ratio = torch.where(inputs.loss_mask, inputs.log_probs - anchor(inputs), 0.0).double()
+    ids = inputs.sequence_ids.flatten()
+    # As many bins as tokens: an upper bound of the number of sequences that is known without asking
+    # the device.
+    totals, counts = (
+        torch.zeros(ids.numel(), dtype=torch.float64, device=ids.device).index_add_(
+            0, ids, x.flatten().double()
+        )
+        for x in (log_ratio, inputs.loss_mask)
+    )
+    return (totals / counts.clamp(min=1)).exp()[ids].view_as(log_ratio)
+
+
+def _ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    return (inputs.log_probs.detach() - anchor(inputs)).exp()
+
+
+def _harmful(inputs: TokenInputs, too_high: Tensor, too_low: Tensor) -> Tensor:
+    """Where the update would push a token further out on the side on which it already is."""
+    return ((inputs.advantages > 0) & too_high) | ((inputs.advantages < 0) & too_low)
+
+
+def _beyond(inputs: TokenInputs, anchor: Anchor, distance: Tensor, threshold: float) -> Tensor:
+    far = distance > threshold
+    shift = inputs.log_probs.detach() - anchor(inputs)
+    return ~_harmful(inputs, far & (shift > 0), far & (shift < 0))
+
+
+def _topk(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
+    if (
+        inputs.topk_log_probs is None
+        or inputs.rollout_topk_log_probs is None
+        or inputs.topk_valid is None
+    ):
+        raise ValueError("the mask needs Top-K log-probabilities, but TokenInputs has none")
+    return inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid

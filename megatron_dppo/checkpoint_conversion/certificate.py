@@ -1,0 +1,101 @@
+"""conversion.json: what was converted into which layout, and the SHA-256 of every tensor and of the whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError, LayoutError
+from megatron_dppo.checkpoint_conversion.families import FAMILIES
+from megatron_dppo.checkpoint_conversion.layout import Layout
+from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
+from megatron_dppo.checkpoint_conversion.model_shape import Llama3RopeScaling, ModelShape
+
+FILE = "conversion.json"
+VERSION = 1
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """``layout``: of the files beside it; None for a Hugging Face folder.
+
+    ``dtype``: of the stored tensors; ``source_dtype``: of those that were read. ``tensors``: name -> SHA-256 (hex) of
+    the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``; independent of the layout.
+    """
+
+    shape: ModelShape
+    layout: Layout | None
+    dtype: str
+    source_dtype: str
+    tensors: Mapping[str, str]
+
+    def save(self, folder: Path) -> None:
+        """Write ``folder/conversion.json``."""
+        body = self._body()
+        text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
+        (folder / FILE).write_text(text + "\n")
+
+    def _body(self) -> dict[str, Any]:
+        return {
+            "version": VERSION,
+            "model": dataclasses.asdict(self.shape),
+            "layout": None if self.layout is None else dataclasses.asdict(self.layout),
+            "dtype": self.dtype,
+            "source_dtype": self.source_dtype,
+            "tensors": dict(self.tensors),
+        }
+
+
+def load_certificate(folder: str | Path) -> Certificate:
+    """Read ``folder/conversion.json``; raises CheckpointError where it is missing, altered or of another version."""
+    path = Path(folder) / FILE
+    try:
+        body = json.loads(path.read_text())
+        digest = body.pop("sha256")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: no such file; the folder is not a finished conversion"
+        ) from None
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a readable certificate ({error!r})") from error
+    if body.get("version") != VERSION:
+        raise CheckpointError(f"{path}: version {body.get('version')!r}, expected {VERSION}")
+    if _digest(body) != digest:
+        raise CheckpointError(
+            f"{path}: its own SHA-256 is {_digest(body)}, recorded {digest}; it was altered"
+        )
+    try:
+        certificate = _from_body(body)
+    except (KeyError, TypeError, LayoutError) as error:
+        raise CheckpointError(f"{path}: not a certificate of this version ({error!r})") from error
+    if certificate.shape.family not in FAMILIES:
+        raise CheckpointError(
+            f"{path}: of family {certificate.shape.family!r}, supported: {sorted(FAMILIES)}"
+        )
+    if list(certificate.tensors) != list(hf_tensors(certificate.shape)):
+        raise CheckpointError(f"{path}: its tensors are not those of its model")
+    return certificate
+
+
+def _from_body(body: dict[str, Any]) -> Certificate:
+    model = dict(body["model"])
+    scaling = model.pop("rope_scaling")
+    return Certificate(
+        shape=ModelShape(**model, rope_scaling=Llama3RopeScaling(**scaling) if scaling else None),
+        layout=None if body["layout"] is None else Layout(**body["layout"]),
+        dtype=body["dtype"],
+        source_dtype=body["source_dtype"],
+        tensors=body["tensors"],
+    )
+
+
+def _digest(body: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()

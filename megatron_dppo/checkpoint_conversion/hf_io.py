@@ -1,0 +1,237 @@
+"""Hugging Face checkpoint folders: safetensors shards with an index, read by slices and written atomically."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
+from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
+from megatron_dppo.checkpoint_conversion.publishing import StagedFolder, copy_side_files
+from megatron_dppo.checkpoint_conversion.safetensors_file import (
+    SafetensorsFile,
+    SafetensorsFileWriter,
+    TensorSpec,
+)
+from megatron_dppo.checkpoint_conversion.tensor_store import check_store, read_slice
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+DEFAULT_SHARD_BYTES = 5 * 10**9
+
+
+class SafetensorsReader:
+    """The tensors of a Hugging Face folder; slices are read without the rest of the tensor where rows allow it.
+
+    Every shard's header is checked on opening: a missing, truncated or malformed file raises CheckpointError, and so
+    does an index that disagrees with its shards.
+    """
+
+    def __init__(self, hf_dir: str | Path) -> None:
+        self.folder = Path(hf_dir)
+        self._files: list[SafetensorsFile] = []
+        self._file_of: dict[str, SafetensorsFile] = {}
+        try:
+            self._open()
+        except CheckpointError:
+            self.close()
+            raise
+        self.specs: dict[str, TensorSpec] = {
+            name: TensorSpec(file.entries[name].shape, file.entries[name].dtype)
+            for name, file in self._file_of.items()
+        }
+
+    def _open(self) -> None:
+        index = self.folder / INDEX
+        if not index.exists():
+            if not (self.folder / SINGLE).exists():
+                raise CheckpointError(f"{self.folder}: has neither {INDEX} nor {SINGLE}")
+            self._add(self.folder / SINGLE)
+            return
+        weight_map = _read_index(index)
+        for name in sorted(set(weight_map.values())):
+            if not (self.folder / name).exists():
+                raise CheckpointError(f"{index}: names {name}, which is not in the folder")
+            self._add(self.folder / name)
+        for tensor, name in weight_map.items():
+            file = self._file_of.get(tensor)
+            if file is None or file.path.name != name:
+                found = "no shard has it" if file is None else f"it is in {file.path.name}"
+                raise CheckpointError(f"{index}: places {tensor} in {name}, but {found}")
+        unlisted = sorted(set(self._file_of) - set(weight_map))
+        if unlisted:
+            raise CheckpointError(
+                f"{index}: does not list {unlisted[0]} (and {len(unlisted) - 1} more)"
+            )
+
+    def _add(self, path: Path) -> None:
+        file = SafetensorsFile(path)
+        self._files.append(file)
+        for name in file.entries:
+            if name in self._file_of:
+                raise CheckpointError(
+                    f"{name} is in both {self._file_of[name].path.name} and {path.name}"
+                )
+            self._file_of[name] = file
+
+    def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Rows ``start .. start + count`` of dim 0."""
+        return self._file_of[name].read_rows(name, start, count)
+
+    def read(
+        self, name: str, dim: int = 0, start: int = 0, length: int | None = None
+    ) -> torch.Tensor:
+        """``tensor.narrow(dim, start, length)``, contiguous; to the end without a length."""
+        return read_slice(self, name, dim, start, length)
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise CheckpointError where names, shapes or dtypes are not those of ``shape``'s config."""
+        check_store(self, shape, str(self.folder))
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files:
+            file.close()
+        self._files = []
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class ShardedWriter:
+    """Writes a Hugging Face folder whose tensors are known beforehand, in any order; it appears whole or not at all.
+
+    Tensors fill shards of at most ``max_shard_bytes`` in the order of ``tensors``; a larger one has a shard to itself.
+    The folder is staged beside ``out_dir`` and renamed when the ``with`` block ends without an error; it must not exist
+    or be empty. Raises CheckpointError where a tensor was not written.
+    """
+
+    def __init__(
+        self,
+        out_dir: str | Path,
+        tensors: Mapping[str, TensorSpec],
+        *,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        side_files_from: str | Path | None = None,
+    ) -> None:
+        self._tensors = dict(tensors)
+        self._side_files_from = side_files_from
+        self._unwritten = {name: spec.shape[0] for name, spec in tensors.items()}
+        self._staged = StagedFolder(out_dir, sum(spec.bytes for spec in tensors.values()))
+        self._shards = _shard(self._tensors, max_shard_bytes)
+        self._writer_of: dict[str, SafetensorsFileWriter] = {}
+
+    def __enter__(self) -> ShardedWriter:
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(self._staged)
+            count = len(self._shards)
+            for number, names in enumerate(self._shards, 1):
+                file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
+                specs = {name: self._tensors[name] for name in names}
+                writer = stack.enter_context(SafetensorsFileWriter(folder / file, specs))
+                self._writer_of.update(dict.fromkeys(names, writer))
+            self._stack = stack.pop_all()
+        return self
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """A whole tensor, of the announced shape; cast to the announced dtype."""
+        self.write_rows(name, 0, tensor)
+
+    def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
+        """Some rows of a tensor. Every row is written once."""
+        if name not in self._tensors:
+            raise ValueError(f"{name} was not announced to this writer")
+        data = rows.detach().to("cpu", self._tensors[name].dtype)
+        self._writer_of[name].write_rows(name, start, data)
+        self._unwritten[name] -= len(rows)
+
+    @property
+    def folder(self) -> Path:
+        """The staging folder; other files put there are published with the tensors."""
+        return self._staged.folder
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._stack.__exit__(kind, error, trace)
+            return
+        with self._stack:
+            self._finish()
+
+    def _finish(self) -> None:
+        unwritten = [name for name, rows in self._unwritten.items() if rows]
+        if unwritten:
+            raise CheckpointError(
+                f"{len(unwritten)} tensors were not written, first {unwritten[0]}"
+            )
+        if len(self._shards) > 1:
+            weight_map = {name: self._writer_of[name].path.name for name in sorted(self._tensors)}
+            total = sum(spec.bytes for spec in self._tensors.values())
+            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+            (self._staged.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        if self._side_files_from is not None:
+            dtypes = {str(spec.dtype).removeprefix("torch.") for spec in self._tensors.values()}
+            copy_side_files(self._side_files_from, self._staged.folder, dtypes.pop())
+
+
+def write_hf_checkpoint(
+    out_dir: str | Path,
+    shape: ModelShape,
+    dtype: torch.dtype,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    side_files_from: str | Path | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write a whole model from a stream of ``(name, tensor)``, with config and tokenizer of ``side_files_from``."""
+    specs = {name: TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
+    with ShardedWriter(
+        out_dir, specs, max_shard_bytes=max_shard_bytes, side_files_from=side_files_from
+    ) as writer:
+        for name, tensor in tensors:
+            writer.write(name, tensor)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(path.read_text())["weight_map"]
+        return {str(k): str(v) for k, v in weight_map.items()}
+    except (
+        OSError,
+        UnicodeDecodeError,
+        json.JSONDecodeError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise CheckpointError(f"{path}: not an index with a weight_map ({error!r})") from error
+
+
+def _shard(tensors: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for name, spec in tensors.items():
+        if shards[-1] and filled + spec.bytes > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(name)
+        filled += spec.bytes
+    return shards

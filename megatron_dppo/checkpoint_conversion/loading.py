@@ -1,0 +1,80 @@
+"""Open any checkpoint folder as Hugging Face tensors: Hugging Face's own, or one in a Megatron layout."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megatron_dppo.checkpoint_conversion import certificate as certificates
+from megatron_dppo.checkpoint_conversion.certificate import Certificate, load_certificate
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
+from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
+from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec, byte_view
+from megatron_dppo.checkpoint_conversion.sharded_checkpoint import ShardedCheckpoint
+from megatron_dppo.checkpoint_conversion.tensor_store import read_slice, row_blocks
+
+
+class CheckedReader:
+    """Slices of Hugging Face tensors; a tensor's SHA-256 is compared with the certificate when it is first read.
+
+    Without a certificate (a folder that was not converted here) nothing is compared.
+    """
+
+    def __init__(
+        self, store: SafetensorsReader | ShardedCheckpoint, certificate: Certificate | None
+    ) -> None:
+        self._store = store
+        self._certificate = certificate
+        self._checked: set[str] = set()
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Shape and dtype of every tensor."""
+        return self._store.specs
+
+    def read(
+        self, name: str, dim: int = 0, start: int = 0, length: int | None = None
+    ) -> torch.Tensor:
+        """``tensor.narrow(dim, start, length)``, contiguous. Raises MismatchError where the tensor was altered."""
+        if self._certificate is not None and name not in self._checked:
+            self._check(name, self._certificate.tensors)
+        return read_slice(self._store, name, dim, start, length)
+
+    def _check(self, name: str, recorded: Mapping[str, str]) -> None:
+        digest = hashlib.sha256()
+        for start, count in row_blocks(self._store.specs[name]):
+            digest.update(byte_view(self._store.read_rows(name, start, count)))
+        if digest.hexdigest() != recorded.get(name):
+            raise MismatchError(
+                f"{self._store.folder}: {name} has SHA-256 {digest.hexdigest()}, {certificates.FILE} recorded "
+                f"{recorded.get(name)}; if its weights were changed on purpose, remove {certificates.FILE}"
+            )
+        self._checked.add(name)
+
+    def __enter__(self) -> CheckedReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._store.close()
+
+
+def open_checkpoint(folder: str | Path) -> CheckedReader:
+    """Open a Hugging Face folder, or one that ``hf_to_megatron`` wrote. Raises CheckpointError for anything else."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such folder")
+    if not (folder / certificates.FILE).exists():
+        return CheckedReader(SafetensorsReader(folder), None)
+    certificate = load_certificate(folder)
+    if certificate.layout is None:
+        return CheckedReader(SafetensorsReader(folder), certificate)
+    return CheckedReader(ShardedCheckpoint(folder), certificate)

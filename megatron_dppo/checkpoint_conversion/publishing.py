@@ -1,0 +1,115 @@
+"""A folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from types import TracebackType
+
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+SLACK_BYTES = 16 << 20
+"""Room for headers, indices and side files."""
+
+
+class StagedFolder:
+    """``with StagedFolder(out, bytes) as folder:`` fill ``folder``; it becomes ``out`` when no error was raised.
+
+    The staging folder ``.<name>.partial`` lies beside ``out``, on the same disk. What a killed run left there is
+    removed; a live run holds a lock on it. Raises CheckpointError where ``out`` exists and is not an empty folder, the
+    disk has not ``expected_bytes`` free, or another process is writing to the same place.
+    """
+
+    def __init__(self, out: str | Path, expected_bytes: int) -> None:
+        self.out = Path(out).absolute()
+        self.folder = self.out.parent / f".{self.out.name}.partial"
+        self._expected = expected_bytes
+        self._lock = -1
+
+    def __enter__(self) -> Path:
+        self._require_empty()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._begin()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        return self.folder
+
+    def _begin(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{self.out}: another process is writing it now") from None
+        if not self.folder.exists() or not os.path.samestat(
+            os.fstat(self._lock), self.folder.stat()
+        ):
+            raise CheckpointError(f"{self.out}: another process has just written it")
+        for path in self.folder.iterdir():
+            path.unlink()
+        free = shutil.disk_usage(self.folder).free
+        if free < self._expected + SLACK_BYTES:
+            self.folder.rmdir()
+            raise CheckpointError(
+                f"{self.out}: needs {self._expected} bytes, its disk has {free} bytes free"
+            )
+
+    def _require_empty(self) -> None:
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise CheckpointError(f"{self.out}: exists and is not an empty folder")
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._publish()
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._lock)
+
+    def _publish(self) -> None:
+        sync_folder(self.folder)
+        self._require_empty()
+        os.rename(self.folder, self.out)
+        sync_folder(self.out.parent, files=False)
+
+
+def sync_folder(folder: Path, *, files: bool = True) -> None:
+    """Put a folder's entries, and its ``files``, on the disk."""
+    for path in [*(p for p in folder.iterdir() if files and p.is_file()), folder]:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:
+    """Copy tokenizer, config and generation files: all of the folder that is neither weights nor an index.
+
+    config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names.
+    """
+    for path in sorted(Path(source).iterdir()):
+        is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        if (
+            path.is_file()
+            and not is_weights
+            and not path.name.startswith(".")
+            and path.name != "conversion.json"
+        ):
+            shutil.copyfile(path, target / path.name)
+    config_path = target / "config.json"
+    config = json.loads(config_path.read_text())
+    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    if any(str(config.get(key)).removeprefix("torch.") != dtype for key in named):
+        config.update(dict.fromkeys(named, dtype))
+        config_path.write_text(json.dumps(config, indent=2) + "\n")

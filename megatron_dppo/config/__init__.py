@@ -1,0 +1,17 @@
+"""A run's configuration: the schema, its loading, and every check that needs no heavy library."""
+
+from megatron_dppo.config.checks import check_config
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.layout import Plan, padded_vocab_size
+from megatron_dppo.config.loading import load_config, resolved_yaml
+from megatron_dppo.config.schema import TrainConfig
+
+__all__ = [
+    "ConfigError",
+    "Plan",
+    "TrainConfig",
+    "check_config",
+    "load_config",
+    "padded_vocab_size",
+    "resolved_yaml",
+]

@@ -1,0 +1,174 @@
+"""Checks that need more than one field, or the file system: all run, and all problems are one
+error.
+
+Nothing here imports torch, Megatron or SGLang. What only those can tell (names of algorithms and
+rewards, supported model families) is checked by ``train.py`` before it starts anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.forwarded import megatron_problems, sglang_problems
+from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
+from megatron_dppo.config.model_facts import ModelFacts, read_model_facts
+from megatron_dppo.config.schema import TrainConfig
+
+Problems = Iterator[str]
+Check = Callable[[TrainConfig], Problems]
+ModelCheck = Callable[[TrainConfig, ModelFacts], Problems]
+
+
+def check_config(config: TrainConfig, source: str = "configuration") -> Plan:
+    """Run every check. Returns what follows from the configuration. Raises ConfigError naming
+    ``source``."""
+    problems = [problem for check in CHECKS for problem in check(config)]
+    model = None
+    try:
+        model = read_model_facts(config.model.hf_checkpoint)
+    except ConfigError as error:
+        problems += error.problems
+    if model is not None:
+        problems += [p for check in MODEL_CHECKS for p in check(config, model)]
+    if problems or model is None:
+        raise ConfigError(problems, source)
+    return Plan.of(config, model)
+
+
+def _mini_batches(config: TrainConfig) -> Problems:
+    rollout, size = config.rollout, config.training.prompts_per_mini_batch
+    if rollout.prompts_per_step % size:
+        yield (
+            f"training.prompts_per_mini_batch: got {size}, expected a divisor of "
+            f"rollout.prompts_per_step = {rollout.prompts_per_step}"
+        )
+    data = config.parallel.data
+    if data and rollout.prompts_per_step % data:
+        yield (
+            f"rollout.prompts_per_step: got {rollout.prompts_per_step}, expected a multiple of the "
+            f"{data} data-parallel ranks (world_size / (tensor x pipeline)), which share the "
+            "prompts"
+        )
+    if size * rollout.group_size < data:
+        yield (
+            f"training.prompts_per_mini_batch: got {size} x rollout.group_size "
+            f"{rollout.group_size} = "
+            f"{size * rollout.group_size} responses in an optimiser step, expected at least one "
+            "for "
+            f"each of the {data} data-parallel ranks"
+        )
+
+
+def _untruncated_sampling(config: TrainConfig) -> Problems:
+    reason = "the engine's log-probabilities ignore the truncation, the samples do not"
+    if config.rollout.top_p != 1:
+        yield f"rollout.top_p: got {config.rollout.top_p}, expected 1: {reason}"
+    if config.rollout.top_k != -1:
+        yield f"rollout.top_k: got {config.rollout.top_k}, expected -1 (off): {reason}"
+
+
+def _aggregation(config: TrainConfig) -> Problems:
+    algorithm = config.algorithm
+    if algorithm.aggregation == "token-mean" and algorithm.aggregation_constant is not None:
+        yield (
+            f"algorithm.aggregation_constant: got {algorithm.aggregation_constant} with "
+            "aggregation "
+            "'token-mean', expected null: only 'sequence-mean-with-constant' divides by it"
+        )
+
+
+def _data_files(config: TrainConfig) -> Problems:
+    files = {"data.train": config.data.train}
+    files |= {f"data.evaluation.{name}": path for name, path in config.data.evaluation.items()}
+    for key, path in files.items():
+        if not Path(path).is_file():
+            yield f"{key}: got {path!r}, expected a JSONL file, relative to {Path.cwd()}"
+    for name in config.data.evaluation:
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield (
+                f"data.evaluation: got the name {name!r}, expected letters, digits, '_', '-' and "
+                "'.' "
+                "(it names metrics)"
+            )
+
+
+def _replay_folder(config: TrainConfig) -> Problems:
+    folder = config.rollout.replay_from
+    if folder is not None and not Path(folder).is_dir():
+        yield (
+            f"rollout.replay_from: got {folder!r}, expected a folder of rollout batches that a run "
+            "with rollout.save wrote"
+        )
+
+
+def _run_directory(config: TrainConfig) -> Problems:
+    path = Path(config.run.directory)
+    if path.exists() and not path.is_dir():
+        yield f"run.directory: got {config.run.directory!r}, which is a file, expected a folder"
+
+
+def _engine_url(config: TrainConfig) -> Problems:
+    if config.engine.url is None:
+        return
+    parts = urlsplit(config.engine.url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        yield f"engine.url: got {config.engine.url!r}, expected http://host:port"
+
+
+def _forwarded(config: TrainConfig) -> Problems:
+    yield from megatron_problems(config.megatron)
+    runs_elsewhere = config.engine.url is not None or config.rollout.replay_from is not None
+    yield from sglang_problems(config.sglang, required=not runs_elsewhere)
+
+
+def _router_replay(config: TrainConfig, model: ModelFacts) -> Problems:
+    if config.rollout.router_replay and not model.mixture_of_experts:
+        yield (
+            f"rollout.router_replay: got true, expected false: {model.model_type} is a dense "
+            "model, "
+            "it routes nothing"
+        )
+
+
+def _lengths(config: TrainConfig, model: ModelFacts) -> Problems:
+    longest = model.max_position_embeddings
+    if longest is None:
+        return
+    prompt = config.data.max_prompt_tokens
+    responses = {
+        "rollout": config.rollout.max_response_tokens,
+        "evaluation": config.evaluation.max_response_tokens or 0,
+    }
+    for section, response in responses.items():
+        if prompt + response > longest:
+            yield (
+                f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens "
+                f"{prompt} "
+                f"that is {prompt + response}, expected at most the model's {longest} positions"
+            )
+
+
+def _topk(config: TrainConfig, model: ModelFacts) -> Problems:
+    if config.rollout.topk_log_probs > model.vocab_size:
+        yield (
+            f"rollout.topk_log_probs: got {config.rollout.topk_log_probs}, expected at most the "
+            f"vocabulary's {model.vocab_size}"
+        )
+
+
+CHECKS: tuple[Check, ...] = (
+    world_problems,
+    _mini_batches,
+    _untruncated_sampling,
+    _aggregation,
+    _data_files,
+    _replay_folder,
+    _run_directory,
+    _engine_url,
+    _forwarded,
+)
+MODEL_CHECKS: tuple[ModelCheck, ...] = (*LAYOUT_CHECKS, _router_replay, _lengths, _topk)

@@ -1,0 +1,16 @@
+"""The one error of this package: everything that is wrong with a configuration, at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class ConfigError(ValueError):
+    """A configuration that can't be run. ``problems``: one line for each, key first; ``source``:
+    the file."""
+
+    def __init__(self, problems: Sequence[str], source: str = "configuration") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        count = f" {len(self.problems)} problems" if len(self.problems) > 1 else ""
+        super().__init__("\n  ".join([f"{source}:{count}", *self.problems]))

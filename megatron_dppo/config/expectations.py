@@ -1,0 +1,134 @@
+"""What a field of the schema expects, in words: the second half of every message about a value."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel
+
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a table",
+    type(None): "null",
+}
+_BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
+_LONGEST = 60
+
+
+@dataclass(frozen=True)
+class FieldExpectation:
+    """A key of the schema. ``path``: dotted; ``expected``: in words; ``summary``: its docstring's
+    first sentence."""
+
+    path: str
+    expected: str
+    summary: str
+
+
+def given(value: Any) -> str:
+    """A value as the user would recognise it, with its type: ``'x' (str)``."""
+    if value is None:
+        return "null"
+    text = repr(value)
+    if isinstance(value, bool):
+        text = text.lower()
+    if len(text) > _LONGEST:
+        text = text[: _LONGEST - 3] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """``annotation`` in words: ``a number > 0 and <= 1``, ``one of 'auto', 'never'``, ``text or
+    null``."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return expectation(arguments[0], (*arguments[1:], *metadata))
+    if origin in (Union, types.UnionType):
+        inner, nothing = [a for a in arguments if a is not type(None)], type(None) in arguments
+        words = [expectation(a, metadata) for a in inner] + ["null"] * nothing
+        covered = {_NAMES[int]} if _NAMES[float] in words else set()
+        return " or ".join(word for word in words if word not in covered)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, arguments))
+    if origin is dict:
+        return f"a table of name: {expectation(arguments[1])}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return "a table"
+    return _NAMES.get(origin or annotation, str(annotation)) + _bounds(metadata)
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    known = [m for m in metadata if isinstance(m, Gt | Ge | Lt | Le)]
+    words = [
+        f"{sign} {getattr(m, a)}" for m in known for kind, a, sign in _BOUNDS if type(m) is kind
+    ]
+    return " " + " and ".join(words) if words else ""
+
+
+def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectation:
+    """The key that a pydantic error's ``location`` stands for; what follows it (a union's branch)
+    is left out."""
+    path: list[str] = []
+    expected, summary = "a table", ""
+    for position, part in enumerate(location):
+        path.append(str(part))
+        field = model.model_fields.get(str(part))
+        if field is None:
+            break
+        expected = expectation(field.annotation, field.metadata)
+        summary = (field.description or "").split(". ")[0].strip().rstrip(".")
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+            continue
+        if get_origin(field.annotation) is dict and position + 1 < len(location):
+            path.append(str(location[position + 1]))
+            expected = expectation(get_args(field.annotation)[1])
+        break
+    return FieldExpectation(".".join(path), expected, summary)
+
+
+def section_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseModel]:
+    """The section that holds the key at ``location``."""
+    for part in location[:-1]:
+        annotation = model.model_fields[str(part)].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        model = annotation
+    return model
+
+
+def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of the schema."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from dotted_paths(field.annotation, f"{prefix}{name}.")
+
+
+def closest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
+    """The names that ``name`` was probably meant to be, best first."""
+    return difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.6)
+
+
+def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
+    """The key that an unknown one was probably meant to be: in its section, else of that name in
+    another."""
+    key = str(location[-1])
+    prefix = "".join(f"{part}." for part in location[:-1])
+    near = closest(key, section_at(model, location).model_fields)
+    if near and difflib.SequenceMatcher(None, key, near[0]).ratio() >= 0.8:
+        return prefix + near[0]
+    leaves = {path.rsplit(".", 1)[-1]: path for path in dotted_paths(model)}
+    elsewhere = difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.85)
+    if elsewhere:
+        return leaves[elsewhere[0]]
+    return prefix + near[0] if near else None

@@ -1,0 +1,122 @@
+"""From a YAML file and ``key.path=value`` words to a :class:`TrainConfig`, or one error that lists
+all problems.
+
+A relative path in a configuration is relative to the directory that the program is started in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.expectations import field_at, given, section_at, suggestion
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.yaml_core import dump_yaml, parse_scalar, parse_yaml
+
+_KEY_PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read ``path``, set the overrides (the last one of a key wins), validate every field by
+    itself.
+
+    An override's value is a YAML scalar or a flow list; nothing after ``=`` means null; a missing
+    table is made. Checks across sections are :func:`megatron_dppo.config.checks.check_config`'s.
+    Raises ConfigError.
+    """
+    tree = _read_tree(Path(path))
+    problems = _apply_overrides(tree, overrides)
+    config, invalid = _validate(tree)
+    problems += invalid
+    if config is None or problems:
+        raise ConfigError(problems, str(path))
+    return config
+
+
+def resolved_yaml(config: TrainConfig) -> str:
+    """The whole configuration, defaults filled in; :func:`load_config` reads it back to an equal
+    one."""
+    return dump_yaml(config.model_dump())
+
+
+def _read_tree(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"can't be read: {error}"], str(path)) from error
+    try:
+        tree = parse_yaml(text)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError([f"not valid YAML: {error.problem}"], at) from error
+    except yaml.YAMLError as error:
+        raise ConfigError([f"not valid YAML: {error}"], str(path)) from error
+    if not isinstance(tree, dict):
+        problem = f"got {given(tree)} at the top level, expected a table with the sections "
+        raise ConfigError([problem + ", ".join(TrainConfig.model_fields)], str(path))
+    # A section whose lines are all commented out parses as null and means an empty table.
+    return {name: {} if value is None else value for name, value in tree.items()}
+
+
+def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
+    """Set each in ``tree``; the problems of those that can't be."""
+    problems = []
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not _KEY_PATH.fullmatch(key):
+            problems.append(f"override {override!r}: expected key.path=value")
+            continue
+        try:
+            value = parse_scalar(text)
+        except yaml.YAMLError as error:
+            reason = " ".join(str(error).split())
+            problems.append(f"override {override!r}: the value is not valid YAML: {reason}")
+            continue
+        problems += _set(tree, key, value)
+    return problems
+
+
+def _set(tree: dict[str, Any], key: str, value: Any) -> list[str]:
+    *tables, leaf = key.split(".")
+    for depth, name in enumerate(tables):
+        table = tree.setdefault(name, {})
+        if not isinstance(table, dict):
+            path = ".".join(tables[: depth + 1])
+            return [f"override {key}: {path} is {given(table)}, not a table"]
+        tree = table
+    tree[leaf] = value
+    return []
+
+
+def _validate(tree: dict[str, Any]) -> tuple[TrainConfig | None, list[str]]:
+    try:
+        return TrainConfig.model_validate(tree), []
+    except ValidationError as error:
+        problems = [_problem(e["type"], e["loc"], e["input"]) for e in error.errors()]
+        return None, list(dict.fromkeys(problems))  # a union reports each of its branches
+
+
+def _problem(kind: str, location: tuple[int | str, ...], value: Any) -> str:
+    """One line on one pydantic error."""
+    if kind == "extra_forbidden":
+        return _unknown_key(location, value)
+    field = field_at(TrainConfig, location)
+    if kind == "missing":
+        meaning = f" ({field.summary})" if field.summary else ""
+        return f"{field.path}: missing, expected {field.expected}{meaning}"
+    return f"{field.path}: got {given(value)}, expected {field.expected}"
+
+
+def _unknown_key(location: tuple[int | str, ...], value: Any) -> str:
+    path = ".".join(map(str, location))
+    meant = suggestion(TrainConfig, location)
+    hint = f"did you mean {meant}? " if meant else ""
+    known = ", ".join(section_at(TrainConfig, location).model_fields)
+    return f"{path}: unknown key (got {given(value)}); {hint}Expected one of: {known}"

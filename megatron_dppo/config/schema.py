@@ -1,0 +1,314 @@
+"""What a run can be told, section by section. Frozen, strict: unknown keys and wrong types are
+errors.
+
+Units stand in the field's docstring. Checks that cross sections live in ``checks.py``. Relative
+paths are relative to the directory that the program is started in. This package loads no torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AllowInfNan, BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, no unknown keys, no silent conversion of types."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class RunConfig(Section):
+    """Where a run writes, and how long it is."""
+
+    directory: str
+    """Folder of everything the run writes; created."""
+    seed: int = Field(default=1, ge=0)
+    """Seeds the order of the data, the trainer's generators and the engine."""
+    steps: int = Field(gt=0)
+    """Rollout batches to train on in all; a resumed run counts on from its checkpoint."""
+    resume: Literal["auto", "never", "required"] = "auto"
+    """``auto``: from the newest complete checkpoint where there is one."""
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    hf_checkpoint: str
+    """Hugging Face folder: config.json, safetensors, tokenizer. The start of a fresh run."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters' and activations' type in the trainer; the optimizer's master weights are fp32."""
+
+
+class DataConfig(Section):
+    """Problems to train and to be evaluated on; JSON Lines with a prompt and an answer in each
+    line."""
+
+    train: str
+    """JSONL file of training problems."""
+    evaluation: dict[str, str] = Field(default_factory=dict)
+    """Name -> JSONL file of held-out problems."""
+    max_prompt_tokens: int = Field(default=1024, gt=0)
+    """Longer prompts are dropped at load, and counted."""
+    apply_chat_template: bool = True
+    """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
+    shuffle: bool = True
+    """A new seeded order in every epoch."""
+
+
+class RolloutConfig(Section):
+    """Sampling of training responses."""
+
+    prompts_per_step: int = Field(gt=0)
+    """Prompts in a rollout batch."""
+    group_size: int = Field(gt=1)
+    """Responses for each prompt; the advantage's baseline is their mean reward."""
+    max_response_tokens: int = Field(gt=0)
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Must be 1: the engine's log-probabilities ignore the truncation, the samples do not."""
+    top_k: int = -1
+    """Must be -1 (off), for the same reason."""
+    topk_log_probs: int = Field(default=0, ge=0)
+    """K of the engine's TopK(mu) to carry for Top-K divergences; 0: as the algorithm asks."""
+    max_concurrent_requests: int = Field(default=256, gt=0)
+    """Requests in flight from one data-parallel leader."""
+    request_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest time for one response before it is aborted and asked for again."""
+    responses_per_call: int = Field(default=1, gt=0)
+    """Responses that share one HTTP call. More saves the engine work where responses are a few
+    dozen tokens; they then finish, time out and are lost together."""
+    save: bool = False
+    """Keep every rollout batch under ``<directory>/rollouts``."""
+    replay_from: str | None = None
+    """Train on the rollout batches saved in this folder instead of generating; no engine is
+    started."""
+    router_replay: bool = False
+    """R3: replay the engine's expert choices in the trainer."""
+
+
+class AlgorithmConfig(Section):
+    """Which row of the table of presets, and what of it to change."""
+
+    name: str = "dppo-binary-tv"
+    """A name in ``megatron_dppo.algorithms.presets``."""
+    options: dict[str, Annotated[float, AllowInfNan()] | int | bool] = Field(default_factory=dict)
+    """Overrides of the preset's numbers (``tv_threshold``, ``ratio_cap``, ...), checked against
+    it."""
+    aggregation: Literal["token-mean", "sequence-mean-with-constant"] = (
+        "sequence-mean-with-constant"
+    )
+    """Denominator of the summed loss: global tokens, or global sequences times a constant."""
+    aggregation_constant: float | None = Field(default=None, gt=0)
+    """Tokens; the constant above. Empty: ``rollout.max_response_tokens``."""
+    truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
+    """What a response that hit the length limit earns; ``drop``: no gradient, but it stays in the
+    baseline."""
+
+
+class RewardConfig(Section):
+    """The verifier."""
+
+    name: str = "math_verify"
+    """A name in ``megatron_dppo.rewards``."""
+    timeout_s: float = Field(default=10.0, gt=0)
+    """A check that takes longer is killed and scores 0, and is counted."""
+    workers: int = Field(default=2, gt=0)
+    """Processes that run checks, in each data-parallel leader."""
+
+
+class ParallelConfig(Section):
+    """Megatron-Core's layout. Data parallelism is what is left of the world size."""
+
+    world_size: int = Field(default=1, gt=0)
+    tensor: int = Field(default=1, gt=0)
+    pipeline: int = Field(default=1, gt=0)
+    virtual_pipeline: int | None = Field(default=None, gt=1)
+    """Model chunks in each pipeline stage (interleaved 1F1B)."""
+    expert: int = Field(default=1, gt=0)
+    expert_tensor: int | None = Field(default=None, gt=0)
+    """Empty: as ``tensor`` where expert is 1, else 1."""
+    sequence: bool | None = None
+    """Sequence parallelism. Empty: on where tensor > 1 and the model is a mixture of experts."""
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks of the dense layers: what tensor and pipeline leave of the world."""
+        return self.world_size // (self.tensor * self.pipeline)
+
+    @property
+    def expert_tensor_size(self) -> int:
+        """``expert_tensor`` with its default filled in."""
+        if self.expert_tensor is not None:
+            return self.expert_tensor
+        return self.tensor if self.expert == 1 else 1
+
+    @property
+    def expert_data(self) -> int:
+        """Data-parallel ranks of the experts."""
+        return self.world_size // (self.expert_tensor_size * self.expert * self.pipeline)
+
+    def sequence_parallel(self, mixture_of_experts: bool) -> bool:
+        """``sequence`` with its default filled in for a model of that kind."""
+        return self.tensor > 1 and mixture_of_experts if self.sequence is None else self.sequence
+
+
+class StepConfig(Section):
+    """How one optimiser step is cut and computed."""
+
+    micro_batch_tokens: int = Field(gt=0)
+    """Token budget of a packed micro-batch; a longer sequence has one to itself."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activation recomputation: selective recomputes the core attention, full every layer."""
+
+
+class TrainingConfig(StepConfig):
+    """From a rollout batch to optimiser steps."""
+
+    prompts_per_mini_batch: int = Field(gt=0)
+    """Prompts (whole groups) in one optimiser step; divides ``rollout.prompts_per_step``."""
+
+
+class OptimizerConfig(Section):
+    """Adam with decoupled weight decay, constant rate after a linear warm-up."""
+
+    lr: float = Field(gt=0)
+    warmup_steps: int = Field(default=0, ge=0)
+    """Optimiser steps."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0)
+    clip_grad: float = Field(default=1.0, ge=0)
+    """Global gradient norm; 0: off."""
+    distributed: bool = False
+    """Shard the optimizer's state over data-parallel ranks."""
+
+
+class EngineConfig(Section):
+    """The SGLang server."""
+
+    url: str | None = None
+    """Use a server that runs elsewhere instead of starting one."""
+    host: str = "127.0.0.1"
+    """Interface to bind; private by default."""
+    port: int | None = Field(default=None, gt=0, lt=65536)
+    """Empty: a free one."""
+    start_timeout_s: float = Field(default=600.0, gt=0)
+    max_restarts: int = Field(default=3, ge=0)
+    """Restarts of a dead server in one run before the run gives up."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Empty: cuda where there is one."""
+
+
+class WeightSyncConfig(Section):
+    """Trainer to engine."""
+
+    bucket_mib: int = Field(default=512, gt=0)
+    """MiB of weights in one broadcast."""
+    verify_every: int = Field(default=1, gt=0)
+    """Compare a hash of every tensor at every n-th update."""
+    timeout_s: float = Field(default=600.0, gt=0)
+
+
+class EvaluationConfig(Section):
+    """avg@k on the held-out sets."""
+
+    every: int = Field(default=5, gt=0)
+    """Steps; also before the first and after the last."""
+    samples_per_prompt: int = Field(default=32, gt=0)
+    temperature: float = Field(default=0.7, gt=0)
+    top_p: float = Field(default=0.95, gt=0, le=1)
+    max_response_tokens: int | None = Field(default=None, gt=0)
+    """Empty: as in training."""
+
+
+class CheckpointConfig(Section):
+    """Megatron distributed checkpoints under ``<directory>/checkpoints``."""
+
+    every: int = Field(default=20, gt=0)
+    """Steps; also at the end and at a clean stop."""
+    keep: int = Field(default=2, gt=0)
+    """Newest complete checkpoints that are kept."""
+    export_hf: bool = True
+    """Write the final policy as a Hugging Face folder, ``<directory>/hf``."""
+    verify_export: bool = False
+    """Load the export with transformers on rank 0 and compare log-probabilities; needs host memory for the model."""
+
+
+class PolicyConfig(Section):
+    """What the trainer itself reads, whatever the run is for."""
+
+    run: RunConfig
+    model: ModelConfig
+    parallel: ParallelConfig = ParallelConfig()
+    training: StepConfig
+    optimizer: OptimizerConfig
+    megatron: dict[str, Any] = Field(default_factory=dict)
+    """Forwarded to megatron.core's TransformerConfig; keys are checked against its fields."""
+
+    @property
+    def temperature(self) -> float:
+        """What logits are divided by before log-probabilities are taken."""
+        return 1.0
+
+    @property
+    def router_replay(self) -> bool:
+        """Whether routers take their choices from the engine's recording."""
+        return False
+
+
+class TrainConfig(PolicyConfig):
+    """A whole run of reinforcement learning."""
+
+    data: DataConfig
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    reward: RewardConfig = RewardConfig()
+    training: TrainingConfig
+    engine: EngineConfig = EngineConfig()
+    weight_sync: WeightSyncConfig = WeightSyncConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    sglang: dict[str, Any] = Field(default_factory=dict)
+    """Forwarded to SGLang's ServerArgs; keys are checked against its fields."""
+
+    @property
+    def temperature(self) -> float:
+        """The engine's sampling temperature: mu and pi must mean the same distribution."""
+        return self.rollout.temperature
+
+    @property
+    def router_replay(self) -> bool:
+        """R3, as configured for the rollouts."""
+        return self.rollout.router_replay
+
+
+class SupervisedDataConfig(Section):
+    """Pairs to imitate; JSON Lines with a prompt and a response in each line."""
+
+    train: str
+    """JSONL file."""
+    apply_chat_template: bool = True
+    """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
+
+
+class SupervisedTrainingConfig(StepConfig):
+    """From pairs to optimiser steps."""
+
+    sequences_per_step: int = Field(gt=0)
+    """Pairs in one optimiser step."""
+
+
+class SupervisedConfig(PolicyConfig):
+    """A supervised run: maximum likelihood of the responses; ``run.steps`` counts optimiser steps."""
+
+    data: SupervisedDataConfig
+    training: SupervisedTrainingConfig

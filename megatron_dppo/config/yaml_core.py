@@ -1,0 +1,105 @@
+"""YAML as people mean it: the 1.2 core schema, duplicate keys refused.
+
+PyYAML reads YAML 1.1, where ``1e-6`` is text, ``1:30`` is 90, ``010`` is 8, ``no`` is false and
+``2024-01-01`` a date. Here a number is a number (``1e-6``, ``1_000``, ``0x10``, ``.inf``),
+``true``/``false`` are the only truth values, and all else is text. What :func:`dump_yaml` writes,
+:func:`parse_yaml` reads back as it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+_DIGITS = r"[0-9]+(?:_[0-9]+)*"
+_PLAIN_TYPES = (
+    ("tag:yaml.org,2002:null", r"~|null|Null|NULL|", "~nN\0"),
+    ("tag:yaml.org,2002:bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("tag:yaml.org,2002:int", rf"[-+]?{_DIGITS}|0x[0-9a-fA-F]+|0o[0-7]+", "-+0123456789"),
+    (
+        "tag:yaml.org,2002:float",
+        rf"[-+]?(?:{_DIGITS}(?:\.(?:{_DIGITS})?)?|\.{_DIGITS})(?:[eE][-+]?[0-9]+)?"
+        r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    ("tag:yaml.org,2002:merge", r"<<", "<"),
+)
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader with the core schema's plain scalars, text keys only, and no key twice."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  PyYAML's own protocol
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As PyYAML's, after refusing duplicates (keys of a ``<<`` merge may be set again)."""
+        seen: dict[str, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key_node.start_mark.line + 1
+            key = key_node.value
+            if key_node.tag != "tag:yaml.org,2002:str":
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} is not text; put it in quotes",
+                    problem_mark=key_node.start_mark,
+                )
+            if key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key!r} is given twice, in lines {seen[key]} and {line}",
+                    problem_mark=key_node.start_mark,
+                )
+            seen[key] = line
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes text which :class:`_Loader` would read as something else."""
+
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  PyYAML's own protocol
+
+
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    text = loader.construct_scalar(node)
+    return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
+
+
+def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
+    return float(re.sub(r"\.(?=inf|nan)", "", loader.construct_scalar(node).lower()))
+
+
+for _tag, _pattern, _first in _PLAIN_TYPES:
+    _compiled = re.compile(rf"^(?:{_pattern})$")
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(_tag, _compiled, ["" if c == "\0" else c for c in _first])
+_CONSTRUCTORS: dict[str, Callable[[Any, Any], Any]] = {"int": _integer, "float": _number}
+for _name, _constructor in _CONSTRUCTORS.items():
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _constructor)
+
+
+def parse_yaml(text: str) -> Any:
+    """The document's value. Raises yaml.YAMLError with line and column."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def parse_scalar(text: str) -> Any:
+    """The value of ``key=text``: a plain scalar, or where it begins with a bracket or a quote, flow
+    YAML.
+
+    Text with ``#``, ``: `` or ``@`` in it needs no quotes. Empty text is null. Raises
+    yaml.YAMLError.
+    """
+    text = text.strip()
+    if text[:1] in ("[", "{", '"', "'"):
+        return parse_yaml(text)
+    loader = _Loader("")
+    node = yaml.ScalarNode(loader.resolve(yaml.ScalarNode, text, (True, False)), text)
+    return loader.construct_document(node)
+
+
+def dump_yaml(value: Any) -> str:
+    """Block-style YAML in the order given."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

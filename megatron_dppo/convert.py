@@ -1,0 +1,217 @@
+"""``python -m megatron_dppo.convert``: checkpoints between Hugging Face and Megatron, in bounded memory."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from megatron_dppo.checkpoint_conversion import ConversionError, Layout, load_model_shape
+from megatron_dppo.checkpoint_conversion.model_shape import ITEM_BYTES
+
+PLAIN_INTERVAL_S = 10.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; 0 on success, 2 on an error that is the user's to mend (its text on stderr)."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except (ConversionError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; nothing was published", file=sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m megatron_dppo.convert", description=__doc__)
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+
+    to_megatron = _command(
+        commands, "hf-to-megatron", _hf_to_megatron, "Hugging Face -> one file a Megatron rank"
+    )
+    to_megatron.add_argument("--hf", type=Path, required=True, help="Hugging Face folder")
+    to_megatron.add_argument("--out", type=Path, required=True, help="new or empty folder")
+    _layout_arguments(to_megatron)
+    to_megatron.add_argument(
+        "--dtype", choices=sorted(ITEM_BYTES), help="cast to; default: as stored"
+    )
+
+    to_hf = _command(
+        commands, "megatron-to-hf", _megatron_to_hf, "a converted folder -> Hugging Face shards"
+    )
+    to_hf.add_argument("--megatron", type=Path, required=True, help="folder made by hf-to-megatron")
+    to_hf.add_argument(
+        "--hf-config", type=Path, help="folder of config and tokenizer; default: --megatron's own"
+    )
+    to_hf.add_argument("--out", type=Path, required=True, help="new or empty folder")
+    to_hf.add_argument("--dtype", choices=sorted(ITEM_BYTES), help="cast to; default: as stored")
+    to_hf.add_argument(
+        "--max-shard-gb", type=float, default=5.0, help="largest shard, in 10^9 bytes (5)"
+    )
+
+    verify = _command(
+        commands, "verify", _verify, "prove Hugging Face -> Megatron -> Hugging Face byte-identical"
+    )
+    verify.add_argument("--hf", type=Path, required=True, help="the original folder")
+    verify.add_argument(
+        "--megatron", type=Path, required=True, help="folder made by hf-to-megatron"
+    )
+
+    plan = _command(
+        commands, "plan", _plan, "prove a layout's resharding and count its bytes; needs no weights"
+    )
+    plan.add_argument("--hf-config", type=Path, required=True, help="config.json, or its folder")
+    _layout_arguments(plan)
+    plan.add_argument(
+        "--dp", type=int, help="data-parallel replicas; default: the fewest that the experts need"
+    )
+    plan.add_argument("--engine-tp", type=int, default=1, help="SGLang's --tp-size (1)")
+    plan.add_argument("--engine-ep", type=int, default=1, help="SGLang's --ep-size (1)")
+    plan.add_argument(
+        "--dtype",
+        choices=sorted(ITEM_BYTES),
+        help="of the weights that travel; default: config.json's",
+    )
+    return top
+
+
+def _command(
+    commands: argparse._SubParsersAction,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    text: str,
+) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    command.set_defaults(run=run)
+    return command
+
+
+def _layout_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--tp", type=int, default=1, help="tensor parallel size (1)")
+    command.add_argument("--pp", type=int, default=1, help="pipeline parallel size (1)")
+    command.add_argument("--vpp", type=int, help="model chunks a pipeline stage")
+    command.add_argument("--ep", type=int, default=1, help="expert parallel size (1)")
+    command.add_argument(
+        "--etp", type=int, help="expert tensor parallel size; default: --tp where --ep is 1, else 1"
+    )
+
+
+def _layout(arguments: argparse.Namespace) -> Layout:
+    expert_tensor = arguments.etp or (arguments.tp if arguments.ep == 1 else 1)
+    sizes = (arguments.tp, arguments.pp, arguments.vpp, arguments.ep, expert_tensor)
+    if getattr(arguments, "dp", None) is None:
+        return Layout.smallest(*sizes)
+    return Layout(*sizes, data=arguments.dp)
+
+
+def _hf_to_megatron(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+
+    layout = _layout(arguments)
+    shape = load_model_shape(arguments.hf)
+    with _bytes_progress("converting", _stored_bytes(arguments.hf)) as progress:
+        result = hf_to_megatron(
+            arguments.hf, arguments.out, layout, dtype=arguments.dtype, progress=progress
+        )
+    print(
+        f"{arguments.out}: {len(result.tensors)} tensors, {shape.family}, {layout.describe()}, {result.dtype}"
+    )
+    return 0
+
+
+def _megatron_to_hf(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
+
+    with _bytes_progress("converting", _stored_bytes(arguments.megatron)) as progress:
+        result = megatron_to_hf(
+            arguments.megatron,
+            arguments.out,
+            hf_config=arguments.hf_config,
+            dtype=arguments.dtype,
+            max_shard_bytes=int(arguments.max_shard_gb * 1e9),
+            progress=progress,
+        )
+    print(f"{arguments.out}: {len(result.tensors)} tensors, {result.dtype}, hashes as recorded")
+    return 0
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.checkpoint_conversion.streaming import verify
+
+    with _bytes_progress("verifying", _stored_bytes(arguments.megatron)) as progress:
+        result = verify(arguments.hf, arguments.megatron, progress=progress)
+    print(f"identical: {result.tensors} tensors, {result.bytes:,} bytes, hashes as recorded")
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.checkpoint_conversion.engine_layout import EngineLayout
+    from megatron_dppo.checkpoint_conversion.plan_table import print_plan
+
+    engine = EngineLayout(arguments.engine_tp, arguments.engine_ep)
+    shape = load_model_shape(arguments.hf_config)
+    print_plan(
+        Console(), shape, _layout(arguments), engine, ITEM_BYTES[arguments.dtype or shape.dtype]
+    )
+    return 0
+
+
+def _stored_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+@contextmanager
+def _bytes_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A bar with bytes, rate and time left; without a terminal, a line now and then."""
+    console = Console(stderr=True)
+    if console.is_interactive:
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+        )
+        with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+            task = bar.add_task(what, total=total)
+            yield lambda count: bar.update(task, advance=count)
+        return
+    yield _PlainProgress(what, total)
+
+
+class _PlainProgress:
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total, self._done = what, total, 0
+        self._start = self._last = time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        now = time.monotonic()
+        if now - self._last < PLAIN_INTERVAL_S:
+            return
+        self._last = now
+        rate = self._done / (now - self._start)
+        left = max(0, self._total - self._done) / rate
+        share = 100 * self._done / max(1, self._total)
+        text = f"{self._done / 1e9:.1f} of {self._total / 1e9:.1f} GB ({share:.0f}%), {rate / 1e6:.0f} MB/s"
+        print(f"{self._what}: {text}, {left:.0f} s left", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

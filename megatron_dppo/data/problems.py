@@ -1,0 +1,183 @@
+"""JSON Lines of problems with answers, read into tokenised ``Problem``s."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from megatron_dppo.types import Problem
+
+PROMPT_KEYS = ("prompt", "problem", "question")
+"""The first of these that a line has holds its prompt."""
+
+
+Prompt = str | list[dict[str, str]]
+"""Text, or chat messages."""
+
+
+class DataError(ValueError):
+    """A data set cannot be used; the message names the file, the line (from 1) and what is wrong
+    with it.
+    """
+
+
+@dataclass(frozen=True)
+class ProblemSet:
+    """The problems of one file, in its order.
+
+    ``dropped``: problems left out because their prompt is longer than allowed. ``sha256``: of the
+    file's bytes, so that a resumed run can tell whether its data changed.
+    """
+
+    problems: tuple[Problem, ...]
+    dropped: int
+    sha256: str
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer saved in ``folder``; never from a hub. Raises DataError where there is none."""
+    if not (Path(folder) / "tokenizer_config.json").is_file():
+        raise DataError(f"{folder}: no tokenizer here, expected a tokenizer_config.json")
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+
+
+def load_problems(
+    path: str | Path,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_prompt_tokens: int,
+    apply_chat_template: bool,
+) -> ProblemSet:
+    """Read ``path``: one JSON object a line, with a prompt and an answer.
+
+    The prompt is text, or a list of chat messages (``{"role": ..., "content": ...}``), under
+    ``prompt``, ``problem`` or ``question``; messages always go through the chat template, text
+    does so as one user message where ``apply_chat_template``. The answer is text or a number under
+    ``answer``, or ``reward_model.ground_truth`` as in DAPO-Math. ``problem_id`` counts the file's
+    problems, dropped ones too, so that it does not depend on the limit.
+
+    A byte-order mark and blank lines at the end are let pass. Anything else that is not a problem
+    raises DataError.
+    """
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
+    if lines == [b""]:
+        raise DataError(f"{path}: the file is empty, expected one JSON object a line")
+    places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
+    records = [_parse(line, where) for line, where in zip(lines, places, strict=True)]
+    prompts = [_prompt(record, where) for record, where in zip(records, places, strict=True)]
+    answers = [_answer(record, where) for record, where in zip(records, places, strict=True)]
+    prompt_ids = _tokenise(tokenizer, prompts, apply_chat_template, places)
+    problems = [
+        Problem(i, prompt if isinstance(prompt, str) else prompt[-1]["content"], answer, ids)
+        for i, (prompt, answer, ids) in enumerate(zip(prompts, answers, prompt_ids, strict=True))
+    ]
+    kept = tuple(p for p in problems if len(p.prompt_ids) <= max_prompt_tokens)
+    if not kept:
+        raise DataError(
+            f"{path}: all {len(problems)} prompts are longer than "
+            f"max_prompt_tokens={max_prompt_tokens}"
+        )
+    return ProblemSet(kept, len(problems) - len(kept), hashlib.sha256(content).hexdigest())
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8: {error}") from error
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: {type(record).__name__}, expected a JSON object")
+    return record
+
+
+def _prompt(record: Mapping[str, Any], where: str) -> Prompt:
+    key = next((key for key in PROMPT_KEYS if key in record), None)
+    if key is None:
+        expected = ", ".join(PROMPT_KEYS)
+        raise DataError(f"{where}: no prompt; expected one of {expected}, found {sorted(record)}")
+    prompt = record[key]
+    if isinstance(prompt, str) and prompt.strip():
+        return prompt
+    if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
+        return prompt
+    raise DataError(
+        f"{where}: {key!r} is {_shorten(prompt)}, expected text or a list of chat messages "
+        "with a role and a content"
+    )
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and all(
+        isinstance(message.get(key), str) and message[key] for key in ("role", "content")
+    )
+
+
+def _answer(record: Mapping[str, Any], where: str) -> str:
+    if "answer" in record:
+        key, answer = "answer", record["answer"]
+    elif isinstance(record.get("reward_model"), dict):
+        key, answer = "reward_model.ground_truth", record["reward_model"].get("ground_truth")
+    else:
+        raise DataError(
+            f"{where}: no answer; expected 'answer' or 'reward_model.ground_truth', "
+            f"found {sorted(record)}"
+        )
+    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+        answer = str(answer)
+    if not isinstance(answer, str) or not answer.strip():
+        raise DataError(f"{where}: {key!r} is {_shorten(answer)}, expected text or a number")
+    return answer
+
+
+def _tokenise(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    apply_chat_template: bool,
+    places: Sequence[str],
+) -> list[tuple[int, ...]]:
+    """Token ids of every prompt. The template writes its own special tokens; plain text gets the
+    tokenizer's.
+    """
+    templated = [apply_chat_template or not isinstance(prompt, str) for prompt in prompts]
+    if tokenizer.chat_template is None and True in templated:
+        raise DataError(
+            f"{places[templated.index(True)]}: the prompt needs a chat template and the tokenizer "
+            "has none; set data.apply_chat_template to false for plain-text prompts"
+        )
+    prompt_ids: list[tuple[int, ...]] = [()] * len(prompts)
+    for with_template in (False, True):
+        chosen = [i for i, flag in enumerate(templated) if flag == with_template]
+        texts = [_render(tokenizer, prompts[i]) if with_template else prompts[i] for i in chosen]
+        encoded = tokenizer(texts, add_special_tokens=not with_template) if texts else {}
+        for i, ids in zip(chosen, encoded.get("input_ids", ()), strict=True):
+            prompt_ids[i] = tuple(ids)
+    if () in prompt_ids:
+        raise DataError(f"{places[prompt_ids.index(())]}: the prompt has no tokens")
+    return prompt_ids
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+def _shorten(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

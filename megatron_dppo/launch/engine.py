@@ -1,0 +1,145 @@
+"""Keeps one engine alive: starts it, publishes where it is, starts it again when it dies."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from megatron_dppo.launch.errors import EngineGivenUpError
+from megatron_dppo.launch.processes import describe_exit
+from megatron_dppo.launch.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 10.0
+_RESTART_TAIL_LINES = 10
+
+
+class Engine(Protocol):
+    """One start of the server, as ``megatron_dppo.rollout.server.EngineProcess`` is one."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def pid(self) -> int: ...
+
+    def start(self) -> None:
+        """Start the process and return at once; called from the main thread."""
+
+    def wait_healthy(self, on_progress: Callable[[float, str], None] | None = None) -> float:
+        """Block until it answers; the seconds that took. Raises an error that holds its log's
+        end."""
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+
+    def stop(self) -> None:
+        """End it in peace, then by force."""
+
+    def kill(self) -> None:
+        """End it and its descendants by force; returns when they are gone. May be called again."""
+
+    def log_tail(self, lines: int) -> str:
+        """The last lines of its log."""
+
+
+class EngineKeeper:
+    """The engine of a run, through its incarnations 1, 2, ...: at most ``max_restarts`` beyond the
+    first.
+
+    ``make_engine(incarnation)`` makes one that was not started. ``keys``: what clients must show,
+    published beside the endpoint. All methods are called from the main thread.
+    """
+
+    def __init__(
+        self,
+        make_engine: Callable[[int], Engine],
+        directory: RunDirectory,
+        *,
+        keys: dict[str, str | None],
+        max_restarts: int,
+    ) -> None:
+        self._make_engine = make_engine
+        self._directory = directory
+        self._keys = keys
+        self._max_restarts = max_restarts
+        self._engine: Engine | None = None
+        self._starting: Future[float] | None = None
+        self._waiter = ThreadPoolExecutor(1, "engine-start")
+        self._next_progress = 0.0
+        self.incarnation = 0
+
+    def start(self) -> None:
+        """Start the next incarnation and return at once; :meth:`check` publishes it when it is
+        healthy."""
+        self.incarnation += 1
+        self._next_progress = _PROGRESS_S
+        self._engine = self._make_engine(self.incarnation)
+        try:
+            self._engine.start()
+        except RuntimeError as error:
+            self._starting = Future()
+            self._starting.set_exception(error)
+            return
+        self._starting = self._waiter.submit(self._engine.wait_healthy, self._progress)
+
+    def check(self) -> None:
+        """Publish an engine that became healthy; restart one that died.
+
+        Raises EngineGivenUpError when the first start failed, or the restarts are used up.
+        """
+        assert self._engine is not None
+        if self._starting is not None:
+            self._check_start(self._engine, self._starting)
+            return
+        code = self._engine.poll()
+        if code is not None:
+            tail = self._engine.log_tail(_RESTART_TAIL_LINES)
+            self._restart(f"the engine {describe_exit(code)}; the end of its log:\n{tail}")
+
+    def stop(self, *, at_once: bool) -> None:
+        """End the engine, by force where ``at_once``, and withdraw its endpoint."""
+        self._directory.withdraw_endpoint()
+        if self._engine is not None:
+            if at_once or self._starting is not None:
+                self._engine.kill()
+            else:
+                self._engine.stop()
+        self._waiter.shutdown()
+
+    def _check_start(self, engine: Engine, starting: Future[float]) -> None:
+        if not starting.done():
+            return
+        self._starting = None
+        error = starting.exception()
+        if error is None:
+            self._directory.publish_keys(self._keys)
+            self._directory.publish_endpoint(
+                {"url": engine.url, "incarnation": self.incarnation, "pid": engine.pid}
+            )
+            log.info("engine ready after %.0f s at %s", starting.result(), engine.url)
+            return
+        if not isinstance(error, RuntimeError):
+            raise error
+        if self.incarnation == 1:
+            raise EngineGivenUpError(f"the engine did not start: {error}")
+        self._restart(f"the engine did not start again: {error}")
+
+    def _restart(self, reason: str) -> None:
+        assert self._engine is not None
+        self._directory.withdraw_endpoint()
+        self._engine.kill()
+        if self.incarnation > self._max_restarts:
+            raise EngineGivenUpError(
+                f"{reason}\ngiving up after {self._max_restarts} restarts (engine.max_restarts)"
+            )
+        log.warning("%s\nrestart %d of %d", reason, self.incarnation, self._max_restarts)
+        self.start()
+
+    def _progress(self, seconds: float, line: str) -> None:
+        if seconds >= self._next_progress:
+            self._next_progress = seconds + _PROGRESS_S
+            log.info("engine starting, %.0f s: %s", seconds, line.strip()[:100])

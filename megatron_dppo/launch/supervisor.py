@@ -1,0 +1,115 @@
+"""One machine's run: an engine and the trainer's ranks, from start to end, and nothing left behind.
+
+A rank's error ends the run. A dead engine is started again. One Ctrl-C (or SIGTERM, or SIGHUP) asks
+the ranks to stop cleanly with SIGTERM, a second one ends everything at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from megatron_dppo.launch.engine import EngineKeeper
+from megatron_dppo.launch.errors import EngineGivenUpError
+from megatron_dppo.launch.processes import adopt_orphans, kill_descendants
+from megatron_dppo.launch.ranks import RankFailure, RankGroup
+
+log = logging.getLogger(__name__)
+
+FAILED = 1
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_POLL_S = 0.05
+_FAILURE_GRACE_S = 2.0
+
+
+class Supervisor:
+    """Runs an engine (or none) and ranks until they end. Owns the process's signals and all of its
+    descendants."""
+
+    def __init__(self, ranks: RankGroup, engine: EngineKeeper | None) -> None:
+        self._ranks = ranks
+        self._engine = engine
+        self._received: list[int] = []
+        self._handled = 0
+
+    def run(self) -> int:
+        """The run's exit code: 0 at its end, 128 + signal after a stop that was asked for, 1 for a
+        failure."""
+        adopt_orphans()
+        code = FAILED
+        with self._signals():
+            try:
+                if self._engine is not None:
+                    self._engine.start()
+                self._ranks.start()
+                code = self._watch()
+            except EngineGivenUpError as error:
+                log.error("%s", error)
+            finally:
+                self._end(at_once=code == FAILED or self._handled > 1)
+        return code
+
+    def _watch(self) -> int:
+        while True:
+            failures = self._ranks.failures(_FAILURE_GRACE_S)
+            if failures:
+                return self._on_failure(failures)
+            if None not in self._ranks.codes():
+                return self._stop_code() or 0
+            if len(self._received) > self._handled:
+                self._handled += 1
+                if self._handled > 1:
+                    log.warning("ending at once; the run resumes from its last checkpoint")
+                    return self._stop_code()
+                self._ask_to_stop()
+            if self._engine is not None and not self._handled:
+                self._engine.check()
+            time.sleep(_POLL_S)
+
+    def _ask_to_stop(self) -> None:
+        log.info("stopping: the trainer ends its step and saves a checkpoint; again to end at once")
+        self._ranks.signal(signal.SIGTERM)
+
+    def _stop_code(self) -> int:
+        """128 + the first stop signal, as shells report it; 0 when none came."""
+        return 128 + self._received[0] if self._received else 0
+
+    def _on_failure(self, failures: list[RankFailure]) -> int:
+        if self._handled and all(failure.code == -signal.SIGTERM for failure in failures):
+            log.info("stopped before the training began; there was nothing to save")
+            return self._stop_code()
+        first, *others = failures
+        self._ranks.kill()  # completes the files that the report quotes
+        log.error("%s", first.report())
+        for other in others:
+            log.error("after it, rank %d failed too: see %s", other.rank, other.output)
+        return FAILED
+
+    def _end(self, *, at_once: bool) -> None:
+        self._ranks.kill()
+        if self._engine is not None:
+            self._engine.stop(at_once=at_once)
+        left = kill_descendants()
+        if left:
+            log.error("processes %s do not end; the kernel holds them", left)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        handlers = {number: self._note for number in _STOP_SIGNALS}
+        handlers[signal.SIGWINCH] = self._resize
+        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received.append(number)
+
+    def _resize(self, number: int, frame: FrameType | None) -> None:
+        self._ranks.resize()

@@ -1,0 +1,140 @@
+"""Logging of several processes that share a terminal.
+
+Every process keeps a whole log of its own in ``<directory>/logs``; the terminal belongs to rank 0
+(and to the supervisor), whose lines go through one rich console, so that they never tear a
+progress bar apart.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn
+
+from rich.console import Console
+from rich.text import Text
+
+PACKAGE = "megatron_dppo"
+_FORMAT = "%(asctime)s.%(msecs)03d [{process}] %(levelname)s %(name)s: %(message)s"
+_CONSOLE_FORMAT = "%(asctime)s [{process}] %(message)s"
+_STYLES = {logging.DEBUG: "dim", logging.WARNING: "yellow", logging.ERROR: "bold red"}
+
+_console: Console | None = None
+
+
+class FatalError(SystemExit):
+    """The user can put it right, so a message says all and no traceback follows. Exit status 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(2)
+        self.message = message
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def shared_console() -> Console:
+    """The process's one console (standard output). Silent in ranks other than 0."""
+    global _console  # noqa: PLW0603  one terminal, so one console in a process
+    if _console is None:
+        _console = Console(highlight=False, markup=False)
+    return _console
+
+
+class ConsoleHandler(logging.Handler):
+    """One unwrapped line a record; third-party records only from WARNING on, Python warnings never.
+
+    rich's own handler folds lines at the terminal's width, 80 columns in a pipe, which nobody can
+    grep.
+    """
+
+    def __init__(self, console: Console) -> None:
+        super().__init__()
+        self.console = console
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether a person at the terminal should see the record."""
+        if record.name.split(".")[0] == PACKAGE:
+            return True
+        return record.levelno >= logging.WARNING and record.name != "py.warnings"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record above whatever progress bar is alive."""
+        text = Text(self.format(record), style=_STYLES.get(min(record.levelno, logging.ERROR), ""))
+        self.console.print(text, soft_wrap=True)
+
+
+def configure_logging(
+    directory: str | Path | None, rank: int | None = 0, *, level: int | str = logging.INFO
+) -> None:
+    """Send this process's records to its log file, and to the terminal for rank 0 and supervisor.
+
+    ``directory``: the run's; the file is ``logs/rank<N>.log`` (``logs/supervisor.log`` for rank
+    None), appended to by a resumed run. None: the terminal only. ``level`` holds for this package;
+    others start at WARNING. An uncaught exception is written to the file too. A second call
+    replaces what the first one set up.
+    """
+    process = "supervisor" if rank is None else f"rank{rank}"
+    console = shared_console()
+    console.quiet = rank not in {None, 0}
+
+    root = logging.getLogger()
+    for handler in [h for h in root.handlers if getattr(h, "from_megatron_dppo", False)]:
+        root.removeHandler(handler)
+        handler.close()
+    handlers: list[logging.Handler] = []
+    if not console.quiet:
+        on_console = ConsoleHandler(console)
+        on_console.setFormatter(
+            logging.Formatter(_CONSOLE_FORMAT.format(process=process), datefmt="%H:%M:%S")
+        )
+        handlers.append(on_console)
+    if directory is not None:
+        path = Path(directory) / "logs" / f"{process}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        in_file = logging.FileHandler(path, encoding="utf-8")
+        in_file.setFormatter(
+            logging.Formatter(_FORMAT.format(process=process), datefmt="%Y-%m-%d %H:%M:%S")
+        )
+        handlers.append(in_file)
+    for handler in handlers:
+        handler.from_megatron_dppo = True  # type: ignore[attr-defined]
+        root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger(PACKAGE).setLevel(level)
+    logging.captureWarnings(True)
+    sys.excepthook = _log_uncaught
+
+
+def _log_uncaught(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Keep the traceback in the log files, then show it on standard error as Python always does."""
+    if not issubclass(kind, KeyboardInterrupt):
+        _to_files("uncaught exception", exc_info=(kind, error, trace))
+    sys.__excepthook__(kind, error, trace)
+
+
+def _to_files(
+    message: str,
+    exc_info: tuple[type[BaseException], BaseException, TracebackType | None] | None = None,
+) -> None:
+    """A CRITICAL record for the log files alone: standard error shows the same thing already."""
+    record = logging.LogRecord(PACKAGE, logging.CRITICAL, "", 0, message, None, exc_info)
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
+def fatal(message: str) -> NoReturn:
+    """End the process with status 2 over something that the user can put right: no traceback.
+
+    Prints ``error: <message>`` to standard error, and to the log file where one is configured.
+    Raises FatalError, a SystemExit, so that open files and child processes are still closed on the
+    way out.
+    """
+    _to_files(message)
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    raise FatalError(message)

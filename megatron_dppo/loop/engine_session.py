@@ -1,0 +1,257 @@
+"""The engine as a run sees it: generation and weight updates that survive the server's death.
+
+Every public method is collective over all trainer ranks. When the server is lost, the ranks agree on
+it, wait for the next incarnation that the supervisor publishes, restore the current weights there,
+verified, and ask only for what is still missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Hashable
+from dataclasses import asdict
+from enum import IntEnum
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.loop.endpoint import Endpoint, EngineUnavailableError, wait_for_endpoint
+from megatron_dppo.loop.stopping import RunStoppedError
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.rollout.async_runner import AsyncRunner
+from megatron_dppo.rollout.check_engine import check_engine
+from megatron_dppo.rollout.client import EngineClient
+from megatron_dppo.rollout.engine_weights import EngineWeights
+from megatron_dppo.rollout.errors import (
+    EngineLostError,
+    GenerationInterruptedError,
+    StopRequestedError,
+)
+from megatron_dppo.rollout.generation import (
+    GenerationJob,
+    GenerationLimits,
+    GenerationProgress,
+    generate_many,
+)
+from megatron_dppo.rollout.requests import GenerationResult
+from megatron_dppo.trainer.distributed import all_gather_json, broadcast_json
+from megatron_dppo.trainer.trainer import Trainer
+from megatron_dppo.types import Rollout
+from megatron_dppo.weight_sync.base import UpdateReport, WeightUpdateError
+from megatron_dppo.weight_sync.distributed import DistributedTransport
+from megatron_dppo.weight_sync.update import WeightUpdater
+
+log = logging.getLogger(__name__)
+
+MAX_FAILURES = 5
+"""Losses of the engine in a row, without a response or an update in between, before a run gives up.
+
+The supervisor bounds the restarts of its own server (``engine.max_restarts``); this bounds the patience
+with one that is attached by URL.
+"""
+
+
+class _Outcome(IntEnum):
+    """How a rank's share of a generation ended; the worst of all ranks counts."""
+
+    DONE = 0
+    LOST = 1
+    STOPPED = 2
+
+
+class EngineSession:
+    """Connected on construction; a context manager that leaves the engine in peace.
+
+    ``version`` is the weight version that the engine has committed; None before the first update.
+    """
+
+    def __init__(self, config: TrainConfig, trainer: Trainer, stop: Callable[[], bool]) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._stop = stop
+        self._runner = AsyncRunner()
+        self._client: EngineClient | None = None
+        self._updater = WeightUpdater(trainer, None, config.weight_sync, first_failure)
+        self._failures = 0
+        self.version: int | None = None
+        self.updates = 0
+        self.verified_updates = 0
+        self._connect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self._updater.close()
+        if self._client is not None:
+            self._runner.run(self._client.close())
+        self._runner.close()
+
+    # --- weights
+
+    def update_weights(self, version: int) -> UpdateReport:
+        """Bring the trainer's weights to the engine as ``version``; returns when they are committed.
+
+        Raises RunStoppedError, EngineUnavailableError.
+        """
+        while True:
+            try:
+                report = self._updater.update(version)
+            except WeightUpdateError as error:
+                self._count_failure(str(error))
+                self._connect()
+                continue
+            self._failures = 0
+            self.version = version
+            self.updates += 1
+            self.verified_updates += report.verified
+            return report
+
+    # --- generation
+
+    def generate(self, job: GenerationJob, description: str) -> list[Rollout]:
+        """All responses of ``job``, this rank's own (an empty job on ranks that lead no replica).
+
+        Raises RunStoppedError on every rank when a clean stop was asked for meanwhile.
+        """
+        done: dict[Hashable, GenerationResult] = {}
+        while True:
+            outcome, reason = self._generate_missing(job, done, description)
+            answers = all_gather_json([int(outcome), reason])
+            worst = max(_Outcome(answer[0]) for answer in answers)
+            if worst is _Outcome.STOPPED:
+                raise RunStoppedError("stopped while generating")
+            if worst is _Outcome.DONE:
+                self._failures = 0
+                return job.rollouts(done)
+            self._count_failure(next(a[1] for a in answers if a[0] == _Outcome.LOST))
+            self._restore()
+
+    def _generate_missing(
+        self, job: GenerationJob, done: dict[Hashable, GenerationResult], description: str
+    ) -> tuple[_Outcome, str]:
+        requests = job.requests(done)
+        if not requests:
+            return (_Outcome.STOPPED if self._stop() else _Outcome.DONE), ""
+        assert self._client is not None
+        total = len(job.problems) * job.group_size
+        already = len(done)
+        with progress(description, total) as bar:
+
+            def show(p: GenerationProgress) -> None:
+                bar.update(completed=already + p.done, note=f"{p.tokens_per_second:.0f} tokens/s")
+
+            try:
+                done |= self._runner.run(
+                    generate_many(
+                        self._client,
+                        requests,
+                        GenerationLimits.of(self._config.rollout),
+                        on_progress=show,
+                        stop=self._stop,
+                    )
+                )
+            except GenerationInterruptedError as interruption:
+                done |= interruption.completed
+                return _Outcome.LOST, str(interruption)
+            except StopRequestedError:
+                return _Outcome.STOPPED, ""
+        return _Outcome.DONE, ""
+
+    # --- connection
+
+    def _restore(self) -> None:
+        """A healthy engine with the weights of the version that the run is at."""
+        version = self.version
+        self._connect()
+        if version is not None:
+            self.update_weights(version)
+            log.info("engine restored at weight version %d", version)
+
+    def _count_failure(self, reason: str) -> None:
+        self._failures += 1
+        log.warning("engine lost: %s", reason)
+        if self._failures > MAX_FAILURES:
+            raise EngineUnavailableError(
+                f"the engine was lost {self._failures} times in a row; the last time: {reason}"
+            )
+
+    def _connect(self) -> None:
+        """Wait for the published endpoint and attach to it; its weights count as unknown."""
+        endpoint = self._agree_on_endpoint()
+        if self._client is not None:
+            self._runner.run(self._client.close())
+        self._client = EngineClient(endpoint.url, endpoint.api_key, endpoint.admin_api_key)
+        transport, error = None, None
+        if self._trainer.topology.rank == 0:
+            try:
+                transport = self._transport(endpoint)
+            except EngineLostError as lost:
+                error = str(lost)
+        if (reason := first_failure(error)) is not None:
+            self._count_failure(reason)
+            self._connect()
+            return
+        self._updater.attach(transport)
+
+    def _transport(self, endpoint: Endpoint) -> DistributedTransport:
+        config = self._config
+        if config.engine.url is not None:
+            assert self._client is not None
+            self._runner.run(check_engine(config, self._client))
+        weights = EngineWeights(
+            endpoint.url,
+            self._trainer.shape,
+            config.model.dtype,
+            api_key=endpoint.api_key,
+            admin_api_key=endpoint.admin_api_key,
+            timeout_s=config.weight_sync.timeout_s,
+        )
+        return DistributedTransport(weights, timeout_s=config.weight_sync.timeout_s)
+
+    def _agree_on_endpoint(self) -> Endpoint:
+        found = self._wait() if self._trainer.topology.rank == 0 else None
+        shared = broadcast_json(asdict(found) if found else None, src=0)
+        if shared is None:
+            raise RunStoppedError("stopped while waiting for the engine")
+        return Endpoint(**shared)
+
+    def _wait(self) -> Endpoint | None:
+        engine = self._config.engine
+        attached = engine.url and Endpoint(
+            engine.url,
+            0,
+            os.environ.get("MEGATRON_DPPO_API_KEY"),
+            os.environ.get("MEGATRON_DPPO_ADMIN_API_KEY"),
+        )
+        with progress("waiting for the engine"):
+            return wait_for_endpoint(
+                self._config.run.directory,
+                self._is_healthy,
+                attached=attached or None,
+                timeout_s=engine.start_timeout_s,
+                stop=self._stop,
+            )
+
+    def _is_healthy(self, endpoint: Endpoint) -> bool:
+        async def ask() -> bool:
+            async with EngineClient(endpoint.url) as client:
+                return await client.health(timeout_s=5.0)
+
+        return self._runner.run(ask())
+
+
+def first_failure(error: str | None) -> str | None:
+    """The first rank's failure, on every rank; None where none failed. Collective."""
+    if not torch.distributed.is_initialized():
+        return error
+    return next((e for e in all_gather_json(error) if e is not None), None)

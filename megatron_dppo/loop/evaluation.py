@@ -1,0 +1,42 @@
+"""avg@k on the held-out sets: the mean reward over all responses to all problems of a set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.loop.engine_session import EngineSession
+from megatron_dppo.loop.rollouts import share, verify
+from megatron_dppo.metrics import names
+from megatron_dppo.rewards import Verifier
+from megatron_dppo.rollout.generation import GenerationJob
+from megatron_dppo.rollout.requests import SamplingParams
+from megatron_dppo.trainer.distributed import all_gather_json
+from megatron_dppo.trainer.topology import Topology
+from megatron_dppo.types import Problem
+
+
+def evaluate(
+    sets: Mapping[str, Sequence[Problem]],
+    config: TrainConfig,
+    topology: Topology,
+    engine: EngineSession,
+    verifier: Verifier,
+) -> dict[str, float]:
+    """Accuracy of each set under the evaluation's sampling (temperature 0.7, top_p 0.95 in the paper). Collective."""
+    settings = config.evaluation
+    sampling = SamplingParams(
+        max_new_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
+        temperature=settings.temperature,
+        top_p=settings.top_p,
+    )
+    accuracies = {}
+    for name, problems in sets.items():
+        own = share(problems, topology)
+        job = GenerationJob(own, settings.samples_per_prompt, sampling)
+        rollouts = engine.generate(job, f"evaluate on {name}")
+        verify(rollouts, own, job.group_size, config, verifier)
+        parts = all_gather_json([sum(r.reward for r in rollouts), len(rollouts)])
+        total, count = (sum(column) for column in zip(*parts, strict=True))
+        accuracies[names.accuracy(name)] = total / count
+    return accuracies

@@ -1,0 +1,56 @@
+"""Whether an exported checkpoint says what the trainer says: log-probabilities of the same tokens, by transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.loop.batches import BatchLayout
+from megatron_dppo.trainer.distributed import broadcast_json
+from megatron_dppo.trainer.trainer import Trainer
+
+
+def max_log_prob_difference(
+    trainer: Trainer,
+    layout: BatchLayout,
+    folder: str | Path,
+    sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+    temperature: float,
+) -> float:
+    """max |log pi_trainer - log pi_transformers|, nats, over the response tokens of the given pairs. Collective.
+
+    transformers loads ``folder`` on rank 0, in the exported dtype, on the CPU.
+    """
+    samples = [
+        TrainingSample(prompt, response, 0.0, [0.0] * len(response), None, None, None, index)
+        for index, (prompt, response) in enumerate(sequences)
+    ]
+    batch = pack(samples, pad_multiple=layout.pad_multiple)
+    batches = [batch] + [
+        pack([], pad_multiple=layout.pad_multiple) for _ in range(layout.count_multiple - 1)
+    ]
+    ours = trainer.log_probs(batches)[0].cpu()[batch.loss_mask]
+    difference = None
+    if trainer.topology.rank == 0:
+        theirs = torch.cat([t for t in transformers_log_probs(folder, sequences, temperature)])
+        difference = (ours.double() - theirs.double()).abs().max().item()
+    return broadcast_json(difference, src=0)
+
+
+def transformers_log_probs(
+    folder: str | Path, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
+) -> list[torch.Tensor]:
+    """log pi of each response token, fp32, one tensor a sequence."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    answers = []
+    for prompt, response in sequences:
+        ids = torch.tensor([[*prompt, *response]])
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+        log_probs = torch.log_softmax(logits / temperature, -1)
+        answers.append(log_probs.gather(1, torch.tensor(response)[:, None])[:, 0])
+    return answers

@@ -1,0 +1,98 @@
+"""What a run tells: a line a step on the console, the metrics files, at the end report and summary. Rank 0 speaks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.console import StepConsole
+from megatron_dppo.metrics.report import write_report
+from megatron_dppo.metrics.run_info import RunInfo
+from megatron_dppo.metrics.summary import write_summary
+from megatron_dppo.metrics.writer import MetricsWriter
+from megatron_dppo.types import Rollout
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    """Silent on every rank but 0. ``first_step``: the last step that is recorded already, 0 for a fresh run."""
+
+    def __init__(self, config: TrainConfig, rank: int, first_step: int) -> None:
+        self._config = config
+        self._info = RunInfo.of_config(config.model_dump())
+        self._carried: dict[str, float] = {}
+        self._stack = ExitStack()
+        self._writer: MetricsWriter | None = None
+        if rank == 0:
+            self._writer = self._stack.enter_context(
+                MetricsWriter(config.run.directory, resume_step=first_step + 1 if first_step else 0)
+            )
+        self._console = StepConsole(config.model.dtype, config.run.steps)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def carry_over(self, values: Mapping[str, float]) -> None:
+        """Counts that belong to the next record: a resumed run has no record of its own start."""
+        self._carried = {
+            k: values[k]
+            for k in (names.WEIGHT_UPDATES, names.WEIGHT_UPDATES_VERIFIED)
+            if k in values
+        }
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record ``step`` (0: before training)."""
+        record = dict(values)
+        for name, count in self._carried.items():
+            record[name] = record.get(name, 0) + count
+        self._carried = {}
+        if self._writer is not None:
+            self._writer.write(step, {**record, "weight_version": step})
+        self._console.step(step, record)
+
+    def describe(
+        self, rollouts: Sequence[Rollout], seconds: Mapping[str, float]
+    ) -> dict[str, float]:
+        """The rollout batch in figures, over all replicas."""
+        size = self._config.rollout.group_size
+        groups = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
+        flat = sum(all(r.reward == g[0].reward for r in g) for g in groups)
+        tokens = sum(len(r.response_ids) for r in rollouts)
+        values = {
+            names.REWARD: sum(r.reward for r in rollouts) / len(rollouts),
+            names.GROUPS_WITHOUT_SPREAD: flat / len(groups),
+            names.RESPONSE_LENGTH: tokens / len(rollouts),
+            names.TRUNCATED: sum(r.truncated for r in rollouts) / len(rollouts),
+            "rollout/tokens": tokens,
+        }
+        generating = seconds.get(names.phase_seconds("generate"), 0.0)
+        if generating > 0:
+            values[names.TOKENS_PER_SECOND] = tokens / generating
+        return values
+
+    def finish(self, hf_export_max_logprob_diff: float | None) -> None:
+        """Write ``report.png`` and ``summary.json``."""
+        if self._writer is None:
+            return
+        self._stack.close()
+        report = write_report(self._config.run.directory)
+        summary = write_summary(
+            self._config.run.directory,
+            self._info,
+            hf_export_max_logprob_diff=hf_export_max_logprob_diff,
+        )
+        log.info("done: %d steps; report in %s", summary.steps, report)

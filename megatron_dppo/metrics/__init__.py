@@ -1,0 +1,1 @@
+"""What a run measures: sums and their definitions, records, console, report and summary."""

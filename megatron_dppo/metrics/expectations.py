@@ -1,0 +1,179 @@
+"""Is this figure normal? What to expect of each figure that people worry about.
+
+Ranges whose text says "chosen bound" are this project's judgement, as are the factors for sudden
+changes; the rest are published for DPPO (arXiv 2602.04879) or follow from the arithmetic. They are
+there to draw the eye, and nothing acts on them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Literal
+
+from megatron_dppo.metrics import names
+
+Dtype = Literal["float32", "bfloat16"]
+HISTORY = 5
+"""Earlier steps whose mean a figure is compared with, where it is its change that matters."""
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What to expect of one metric.
+
+    ``low``, ``high``: bounds, both normal values; infinite where there is none. ``high_bf16``: the
+    upper bound in bf16, where rounding moves it. ``most_drop``, ``most_rise``: smallest and
+    largest normal ratio to the mean of the last five steps. ``why``: what lies behind a figure
+    outside the range, and what to look at.
+    """
+
+    metric: str
+    label: str
+    why: str
+    low: float = -math.inf
+    high: float = math.inf
+    high_bf16: float | None = None
+    most_drop: float = 0.0
+    most_rise: float = math.inf
+
+    def upper(self, dtype: Dtype) -> float:
+        """Upper bound for a policy held in ``dtype``."""
+        return self.high_bf16 if dtype == "bfloat16" and self.high_bf16 is not None else self.high
+
+    def show(self, value: float) -> str:
+        """``value`` with the metric's unit."""
+        return f"{100 * value:.3g}%" if self.metric in names.SHARES else f"{value:.3g}"
+
+    def range_text(self, dtype: Dtype) -> str:
+        """The range in words, empty where only the change matters."""
+        low, high = self.low, self.upper(dtype)
+        if math.isfinite(low) and math.isfinite(high):
+            return f"{self.show(low)} to {self.show(high)}"
+        if math.isfinite(high):
+            return f"at most {self.show(high)}"
+        return f"at least {self.show(low)}" if math.isfinite(low) else ""
+
+
+EXPECTATIONS: tuple[Expectation, ...] = (
+    Expectation(
+        names.GAP_ON_POLICY,
+        "|pi-mu| at equal weights",
+        "Trainer and engine disagree about the same tokens under the same weights: a weight "
+        "update that did not arrive whole, another sampling temperature, a different kernel or "
+        "precision, or experts routed differently.",
+        high=1e-4,
+        high_bf16=5e-3,
+    ),
+    Expectation(
+        names.GAP,
+        "mean |pi-mu| of the step",
+        "The policy moves far within one rollout batch (stable DPPO runs stay near 0.004): a "
+        "smaller learning rate or fewer optimiser steps per batch; where the gap at equal "
+        "weights is just as large, look there first. Chosen bound.",
+        high=0.02,
+    ),
+    Expectation(
+        names.MASKED_POSITIVE,
+        "masked tokens of positive advantage",
+        "The trust region blocks more than the rare tokens it is meant for (Binary-TV at "
+        "0.15-0.2: well under 1%): steps too large, stale rollouts, or a threshold set for "
+        "another divergence. Ratio clips block more than DPPO.",
+        high=0.01,
+    ),
+    Expectation(
+        names.MASKED_NEGATIVE,
+        "masked tokens of negative advantage",
+        "As for positive advantages; on this side it is what keeps unlikely tokens from being "
+        "pushed to zero.",
+        high=0.01,
+    ),
+    Expectation(
+        names.BAD_UPDATE,
+        "bad updates (A<0 and mu-pi >= 0.5)",
+        "Tokens the engine was sure of lost half of their probability: the mark of a run about "
+        "to collapse. Stable runs stay at or below 0.5%.",
+        high=0.005,
+    ),
+    Expectation(
+        names.CAP_HIT,
+        "tokens at the ratio cap",
+        "Importance ratios are cut on many tokens: the batch is far off-policy. Chosen bound.",
+        high=0.01,
+    ),
+    Expectation(
+        names.TOPK_MASS,
+        "mass of the engine's top K",
+        "The top-K ids hold little of the distribution, so the Top-K divergence is coarse: a "
+        "larger K, or a lower temperature.",
+        low=0.99,
+    ),
+    Expectation(
+        names.ENTROPY,
+        "entropy",
+        "It should fall slowly. A cliff is a collapse: a group's responses become alike and "
+        "nothing more is learnt.",
+        most_drop=0.4,
+    ),
+    Expectation(
+        names.GRAD_NORM,
+        "gradient norm",
+        "A jump to several times its recent size: a few tokens dominate the batch. Clipping "
+        "bounds one such step; many in a row come before a collapse.",
+        most_rise=5.0,
+    ),
+    Expectation(
+        names.GROUPS_WITHOUT_SPREAD,
+        "groups whose responses all earn the same",
+        "Such groups have no advantage and teach nothing: the problems are too easy or too "
+        "hard. Chosen bound.",
+        high=0.8,
+    ),
+    Expectation(
+        names.TRUNCATED,
+        "truncated responses",
+        "Many responses hit the length limit: raise rollout.max_response_tokens, or see whether "
+        "the policy has learnt to ramble. Chosen bound.",
+        high=0.1,
+    ),
+)
+
+BY_METRIC: dict[str, Expectation] = {item.metric: item for item in EXPECTATIONS}
+
+
+class NormalityCheck:
+    """Compares every step's figures with what is expected, remembering the steps before."""
+
+    def __init__(self, dtype: Dtype) -> None:
+        self.dtype = dtype
+        self._history: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
+
+    def step(self, values: Mapping[str, float]) -> dict[str, str]:
+        """Metric -> what is odd about it in this step; normal metrics are left out."""
+        odd: dict[str, str] = {}
+        for item in EXPECTATIONS:
+            value = values.get(item.metric)
+            if value is None:
+                continue
+            finding = self._judge(item, value)
+            if finding:
+                odd[item.metric] = f"{item.label} {item.show(value)}: {finding}"
+            if math.isfinite(value):
+                self._history[item.metric].append(value)
+        return odd
+
+    def _judge(self, item: Expectation, value: float) -> str:
+        """What is odd about ``value``; empty where nothing is."""
+        if not math.isfinite(value):
+            return "not a finite number"
+        if not item.low <= value <= item.upper(self.dtype):
+            return f"expected {item.range_text(self.dtype)} in {self.dtype}"
+        history = self._history[item.metric]
+        if len(history) == HISTORY:
+            usual = fmean(history)
+            if usual > 0 and not item.most_drop * usual <= value <= item.most_rise * usual:
+                return f"its mean over the {HISTORY} steps before was {item.show(usual)}"
+        return ""

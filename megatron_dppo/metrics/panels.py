@@ -1,0 +1,228 @@
+"""The panels of a report that show figures over steps, each drawn for one run or for several.
+
+One run: colours tell quantities apart. Several: colours tell runs apart and line styles the
+quantities. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.expectations import BY_METRIC, Dtype
+from megatron_dppo.metrics.records import Record, mean_accuracy, series, step_of
+
+BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK, GREY = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999",
+)  # fmt: skip
+RUN_COLOURS = (BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK)
+LineStyle = Literal["-", "--"]
+SMALL = 8.5
+"""Points; for legends and remarks."""
+FEW_POINTS = 30
+"""Up to so many steps every step has its dot, and nothing is smoothed."""
+STEP_AXIS = "step"
+"""Label of the horizontal axis of every panel that shows steps."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run to draw. ``label`` names it where several are compared."""
+
+    label: str
+    records: list[Record]
+    dtype: Dtype = "float32"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One line of a panel. ``scale`` multiplies the recorded value."""
+
+    name: str
+    metric: str
+    colour: str
+    style: LineStyle = "-"
+    scale: float = 1.0
+
+
+def centred_mean(values: list[float], reach: int) -> list[float]:
+    """Mean of each value and up to ``reach`` neighbours on either side of it."""
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _plot(axes: Axes, steps: list[int], values: list[float], colour: str, style: LineStyle) -> None:
+    """A line with a dot a step; where steps are many, the mean of five of them without dots."""
+    few = len(steps) <= FEW_POINTS
+    axes.plot(
+        steps,
+        values if few else centred_mean(values, 2),
+        style,
+        color=colour,
+        linewidth=1.8,
+        marker="o" if few else "",
+        markersize=6 if len(steps) == 1 else 3,
+    )
+
+
+def _plot_quantity(
+    axes: Axes, steps: list[int], values: list[float], colour: str, style: LineStyle, alone: bool
+) -> None:
+    """The line, over the shade of its unsmoothed values where a run has the panel to itself."""
+    if alone and len(steps) > FEW_POINTS:
+        axes.plot(steps, values, "-", color=colour, alpha=0.22, linewidth=1)
+    _plot(axes, steps, values, colour, style)
+
+
+def _plot_quantities(
+    axes: Axes, runs: list[Run], quantities: list[Quantity], *, log: bool = False
+) -> list[Line2D]:
+    """Every quantity of every run; the legend's handles for those that were recorded."""
+    handles = []
+    for quantity in quantities:
+        drawn = False
+        for index, run in enumerate(runs):
+            steps, values = series(run.records, quantity.metric)
+            values = [value * quantity.scale for value in values]
+            if log:
+                kept = [i for i, value in enumerate(values) if value > 0]
+                steps, values = [steps[i] for i in kept], [values[i] for i in kept]
+            if steps:
+                colour = RUN_COLOURS[index] if len(runs) > 1 else quantity.colour
+                _plot_quantity(axes, steps, values, colour, quantity.style, len(runs) == 1)
+                drawn = True
+        if drawn:
+            handles.append(_handle(quantity.name, runs, quantity.colour, quantity.style))
+    return handles
+
+
+def _handle(name: str, runs: list[Run], colour: str, style: LineStyle, marker: str = "") -> Line2D:
+    """A legend entry; grey where colours stand for runs."""
+    shade = "#444444" if len(runs) > 1 else colour
+    return Line2D([], [], color=shade, linestyle=style, marker=marker, linewidth=1.8, label=name)
+
+
+def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: float = 1.6) -> None:
+    """Title, axes and grid, and a legend above the axes, where it covers nothing."""
+    axes.set_title(title, loc="left", fontweight="bold", pad=20 if handles else 6)
+    axes.set_ylabel(unit)
+    axes.set_xlabel(STEP_AXIS)
+    axes.xaxis.set_major_locator(
+        MaxNLocator(integer=True, nbins=8, min_n_ticks=1, steps=[1, 2, 5, 10])
+    )
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if handles:
+        legend = axes.legend(
+            handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 0.985), ncols=len(handles),
+            frameon=False, fontsize=SMALL, handlelength=handle_length, columnspacing=0.9,
+            handletextpad=0.5, borderaxespad=0.2,
+        )  # fmt: skip
+        legend.set_in_layout(False)  # else a wide legend would narrow the panel below it
+
+
+def _say(axes: Axes, words: str) -> None:
+    """A remark in the corner of the axes."""
+    axes.text(
+        0.99, 0.03, words, transform=axes.transAxes, ha="right", fontsize=SMALL, color="#666666"
+    )
+
+
+def mark_empty(axes: Axes, handles: list) -> None:
+    """Say in the middle of the axes that nothing was recorded, where the legend has no entry."""
+    if not handles:
+        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
+
+
+def _band(axes: Axes, runs: list[Run], metric: str, scale: float, unit: str) -> list:
+    """Shade what is expected of ``metric``, without changing the limits; the legend's handle."""
+    upper = max(BY_METRIC[metric].upper(run.dtype) for run in runs) * scale
+    name = f"expected: at most {upper:g}{unit}"
+    bottom, top = axes.get_ylim()
+    if bottom >= upper:
+        return []
+    band = axes.axhspan(bottom, min(upper, top), color=GREEN, alpha=0.1, linewidth=0, label=name)
+    axes.set_ylim(bottom, top)
+    return [band]
+
+
+def draw_reward(axes: Axes, runs: list[Run]) -> None:
+    """Mean reward of the training responses and accuracy on held-out problems."""
+    handles = _plot_quantities(axes, runs, [Quantity("training reward", names.REWARD, BLUE)])
+    for index, run in enumerate(runs):
+        found = [(step_of(r), mean_accuracy(r)) for r in run.records]
+        points = [(step, value) for step, value in found if value is not None]
+        if points:
+            colour = RUN_COLOURS[index] if len(runs) > 1 else VERMILION
+            axes.plot(*zip(*points, strict=True), "--s", color=colour, linewidth=1.6, markersize=5)
+    measured = any(mean_accuracy(record) is not None for run in runs for record in run.records)
+    if measured:
+        handles.append(_handle("held-out accuracy (avg@k)", runs, VERMILION, "--", "s"))
+    elif handles:
+        _say(axes, "no evaluation in this run" if len(runs) == 1 else "no evaluation in these runs")
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(0.0, bottom), max(1.0, top))
+    mark_empty(axes, handles)
+    finish(axes, "Reward and held-out accuracy", "fraction", handles)
+
+
+def draw_gap(axes: Axes, runs: list[Run]) -> None:
+    """Mean |pi - mu| under equal weights and over the whole step."""
+    quantities = [
+        Quantity("equal weights", names.GAP_ON_POLICY, BLUE),
+        Quantity("whole step", names.GAP, VERMILION, "--"),
+    ]
+    handles = _plot_quantities(axes, runs, quantities, log=True)
+    if handles:
+        axes.set_yscale("log")
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(bottom / 3, top * 3)
+        handles += _band(axes, runs, quantities[0].metric, 1.0, "")
+    mark_empty(axes, handles)
+    finish(axes, "Mean |pi - mu| (trainer against engine)", "probability, log axis", handles)
+
+
+def draw_masked(axes: Axes, runs: list[Run]) -> None:
+    """Share of tokens that the trust region masks, by sign of the advantage."""
+    quantities = [
+        Quantity("A > 0", names.MASKED_POSITIVE, BLUE, scale=100),
+        Quantity("A < 0", names.MASKED_NEGATIVE, VERMILION, "--", scale=100),
+    ]
+    handles = _plot_quantities(axes, runs, quantities)
+    if handles:
+        axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
+        handles += _band(axes, runs, quantities[0].metric, 100, "%")
+    mark_empty(axes, handles)
+    finish(axes, "Masked tokens by sign of advantage", "% of tokens", handles)
+
+
+def draw_entropy(axes: Axes, runs: list[Run]) -> None:
+    """Mean entropy of the policy; it should fall slowly."""
+    handles = _plot_quantities(axes, runs, [Quantity("policy", names.ENTROPY, BLUE)])
+    if handles:
+        axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
+        _say(axes, "expected: a slow fall, no cliff")
+    mark_empty(axes, handles)
+    finish(axes, "Entropy", "nats per token", handles if len(runs) == 1 else [])
+
+
+def draw_length(axes: Axes, runs: list[Run]) -> None:
+    """Mean response length, and on the right the share of truncated responses."""
+    handles = _plot_quantities(axes, runs, [Quantity("length", names.RESPONSE_LENGTH, BLUE)])
+    if handles:
+        axes.set_ylim(0, axes.get_ylim()[1])
+    truncated = Quantity("truncated (right axis)", names.TRUNCATED, VERMILION, "--", 100)
+    if any(series(run.records, truncated.metric)[0] for run in runs):
+        right = axes.twinx()
+        handles += _plot_quantities(right, runs, [truncated])
+        right.set_ylim(0, max(5.0, right.get_ylim()[1]))
+        right.set_ylabel("% truncated")
+        right.spines[["top"]].set_visible(False)
+    mark_empty(axes, handles)
+    finish(axes, "Response length and truncation", "tokens", handles)

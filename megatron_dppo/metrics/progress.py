@@ -1,0 +1,141 @@
+"""Bars and spinners on a terminal; elsewhere a plain line now and then."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+from megatron_dppo.logging import shared_console
+
+PLAIN_INTERVAL_S = 10.0
+"""Seconds between two plain lines of one wait."""
+
+
+class Tracker:
+    """Counts what is done, and may say what it is at. Safe from any thread."""
+
+    def __init__(self, description: str, total: int | None) -> None:
+        self.description = description
+        self.total = total
+        self.completed = 0
+        self.note = ""
+        self._lock = threading.Lock()
+        self._started = time.monotonic()
+
+    def advance(self, count: int = 1) -> None:
+        """``count`` more are done."""
+        with self._lock:
+            self.completed += count
+        self._changed()
+
+    def update(self, *, completed: int | None = None, note: str | None = None) -> None:
+        """Set how many are done, or the words behind the bar (``"loading weights"``)."""
+        with self._lock:
+            self.completed = self.completed if completed is None else completed
+            self.note = self.note if note is None else note
+        self._changed()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the wait began."""
+        return time.monotonic() - self._started
+
+    def line(self) -> str:
+        """The state in words: ``generate: 12/64 (19%), 31 s``."""
+        parts = [f"{self.elapsed:.0f} s"]
+        if self.total is not None:
+            share = f" ({100 * self.completed / self.total:.0f}%)" if self.total else ""
+            parts.insert(0, f"{self.completed}/{self.total}{share}")
+        if self.note:
+            parts.append(self.note)
+        return f"{self.description}: {', '.join(parts)}"
+
+    def _changed(self) -> None:
+        """Called after every change; the bar redraws here."""
+
+
+class _BarTracker(Tracker):
+    """A Tracker that moves a task of a rich progress display."""
+
+    def __init__(self, description: str, total: int | None, bar: Progress) -> None:
+        super().__init__(description, total)
+        self._bar = bar
+        self._task = bar.add_task(description, total=total, note="")
+
+    def _changed(self) -> None:
+        self._bar.update(self._task, completed=self.completed, note=self.note)
+
+
+@contextmanager
+def progress(
+    description: str,
+    total: int | None = None,
+    *,
+    console: Console | None = None,
+    interval_s: float = PLAIN_INTERVAL_S,
+) -> Iterator[Tracker]:
+    """Show how many of ``total`` things are done; without a total, a spinner with the seconds.
+
+    On a terminal the bar vanishes when it is done. Elsewhere: a line at the start of a wait
+    without a total, then at most one line every ``interval_s`` seconds, and one at the end where
+    it took longer than that; nothing at all for a short wait with a total. Bars may be nested.
+    """
+    console = console or shared_console()
+    if console.is_interactive and not console.quiet:
+        with Progress(*_columns(total), console=console, transient=True) as bar:
+            yield _BarTracker(description, total, bar)
+        return
+    tracker = Tracker(description, total)
+    if console.quiet:  # another process's terminal
+        yield tracker
+        return
+    if total is None:
+        _print(console, f"{description} ...")
+    done = threading.Event()
+    reporter = threading.Thread(
+        target=_report, args=(tracker, console, done, interval_s), daemon=True, name="progress"
+    )
+    reporter.start()
+    try:
+        yield tracker
+    finally:
+        done.set()
+        reporter.join()
+    if total is None or tracker.elapsed >= interval_s:
+        _print(console, f"{tracker.line()} (done)")
+
+
+def _columns(total: int | None) -> list[ProgressColumn]:
+    counting: list[ProgressColumn] = (
+        [BarColumn(), MofNCompleteColumn()] if total is not None else []
+    )
+    return [
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        *counting,
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}", markup=False, style="dim"),
+    ]
+
+
+def _report(tracker: Tracker, console: Console, done: threading.Event, interval_s: float) -> None:
+    """Print the state every ``interval_s`` seconds until ``done``."""
+    while not done.wait(interval_s):
+        _print(console, tracker.line())
+
+
+def _print(console: Console, line: str) -> None:
+    console.print(line, soft_wrap=True, markup=False)

@@ -1,0 +1,166 @@
+"""``report.png``: a run on one page, or several runs compared.
+
+python -m megatron_dppo.metrics.report runs/demo            # writes runs/demo/report.png
+python -m megatron_dppo.metrics.report runs/a runs/b --output ab.png   # one line a run
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+from megatron_dppo.logging import fatal
+from megatron_dppo.metrics.panels import (
+    FEW_POINTS,
+    RUN_COLOURS,
+    SMALL,
+    STEP_AXIS,
+    Run,
+    draw_entropy,
+    draw_gap,
+    draw_length,
+    draw_masked,
+    draw_reward,
+)
+from megatron_dppo.metrics.records import RecordsError, read_records, step_of
+from megatron_dppo.metrics.run_info import RunInfo
+from megatron_dppo.metrics.time_panel import draw_time
+
+REPORT_FILE = "report.png"
+PANELS = (draw_reward, draw_gap, draw_masked, draw_entropy, draw_length, draw_time)
+STYLE: dict[Any, Any] = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.labelsize": 9.5,
+    "xtick.labelsize": 9,
+    "ytick.labelsize": 9,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
+
+
+def write_report(directory: str | Path) -> Path:
+    """Draw the run in ``directory`` into its ``report.png`` and return that path.
+
+    Works from the first record on; a panel says so where its figures were not recorded. Raises
+    RecordsError where there is no metrics file or no record in it.
+    """
+    return write_comparison([directory], Path(directory) / REPORT_FILE)
+
+
+def write_comparison(directories: Sequence[str | Path], output: str | Path) -> Path:
+    """Draw several runs into one picture, ``output`` (PNG), one line a run.
+
+    Raises as ``write_report``, and ValueError for more runs than there are colours. Returns
+    ``output``.
+    """
+    if len(directories) > len(RUN_COLOURS):
+        raise ValueError(
+            f"{len(directories)} runs in one picture, expected at most {len(RUN_COLOURS)}: "
+            f"so many colours can be told apart"
+        )
+    infos = [RunInfo.of_run(directory) for directory in directories]
+    runs = []
+    for directory, info, label in zip(directories, infos, _labels(directories, infos), strict=True):
+        records = read_records(directory)
+        if not records:
+            raise RecordsError(f"{directory}: no step is recorded yet, so there is nothing to draw")
+        runs.append(Run(label, records, info.dtype if info else "float32"))
+    title = _title(directories, infos)
+    with matplotlib.rc_context(STYLE):
+        _save(_draw(runs, title), Path(output))
+    return Path(output)
+
+
+def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> list[str]:
+    """What differs between the runs' configurations; else the names of their folders."""
+    folders = [Path(directory).resolve().name for directory in directories]
+    known = [info for info in infos if info is not None]
+    if len(known) < len(infos):
+        return folders
+    parts = [info.parts for info in known]
+    differing = [i for i in range(len(parts[0])) if len({part[i] for part in parts}) > 1]
+    labels = [", ".join(part[i] for i in differing) for part in parts]
+    return labels if len(set(labels)) == len(labels) else folders
+
+
+def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> str:
+    """What the runs have in common; the folder where one run's configuration is missing."""
+    known = [info for info in infos if info is not None]
+    if len(infos) == 1:
+        words = known[0].parts if known else (Path(directories[0]).resolve().name,)
+        return " | ".join(words)
+    if len(known) < len(infos):
+        return f"{len(infos)} runs"
+    common = [
+        column[0]
+        for column in zip(*(info.parts for info in known), strict=True)
+        if len(set(column)) == 1
+    ]
+    return " | ".join([*common, f"{len(infos)} runs"])
+
+
+def _draw(runs: list[Run], title: str) -> Figure:
+    """The page: six panels, and the runs' names below where there are several."""
+    figure = Figure(figsize=(10.5, 11), dpi=130)
+    figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
+    figure.suptitle(title, fontsize=12, fontweight="bold")
+    steps = [step_of(record) for run in runs for record in run.records]
+    margin = max(0.8, 0.02 * (max(steps) - min(steps)))
+    for axes, draw in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
+        draw(axes, runs)
+        if axes.get_xlabel() == STEP_AXIS:
+            axes.set_xlim(min(steps) - margin, max(steps) + margin)
+    if any(len(run.records) > FEW_POINTS for run in runs):
+        words = "bold: mean of 5 steps" + (", thin: each step" if len(runs) == 1 else "")
+        figure.supxlabel(words, fontsize=SMALL, color="#666666", x=0.99, ha="right")
+    if len(runs) > 1:
+        handles = [
+            Line2D([], [], color=RUN_COLOURS[i], linewidth=3, label=run.label)
+            for i, run in enumerate(runs)
+        ]
+        figure.legend(
+            handles=handles, loc="outside lower center", ncols=min(4, len(runs)), frameon=False
+        )
+    return figure
+
+
+def _save(figure: Figure, output: Path) -> None:
+    """Publish the picture in one step, so that a viewer never opens half of one."""
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        FigureCanvasAgg(figure).print_png(temporary)
+        os.replace(temporary, output)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line; a folder that can't be drawn ends it with a message and status 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_dppo.metrics.report", description="Draw a run, or compare several."
+    )
+    parser.add_argument("directories", nargs="+", metavar="DIR", help="folder of a run")
+    parser.add_argument(
+        "--output", type=Path, help="PNG file (one run: DIR/report.png; several: comparison.png)"
+    )
+    options = parser.parse_args(arguments)
+    single = len(options.directories) == 1
+    default = Path(options.directories[0]) / REPORT_FILE if single else Path("comparison.png")
+    try:
+        print(write_comparison(options.directories, options.output or default))
+    except (ValueError, OSError) as error:
+        fatal(str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""``summary.json``: a whole run in a few numbers.
+
+Computed from ``metrics.jsonl``, which a resumed run continues, and not from what this process
+happens to remember.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.records import (
+    Record,
+    mean_accuracy,
+    phase_table,
+    read_records,
+    series,
+    step_of,
+    write_text_atomically,
+)
+from megatron_dppo.metrics.run_info import RunInfo
+
+SUMMARY_FILE = "summary.json"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run did. None stands for what it did not measure.
+
+    ``steps``: rollout batches trained on. ``eval_accuracy_*``: avg@k at the first and the last
+    evaluation (``eval_steps`` says after which steps; the mean over the sets where there are
+    several, each of which is in ``eval_accuracy_by_set``). ``train_reward_*``: means over the
+    first and the last ``window_steps`` steps. ``mean_abs_prob_gap``: mean |pi - mu| under equal
+    weights over the last ``window_steps`` steps. ``hf_export_max_logprob_diff``: largest
+    difference, in nats, between the log-probabilities of the trainer and of the exported
+    checkpoint. ``seconds_per_phase``: over the whole run, a resumed one's earlier processes
+    included.
+    """
+
+    steps: int
+    eval_accuracy_start: float | None
+    eval_accuracy_end: float | None
+    eval_steps: tuple[int, int] | None
+    eval_accuracy_by_set: dict[str, tuple[float, float]]
+    train_reward_start: float | None
+    train_reward_end: float | None
+    window_steps: int
+    mean_abs_prob_gap: float | None
+    weight_updates: int
+    weight_updates_verified: int
+    hf_export_max_logprob_diff: float | None
+    algorithm: str
+    layout: str
+    model: str
+    dtype: str
+    seed: int
+    seconds_per_phase: dict[str, float]
+
+
+def summarize(
+    records: list[Record], info: RunInfo, *, hf_export_max_logprob_diff: float | None = None
+) -> RunSummary:
+    """The summary of a run from its records. ``info`` names the run.
+
+    Raises ValueError where no step was trained.
+    """
+    steps = sum(step_of(record) > 0 for record in records)
+    if steps == 0:
+        raise ValueError(f"{len(records)} records hold no trained step, so there is no summary")
+    window = window_of(steps)
+    evaluated = [(step_of(r), mean_accuracy(r)) for r in records]
+    accuracies = [(step, value) for step, value in evaluated if value is not None]
+    sets = {name: dataset for r in records for name in r if (dataset := names.accuracy_set(name))}
+    by_set = {dataset: series(records, name)[1] for name, dataset in sorted(sets.items())}
+    rewards = series(records, names.REWARD)[1]
+    return RunSummary(
+        steps=steps,
+        eval_accuracy_start=accuracies[0][1] if accuracies else None,
+        eval_accuracy_end=accuracies[-1][1] if accuracies else None,
+        eval_steps=(accuracies[0][0], accuracies[-1][0]) if accuracies else None,
+        eval_accuracy_by_set={k: (v[0], v[-1]) for k, v in by_set.items() if v},
+        train_reward_start=_mean(rewards[:window]),
+        train_reward_end=_mean(rewards[-window:]),
+        window_steps=window,
+        mean_abs_prob_gap=_mean(series(records, names.GAP_ON_POLICY)[1][-window:]),
+        weight_updates=round(sum(series(records, names.WEIGHT_UPDATES)[1])),
+        weight_updates_verified=round(sum(series(records, names.WEIGHT_UPDATES_VERIFIED)[1])),
+        hf_export_max_logprob_diff=hf_export_max_logprob_diff,
+        algorithm=info.algorithm,
+        layout=info.layout,
+        model=info.model,
+        dtype=info.dtype,
+        seed=info.seed,
+        seconds_per_phase={p: round(sum(s), 3) for p, s in phase_table(records).items()},
+    )
+
+
+def window_of(steps: int) -> int:
+    """Steps in a mean at the start or the end of a run: a quarter of it, from 1 to 5."""
+    return max(1, min(5, steps // 4))
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def write_summary(
+    directory: str | Path, info: RunInfo, *, hf_export_max_logprob_diff: float | None = None
+) -> RunSummary:
+    """Summarise the run in ``directory`` into its ``summary.json``, replaced in one step.
+
+    Raises RecordsError where there is no metrics file, ValueError where no step was trained.
+    """
+    summary = summarize(
+        read_records(directory), info, hf_export_max_logprob_diff=hf_export_max_logprob_diff
+    )
+    text = json.dumps(asdict(summary), indent=2, allow_nan=False) + "\n"
+    write_text_atomically(Path(directory) / SUMMARY_FILE, text)
+    return summary

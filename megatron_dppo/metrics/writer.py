@@ -1,0 +1,88 @@
+"""A run's measurements on disk: ``metrics.jsonl`` and TensorBoard events. Rank 0 only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megatron_dppo.metrics.records import (
+    RECORDS_FILE,
+    RecordsError,
+    decode_records,
+    encode_record,
+    step_of,
+    write_text_atomically,
+)
+
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class MetricsWriter:
+    """Appends one record a step, in both forms.
+
+    ``resume_step``: the first step that this process will write; 0 for a fresh run. Records of it
+    and of later steps, left by a process that died after its last checkpoint, are dropped (and
+    hidden in TensorBoard), as is a last line cut short, so that every step of a resumed run is
+    there once.
+    """
+
+    def __init__(self, directory: str | Path, resume_step: int = 0) -> None:
+        # torch ships the event writer; whoever only reads records need not wait for its import.
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._last_step = self._truncate(directory / RECORDS_FILE, resume_step)
+        self._file = open(directory / RECORDS_FILE, "a", encoding="utf-8")  # noqa: SIM115
+        self._events = SummaryWriter(str(directory / TENSORBOARD_FOLDER), purge_step=resume_step)
+
+    @staticmethod
+    def _truncate(path: Path, resume_step: int) -> int:
+        """Keep the records before ``resume_step``; the step of the last one kept, or -1."""
+        if not path.exists():
+            return -1
+        with open(path, encoding="utf-8", newline="\n") as file:
+            lines = file.readlines()
+        steps = [step_of(record) for record in decode_records(lines, str(path))]
+        kept = [line for line, step in zip(lines, steps, strict=False) if step < resume_step]
+        if len(kept) < len(lines):
+            write_text_atomically(path, "".join(kept))
+        return max((step for step in steps if step < resume_step), default=-1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Record ``values`` (metric name -> number) of ``step``, and flush.
+
+        NaN and infinities are written as null. Steps must rise: what belongs to a step, evaluation
+        included, is written in one call. Raises RecordsError for a step that was written already
+        or a value that is no number.
+        """
+        if step <= self._last_step:
+            raise RecordsError(
+                f"step {step} was written after step {self._last_step}, "
+                f"expected one record a step, in order"
+            )
+        self._file.write(encode_record(step, values) + "\n")
+        self._file.flush()
+        self._last_step = step
+        for name, value in values.items():
+            if name != "step":
+                self._events.add_scalar(name, value, step)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Close both files. Further writes fail."""
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,117 @@
+"""Mathematics: the response's final answer, compared as mathematics by the math-verify library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from math_verify import parse, verify
+from math_verify.parser import LatexExtractionConfig
+
+LONGEST_ANSWER = 500
+"""Characters. Anything longer is a derivation, and costly to parse."""
+
+_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
+_STATED = re.compile(r"(?i)\banswer\b\W{0,4}?(?:\s+is\b\s*:?|:)\s*([^\n]+)")
+_FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_SENTENCE_END = re.compile(r"\.(?:\s|$)")
+_STYLE = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|bm|boldsymbol)\s*\{")
+_PARENTHESISED_NUMBER = re.compile(r"\(\s*([+-]?\d+(?:\.\d+)?)\s*\)")
+_INTEGER = re.compile(r"([+-]?)0*(\d+)")
+_AROUND = " \t\n\r$*~.,;:!"
+
+
+def math_verify(response: str, answer: str) -> float:
+    r"""1 where the response's final answer equals ``answer`` as mathematics, else 0.
+
+    The final answer is whichever stands last of ``\boxed{X}`` (``\framebox``, ``\fbox``),
+    ``Answer: X`` (DAPO-Math's form) and ``answer is X``; in a response without any of them, its
+    last line, or the last formula of that line. Fonts, dollar signs and a closing full stop around
+    it are taken off; integers are compared without leading zeros; the rest is parsed by
+    math-verify on both sides: 1/2 equals 0.5, {1,2} equals {2,1}, ``x = 5`` equals 5.
+
+    Has no time limit of its own: a tower of powers can run for ever. Raises ValueError where
+    ``answer`` cannot be parsed.
+    """
+    expected = _undress(answer)
+    given = _undress(final_answer(response))
+    if not given or len(given) > LONGEST_ANSWER:
+        return 0.0
+    if _same_text(given, expected):
+        return 1.0
+    gold = _parse(expected)
+    if not gold:
+        raise ValueError(f"math-verify cannot parse the answer {answer!r}")
+    return float(verify(gold, _parse(given), timeout_seconds=None))
+
+
+def final_answer(response: str) -> str:
+    """The text of the final answer, as it stands in ``response``; empty where there is none."""
+    stated = [(m.start(1), _first_answer_of(m[1])) for m in _STATED.finditer(response)]
+    found = [*_boxes(response), *stated]
+    if found:
+        return max(found)[1]
+    last_line = response.strip().rpartition("\n")[2]
+    formulas = _formulas(last_line)
+    return formulas[-1] if formulas else last_line
+
+
+def _boxes(text: str) -> Iterator[tuple[int, str]]:
+    """Position and content of every box that is closed."""
+    for match in _BOX.finditer(text):
+        content = _braced(text, match.end())
+        if content is not None:
+            yield match.end(), content
+
+
+def _braced(text: str, start: int) -> str | None:
+    """What stands between the brace before ``start`` and the one that closes it; None where none
+    does.
+    """
+    depth = 1
+    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(
+        text, start, start + LONGEST_ANSWER + 100
+    ):
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            return text[start : match.start()]
+    return None
+
+
+def _first_answer_of(line: str) -> str:
+    """Of what follows ``Answer:``: a box's place is its own, else the first formula, else the
+    first sentence.
+    """
+    formulas = _formulas(line)
+    return formulas[0] if formulas else _SENTENCE_END.split(line, maxsplit=1)[0]
+
+
+def _formulas(line: str) -> list[str]:
+    return [next(group for group in m.groups() if group) for m in _FORMULA.finditer(line)]
+
+
+def _undress(text: str) -> str:
+    """Without the fonts, dollar signs and punctuation that stand around the whole of it."""
+    text = text.strip(_AROUND)
+    while (match := _STYLE.match(text)) and (inner := _braced(text, match.end())) is not None:
+        if match.end() + len(inner) + 1 != len(text):
+            break
+        text = inner.strip(_AROUND)
+    number = _PARENTHESISED_NUMBER.fullmatch(text)
+    return number[1] if number else text
+
+
+def _same_text(given: str, expected: str) -> bool:
+    if given == expected:
+        return True
+    a, b = _INTEGER.fullmatch(given), _INTEGER.fullmatch(expected)
+    return bool(a and b) and _signed(a) == _signed(b)
+
+
+def _signed(integer: re.Match[str] | None) -> tuple[bool, str]:
+    assert integer
+    return integer[1] == "-" and integer[2] != "0", integer[2]
+
+
+def _parse(text: str) -> list:
+    return parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)

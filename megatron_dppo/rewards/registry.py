@@ -1,0 +1,53 @@
+"""The rewards by name. Importing this imports none of their libraries."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+RewardFunction = Callable[[str, str], float]
+"""``(response, answer) -> score``. Deterministic; the score lies in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """A reward function, named and imported on first use.
+
+    ``target``: ``package.module:function``. ``runs_inline``: a plain string function whose time is
+    linear in the response's length; the verifier calls it in its own process, without a time
+    limit.
+    """
+
+    target: str
+    runs_inline: bool = False
+
+    def load(self) -> RewardFunction:
+        """The function itself."""
+        module, function = self.target.split(":")
+        return getattr(importlib.import_module(module), function)
+
+    def __call__(self, response: str, answer: str) -> float:
+        return self.load()(response, answer)
+
+
+REWARDS: dict[str, Reward] = {
+    "exact_integer": Reward("megatron_dppo.rewards.exact_integer:exact_integer", runs_inline=True),
+    "math_verify": Reward("megatron_dppo.rewards.math_verify:math_verify"),
+}
+
+
+def find_reward(name: str) -> Reward:
+    """The reward called ``name`` in the table, or a function of yours as
+    ``package.module:function``.
+
+    ValueError for any other name lists those there are.
+    """
+    if ":" in name:
+        return Reward(name)
+    if name not in REWARDS:
+        raise ValueError(
+            f"unknown reward {name!r}; there are {', '.join(sorted(REWARDS))}, "
+            "or package.module:function"
+        )
+    return REWARDS[name]

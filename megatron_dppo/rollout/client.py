@@ -1,0 +1,191 @@
+"""Asynchronous client of one SGLang server: kept-alive connections, and three kinds of failure.
+
+EngineRequestError (4xx): the request is wrong; EngineLostError (5xx, a broken connection, no answer
+in time): the server is; AbortedError: only this response is. Nothing is retried here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+import aiohttp
+import orjson
+
+from megatron_dppo.rollout.errors import EngineLostError, EngineRequestError
+from megatron_dppo.rollout.protocol import parse_answers, request_body
+from megatron_dppo.rollout.requests import GenerationRequest, GenerationResult
+
+PauseMode = Literal["abort", "retract", "in_place"]
+
+_KEEP_ALIVE_SECONDS = 3.0  # below the 5 s after which a stock SGLang closes an idle connection
+_CONTROL_TIMEOUT_SECONDS = 60.0
+_CONNECT_SECONDS = 30.0
+_JSON = {"Content-Type": "application/json"}
+
+
+class EngineClient:
+    """Requests to the server at ``url``, from one event loop; ``close`` it, or use ``async with``.
+
+    ``api_key`` opens generation and information, ``admin_api_key`` whatever changes the server
+    (SGLang refuses the API key there once an admin key is set). A server without an admin key takes
+    the API key for both.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None = None, admin_api_key: str | None = None
+    ) -> None:
+        self.url = url.rstrip("/")
+        self._api_headers = _bearer(api_key)
+        self._admin_headers = _bearer(admin_api_key or api_key)
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; the server aborts what was in flight on them."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # --- transport
+
+    async def request(
+        self,
+        method: Literal["GET", "POST"],
+        path: str,
+        body: bytes | None = None,
+        *,
+        admin: bool = False,
+        timeout_s: float | None = _CONTROL_TIMEOUT_SECONDS,
+    ) -> bytes:
+        """The body of a 2xx answer; ``timeout_s`` None waits for ever.
+
+        Raises EngineRequestError for a 4xx, EngineLostError for a 5xx or none in time.
+        """
+        headers = self._admin_headers if admin else self._api_headers
+        try:
+            async with self._open_session().request(
+                method,
+                self.url + path,
+                data=body,
+                headers=headers | _JSON if body is not None else headers,
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SECONDS),
+            ) as answer:
+                payload = await answer.read()
+                status = answer.status
+        except TimeoutError as error:
+            limit = _CONNECT_SECONDS if timeout_s is None else timeout_s
+            raise EngineLostError(f"{self.url}{path}: no answer within {limit} s") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise EngineLostError(f"{self.url}{path}: {error or type(error).__name__}") from error
+        if status >= 500:
+            raise EngineLostError(f"{self.url}{path} answered {status}: {_reason(payload)}")
+        if status >= 400:
+            raise EngineRequestError(
+                status, f"{self.url}{path} answered {status}: {_reason(payload)}"
+            )
+        return payload
+
+    async def get_json(self, path: str, *, timeout_s: float = _CONTROL_TIMEOUT_SECONDS) -> Any:
+        """Decoded answer of an information endpoint."""
+        return orjson.loads(await self.request("GET", path, timeout_s=timeout_s))
+
+    async def control(
+        self,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = _CONTROL_TIMEOUT_SECONDS,
+    ) -> bytes:
+        """The raw answer of an endpoint that changes the server: POST, under the admin key."""
+        return await self.request(
+            "POST", path, orjson.dumps(body or {}), admin=True, timeout_s=timeout_s
+        )
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+            self._session = aiohttp.ClientSession(connector=connector)
+        return self._session
+
+    # --- generation
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], rids: Sequence[str]
+    ) -> list[GenerationResult]:
+        """Draw ``requests`` in one call under the ids ``rids``, without a time limit.
+
+        ``rids`` must be new, and none may be the beginning of another: SGLang aborts by prefix.
+        Raises AbortedError, EngineAnswerError and ``request``'s errors.
+        """
+        payload = await self.request(
+            "POST", "/generate", request_body(requests, rids), timeout_s=None
+        )
+        return parse_answers(payload, requests)
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        """End requests early; their callers get AbortedError. Unknown ids are ignored."""
+        await asyncio.gather(*(self.control("/abort_request", {"rid": rid}) for rid in rids))
+
+    async def abort_all(self) -> None:
+        """End every request of every client of this server."""
+        await self.control("/abort_request", {"abort_all": True})
+
+    # --- state
+
+    async def health(self, timeout_s: float = 10.0) -> bool:
+        """Whether the server answers ``/health`` with 200 in time; it needs no key."""
+        try:
+            await self.request("GET", "/health", timeout_s=timeout_s)
+        except (EngineLostError, EngineRequestError):
+            return False
+        return True
+
+    async def wait_until_healthy(self, timeout_s: float, poll_s: float = 0.5) -> None:
+        """Wait for ``health``. Raises EngineLostError after ``timeout_s``."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        while not await self.health(timeout_s=min(10.0, timeout_s)):
+            if loop.time() > deadline:
+                raise EngineLostError(f"{self.url}: not healthy within {timeout_s:.0f} s")
+            await asyncio.sleep(poll_s)
+
+    async def server_info(self) -> dict[str, Any]:
+        """The server's resolved arguments and its release (``version``)."""
+        return await self.get_json("/server_info")
+
+    async def model_info(self) -> dict[str, Any]:
+        """``model_path``, ``weight_version``, ``architectures``, ..."""
+        return await self.get_json("/model_info")
+
+    async def flush_cache(self) -> None:
+        """Drop every cached prefix. Raises EngineRequestError (400) while requests run."""
+        await self.control("/flush_cache")
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating. ``abort`` ends what runs; the others keep it for ``resume``."""
+        await self.control("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Go on after ``pause`` (SGLang's ``/continue_generation``)."""
+        await self.control("/continue_generation")
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
+
+
+def _reason(payload: bytes) -> str:
+    """SGLang's message, out of one of the shapes in which it sends one, or else the text itself."""
+    try:
+        answer = orjson.loads(payload)
+    except orjson.JSONDecodeError:
+        return payload[:500].decode(errors="replace")
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

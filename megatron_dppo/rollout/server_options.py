@@ -1,0 +1,117 @@
+"""The engine's configuration file and environment, from a run's configuration.
+
+Light: imports neither torch nor sglang.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from megatron_dppo.config.schema import TrainConfig
+
+CPU_KV_CACHE_BYTES = 1 << 30
+"""Budget of the key-value cache on a CPU; SGLang's own takes most of the machine's memory."""
+FIRST_WEIGHT_VERSION = 0
+"""What an engine that has just loaded its checkpoint calls its weights; updates count up from 1."""
+
+_RANK_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+
+
+def engine_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
+    """``engine.device``, or else cuda where the NVIDIA driver shows a device to this process."""
+    if config.engine.device is not None:
+        return config.engine.device
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) and not hidden
+    return "cuda" if has_gpu else "cpu"
+
+
+def server_options(config: TrainConfig, *, port: int, seed: int) -> dict[str, Any]:
+    """ServerArgs fields of the server to start; the ``sglang:`` table overrides our defaults."""
+    device = engine_device(config)
+    options: dict[str, Any] = {
+        "model_path": str(Path(config.model.hf_checkpoint).resolve()),
+        "dtype": config.model.dtype,
+        "host": config.engine.host,
+        "port": port,
+        "device": device,
+        "random_seed": seed,
+        "weight_version": str(FIRST_WEIGHT_VERSION),
+        "enable_return_routed_experts": config.rollout.router_replay,
+        "skip_server_warmup": True,
+        "log_level_http": "warning",
+    }
+    if device == "cpu":
+        options |= {
+            "attention_backend": "torch_native",
+            "max_total_tokens": cpu_kv_tokens(config),
+            "sleep_on_idle": True,
+        }
+    return options | {name: value for name, value in config.sglang.items() if value is not None}
+
+
+def cpu_kv_tokens(config: TrainConfig) -> int:
+    """Tokens of key-value cache for a CPU server.
+
+    Enough for every request in flight at full length, within CPU_KV_CACHE_BYTES, and never below
+    two sequences.
+    """
+    sequence = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    wanted = config.rollout.max_concurrent_requests * sequence
+    model = json.loads((Path(config.model.hf_checkpoint) / "config.json").read_text())
+    heads = model.get("num_key_value_heads", model["num_attention_heads"])
+    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    bytes_per_value = {"float32": 4, "bfloat16": 2}[config.model.dtype]
+    token_bytes = 2 * model["num_hidden_layers"] * heads * head_dim * bytes_per_value
+    return max(2 * sequence, min(wanted, CPU_KV_CACHE_BYTES // token_bytes))
+
+
+def write_options(options: Mapping[str, Any], path: Path) -> None:
+    """Write SGLang's ``--config`` file: YAML (here JSON, a subset), flags spelt with hyphens."""
+    flags = {name.replace("_", "-"): value for name, value in options.items()}
+    path.write_text(json.dumps(flags, indent=2) + "\n")
+
+
+def server_environment(config: TrainConfig) -> dict[str, str]:
+    """This process's environment, less what names a trainer rank, plus what SGLang reads."""
+    env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+    env |= {
+        "PYTHONUNBUFFERED": "1",
+        # /health would otherwise generate a token: a second each time, and 503 while generation is
+        # paused.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # Longer than the client keeps an idle connection, so that the server never closes one under
+        # a request.
+        "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
+        # How soon the server sees that a client is gone and aborts its request (stock: 4 s).
+        "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
+    }
+    if engine_device(config) == "cpu":
+        ranks = config.sglang.get("tp_size", 1) * config.sglang.get("dp_size", 1)
+        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
+        env["SGLANG_PLATFORM"] = "torch_cpu"
+        env.setdefault("OMP_NUM_THREADS", str(threads))
+        if ranks > 1:
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind_cores(ranks))
+    return env
+
+
+def bind_cores(ranks: int) -> str:
+    """This process's cores dealt to ``ranks`` engine ranks, as SGLang writes it: ``0,1|2,3``."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // ranks)
+    groups = [
+        [cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(ranks)
+    ]
+    return "|".join(",".join(map(str, group)) for group in groups)

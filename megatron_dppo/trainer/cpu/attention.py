@@ -1,0 +1,126 @@
+"""Causal grouped-query attention over packed sequences with torch's scaled_dot_product_attention.
+
+Shapes: T packed tokens, S sequences, H query heads and G key/value heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+_SHORT = 32
+"""Tokens; sequences up to this length share one batch whatever the padding: a call costs more than its arithmetic."""
+
+
+class Bucket(NamedTuple):
+    """Sequences of like length, attended as one padded batch."""
+
+    gather: Tensor
+    """int64 [n * longest]; the packed token in each padded place, any token of the pack where there is none."""
+    sequences: int
+    longest: int
+
+
+class AttentionPlan(NamedTuple):
+    """How a pack is cut into buckets, and back."""
+
+    buckets: tuple[Bucket, ...]
+    scatter: Tensor
+    """int64 [T]; the row of the concatenated padded outputs that belongs to each packed token."""
+
+
+_plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
+    """Plan of the sequences that start and end at ``cu_seqlens`` [S + 1]; kept while that tensor lives.
+
+    A bucket holds sequences at least half as long as its longest, or all of the short ones.
+    """
+    plan = _plans.get(cu_seqlens)
+    if plan is None:
+        plan = _plans[cu_seqlens] = _plan(cu_seqlens.tolist())
+    return plan
+
+
+def _plan(bounds: list[int]) -> AttentionPlan:
+    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
+    buckets, scatter, rows, first = [], torch.empty(bounds[-1], dtype=torch.int64), 0, 0
+    while first < len(order):
+        longest = lengths[order[first]]
+        floor = 1 if longest <= _SHORT else (longest + 1) // 2
+        last = first
+        while last < len(order) and lengths[order[last]] >= floor:
+            last += 1
+        members = order[first:last]
+        starts = torch.tensor([bounds[i] for i in members])[:, None]
+        sizes = torch.tensor([lengths[i] for i in members])[:, None]
+        column = torch.arange(longest)[None]
+        real = column < sizes
+        gather = torch.where(real, starts + column, starts)
+        row = rows + torch.arange(gather.numel()).view_as(gather)
+        scatter[gather[real]] = row[real]
+        buckets.append(Bucket(gather.reshape(-1), len(members), longest))
+        rows, first = rows + gather.numel(), last
+    return AttentionPlan(tuple(buckets), scatter)
+
+
+def packed_causal_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
+    """softmax(q k^T * scale, causal within each sequence) v: q [T, H, D], k and v [T, G, D] -> [T, H, D].
+
+    Padding follows the tokens of its sequence, so no token attends to it under the causal mask, and its own output rows
+    are dropped: its gradient is exactly zero.
+    """
+    outputs = []
+    for gather, sequences, longest in plan.buckets:
+        batch = (
+            x.index_select(0, gather).view(sequences, longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+        )  # [n, heads, longest, D]
+        out = F.scaled_dot_product_attention(*batch, is_causal=True, scale=scale, enable_gqa=True)
+        outputs.append(out.transpose(1, 2).reshape(sequences * longest, *q.shape[1:]))
+    return torch.cat(outputs).index_select(0, plan.scatter)
+
+
+class TorchAttention(MegatronModule):
+    """Core attention in the place of Transformer Engine's: packed (thd) inputs, causal, no dropout."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config)
+        if config.context_parallel_size != 1 or config.attention_dropout:
+            raise ValueError(
+                "attention without Transformer Engine has no context parallelism and no dropout; got "
+                f"context_parallel_size={config.context_parallel_size}, attention_dropout={config.attention_dropout}"
+            )
+        self.scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> Tensor:
+        """[T, H, D] and twice [T, G, D] -> [T, H * D]."""
+        if packed_seq_params is None:
+            raise ValueError("sequences come packed: packed_seq_params is missing")
+        plan = attention_plan(packed_seq_params.cu_seqlens_q)
+        return packed_causal_attention(query, key, value, plan, self.scale).reshape(query.shape[0], -1)

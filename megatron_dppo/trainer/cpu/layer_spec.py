@@ -1,0 +1,191 @@
+"""A decoder of torch modules whose parameter names equal those of Megatron-Core's Transformer Engine spec.
+
+Checkpoints, conversion and weight synchronisation are therefore one code on a CPU and on a GPU. Everything is
+Megatron-Core's own class (TransformerLayer, SelfAttention, MLP, MoELayer, TEGroupedMLP, the tensor-parallel linears) but
+the four modules here and TorchAttention.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from megatron_dppo.trainer.cpu.attention import TorchAttention
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight; the weight's gradient is summed over TP under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+class NormColumnParallelLinear(ColumnParallelLinear):
+    """TELayerNormColumnParallelLinear: RMSNorm, then the linear. Parameters: weight, bias, layer_norm_weight."""
+
+    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+        super().__init__(input_size, output_size, config=config, **kwargs)
+        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
+        return super().forward(normed, *args, **kwargs)
+
+
+class ColumnGroupedLinear(torch.nn.Module):
+    """TEColumnParallelGroupedLinear: one weight for each local expert, ``weight0`` ... [out / ETP, in]."""
+
+    partition_dim: ClassVar[int] = 0
+
+    def __init__(
+        self,
+        num_gemms: int,
+        input_size: int,
+        output_size: int,
+        *,
+        config: TransformerConfig,
+        init_method: Any,
+        bias: bool,
+        is_expert: bool,
+        pg_collection: Any,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        if bias or not is_expert:
+            raise ValueError(f"grouped linears hold experts without biases; got bias={bias}, is_expert={is_expert}")
+        self.num_gemms = num_gemms
+        self.groups = pg_collection
+        shape = [output_size, input_size]
+        shape[self.partition_dim] //= pg_collection.expt_tp.size()
+        for i in range(num_gemms):
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
+            if config.perform_initialization:
+                init_method(weight)
+            set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
+            weight.allreduce = config.expert_model_parallel_size == 1
+            self.register_parameter(f"weight{i}", weight)
+
+    def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
+        """x [tokens, in], sorted by expert, ``m_splits`` of them for each -> [tokens, out / ETP], no bias."""
+        parts = x.split(m_splits)
+        return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> ShardedStateDict:
+        """One sharded tensor for each expert, placed along an expert axis in front, as Transformer Engine's."""
+        n, ep, out = self.num_gemms, self.groups.ep, {}
+        for i in range(n):
+            expert = (len(sharded_offsets), ep.rank() * n + i, ep.size() * n)
+            sharded = make_sharded_tensors_for_checkpoint(
+                {"weight": getattr(self, f"weight{i}")},
+                prefix,
+                {"weight": self.partition_dim},
+                (*sharded_offsets, expert),
+                tp_group=self.groups.expt_tp,
+                dp_cp_group=(metadata or {})["dp_cp_group"],
+            )[f"{prefix}weight"]
+            sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
+            out[f"{prefix}weight{i}"] = sharded
+        return out
+
+
+class RowGroupedLinear(ColumnGroupedLinear):
+    """TERowParallelGroupedLinear: ``weight0`` ... [out, in / ETP]."""
+
+    partition_dim: ClassVar[int] = 1
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """Which class stands for each of Transformer Engine's."""
+
+    def fuse_layernorm_and_linear(self) -> bool:
+        return True
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        return NormColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return TorchAttention
+
+    def grouped_mlp_modules(
+        self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
+    ) -> tuple[type, MLPSubmodules]:
+        return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+
+
+def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """Layers of this pipeline rank's chunk, dense or mixture of experts as ``config.moe_layer_freq`` says."""
+    provider = TorchSpecProvider()
+    specs = {moe: _layer_spec(provider, config, moe) for moe in (True, False)}
+    frequency = config.moe_layer_freq
+    if isinstance(frequency, int):
+        frequency = [int(i % frequency == 0) for i in range(config.num_layers)]
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    is_moe = [config.num_moe_experts is not None and bool(f) for f in frequency[offset : offset + count]]
+    return TransformerBlockSubmodules(layer_specs=[specs[m] for m in is_moe], layer_norm=provider.layer_norm())
+
+
+def _layer_spec(provider: TorchSpecProvider, config: TransformerConfig, moe: bool) -> ModuleSpec:
+    norm = provider.layer_norm()
+    qk_norm = norm if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=provider.column_parallel_layer_norm_linear(),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    dense_mlp = ModuleSpec(
+        module=MLP,
+        submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+    moe_mlp = (
+        get_moe_module_spec_for_backend(provider, num_experts=config.num_moe_experts, moe_grouped_gemm=True)
+        if moe and config.num_moe_experts
+        else dense_mlp
+    )
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            self_attention=ModuleSpec(
+                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm if moe and config.num_moe_experts else IdentityOp,
+            mlp=moe_mlp if moe else dense_mlp,
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )

@@ -1,0 +1,199 @@
+"""Let Megatron-Core run where there is no CUDA. ``install()`` comes before the first import of ``megatron.core``.
+
+Megatron-Core names its device in literals (``device="cuda"``, ``p.type() == "torch.cuda.FloatTensor"``) and in calls of
+``torch.cuda``. The literals are rewritten in the code objects of megatron's own modules as they are imported, so torch's
+functions stay as they are for everybody else in the process. The torch.cuda functions, which can only raise on such a
+machine, are answered by the CPU. Wrapping torch's factory functions, or a TorchFunctionMode, would be shorter and wrong:
+the first changes results of other libraries, the second is off in other threads and inside backward.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+CPU = torch.device("cpu")
+_LITERALS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+
+
+def _on_cpu(constant: Any) -> Any:
+    """``constant`` of a code object with the CUDA literals in it replaced, at any depth."""
+    if isinstance(constant, types.CodeType):
+        return constant.replace(co_consts=tuple(map(_on_cpu, constant.co_consts)))
+    if isinstance(constant, (tuple, frozenset)):
+        return type(constant)(map(_on_cpu, constant))
+    return _LITERALS.get(constant, constant) if isinstance(constant, str) else constant
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def get_code(self, fullname: str) -> types.CodeType | None:
+        return _on_cpu(super().get_code(fullname))
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        super().exec_module(module)
+        if module.__name__ == "megatron.core.jit":
+            module.disable_jit_fuser()  # it is torch.compile: minutes of C++ builds for these sizes
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Stream:
+    """A CUDA stream or event on a device that does everything in order: every method does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+    def record_event(self, *args: Any) -> _Stream:
+        return self
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *exc: object) -> bool:
+        return False
+
+
+def install() -> None:
+    """Answer for CUDA, once. Raises RuntimeError where megatron.core was imported before."""
+    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        return
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core was imported before megatron_dppo.trainer, so its device literals still say cuda")
+    sys.meta_path.insert(0, _Finder())
+    _answer_torch_cuda()
+    _mend_megatron()
+
+
+def _answer_torch_cuda() -> None:
+    stream = _Stream()
+    answers = {
+        "current_device": lambda: CPU,  # megatron uses it only as a `device=`
+        "synchronize": lambda *a: None,
+        "empty_cache": lambda *a: None,
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": _Stream,
+        "current_stream": lambda device=None: stream,
+        "default_stream": lambda device=None: stream,
+        "manual_seed": torch.default_generator.manual_seed,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    torch.Tensor.cuda = lambda self, *a, **k: self
+
+
+def _mend_megatron() -> None:
+    """Places of megatron-core 0.16.1 that the rewriting of literals does not reach."""
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel import mappings, random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    # Without these the states are queued until CUDA starts, and tracker forks silently do nothing.
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    # A name that is only bound where Transformer Engine is.
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+    # Only CUDA tensors were turned into lists of all-to-all split sizes.
+    token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
+    # Gloo gathers and scatters equal parts only; experts' tokens come in unequal ones.
+    mappings._gather_along_first_dim = _gathering(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _scattering(mappings._reduce_scatter_along_first_dim)
+    # One slice and three views a sequence, in every layer: too slow for hundreds of short sequences.
+    rope_utils._apply_rotary_pos_emb_thd = _rotary_thd
+
+
+def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _gathering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``_gather_along_first_dim`` that pads unequal parts to the largest."""
+
+    def gather(
+        input_: torch.Tensor,
+        group: ProcessGroup,
+        output_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if output_split_sizes is None or group.size() == 1:
+            return equal_parts(input_, group, None, use_global_buffer)
+        largest = max(output_split_sizes)
+        padded = equal_parts(_padded(input_, largest), group)
+        parts = padded.split(largest)
+        return torch.cat([p[:n] for p, n in zip(parts, output_split_sizes, strict=True)])
+
+    return gather
+
+
+def _scattering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``_reduce_scatter_along_first_dim`` that pads unequal parts to the largest."""
+
+    def scatter(
+        input_: torch.Tensor,
+        group: ProcessGroup,
+        input_split_sizes: list[int] | None = None,
+        use_global_buffer: bool = False,
+    ) -> torch.Tensor:
+        if input_split_sizes is None or group.size() == 1:
+            return equal_parts(input_, group, None, use_global_buffer)
+        largest = max(input_split_sizes)
+        parts = [_padded(part, largest) for part in input_.split(input_split_sizes)]
+        return equal_parts(torch.cat(parts), group)[: input_split_sizes[group.rank()]]
+
+    return scatter
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(rows - tensor.shape[0], *tensor.shape[1:])])
+
+
+def _rotary_thd(
+    t: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    freqs: torch.Tensor,
+    rotary_interleaved: bool = False,
+    multi_latent_attention: bool = False,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+) -> torch.Tensor:
+    """Rotary embedding of packed ``t`` [T, heads, dim] with ``freqs`` [max_seqlen, 1, 1, dim], in one gather."""
+    from megatron.core.models.common.embeddings import rope_utils
+
+    lengths = cu_seqlens.diff()
+    starts = torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=t.shape[0])
+    positions = torch.arange(t.shape[0], device=t.device) - starts
+    rotated = rope_utils._apply_rotary_pos_emb_bshd(
+        t.unsqueeze(1),
+        freqs[positions],
+        rotary_interleaved=rotary_interleaved,
+        multi_latent_attention=multi_latent_attention,
+        mscale=mscale,
+    )
+    return rotated.squeeze(1)

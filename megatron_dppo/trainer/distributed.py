@@ -1,0 +1,74 @@
+"""Plain values between ranks: JSON in byte tensors, never pickles."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.trainer import platform
+
+
+def broadcast_json(value: Any, src: int, group: ProcessGroup | None = None) -> Any:
+    """``value`` of global rank ``src``, on every rank of ``group`` (None: all ranks).
+
+    Other ranks' ``value`` is ignored. What comes back went through JSON on every rank alike:
+    tuples are lists and keys are strings.
+    """
+    return json.loads(broadcast_bytes(json.dumps(value).encode(), src, group))
+
+
+def broadcast_bytes(data: bytes, src: int, group: ProcessGroup | None = None) -> bytes:
+    """``data`` of global rank ``src``, on every rank of ``group``; other ranks' is ignored."""
+    device = platform.current().device
+    own = dist.get_rank() == src
+    size = torch.tensor([len(data)], device=device)
+    dist.broadcast(size, src, group)
+    if int(size) == 0:
+        return b""
+    buffer = (
+        torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+        if own
+        else torch.empty(int(size), dtype=torch.uint8, device=device)
+    )
+    dist.broadcast(buffer, src, group)
+    return buffer.cpu().numpy().tobytes()
+
+
+def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
+    """Every rank's ``value`` in the order of ranks in ``group``, on every rank; through JSON."""
+    device = platform.current().device
+    data = _encode(value).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group)
+    lengths = [int(s) for s in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    parts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(parts, padded, group)
+    return [_decode(part[:n]) for part, n in zip(parts, lengths, strict=True)]
+
+
+def agree(value: Any, what: str, group: ProcessGroup | None = None) -> None:
+    """Raise ValueError on every rank unless ``value`` is the same on all of ``group``."""
+    values = all_gather_json(value, group)
+    if any(v != values[0] for v in values):
+        raise ValueError(f"ranks disagree on {what}: {values}, expected the same on all")
+
+
+def any_rank(flag: bool, group: ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is true on at least one rank of ``group``."""
+    value = torch.tensor([int(flag)], device=platform.current().device)
+    dist.all_reduce(value, dist.ReduceOp.MAX, group)
+    return bool(value)
+
+
+def _encode(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _decode(data: torch.Tensor) -> Any:
+    return json.loads(data.cpu().numpy().tobytes())

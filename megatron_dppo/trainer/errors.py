@@ -1,0 +1,27 @@
+"""What can go wrong in training, beside what the libraries say."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class NonFiniteLossError(ValueError):
+    """A loss or a gradient norm that is not finite, found before the optimiser step on every rank.
+
+    ``culprits``: one entry for each micro-batch with a non-finite loss, {"dp_rank", "micro_batch",
+    "sequences"} (``TrainingSample.index``); empty where only the gradient norm is not finite.
+    """
+
+    def __init__(self, grad_norm: float, culprits: list[dict[str, Any]]) -> None:
+        self.grad_norm = grad_norm
+        self.culprits = culprits
+        places = [
+            f"data-parallel rank {c['dp_rank']}, micro-batch {c['micro_batch']}, "
+            f"sequences {c['sequences']}"
+            for c in culprits
+        ]
+        where = "; ".join(places) or "every micro-batch's loss is finite"
+        super().__init__(
+            f"loss or gradient is not finite (gradient norm {grad_norm}), nothing was updated: "
+            f"{where}"
+        )

@@ -1,0 +1,116 @@
+"""Hugging Face weights into this rank's parameters, and the trained ones back to global rank 0."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch import Tensor
+
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.gather_plan import Bucket, ParameterKey
+from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
+from megatron_dppo.checkpoint_conversion.layout import Layout
+from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+from megatron_dppo.checkpoint_conversion.mapping import local_parameters
+from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
+from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.distributed import broadcast_json
+
+
+def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, torch.nn.Parameter]:
+    """Parameters of this rank by (chunk, name)."""
+    return {(i, name): p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
+
+
+@torch.no_grad()
+def load_hf(
+    chunks: list[GPTModel], shape: ModelShape, layout: Layout, rank: int, hf_dir: str | Path
+) -> None:
+    """Fill every parameter of this rank from ``hf_dir``, reading only the slices that it holds.
+
+    Rows that pad the vocabulary become zero. Raises ValueError where the model's parameters and
+    the conversion's table disagree in names or shapes.
+    """
+    parameters = named_parameters(chunks)
+    table = {(p.chunk, p.name): p for p in local_parameters(shape, layout, rank)}
+    if table.keys() != parameters.keys():
+        raise ValueError(
+            f"rank {rank}: the model and the conversion table name different parameters; only in "
+            f"the model {sorted(parameters.keys() - table.keys())[:5]}, only in the table "
+            f"{sorted(table.keys() - parameters.keys())[:5]}"
+        )
+    with open_checkpoint(hf_dir) as reader:
+        for key, entry in table.items():
+            parameter = parameters[key]
+            if tuple(parameter.shape) != tuple(entry.shape):
+                raise ValueError(
+                    f"rank {rank}: {key} has shape {tuple(parameter.shape)} in the model, expected "
+                    f"{tuple(entry.shape)}"
+                )
+            parameter.zero_()
+            for segment in entry.segments:
+                part = reader.read(segment.hf_name, segment.dim, segment.hf_start, segment.length)
+                segment.of_local(parameter).copy_(part)
+
+
+def gather_buckets(
+    plan: list[Bucket],
+    rank: int,
+    values: Mapping[ParameterKey, Tensor],
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Collective: yields each bucket's full tensors on global rank 0, an empty list elsewhere.
+
+    ``values``: this rank's tensors by (chunk, name), in the shape of its parameters (the weights,
+    or their gradients), all of one dtype. A rank sends its pieces of a bucket as one flat message.
+    """
+    device = platform.current().device
+    dtype = next(iter(values.values())).dtype
+    for bucket in plan:
+        counts = bucket.elements_by_rank
+        if rank != 0:
+            if rank in counts:
+                dist.send(bucket.pack(rank, values), dst=0)
+            yield []
+            continue
+        flat = {
+            source: torch.empty(n, dtype=dtype, device=device)
+            for source, n in counts.items()
+            if source != 0
+        }
+        pending = [dist.irecv(buffer, src=source) for source, buffer in flat.items()]
+        if 0 in counts:
+            flat[0] = bucket.pack(0, values)
+        for request in pending:
+            request.wait()
+        yield bucket.unpack(flat)
+
+
+def export_hf(
+    buckets: Iterator[list[tuple[str, Tensor]]],
+    shape: ModelShape,
+    dtype: torch.dtype,
+    out_dir: str | Path,
+    *,
+    side_files_from: str | Path,
+) -> None:
+    """Write what ``buckets`` yields on global rank 0 as a Hugging Face folder. Collective.
+
+    Config and tokenizer come from ``side_files_from``. The folder appears whole or not at all.
+    Raises CheckpointError on every rank where rank 0 can't write.
+    """
+    failure: str | None = None
+    if dist.get_rank() == 0:
+        try:
+            tensors = (named for bucket in buckets for named in bucket)
+            write_hf_checkpoint(out_dir, shape, dtype, tensors, side_files_from=side_files_from)
+        except (OSError, CheckpointError) as error:
+            failure = f"{out_dir}: {error}"
+    for _ in buckets:  # the other ranks still send
+        pass
+    failure = broadcast_json(failure, src=0)
+    if failure is not None:
+        raise CheckpointError(f"the Hugging Face export was not written: {failure}")

@@ -1,0 +1,161 @@
+"""From the run's configuration and the model's shape to Megatron-Core's TransformerConfig."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dppo.checkpoint_conversion.layout import Layout
+from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
+from megatron_dppo.config.schema import ParallelConfig, PolicyConfig
+from megatron_dppo.trainer import platform
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+_RECOMPUTE: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
+}
+
+_QK_NORM = frozenset({"qwen3", "qwen3_moe"})
+_QKV_BIAS = frozenset({"qwen2"})
+
+OWNED_FIELDS = {
+    "tensor_model_parallel_size": "parallel.tensor",
+    "pipeline_model_parallel_size": "parallel.pipeline",
+    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
+    "expert_model_parallel_size": "parallel.expert",
+    "expert_tensor_parallel_size": "parallel.expert_tensor",
+    "sequence_parallel": "parallel.sequence",
+    "params_dtype": "model.dtype",
+    "pipeline_dtype": "model.dtype",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "calculate_per_token_loss": "nothing: the loss is divided once, by the trainer",
+    "variable_seq_lengths": "nothing: packed micro-batches differ in length",
+}
+"""Fields of TransformerConfig that the ``megatron`` table may not set, and what sets them."""
+
+
+def transformer_config(config: PolicyConfig, shape: ModelShape, layout: Layout) -> TransformerConfig:
+    """TransformerConfig of the run; the ``megatron`` table is merged last.
+
+    Raises ValueError for keys of that table which are no fields of TransformerConfig, or which
+    other sections own.
+    """
+    options = {
+        **_model_options(shape),
+        **(_moe_options(shape, config) if shape.is_moe else {}),
+        **_layout_options(config.parallel, shape, layout),
+        **_precision_options(DTYPES[config.model.dtype]),
+        **_RECOMPUTE[config.training.recompute],
+        **platform.current().transformer_options,
+        **_checked(config.megatron),
+    }
+    transformer = TransformerConfig(**options)
+    transformer.finalize_model_grads_func = _sum_model_grads
+    return transformer
+
+
+def sequence_parallel(parallel: ParallelConfig, *, is_moe: bool) -> bool:
+    """Whether activations between layers are cut along the tokens over TP.
+
+    Raises ValueError where it is off for a mixture of experts under TP, which Megatron-Core can't
+    train, or on without TP.
+    """
+    on = parallel.sequence if parallel.sequence is not None else is_moe and parallel.tensor > 1
+    if on and parallel.tensor == 1:
+        raise ValueError("parallel.sequence is true, but parallel.tensor is 1")
+    if not on and is_moe and parallel.tensor > 1:
+        raise ValueError(
+            f"parallel.sequence is false, but a mixture of experts with parallel.tensor "
+            f"{parallel.tensor} trains only with sequence parallelism"
+        )
+    return on
+
+
+def _sum_model_grads(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
+    """Reduce gradients over replicas as plain sums: the loss was divided before backward."""
+    finalize_model_grads(chunks, None, **kwargs)
+
+
+def _model_options(shape: ModelShape) -> dict[str, Any]:
+    return {
+        "num_layers": shape.num_layers,
+        "hidden_size": shape.hidden_size,
+        "ffn_hidden_size": shape.ffn_hidden_size,
+        "num_attention_heads": shape.num_attention_heads,
+        "num_query_groups": shape.num_query_groups,
+        "kv_channels": shape.head_dim,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": shape.norm_eps,
+        "qk_layernorm": shape.family in _QK_NORM,
+        "add_qkv_bias": shape.family in _QKV_BIAS,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": F.silu,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "calculate_per_token_loss": True,
+    }
+
+
+def _moe_options(shape: ModelShape, config: PolicyConfig) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_score_function": "softmax",
+        # A softmax over the chosen logits equals the softmax over all, renormalised on the chosen.
+        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_dtype": "fp32",
+        "moe_grouped_gemm": True,
+        "moe_enable_routing_replay": config.router_replay,
+    }
+
+
+def _layout_options(parallel: ParallelConfig, shape: ModelShape, layout: Layout) -> dict[str, Any]:
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": sequence_parallel(parallel, is_moe=shape.is_moe),
+        "variable_seq_lengths": layout.pipeline > 1,
+        "deallocate_pipeline_outputs": layout.pipeline > 1,
+        # The only dispatcher for tokens in unequal numbers; checked for dense models too.
+        "moe_token_dispatcher_type": "alltoall",
+    }
+
+
+def _precision_options(dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype is torch.bfloat16,
+        "attention_softmax_in_fp32": True,
+    }
+
+
+def _checked(table: Mapping[str, Any]) -> Mapping[str, Any]:
+    known = {f.name for f in fields(TransformerConfig) if f.init}
+    for key in table:
+        if key not in known:
+            raise ValueError(f"megatron.{key}: TransformerConfig of megatron-core has no such field")
+        if key in OWNED_FIELDS:
+            raise ValueError(f"megatron.{key}: not set here but by {OWNED_FIELDS[key]}")
+    return table

@@ -1,0 +1,43 @@
+"""A packed micro-batch as the arguments of GPTModel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from megatron_dppo.data.packing import PackedBatch
+
+
+def model_inputs(batch: PackedBatch) -> dict[str, Any]:
+    """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens.
+
+    No labels: the last stage returns logits, [1, T, V / TP] in the model's dtype.
+    """
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+    return {
+        "input_ids": batch.token_ids[None],
+        "position_ids": batch.position_ids[None],
+        "attention_mask": None,
+        "packed_seq_params": packed,
+    }
+
+
+def check_micro_batches(batches: list[PackedBatch], *, pad_multiple: int, count_multiple: int) -> None:
+    """Raise ValueError unless the batches fit sequence parallelism and the pipeline's schedule."""
+    if not batches or len(batches) % count_multiple:
+        raise ValueError(
+            f"{len(batches)} micro-batches, expected a positive multiple of {count_multiple}"
+        )
+    for i, batch in enumerate(batches):
+        if batch.num_tokens % pad_multiple:
+            raise ValueError(
+                f"micro-batch {i} has {batch.num_tokens} tokens, expected a multiple of "
+                f"{pad_multiple}: pack with pad_multiple={pad_multiple}"
+            )

@@ -1,0 +1,74 @@
+"""The model chunks of this rank: GPTModel with its weights, then the mixed-precision and DDP wrappers."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
+from megatron_dppo.checkpoint_conversion.splits import padded_vocab_size
+from megatron_dppo.trainer import platform
+
+
+def build_chunks(transformer: TransformerConfig, shape: ModelShape) -> list[GPTModel]:
+    """This rank's part of the model, one GPTModel for each virtual pipeline stage; bare."""
+    virtual = transformer.virtual_pipeline_model_parallel_size
+    stages = [None] if virtual is None else list(range(virtual))
+    return [_build_chunk(transformer, shape, stage) for stage in stages]
+
+
+def wrap_chunks(
+    chunks: list[GPTModel], transformer: TransformerConfig, *, distributed_optimizer: bool
+) -> list[DistributedDataParallel]:
+    """Float16Module where the type is bfloat16, then DDP with fp32 gradient buffers."""
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        use_distributed_optimizer=distributed_optimizer,
+    )
+    wrapped = []
+    for i, chunk in enumerate(chunks):
+        module = Float16Module(transformer, chunk) if transformer.bf16 else chunk
+        wrapped.append(DistributedDataParallel(transformer, ddp, module, disable_bucketing=i > 0))
+    return wrapped
+
+
+def unwrap(module: torch.nn.Module) -> GPTModel:
+    """The GPTModel inside its wrappers."""
+    while not isinstance(module, GPTModel):
+        module = module.module
+    return module
+
+
+def _build_chunk(
+    transformer: TransformerConfig, shape: ModelShape, vp_stage: int | None
+) -> GPTModel:
+    here = platform.current()
+    model = GPTModel(
+        config=transformer,
+        transformer_layer_spec=here.decoder_spec(transformer, vp_stage),
+        vocab_size=padded_vocab_size(shape.vocab_size, transformer.tensor_model_parallel_size),
+        max_sequence_length=shape.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        parallel_output=True,
+        vp_stage=vp_stage,
+    )
+    if shape.rope_scaling is not None:
+        rope = model.rotary_pos_emb
+        # GPTModel's own switch fixes three of these four numbers to those of Llama 3.1.
+        rope.inv_freq = rope._apply_scaling(
+            rope.inv_freq,
+            factor=shape.rope_scaling.factor,
+            low_freq_factor=shape.rope_scaling.low_freq_factor,
+            high_freq_factor=shape.rope_scaling.high_freq_factor,
+            original_max_position_embeddings=shape.rope_scaling.original_max_positions,
+        )
+    return model.to(here.device)

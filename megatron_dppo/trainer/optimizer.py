@@ -1,0 +1,76 @@
+"""Megatron-Core's optimizer and schedule, with the norm known before anything is updated."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_dppo.config.schema import OptimizerConfig
+
+
+def build_optimizer(
+    config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype
+) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
+    """Adam with decoupled weight decay (none on norms and biases), and its learning rates.
+
+    The rate of step n (from 1) is ``lr * min(1, n / warmup_steps)``, then constant.
+    """
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=0.0,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.distributed,
+        ),
+        chunks,
+        use_gloo_process_groups=config.distributed,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=0.0,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=sys.maxsize,
+        lr_decay_style="constant",
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+@torch.no_grad()
+def prepare_step(optimizer: ChainedOptimizer) -> float:
+    """Hand the reduced gradients to the optimizer; the global gradient norm. Collective."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+@torch.no_grad()
+def apply_step(
+    optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float
+) -> float:
+    """Clip by ``grad_norm`` and update; the learning rate that was used."""
+    scheduler.step(increment=1)
+    for part in optimizer.chained_optimizers:
+        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
+    return float(optimizer.param_groups[0]["lr"])

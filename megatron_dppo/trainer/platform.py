@@ -1,0 +1,112 @@
+"""What depends on the machine, in one table: the only module that asks whether there is CUDA.
+
+With CUDA: NCCL, and Megatron-Core's Transformer Engine layers. Without: gloo, a shim that answers
+for torch.cuda, and layers of torch modules with the same parameter names.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class Platform:
+    """One kind of machine.
+
+    ``transformer_options``: fields of TransformerConfig that the machine decides (fusions, where
+    parameters are made, how pipeline stages talk). ``decoder_spec(config, vp_stage)``: the layers
+    of one model chunk.
+    """
+
+    device: torch.device
+    distributed_backend: str
+    decoder_spec: Callable[[Any, int | None], Any]
+    transformer_options: Mapping[str, Any]
+    synchronize: Callable[[], None]
+
+
+def has_cuda() -> bool:
+    """Whether training runs on GPUs."""
+    return torch.cuda.is_available()
+
+
+def prepare() -> None:
+    """Make ``import megatron.core`` work here. Called once, before anything imports it."""
+    if not has_cuda():
+        from megatron_dppo.trainer.cpu import megatron_shim
+
+        megatron_shim.install()
+
+
+@cache
+def current() -> Platform:
+    """This machine's Platform; on GPUs it selects the device of LOCAL_RANK."""
+    return _cuda() if has_cuda() else _cpu()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, numpy and torch alike on every rank, and Megatron's tracker of parallel streams.
+
+    Needs initialised model parallelism.
+    """
+    from megatron.core import tensor_parallel
+
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def _cuda() -> Platform:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return Platform(
+        device=device,
+        distributed_backend="nccl",
+        decoder_spec=lambda config, vp_stage: get_gpt_decoder_block_spec(
+            config, use_transformer_engine=True, vp_stage=vp_stage
+        ),
+        transformer_options={
+            "bias_activation_fusion": True,
+            "bias_dropout_fusion": True,
+            "apply_rope_fusion": True,
+            "moe_permute_fusion": True,
+            "batch_p2p_comm": True,
+        },
+        synchronize=torch.cuda.synchronize,
+    )
+
+
+def _cpu() -> Platform:
+    from megatron_dppo.trainer.cpu.layer_spec import decoder_spec
+
+    return Platform(
+        device=torch.device("cpu"),
+        distributed_backend="gloo",
+        decoder_spec=decoder_spec,
+        transformer_options={
+            "use_cpu_initialization": True,
+            "bias_activation_fusion": False,
+            "bias_dropout_fusion": False,
+            "masked_softmax_fusion": False,
+            "gradient_accumulation_fusion": False,
+            "persist_layer_norm": False,
+            "apply_rope_fusion": False,
+            "moe_permute_fusion": False,
+            # On gloo a batch of sends and receives mixes up the chunks of an interleaved schedule,
+            # and overlapped sends read outputs that were already given back.
+            "batch_p2p_comm": False,
+            "overlap_p2p_comm": False,
+        },
+        synchronize=lambda: None,
+    )

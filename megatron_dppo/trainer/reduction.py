@@ -1,0 +1,36 @@
+"""The one reduction of a step's metrics: over replicas on the last stage, then to the other stages."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.metrics.sums import MetricNames, MetricSums
+from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.distributed import broadcast_json
+from megatron_dppo.trainer.topology import Topology
+
+
+def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums:
+    """Sums, maxima and minima over all replicas, on every rank. Collective.
+
+    ``metrics``: of this rank's replica on the last stage; None on the others. One all-reduce over
+    the replicas; under a pipeline also the names, as JSON, and the result to the other stages.
+    """
+    names, vector = MetricNames(), torch.empty(0)
+    device = platform.current().device
+    if metrics is not None:
+        names = metrics.names
+        vector = metrics.to_vector(topology.dp_rank, topology.dp_size, device)
+        dist.all_reduce(vector, group=topology.data_group)
+    if topology.pp_size > 1:
+        source, group = topology.last_stage_rank, topology.pipeline_group
+        told = broadcast_json(asdict(names), source, group)
+        names = MetricNames(**{kind: tuple(keys) for kind, keys in told.items()})
+        if metrics is None:
+            size = names.vector_size(topology.dp_size)
+            vector = torch.empty(size, dtype=torch.float64, device=device)
+        dist.broadcast(vector, source, group)
+    return MetricSums.from_vector(names, vector, topology.dp_size)

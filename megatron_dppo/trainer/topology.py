@@ -1,0 +1,153 @@
+"""Where a rank stands in the layout, and with whom it shares what."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.checkpoint_conversion.layout import Layout
+from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.trainer import platform
+
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""Ranks wait for the leaders' generation inside a collective, so this exceeds the longest rollout.
+
+A rank that dies is noticed by the supervisor, not by this.
+"""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """This rank's coordinates and groups.
+
+    ``model_group``: the ranks that hold one replica of the model (TP x PP); its leader is the rank
+    with TP 0 and PP 0. ``leaders``: their global ranks, by data-parallel rank.
+    """
+
+    rank: int
+    world_size: int
+    dp_rank: int
+    dp_size: int
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    ep_rank: int
+    ep_size: int
+    leaders: tuple[int, ...]
+    data_group: ProcessGroup = field(repr=False)
+    tensor_group: ProcessGroup = field(repr=False)
+    pipeline_group: ProcessGroup = field(repr=False)
+    model_group: ProcessGroup = field(repr=False)
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank generates and verifies for its replica."""
+        return self.tp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def leader(self) -> int:
+        """Global rank of this replica's leader."""
+        return self.leaders[self.dp_rank]
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last pipeline stage in this rank's pipeline."""
+        return dist.get_global_rank(self.pipeline_group, self.pp_size - 1)
+
+
+def layout_of(parallel: ParallelConfig, *, is_moe: bool) -> Layout:
+    """The configured layout with its defaults filled in. Raises ValueError where it can't be held.
+
+    ETP is TP where experts are not spread, and 1 where they are. EP 1 with ETP != TP is refused:
+    Megatron-Core 0.16 then reduces expert gradients over the wrong ranks, without an error.
+    """
+    model_ranks = parallel.tensor * parallel.pipeline
+    if parallel.world_size % model_ranks:
+        raise ValueError(
+            f"parallel.world_size {parallel.world_size} is not a multiple of tensor "
+            f"{parallel.tensor} x pipeline {parallel.pipeline}"
+        )
+    default = parallel.tensor if parallel.expert == 1 else 1
+    expert_tensor = parallel.expert_tensor or default
+    if is_moe and parallel.expert == 1 and expert_tensor != parallel.tensor:
+        raise ValueError(
+            f"parallel.expert_tensor {expert_tensor} with parallel.expert 1 must equal "
+            f"parallel.tensor {parallel.tensor}: otherwise expert gradients are not synchronised"
+        )
+    return Layout(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        expert=parallel.expert,
+        expert_tensor=expert_tensor,
+        data=parallel.world_size // model_ranks,
+    )
+
+
+def init_distributed(world_size: int) -> None:
+    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
+
+    Without RANK this process is a world of its own. Raises ValueError where WORLD_SIZE is not
+    ``world_size``.
+    """
+    given = int(os.environ.get("WORLD_SIZE", "1"))
+    if given != world_size:
+        raise ValueError(f"WORLD_SIZE is {given}, but parallel.world_size is {world_size}")
+    if dist.is_initialized():
+        return
+    backend = platform.current().distributed_backend
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def init_topology(layout: Layout, *, gloo_groups: bool = False) -> Topology:
+    """Make Megatron's process groups for ``layout``. Collective.
+
+    ``gloo_groups``: also groups on the CPU, through which a distributed optimizer saves its state.
+    """
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
+        distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        create_gloo_process_groups=gloo_groups,
+    )
+    every = [layout.coordinates(r) for r in range(layout.world_size)]
+    own = every[dist.get_rank()]
+    return Topology(
+        rank=own.rank,
+        world_size=layout.world_size,
+        dp_rank=own.dp,
+        dp_size=layout.data,
+        tp_rank=own.tp,
+        tp_size=layout.tensor,
+        pp_rank=own.pp,
+        pp_size=layout.pipeline,
+        ep_rank=own.ep,
+        ep_size=layout.expert,
+        leaders=tuple(c.rank for c in every if c.tp == 0 and c.pp == 0),
+        data_group=parallel_state.get_data_parallel_group(),
+        tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
+        model_group=parallel_state.get_model_parallel_group(),
+    )
+
+
+def destroy_topology() -> None:
+    """Forget Megatron's process groups, so that another layout can be made in this process."""
+    parallel_state.destroy_model_parallel()

@@ -1,0 +1,201 @@
+"""The trainer: one object on every rank; every method is collective unless it says otherwise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.checkpoint_conversion import load_model_shape
+from megatron_dppo.checkpoint_conversion.gather_plan import hf_buckets_plan
+from megatron_dppo.checkpoint_conversion.layout import check_layout
+from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.data.packing import PackedBatch
+from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.distributed import agree, all_gather_json
+from megatron_dppo.trainer.errors import NonFiniteLossError
+from megatron_dppo.trainer.hf_weights import export_hf, gather_buckets, load_hf, named_parameters
+from megatron_dppo.trainer.megatron_config import DTYPES, sequence_parallel, transformer_config
+from megatron_dppo.trainer.microbatch import check_micro_batches
+from megatron_dppo.trainer.model import build_chunks, wrap_chunks
+from megatron_dppo.trainer.optimizer import apply_step, build_optimizer, prepare_step
+from megatron_dppo.trainer.reduction import reduce_metrics
+from megatron_dppo.trainer.step import (
+    MicroBatchResults,
+    StatsFunction,
+    StatsSpec,
+    TokenLoss,
+    forward_backward,
+    forward_log_probs,
+)
+from megatron_dppo.trainer.topology import (
+    destroy_topology,
+    init_distributed,
+    init_topology,
+    layout_of,
+)
+
+_NONFINITE = "nonfinite_losses"
+_EXPORT_BUCKET_BYTES = 512 * 2**20
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimiser step did, the same on every rank.
+
+    ``metrics``: sums over all trained tokens of all replicas. ``grad_norm``: before clipping.
+    ``lr``: the rate that was used.
+    """
+
+    metrics: MetricSums
+    grad_norm: float
+    lr: float
+
+
+class Trainer:
+    """A policy in Megatron-Core, its optimizer, and its weights in Hugging Face's form.
+
+    Attributes: ``topology``; ``shape`` and ``layout`` (what the model is, and how it is cut);
+    ``chunks`` (bare GPTModels), ``ddp_chunks`` (the same in their wrappers), ``optimizer``,
+    ``scheduler`` (the state that a checkpoint holds); ``step_count`` (optimiser steps so far);
+    ``pad_multiple`` and ``micro_batch_multiple`` (what T and the number of micro-batches must be
+    multiples of).
+    """
+
+    def __init__(self, config: PolicyConfig, stats_spec: StatsSpec | None = None) -> None:
+        """Join the ranks, build the model, load ``config.model.hf_checkpoint``. Collective.
+
+        Raises ValueError where the layout does not fit the model, the world, or Megatron-Core.
+        """
+        self.config = config
+        self.stats_spec = stats_spec or StatsSpec()
+        self.shape = load_model_shape(config.model.hf_checkpoint)
+        self.layout = layout_of(config.parallel, is_moe=self.shape.is_moe)
+        check_layout(self.shape, self.layout)
+        init_distributed(config.parallel.world_size)
+        self.topology = init_topology(self.layout, gloo_groups=config.optimizer.distributed)
+        platform.seed_everything(config.run.seed)
+
+        self.dtype = DTYPES[config.model.dtype]
+        transformer = transformer_config(config, self.shape, self.layout)
+        self.chunks = build_chunks(transformer, self.shape)
+        load_hf(
+            self.chunks, self.shape, self.layout, self.topology.rank, config.model.hf_checkpoint
+        )
+        self.ddp_chunks = wrap_chunks(
+            self.chunks, transformer, distributed_optimizer=config.optimizer.distributed
+        )
+        self.optimizer, self.scheduler = build_optimizer(
+            config.optimizer, self.ddp_chunks, self.dtype
+        )
+        self.step_count = 0
+        is_sequence_parallel = sequence_parallel(config.parallel, is_moe=self.shape.is_moe)
+        self.pad_multiple = self.layout.tensor if is_sequence_parallel else 1
+        self.micro_batch_multiple = self.layout.pipeline if self.layout.chunks > 1 else 1
+        self._stats = StatsFunction(
+            self.topology, self.shape.vocab_size, config.temperature, self.stats_spec
+        )
+
+    def train_mini_batch(
+        self, micro_batches: list[PackedBatch], token_loss: TokenLoss, denominator: float
+    ) -> StepResult:
+        """One optimiser step; the gradient is that of sum over all replicas' tokens of loss / denominator.
+
+        ``denominator``: a global count, the same on every rank. Raises NonFiniteLossError on every
+        rank, before the update, where a loss or the gradient norm is not finite.
+        """
+        batches = self._placed(micro_batches)
+        for chunk in self.ddp_chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        results = forward_backward(self.ddp_chunks, batches, self._stats, token_loss, denominator)
+        metrics, bad_losses = self._reduce(results)
+        grad_norm = prepare_step(self.optimizer)
+        if bad_losses or not math.isfinite(grad_norm):
+            raise NonFiniteLossError(grad_norm, self._culprits(results, batches))
+        lr = apply_step(self.optimizer, self.scheduler, grad_norm)
+        self.step_count += 1
+        return StepResult(metrics, grad_norm, lr)
+
+    def log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
+        """log pi of every target under the present weights: fp32 [T] for each micro-batch.
+
+        The same on every rank that shares the replica; on the trainer's device.
+        """
+        batches = self._placed(micro_batches)
+        for chunk in self.ddp_chunks:
+            chunk.eval()
+        log_probs = forward_log_probs(self.ddp_chunks, batches, self._stats)
+        sizes = [b.num_tokens for b in batches]
+        if self.topology.pp_size == 1:
+            return log_probs
+        flat = torch.cat(log_probs) if log_probs else torch.empty(sum(sizes), device=self.device)
+        dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
+        return list(flat.split(sizes))
+
+    def hf_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+        """The present weights by Hugging Face name, full tensors of the model's dtype, in buckets.
+
+        Each bucket holds at most ``bucket_bytes`` or one tensor. Global rank 0 gets the tensors,
+        every other rank as many empty lists; all ranks must exhaust the iterator.
+        """
+        plan = hf_buckets_plan(self.shape, self.layout, bucket_bytes, self.dtype.itemsize)
+        values = {key: p.data for key, p in named_parameters(self.chunks).items()}
+        return gather_buckets(plan, self.topology.rank, values)
+
+    def export_hf(self, out_dir: str | Path) -> None:
+        """Write the present weights as a Hugging Face folder, tokenizer and configuration included.
+
+        The folder appears complete or not at all. Raises CheckpointError on every rank where rank 0
+        can't write.
+        """
+        export_hf(
+            self.hf_buckets(_EXPORT_BUCKET_BYTES),
+            self.shape,
+            self.dtype,
+            out_dir,
+            side_files_from=self.config.model.hf_checkpoint,
+        )
+
+    def close(self) -> None:
+        """Let go of Megatron's process groups, so that this process can make another Trainer."""
+        destroy_topology()
+
+    @cached_property
+    def device(self) -> torch.device:
+        """Where the model is. Not collective."""
+        return platform.current().device
+
+    def _placed(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
+        check_micro_batches(
+            micro_batches,
+            pad_multiple=self.pad_multiple,
+            count_multiple=self.micro_batch_multiple,
+        )
+        # Expert parallelism exchanges tokens in every micro-batch: a rank with fewer would hang all.
+        agree(len(micro_batches), "the number of micro-batches")
+        return [b.to(self.device) for b in micro_batches]
+
+    def _reduce(self, results: MicroBatchResults) -> tuple[MetricSums, bool]:
+        """Metrics over all replicas, and whether any loss is not finite: alike on all ranks."""
+        metrics = results.metrics
+        if metrics is not None:
+            bad = torch.stack(results.losses).isfinite().logical_not().sum()
+            metrics = metrics.add(_NONFINITE, bad)
+        sums = dict((reduced := reduce_metrics(metrics, self.topology)).sums)
+        bad_losses = bool(sums.pop(_NONFINITE) > 0)
+        return MetricSums(sums, reduced.maxima, reduced.minima), bad_losses
+
+    def _culprits(self, results: MicroBatchResults, batches: list[PackedBatch]) -> list[dict]:
+        at = self.topology
+        own = results.nonfinite(batches) if at.tp_rank == 0 else []
+        entries = [{"dp_rank": at.dp_rank, "micro_batch": i, "sequences": s} for i, s in own]
+        return [entry for rank in all_gather_json(entries) for entry in rank]

@@ -1,0 +1,98 @@
+"""The row kernels in plain torch, a block of rows at a time: runs everywhere, and is what the
+others are read against.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_dppo.vocab_parallel.backends import RowGradient
+
+BLOCK_BYTES = 4 << 20
+"""Temporary memory of one block of rows; small enough to stay in a CPU's cache."""
+
+
+class EagerBackend:
+    """Implements ``backends.Backend``."""
+
+    def unavailable(self, logits: Tensor) -> str | None:
+        """Always available."""
+        return None
+
+    def forward(
+        self, logits: Tensor, real: int, scale: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``backends.Backend.forward``."""
+        lse = logits.new_empty(len(logits), dtype=torch.float64)
+        plogp = torch.empty_like(lse) if with_entropy else None
+        for rows in _blocks(logits):
+            z = logits[rows, :real].to(_compute_dtype(logits), copy=True)
+            top = z.amax(-1) if real else z.new_full((len(z),), -math.inf)
+            top = torch.where(top == -math.inf, 0.0, top)
+            z.sub_(top[:, None]).mul_(scale)
+            weights = z.exp()
+            total = weights.sum(-1, dtype=torch.float64)
+            lse[rows] = total.log() + top.double() * scale
+            if plogp is not None:
+                # z = -inf meets a weight of 0: their product is 0, not NaN.
+                weighted = weights.mul_(z.clamp_(min=-1e4)).sum(-1, dtype=torch.float64)
+                plogp[rows] = torch.where(total > 0, weighted / total - total.log(), 0.0)
+        return lse, plogp
+
+    def backward(
+        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
+    ) -> None:
+        """See ``backends.Backend.backward``."""
+        used = gradient.log_prob != 0
+        if gradient.entropy is not None:
+            used = used | (gradient.entropy != 0)
+        out[:, real:] = 0
+        for rows in _blocks(logits):
+            on_cpu = logits.device.type == "cpu"
+            if on_cpu and not used[rows].any():
+                out[rows, :real] = 0
+                continue
+            result = self._rows(logits[rows, :real], scale, gradient, rows)
+            out[rows, :real] = torch.where(used[rows, None], result, 0.0).to(out.dtype)
+
+    def _rows(self, logits: Tensor, scale: float, gradient: RowGradient, rows: slice) -> Tensor:
+        dtype = _compute_dtype(logits)
+        # The shift in units of the logits, and what its rounding took away: exact where lse is
+        # large.
+        shift = (gradient.lse[rows] / scale).to(dtype)
+        rest = (shift.double() * scale - gradient.lse[rows]).to(dtype)
+        log_p = logits.to(dtype, copy=True).sub_(shift[:, None]).mul_(scale).add_(rest[:, None])
+        p = log_p.exp()
+        g = gradient.log_prob[rows].to(dtype)
+        factor = -g[:, None]
+        if gradient.entropy is not None and gradient.entropy_value is not None:
+            h, value = gradient.entropy[rows].to(dtype), gradient.entropy_value[rows].to(dtype)
+            # log p = -inf meets p = 0: their product is 0, not NaN.
+            log_p = torch.where(p > 0, log_p, 0.0)
+            factor = factor - h[:, None] * (log_p + value[:, None])
+        result = p.mul_(factor)
+        targets = gradient.targets[rows]
+        owned = targets >= 0
+        result.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(owned, g, 0.0)[:, None])
+        return result.mul_(scale)
+
+
+def _compute_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    rows, columns = logits.shape
+    step = (
+        max(1, BLOCK_BYTES // (4 * max(columns, 1)))
+        if logits.device.type == "cpu"
+        else max(1, rows // 16)
+    )
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))

@@ -1,0 +1,1 @@
+"""Kernels of the vocab-parallel statistics: C++ sources and Triton functions."""

@@ -1,0 +1,189 @@
+// Row kernels of policy_stats for CPUs: one read of the logits forward, one read and one write backward.
+//
+// Written so that the compiler vectorises the loops for whatever machine builds them. Rows are independent and shared
+// out to torch's own threads. Sums over a block are float32, over blocks float64.
+
+#include <ATen/Parallel.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+
+namespace {
+
+constexpr int64_t BLOCK = 2048;  // floats; the block and its exponentials stay in the first-level cache
+constexpr float LOG2E = 1.44269504088896341f;
+constexpr float LN2_HIGH = 0.693359375f;
+constexpr float LN2_LOW = -2.12194440e-4f;
+constexpr float SMALLEST = -87.0f;  // exp below this is 0 here; the subnormal range is not worth its cost
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float load(float x) { return x; }
+inline float load(BFloat16 x) {
+  const uint32_t word = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &word, sizeof value);
+  return value;
+}
+
+inline void store(float* to, float x) { *to = x; }
+inline void store(BFloat16* to, float x) {  // round to nearest even
+  uint32_t word;
+  std::memcpy(&word, &x, sizeof word);
+  to->bits = static_cast<uint16_t>((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+}
+
+// exp(d) for d <= 0, relative error below 1.2e-7; 0 below SMALLEST; NaN stays NaN.
+inline float exp_of_negative(float d) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
+  const float shifted = d * LOG2E + magic;
+  uint32_t bits;
+  std::memcpy(&bits, &shifted, sizeof bits);
+  const float n = shifted - magic;
+  const float r = (d - n * LN2_HIGH) - n * LN2_LOW;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const uint32_t power_bits = (bits << 23) + 0x3f800000u;
+  float power;
+  std::memcpy(&power, &power_bits, sizeof power);
+  return d < SMALLEST ? 0.0f : p * power;
+}
+
+template <typename T, bool ENTROPY>
+void forward_row(const T* x, int64_t n, double scale, double* lse, double* plogp) {
+  const float factor_of_z = static_cast<float>(scale);
+  float buffer[BLOCK];
+  float top = -std::numeric_limits<float>::infinity();
+  double sum = 0, weighted = 0;  // of e^d and of d e^d, d = scale (x - top)
+  for (int64_t start = 0; start < n; start += BLOCK) {
+    const int64_t count = n - start < BLOCK ? n - start : BLOCK;
+    float block_top = -std::numeric_limits<float>::infinity();
+#pragma omp simd reduction(max : block_top)
+    for (int64_t j = 0; j < count; ++j) {
+      const float z = load(x[start + j]);
+      buffer[j] = z;
+      block_top = z > block_top ? z : block_top;
+    }
+    if (block_top > top) {
+      if (sum != 0) {
+        const double drop = (static_cast<double>(top) - block_top) * scale, factor = std::exp(drop);
+        weighted = (weighted + drop * sum) * factor;
+        sum *= factor;
+      }
+      top = block_top;
+    }
+    if (top == -std::numeric_limits<float>::infinity()) {  // -inf everywhere, or NaN, which no maximum shows
+      for (int64_t j = 0; j < count; ++j) sum += std::isnan(buffer[j]) ? buffer[j] : 0.0f;
+      continue;
+    }
+    float block_sum = 0, block_weighted = 0;
+#pragma omp simd reduction(+ : block_sum, block_weighted)
+    for (int64_t j = 0; j < count; ++j) {
+      const float d = (buffer[j] - top) * factor_of_z;
+      const float e = exp_of_negative(d);
+      block_sum += e;
+      if (ENTROPY) block_weighted += e * (d < SMALLEST ? SMALLEST : d);
+    }
+    sum += block_sum;
+    weighted += block_weighted;
+  }
+  if (sum == 0) {
+    *lse = -std::numeric_limits<double>::infinity();
+    if (ENTROPY) *plogp = 0;
+    return;
+  }
+  *lse = std::log(sum) + static_cast<double>(top) * scale;
+  if (ENTROPY) *plogp = weighted / sum - std::log(sum);
+}
+
+// z may be out: dL/dz_j = p_j (a + b log p_j), plus the sampled token's part, which the caller adds.
+template <typename T, bool ENTROPY>
+void backward_row(const T* x, T* out, int64_t n, double scale, double lse, float a, float b) {
+  const float shift = static_cast<float>(lse / scale);  // in units of the logits: the difference is exact where it matters
+  const float rest = static_cast<float>(static_cast<double>(shift) * scale - lse);  // what its rounding took away
+  const float correction = std::exp(rest), factor_of_z = static_cast<float>(scale);
+  const float scaled_a = (a + b * rest) * correction, scaled_b = b * correction;
+#pragma omp simd
+  for (int64_t j = 0; j < n; ++j) {
+    const float d = (load(x[j]) - shift) * factor_of_z;
+    const float e = exp_of_negative(d);
+    float factor = scaled_a;
+    if (ENTROPY) factor += scaled_b * (d < SMALLEST ? SMALLEST : d);
+    store(out + j, e * factor);
+  }
+}
+
+template <typename T>
+void forward(const T* x, int64_t rows, int64_t columns, int64_t real, double scale, double* lse, double* plogp) {
+  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (plogp != nullptr)
+        forward_row<T, true>(x + i * columns, real, scale, lse + i, plogp + i);
+      else
+        forward_row<T, false>(x + i * columns, real, scale, lse + i, nullptr);
+    }
+  });
+}
+
+template <typename T>
+void backward(const T* x, T* out, int64_t rows, int64_t columns, int64_t real, double scale, const double* lse,
+              const int64_t* targets, const float* log_prob, const float* entropy, const double* entropy_value) {
+  at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      T* row = out + i * columns;
+      const float g = static_cast<float>(log_prob[i] * scale);
+      const float h = entropy != nullptr ? static_cast<float>(entropy[i] * scale) : 0.0f;
+      if (g == 0 && h == 0) {
+        std::memset(static_cast<void*>(row), 0, columns * sizeof(T));
+        continue;
+      }
+      const int64_t target = targets[i];
+      const float sampled = target >= 0 ? load(x[i * columns + target]) : 0.0f;
+      const float a = -(g + (h != 0 ? h * static_cast<float>(entropy_value[i]) : 0.0f));
+      if (h != 0)
+        backward_row<T, true>(x + i * columns, row, real, scale, lse[i], a, -h);
+      else
+        backward_row<T, false>(x + i * columns, row, real, scale, lse[i], a, 0.0f);
+      if (target >= 0) {  // in full precision, before the store rounds: 1 - p cancels where p is near 1
+        const double log_p = static_cast<double>(sampled) * scale - lse[i], p = std::exp(log_p);
+        double value = p * a - (h != 0 && p > 0 ? p * h * log_p : 0.0);
+        value += g;
+        store(row + target, static_cast<float>(value));
+      }
+      std::memset(static_cast<void*>(row + real), 0, (columns - real) * sizeof(T));
+    }
+  });
+}
+
+}  // namespace
+
+extern "C" {
+
+void row_stats_forward(int bfloat16, const void* x, int64_t rows, int64_t columns, int64_t real, double scale,
+                       double* lse, double* plogp) {
+  if (bfloat16)
+    forward(static_cast<const BFloat16*>(x), rows, columns, real, scale, lse, plogp);
+  else
+    forward(static_cast<const float*>(x), rows, columns, real, scale, lse, plogp);
+}
+
+void row_stats_backward(int bfloat16, const void* x, void* out, int64_t rows, int64_t columns, int64_t real, double scale,
+                        const double* lse, const int64_t* targets, const float* log_prob, const float* entropy,
+                        const double* entropy_value) {
+  if (bfloat16)
+    backward(static_cast<const BFloat16*>(x), static_cast<BFloat16*>(out), rows, columns, real, scale, lse, targets,
+             log_prob, entropy, entropy_value);
+  else
+    backward(static_cast<const float*>(x), static_cast<float*>(out), rows, columns, real, scale, lse, targets, log_prob,
+             entropy, entropy_value);
+}
+}

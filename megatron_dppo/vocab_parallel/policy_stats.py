@@ -1,0 +1,203 @@
+"""Log-probabilities, Top-K and entropy from tensor-parallel logits in one pass, with the gradient
+written in place.
+
+Legend: T = tokens, C = columns of this rank's shard, V = true vocabulary, K = ids of TopK(mu).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.vocab_parallel import wire
+from megatron_dppo.vocab_parallel.arguments import describe, first_problem, id_faults
+from megatron_dppo.vocab_parallel.backends import Backend, RowGradient, choose
+from megatron_dppo.vocab_parallel.wire import Agreement, Shard
+
+
+@dataclass(frozen=True)
+class PolicyStats:
+    """Per token, the same on every tensor-parallel rank; natural logarithms; float32 (float64 for
+    float64 logits).
+
+    ``log_probs`` [T]: log pi of the target, differentiable. ``topk_log_probs`` [T, K]: log pi at
+    the given ids, without gradient. ``entropy`` [T], nats, differentiable. ``faults`` float32 [3]:
+    counts of
+    ``arguments.FAULTS``.
+    """
+
+    log_probs: Tensor
+    topk_log_probs: Tensor | None
+    entropy: Tensor | None
+    faults: Tensor
+
+    def raise_on_faults(self) -> None:
+        """ValueError where ``faults`` is not zero. Reads from the device: a sync on a GPU, so once
+        a step.
+        """
+        raise_on_faults(self.faults)
+
+
+class OverwrittenLogitsError(RuntimeError):
+    """The logits given hold a gradient: an earlier ``policy_stats`` wrote its backward pass over
+    them.
+    """
+
+
+def policy_stats(
+    logits: Tensor,
+    target_ids: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    topk_ids: Tensor | None = None,
+    with_entropy: bool = False,
+    overwrite_logits: bool = True,
+    backend: str | None = None,
+) -> PolicyStats:
+    """log softmax(logits / temperature) at ``target_ids`` and ``topk_ids``, and the entropy, over
+    the whole vocabulary.
+
+    ``logits`` [T, C]: this rank's columns, any float dtype; shards are equal and in rank order of
+    ``group``; columns from ``vocab_size`` on are padding. ``target_ids`` int64 [T] and ``topk_ids``
+    int64 [T, K] are global ids, the same on every rank; a Top-K id of -1 means "none" and gives
+    -inf. ``group``: the tensor-parallel group; None: one rank.
+
+    Cost: one read of the shard, one packed all-reduce, and in the backward pass one read and one
+    write. The gradient dL/dlogits is written over ``logits`` unless ``overwrite_logits`` is False;
+    their reuse then raises, in autograd or as OverwrittenLogitsError. Rows with a zero gradient are
+    written without being read.
+
+    ``backend``: a name in ``backends.BACKENDS``; None: the fastest one that is available.
+
+    Raises ValueError, on every rank alike, where shapes, dtypes or numbers are wrong, ids lie
+    outside the vocabulary, rows hold NaN, or ranks disagree. On a GPU what depends on values is not
+    read back: it makes the rows' results NaN and is counted in ``PolicyStats.faults``.
+    """
+    if getattr(logits, "_holds_gradient", False):
+        raise OverwrittenLogitsError(
+            "policy_stats was given logits over which its own backward pass has written a gradient"
+        )
+    on_cpu = logits.device.type == "cpu"
+    problem = first_problem(
+        logits,
+        target_ids,
+        topk_ids,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        ranks=1 if group is None else dist.get_world_size(group),
+    )
+    faults = id_faults(target_ids, topk_ids, vocab_size) if problem is None else []
+    if on_cpu and problem is None:
+        problem = describe(faults)
+    agreement = None
+    if on_cpu and group is not None:
+        known = problem is None
+        agreement = Agreement(
+            group,
+            _facts(logits, target_ids, topk_ids, with_entropy, vocab_size) if known else None,
+        )
+    if problem is not None:
+        raise ValueError(problem)
+    shard = Shard.of(logits.shape[1], vocab_size, group)
+    call = _Call(
+        shard, group, target_ids, topk_ids, 1.0 / temperature, with_entropy, overwrite_logits,
+        choose(logits, backend), agreement,
+    )  # fmt: skip
+    log_probs, topk, entropy, bad_rows = _PolicyStats.apply(logits, call)
+    counts = torch.stack([*faults, bad_rows])
+    if on_cpu:
+        raise_on_faults(counts)
+    return PolicyStats(log_probs, topk, entropy, counts)
+
+
+def raise_on_faults(faults: Tensor) -> None:
+    """ValueError naming what ``faults`` (as in PolicyStats, possibly summed over calls) counts;
+    nothing where it is 0.
+    """
+    message = describe(faults)
+    if message is not None:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True)
+class _Call:
+    shard: Shard
+    group: dist.ProcessGroup | None
+    target_ids: Tensor
+    topk_ids: Tensor | None
+    scale: float
+    with_entropy: bool
+    overwrite: bool
+    backend: Backend
+    agreement: Agreement | None
+
+
+class _PolicyStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, call: _Call
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        shard = call.shard
+        lse, plogp = call.backend.forward(
+            logits.detach(), shard.real, call.scale, call.with_entropy
+        )
+        ids = call.target_ids[:, None]
+        if call.topk_ids is not None:
+            ids = torch.cat([ids, call.topk_ids], 1)
+        columns = shard.local(ids)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        owned = (
+            logits.detach().gather(1, columns.clamp(min=0)).to(dtype).masked_fill_(columns < 0, 0.0)
+        )
+        if call.agreement is not None:
+            call.agreement.check()
+        reduced = wire.reduce_rows(shard, lse, plogp, owned, call.group)
+        log_p = wire.log_softmax_at(reduced.logits, call.scale, reduced.lse).to(dtype)
+        topk = None
+        if call.topk_ids is not None:
+            topk = log_p[:, 1:].masked_fill(call.topk_ids < 0, -torch.inf)
+        entropy = None if reduced.entropy is None else reduced.entropy.to(dtype)
+        bad_rows = (~reduced.lse.isfinite()).sum().float()
+        ctx.call, ctx.targets = call, columns[:, 0]
+        ctx.save_for_backward(logits, reduced.lse, reduced.entropy)
+        ctx.mark_non_differentiable(*(x for x in (topk, bad_rows) if x is not None))
+        ctx.set_materialize_grads(False)
+        return log_p[:, 0].contiguous(), topk, entropy, bad_rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        logits, lse, entropy = ctx.saved_tensors
+        grad_log_probs, _, grad_entropy, _ = grads
+        if grad_log_probs is None and grad_entropy is None:
+            return None, None
+        call: _Call = ctx.call
+        out = logits.detach() if call.overwrite else torch.empty_like(logits)
+        gradient = RowGradient(
+            lse,
+            ctx.targets,
+            torch.zeros_like(lse, dtype=torch.float32)
+            if grad_log_probs is None
+            else grad_log_probs,
+            grad_entropy,
+            None if grad_entropy is None else entropy,
+        )
+        call.backend.backward(logits.detach(), call.shard.real, call.scale, gradient, out)
+        if call.overwrite:
+            torch.autograd.graph.increment_version(logits)
+            logits._holds_gradient = True
+        return out, None
+
+
+def _facts(
+    logits: Tensor, target_ids: Tensor, topk_ids: Tensor | None, with_entropy: bool, vocab_size: int
+) -> list[int]:
+    width = topk_ids.shape[1] if topk_ids is not None else 0
+    ids = wire.checksum(target_ids, topk_ids)
+    return [*logits.shape, width, int(with_entropy), vocab_size, ids]

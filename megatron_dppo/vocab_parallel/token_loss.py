@@ -1,0 +1,77 @@
+"""From the statistics of a packed micro-batch to its loss: where ``PackedBatch`` meets
+``TokenInputs``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
+from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
+
+if TYPE_CHECKING:
+    from megatron_dppo.data.packing import PackedBatch
+
+TokenLoss = Callable[[PolicyStats, "PackedBatch"], LossSums]
+"""What the trainer calls with the statistics of each micro-batch."""
+
+
+def make_token_loss(algorithm: Algorithm) -> TokenLoss:
+    """The loss of ``algorithm`` as a function of a micro-batch's statistics: a SUM over tokens."""
+
+    def token_loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
+        return policy_loss(algorithm, inputs_from(stats, batch))
+
+    return token_loss
+
+
+def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
+    """Align a micro-batch with its statistics, on the statistics' device.
+
+    The sampled token becomes the last of K + 1 columns; it is marked invalid where TopK(mu) already
+    holds it, so that no probability counts twice. Without ``stats.topk_log_probs`` the result has
+    no Top-K. ValueError where the statistics have it and the batch does not.
+    """
+    batch = batch.to(stats.log_probs.device)
+    topk, rollout_topk, valid = _topk(stats, batch)
+    return TokenInputs(
+        log_probs=stats.log_probs,
+        rollout_log_probs=batch.rollout_log_probs,
+        advantages=batch.advantages,
+        loss_mask=batch.loss_mask,
+        recomputed_log_probs=batch.recomputed_log_probs,
+        topk_log_probs=topk,
+        rollout_topk_log_probs=rollout_topk,
+        topk_valid=valid,
+        entropy=None if stats.entropy is None else stats.entropy.detach(),
+        sequence_ids=sequence_ids(batch),
+    )
+
+
+def sequence_ids(batch: PackedBatch) -> Tensor:
+    """int64 [T]: which sequence of the pack each token belongs to."""
+    positions = torch.arange(batch.target_ids.numel(), device=batch.target_ids.device)
+    return torch.searchsorted(batch.cu_seqlens[1:].to(torch.int64), positions, right=True)
+
+
+def _topk(
+    stats: PolicyStats, batch: PackedBatch
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    ids, valid = batch.rollout_topk_ids, batch.rollout_topk_valid
+    log_probs = batch.rollout_topk_log_probs
+    if stats.topk_log_probs is None:
+        return None, None, None
+    if ids is None or log_probs is None or valid is None:
+        raise ValueError("the statistics have Top-K log-probabilities, but the batch has no ids")
+    sampled_is_new = ~((ids == batch.target_ids[:, None]) & valid).any(1)
+    return (
+        torch.cat([stats.topk_log_probs, stats.log_probs.detach()[:, None]], 1),
+        torch.cat([log_probs, batch.rollout_log_probs[:, None]], 1),
+        torch.cat([valid, sampled_is_new[:, None]], 1),
+    )

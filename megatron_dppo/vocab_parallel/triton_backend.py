@@ -1,0 +1,99 @@
+"""The row kernels in Triton, for GPUs.
+
+Not yet run on a GPU: tested in Triton's interpreter on the CPU only, so correctness of the
+arithmetic is known and speed is not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_dppo.vocab_parallel.backends import RowGradient
+
+BLOCK = 4096
+WARPS = 8
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class TritonBackend:
+    """Implements ``backends.Backend``."""
+
+    def unavailable(self, logits: Tensor) -> str | None:
+        """No Triton, float64 logits, or a CPU without the interpreter."""
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed"
+        if logits.dtype not in DTYPES:
+            return f"the Triton kernels take float32, bfloat16 and float16, not {logits.dtype}"
+        interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+        if logits.device.type != "cuda" and not interpreted:
+            return f"the logits are on {logits.device}, and TRITON_INTERPRET=1 is not set"
+        return None
+
+    def forward(
+        self, logits: Tensor, real: int, scale: float, with_entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """See ``backends.Backend.forward``."""
+        from megatron_dppo.vocab_parallel.kernels.row_stats_triton import forward_kernel
+
+        rows, columns = logits.shape
+        top = logits.new_empty(rows, dtype=torch.float32)
+        total = logits.new_empty(rows, dtype=torch.float64)
+        weighted = torch.empty_like(total) if with_entropy else total
+        if rows:
+            forward_kernel[(rows,)](
+                logits,
+                top,
+                total,
+                weighted,
+                columns,
+                real,
+                scale,
+                BLOCK=BLOCK,
+                ENTROPY=with_entropy,
+                num_warps=WARPS,
+            )
+        log_total = total.log()
+        lse = top.double() * scale + log_total
+        if not with_entropy:
+            return lse, None
+        return lse, torch.where(total > 0, weighted / total - log_total, 0.0)
+
+    def backward(
+        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
+    ) -> None:
+        """See ``backends.Backend.backward``."""
+        from megatron_dppo.vocab_parallel.kernels.row_stats_triton import backward_kernel
+
+        rows, columns = logits.shape
+        if not rows:
+            return
+        # The shift in units of the logits, and what its rounding took away.
+        shift = (gradient.lse / scale).float()
+        rest = (shift.double() * scale - gradient.lse).float()
+        g = (gradient.log_prob * scale).float().contiguous()
+        h, constant = g, -g
+        if gradient.entropy is not None and gradient.entropy_value is not None:
+            h = (gradient.entropy * scale).float()
+            constant = -(g + h * gradient.entropy_value.float())
+        backward_kernel[(rows, (columns + BLOCK - 1) // BLOCK)](
+            logits,
+            out,
+            gradient.targets.contiguous(),
+            shift,
+            rest,
+            g,
+            constant.contiguous(),
+            (-h).contiguous(),
+            columns,
+            real,
+            scale,
+            BLOCK=BLOCK,
+            ENTROPY=gradient.entropy is not None,
+            num_warps=WARPS,
+        )

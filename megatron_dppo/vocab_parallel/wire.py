@@ -1,0 +1,155 @@
+"""What tensor-parallel ranks tell each other: one packed all-reduce, and on CPU groups a word on
+shapes beforehand.
+
+Row of the packed buffer, float32 (float64 for float64 logits), with N ranks:
+
+    [ rank 0: lse high, lse low, (sum p log p) | ... | rank N-1: ... | logit of the sampled token |
+    logits at K ids ]
+
+Each rank writes its own slots and the ids that it owns; everything else is zero. So every element
+has one non-zero contributor, and the sum is exact, independent of the order of reduction and
+bit-identical on all ranks. The log-sum-exp travels as two floats, or its rounding alone would cost
+1e-6 in every log-probability.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Which part of the vocabulary this rank holds: columns ``start .. start + columns``, ``real``
+    of them true tokens.
+    """
+
+    start: int
+    columns: int
+    real: int
+    rank: int
+    ranks: int
+
+    @staticmethod
+    def of(columns: int, vocab_size: int, group: dist.ProcessGroup | None) -> Shard:
+        """The shard of this rank in ``group``; shards are equal and in rank order, with the padding
+        at the end.
+        """
+        rank, ranks = (
+            (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
+        )
+        start = rank * columns
+        return Shard(start, columns, min(max(vocab_size - start, 0), columns), rank, ranks)
+
+    def local(self, ids: Tensor) -> Tensor:
+        """The ids' columns in this shard; -1 for ids that another rank owns."""
+        owned = (ids >= self.start) & (ids < self.start + self.real)
+        return torch.where(owned, ids - self.start, -1)
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """The same on every rank: ``lse`` float64 [T], ``entropy`` float64 [T] or None, ``logits`` [T,
+    1 + K] unscaled.
+    """
+
+    lse: Tensor
+    entropy: Tensor | None
+    logits: Tensor
+
+
+def reduce_rows(
+    shard: Shard,
+    lse: Tensor,
+    plogp: Tensor | None,
+    owned_logits: Tensor,
+    group: dist.ProcessGroup | None,
+) -> Reduced:
+    """Combine the shards' rows: ``lse`` and ``plogp`` float64 [T], ``owned_logits`` [T, 1 + K], 0
+    where not owned.
+    """
+    if shard.ranks == 1:
+        return Reduced(lse, None if plogp is None else -plogp, owned_logits)
+    slots = 2 if plogp is None else 3
+    buffer = owned_logits.new_zeros(len(lse), shard.ranks * slots + owned_logits.shape[1])
+    own = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
+    own[:, 0] = lse
+    own[:, 1] = torch.where(lse.isfinite(), lse - own[:, 0], 0.0)
+    if plogp is not None:
+        own[:, 2] = plogp
+    buffer[:, shard.ranks * slots :] = owned_logits
+    dist.all_reduce(buffer, group=group)
+    parts = buffer[:, : shard.ranks * slots].double().view(-1, shard.ranks, slots)
+    shard_lse = parts[..., 0] + parts[..., 1]
+    total = shard_lse.logsumexp(-1)
+    entropy = None
+    if plogp is not None:
+        log_share = shard_lse - total[:, None]
+        share = log_share.exp()
+        terms = share * (parts[..., 2] + torch.where(share > 0, log_share, 0.0))
+        entropy = -terms.sum(-1)
+    return Reduced(total, entropy, buffer[:, shard.ranks * slots :])
+
+
+FACTS = ("tokens", "shard columns", "Top-K ids", "entropy", "vocabulary", "checksum of ids")
+
+
+class Agreement:
+    """Do all ranks call with the same shapes and ids? Six numbers in an all-reduce that overlaps
+    the local pass.
+
+    A payload whose size differs between ranks ends a gloo process by abort and lets NCCL hang; so
+    it must be known before. Only CPU groups ask: on a GPU the answer would cost a device sync, and
+    there the model's own tensor-parallel collectives have already carried the same T.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, facts: list[int] | None):
+        """Start to tell; ``facts`` in the order of FACTS, None where this rank's input is bad and
+        it raises by itself.
+        """
+        self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
+        row = self._table[dist.get_rank(group)]
+        row[:-1] = torch.tensor([0] * len(FACTS) if facts is None else facts)
+        row[-1] = facts is None
+        self._work = dist.all_reduce(self._table, group=group, async_op=True)
+        if facts is None:
+            self._work.wait()
+
+    def check(self) -> None:
+        """Raise ValueError on every rank where any rank's input is bad or the facts differ."""
+        self._work.wait()
+        failed = self._table[:, -1].nonzero().flatten().tolist()
+        if failed:
+            raise ValueError(
+                f"policy_stats: tensor-parallel rank(s) {failed} were given bad input; "
+                "their own error says what"
+            )
+        for column, name in enumerate(FACTS):
+            values = self._table[:, column].tolist()
+            if len(set(values)) > 1:
+                raise ValueError(
+                    f"policy_stats: tensor-parallel ranks disagree on {name}: {values} by "
+                    "rank, expected equal"
+                )
+
+
+def checksum(*ids: Tensor | None) -> int:
+    """An order-sensitive 61-bit sum of id tensors, for comparison between ranks."""
+    total = 0
+    for x in ids:
+        if x is not None:
+            position = torch.arange(1, x.numel() + 1, dtype=torch.int64) % 8191
+            total = (total * 31 + int((x.flatten() * position).sum())) % ((1 << 61) - 1)
+    return total
+
+
+def log_softmax_at(logits: Tensor, scale: float, lse: Tensor) -> Tensor:
+    """scale * logit - lse in float64, with lse broadcast over the last axis; NaN where the row has
+    no distribution.
+    """
+    value = logits.double() * scale - lse[:, None]
+    return torch.where(lse[:, None].isfinite(), value, math.nan)

@@ -1,0 +1,164 @@
+"""Converted weights mean the same model: transformers' own log-probabilities against the Megatron trainer's.
+
+The trainer loads what the offline converter wrote, in another layout than its own, and writes Hugging Face again: the
+log-probabilities agree within 2e-5 in fp32, and the tensors come back byte-identical.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+TOLERANCE = 2e-5
+VOCABULARY = 515  # padded under tensor parallelism
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 2.0,
+    "original_max_position_embeddings": 16,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {"layers": 4}),
+    "qwen3_moe without renormalisation": ("qwen3_moe", {"norm_topk_prob": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3 tied": ("qwen3", {"tied": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 tied": ("qwen2", {"tied": True}),
+    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "llama tied": ("llama", {"tied": True}),
+}
+DENSE_LAYOUTS: dict[str, dict[str, Any]] = {"TP2": {"tensor": 2}, "PP2": {"pipeline": 2}}
+MOE_LAYOUTS = {
+    "TP2 ETP2": {"tensor": 2, "expert_tensor": 2},
+    "PP2": {"pipeline": 2},
+    "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+    "EP2": {"expert": 2},
+    "TP2 EP2": {"tensor": 2, "expert": 2},
+}
+
+
+def sequences() -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(VOCABULARY) for _ in range(n)] for n in (40, 7, 23)]
+
+
+def layouts_of(case: str) -> dict[str, dict[str, Any]]:
+    family, options = FAMILIES[case]
+    found = MOE_LAYOUTS if family == "qwen3_moe" else DENSE_LAYOUTS
+    deep = options.get("layers", 2) >= 4
+    return {name: sizes for name, sizes in found.items() if deep or "VPP" not in name}
+
+
+def prepare(folder: str) -> dict[str, list[torch.Tensor]]:
+    """Make every model, convert it, and say transformers' log-probabilities of every next token."""
+    from transformers import AutoModelForCausalLM
+
+    from megatron_dppo.checkpoint_conversion import Layout
+    from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+    from tests.tiny_models import save_tiny_model
+
+    expected = {}
+    for case, (family, options) in FAMILIES.items():
+        hf = save_tiny_model(Path(folder) / case, family, vocab_size=VOCABULARY, **options)
+        expert = 4 if family == "qwen3_moe" else 1
+        hf_to_megatron(hf, Path(folder) / f"{case} megatron", Layout.smallest(2, 2, None, expert))
+        model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
+        expected[case] = []
+        for ids in sequences():
+            with torch.no_grad():
+                logits = model(torch.tensor([ids])).logits[0, :-1].double()
+            picked = logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+            expected[case].append(picked.float())
+    return expected
+
+
+def trainer_log_probs(folder: str) -> dict[str, list[torch.Tensor]]:
+    """``case/layout`` -> the trainer's log-probabilities of the same tokens; exports each model again."""
+    from megatron_dppo.config import schema as s
+    from megatron_dppo.data.packing import TrainingSample, pack
+    from megatron_dppo.trainer.trainer import Trainer
+
+    samples = [
+        TrainingSample(
+            prompt_ids=ids[:1],
+            response_ids=ids[1:],
+            advantage=0.0,
+            rollout_log_probs=[0.0] * (len(ids) - 1),
+            recomputed_log_probs=None,
+            topk_ids=None,
+            topk_log_probs=None,
+            index=i,
+        )
+        for i, ids in enumerate(sequences())
+    ]
+    out = {}
+    for case in FAMILIES:
+        for name, sizes in layouts_of(case).items():
+            config = s.TrainConfig(
+                run=s.RunConfig(directory="unused", steps=1),
+                model=s.ModelConfig(hf_checkpoint=f"{folder}/{case} megatron", dtype="float32"),
+                data=s.DataConfig(train="unused"),
+                rollout=s.RolloutConfig(prompts_per_step=2, group_size=2, max_response_tokens=64),
+                training=s.TrainingConfig(prompts_per_mini_batch=2, micro_batch_tokens=128),
+                optimizer=s.OptimizerConfig(lr=1e-3),
+                parallel=s.ParallelConfig(world_size=2, **sizes),
+            )
+            trainer = Trainer(config)
+            batch = pack(samples, pad_multiple=trainer.pad_multiple)
+            (log_probs, *_) = trainer.log_probs([batch] * trainer.micro_batch_multiple)
+            starts = batch.cu_seqlens.tolist()
+            out[f"{case}/{name}"] = [
+                log_probs[a : a + len(ids) - 1] for a, ids in zip(starts, sequences(), strict=False)
+            ]
+            trainer.export_hf(f"{folder}/{case} {name} export")
+            trainer.close()
+    return out
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return Path(tmp_path_factory.mktemp("conversion"))
+
+
+@pytest.fixture(scope="module")
+def both(folder) -> tuple[dict, dict]:
+    """Transformers' and the trainer's log-probabilities (of both ranks, which agree)."""
+    worker = "tests.distributed.test_conversion_parity:"
+    (expected,) = run_ranks(worker + "prepare", 1, str(folder))
+    first, second = run_ranks(worker + "trainer_log_probs", 2, str(folder), timeout=600)
+    for case, found in first.items():
+        for a, b in zip(found, second[case], strict=True):
+            assert torch.equal(a, b), case
+    return expected, first
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", FAMILIES)
+def test_the_trainer_computes_what_transformers_computes(both, folder, case):
+    from safetensors.torch import load_file
+
+    expected, found = both
+    original = load_file(folder / case / "model.safetensors")
+    for name in layouts_of(case):
+        for a, b in zip(found[f"{case}/{name}"], expected[case], strict=True):
+            assert a.shape == b.shape
+            assert (a - b).abs().max() <= TOLERANCE, name
+        back = load_file(folder / f"{case} {name} export" / "model.safetensors")
+        assert back.keys() == original.keys()
+        assert all(torch.equal(back[k], original[k]) for k in original), name
+
+
+@pytest.mark.distributed
+def test_the_models_are_sharp_enough_to_show_a_mistake(both):
+    """Log-probabilities spread over many nats, far above the tolerance."""
+    expected, _ = both
+    for case in FAMILIES:
+        assert torch.cat(expected[case]).std() > 0.2, case

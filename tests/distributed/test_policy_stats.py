@@ -1,0 +1,146 @@
+"""policy_stats over tensor-parallel gloo ranks: equal to one rank and to the dense twin, loud on bad
+input.
+"""
+
+import datetime
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_dppo.vocab_parallel import policy_stats
+from megatron_dppo.vocab_parallel.dense import dense_policy_stats
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.distributed
+
+T, V, K = 23, 1001, 5
+
+
+def problem(columns, dtype=torch.float32):
+    """Logits padded to ``columns``, ids, Top-K ids and the weights of the loss."""
+    g = torch.Generator().manual_seed(11)
+    logits = (torch.randn(T, columns, generator=g, dtype=torch.float64) * 3).to(dtype)
+    ids = torch.randint(0, V, (T,), generator=g)
+    topk = torch.randint(0, V, (T, K), generator=g)
+    topk[:, 0] = ids
+    topk[:4, 1] = torch.tensor([0, V - 1, 500, -1])
+    weights = torch.randn(2, T, generator=g, dtype=torch.float64)
+    weights[:, ::3] = 0
+    return logits, ids, topk, weights
+
+
+def join():
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+
+
+def statistics(dtype_name, backend, columns):
+    """Worker: log-probs, Top-K, entropy, and this rank's piece of the gradient."""
+    group, rank, ranks = join()
+    logits, ids, topk, weights = problem(columns, getattr(torch, dtype_name))
+    width = columns // ranks
+    leaf = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
+    counted, plain = [], dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        counted.append(tensor.dtype)
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    stats = policy_stats(
+        leaf, ids, group, vocab_size=V, temperature=0.9, topk_ids=topk, with_entropy=True,
+        backend=backend,
+    )  # fmt: skip
+    ((stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()).backward()
+    dist.all_reduce = plain
+    payloads = sum(t.is_floating_point for t in counted)
+    return {"log_probs": stats.log_probs.detach(), "topk": stats.topk_log_probs,
+            "entropy": stats.entropy.detach(), "grad": leaf.grad, "payloads": payloads}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("ranks", "columns", "dtype", "backend"),
+    [
+        (2, 1008, "float32", "cpp"),
+        (2, 1008, "bfloat16", "cpp"),
+        (4, 1200, "float32", "eager"),  # rank 3 holds 101 true columns
+        (4, 1600, "float32", "cpp"),  # rank 3 holds none
+        (2, 1008, "float64", "eager"),
+    ],
+)
+def test_ranks_agree_with_the_dense_twin(ranks, columns, dtype, backend):
+    results = run_ranks(
+        "tests.distributed.test_policy_stats:statistics", ranks, dtype, backend, columns
+    )
+    logits, ids, topk, weights = problem(columns, getattr(torch, dtype))
+    leaf = logits.double().requires_grad_()
+    twin = dense_policy_stats(
+        leaf, ids, vocab_size=V, temperature=0.9, topk_ids=topk, with_entropy=True
+    )
+    ((twin.log_probs * weights[0]).sum() + (twin.entropy * weights[1]).sum()).backward()
+    atol = 1e-12 if dtype == "float64" else 2e-6
+    for r in results:
+        assert r["payloads"] == 1
+        for name, expected in (
+            ("log_probs", twin.log_probs), ("topk", twin.topk_log_probs), ("entropy", twin.entropy),
+        ):  # fmt: skip
+            torch.testing.assert_close(r[name].double(), expected.detach(), rtol=0, atol=atol)
+            assert torch.equal(r[name], results[0][name])  # bit for bit on every rank
+    assert results[0]["topk"][3, 1] == -math.inf
+    grad = torch.cat([r["grad"] for r in results], 1).double()
+    limit = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 2**-8}[dtype]
+    assert (grad - leaf.grad).norm() / leaf.grad.norm() <= limit
+    assert (grad[:, V:] == 0).all()
+
+
+BAD = {
+    "tokens": lambda a, rank: {**a, "logits": a["logits"][rank:], "target_ids": a["target_ids"][rank:]},
+    "far apart": lambda a, rank: {**a, "logits": a["logits"].repeat(1 + 400 * rank, 1),
+                                  "target_ids": a["target_ids"].repeat(1 + 400 * rank)},
+    "columns": lambda a, rank: {**a, "logits": a["logits"][:, rank:].contiguous()},
+    "topk": lambda a, rank: {**a, "topk_ids": torch.zeros(4, 1 + rank, dtype=torch.int64)},
+    "entropy": lambda a, rank: {**a, "with_entropy": rank == 1},
+    "ids": lambda a, rank: {**a, "target_ids": a["target_ids"] + rank},
+    "outside on one rank": lambda a, rank: {**a, "target_ids": a["target_ids"] + 100 * rank},
+    "wrong type on one rank": lambda a, rank: {**a, "target_ids": a["target_ids"].to([torch.int64, torch.int32][rank])},
+    "nan on one rank": lambda a, rank: {**a, "logits": a["logits"] * [1.0, math.nan][rank]},
+    "outside": lambda a, rank: {**a, "target_ids": a["target_ids"] + 100},
+}  # fmt: skip
+MESSAGES = {
+    "tokens": "disagree on tokens: [4, 3]",
+    "far apart": "disagree on tokens: [4, 1604]",
+    "columns": "disagree on shard columns: [10, 9]",
+    "topk": "disagree on Top-K ids: [1, 2]",
+    "entropy": "disagree on entropy: [0, 1]",
+    "ids": "disagree on checksum of ids",
+    "outside on one rank": ("rank(s) [1] were given bad input", "4 target ids outside"),
+    "wrong type on one rank": ("rank(s) [1] were given bad input", "expected torch.int64 (4,)"),
+    "nan on one rank": "4 rows of logits that hold NaN",
+    "outside": "4 target ids outside the vocabulary",
+}
+
+
+def bad_calls():
+    """Worker: the error of each bad call; the group works after all of them."""
+    group, rank, _ = join()
+    errors = {}
+    for name, change in BAD.items():
+        good = {"logits": torch.zeros(4, 10), "target_ids": torch.tensor([0, 1, 2, 3]), "vocab_size": 18}
+        try:
+            policy_stats(group=group, **change(good, rank))
+            errors[name] = "no error"
+        except ValueError as error:
+            errors[name] = str(error)
+    stats = policy_stats(good["logits"], good["target_ids"], group, vocab_size=18)
+    return errors, stats.log_probs
+
+
+def test_bad_input_is_a_clear_error_on_every_rank_and_the_group_survives():
+    results = run_ranks("tests.distributed.test_policy_stats:bad_calls", 2, timeout=120)
+    for rank, (errors, log_probs) in enumerate(results):
+        for name, expected in MESSAGES.items():
+            message = expected if isinstance(expected, str) else expected[rank]
+            assert message in errors[name], (rank, name, errors[name])
+        assert log_probs.tolist() == pytest.approx([-math.log(18)] * 4, rel=1e-6)

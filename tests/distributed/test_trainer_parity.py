@@ -1,0 +1,264 @@
+"""Every layout that four gloo processes can hold trains as one process does.
+
+Three optimiser steps of the policy loss on packed micro-batches, in fp32: metrics, gradient norms, the first step's
+gradients and the final parameters, gathered as full Hugging Face tensors, are compared with the single process's.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-5
+VOCABULARY = 515  # no multiple of 2: padded under tensor parallelism
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"layers": 4},
+    "qwen3": {"layers": 4, "tied": True},
+    "qwen2": {"layers": 2},
+    "llama": {
+        "layers": 2,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 2.0,
+            "original_max_position_embeddings": 16,
+        },
+    },
+}
+
+# name -> (family, parallel section, what else differs from the reference)
+TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "TP2": ("qwen3_moe", {"tensor": 2}, {}),
+    "TP2 recompute selective": ("qwen3_moe", {"tensor": 2}, {"recompute": "selective"}),
+    "PP2": ("qwen3_moe", {"pipeline": 2}, {}),
+    "PP2 recompute full": ("qwen3_moe", {"pipeline": 2}, {"recompute": "full"}),
+    "PP2 VPP2": ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "EP2": ("qwen3_moe", {"expert": 2}, {}),
+    "EP2 recompute full": ("qwen3_moe", {"expert": 2}, {"recompute": "full"}),
+    "EP2 distributed optimizer": ("qwen3_moe", {"expert": 2}, {"distributed": True}),
+    "ETP2 of EP2": ("qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
+    "DP2": ("qwen3_moe", {}, {}),
+    "DP2 distributed optimizer": ("qwen3_moe", {}, {"distributed": True}),
+    "tied PP2": ("qwen3", {"pipeline": 2}, {}),
+    "tied PP2 VPP2": ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "tied TP2": ("qwen3", {"tensor": 2}, {}),
+    "dense TP2 SP": ("qwen3", {"tensor": 2, "sequence": True}, {}),
+    "QKV bias TP2": ("qwen2", {"tensor": 2, "sequence": True}, {}),
+    "llama3 rope TP2": ("llama", {"tensor": 2}, {}),
+}
+FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "TP2 EP2 (DP2)": ("qwen3_moe", {"tensor": 2, "expert": 2}, {}),
+    "TP2 PP2 EP2": ("qwen3_moe", {"tensor": 2, "pipeline": 2, "expert": 2}, {}),
+    "TP2 PP2 ETP2": ("qwen3_moe", {"tensor": 2, "pipeline": 2}, {}),
+    "TP2 EP2 ETP2": ("qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
+    "TP2 DP2 distributed": ("qwen3_moe", {"tensor": 2}, {"distributed": True}),
+    "PP2 VPP2 EP2 recompute full": (
+        "qwen3_moe",
+        {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
+        {"recompute": "full"},
+    ),
+    "TP4 EP4": ("qwen3_moe", {"tensor": 4, "expert": 4}, {}),
+    "EP4": ("qwen3_moe", {"expert": 4}, {}),
+    "PP4": ("qwen3_moe", {"pipeline": 4}, {}),
+    "TP2 EP4 distributed recompute": (
+        "qwen3_moe",
+        {"tensor": 2, "expert": 4},
+        {"distributed": True, "recompute": "full"},
+    ),
+}
+
+
+def samples() -> list:
+    """24 responses of 1 to 30 tokens with log-probabilities as an engine would report them."""
+    from megatron_dppo.data.packing import TrainingSample
+
+    rng = random.Random(7)
+    out = []
+    for i in range(24):
+        length = rng.choice((1, 3, 8, 20, 30))
+        out.append(
+            TrainingSample(
+                prompt_ids=[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))],
+                response_ids=[rng.randrange(VOCABULARY) for _ in range(length)],
+                advantage=rng.gauss(0, 1),
+                rollout_log_probs=[rng.gauss(-6.2, 0.8) for _ in range(length)],
+                recomputed_log_probs=None,
+                topk_ids=None,
+                topk_log_probs=None,
+                index=i,
+                train=i % 7 != 3,
+            )
+        )
+    return out
+
+
+def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
+    from megatron_dppo.config import schema as s
+
+    return s.TrainConfig(
+        run=s.RunConfig(directory="unused", steps=1),
+        model=s.ModelConfig(hf_checkpoint=hf_dir, dtype="float32"),
+        data=s.DataConfig(train="unused"),
+        rollout=s.RolloutConfig(
+            prompts_per_step=3, group_size=8, max_response_tokens=30, temperature=0.9
+        ),
+        training=s.TrainingConfig(
+            prompts_per_mini_batch=3,
+            micro_batch_tokens=120,
+            recompute=changes.get("recompute", "none"),
+        ),
+        optimizer=s.OptimizerConfig(
+            lr=1e-3, warmup_steps=2, distributed=changes.get("distributed", False)
+        ),
+        parallel=s.ParallelConfig(**parallel),
+    )
+
+
+def policy_token_loss(stats, batch):
+    """DPPO-Binary-TV with a threshold at which this data's tokens fall on both sides."""
+    from megatron_dppo.algorithms.inputs import TokenInputs
+    from megatron_dppo.algorithms.policy_loss import policy_loss
+    from megatron_dppo.algorithms.presets import build_algorithm
+
+    algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.001})
+    inputs = TokenInputs(
+        stats.log_probs, batch.rollout_log_probs, batch.advantages, batch.loss_mask
+    )
+    return policy_loss(algorithm, inputs)
+
+
+def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Three steps; on global rank 0 also gradients and parameters as Hugging Face tensors."""
+    from megatron_dppo.checkpoint_conversion.gather_plan import hf_buckets_plan
+    from megatron_dppo.data.packing import pack, plan_mini_batch
+    from megatron_dppo.trainer.hf_weights import gather_buckets, named_parameters
+    from megatron_dppo.trainer.trainer import Trainer
+
+    trainer = Trainer(run_config(hf_dir, parallel, changes))
+    try:
+        data = samples()
+        plan = plan_mini_batch(
+            [s.length for s in data], trainer.topology.dp_size, 120, trainer.micro_batch_multiple
+        )
+        batches = [
+            pack([data[i] for i in rows], pad_multiple=trainer.pad_multiple)
+            for rows in plan[trainer.topology.dp_rank]
+        ]
+        out: dict[str, Any] = {"log_probs": trainer.log_probs(batches), "metrics": [], "norms": []}
+        for step in range(3):
+            result = trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0)
+            out["metrics"].append(result.metrics.values())
+            out["norms"].append(result.grad_norm)
+            if step == 0 and not changes.get("distributed"):
+                buckets = hf_buckets_plan(trainer.shape, trainer.layout, 50_000, 4)
+                grads = {k: p.main_grad for k, p in named_parameters(trainer.chunks).items()}
+                out["gradients"] = dict(
+                    pair
+                    for bucket in gather_buckets(buckets, trainer.topology.rank, grads)
+                    for pair in bucket
+                )
+        out["parameters"] = dict(pair for bucket in trainer.hf_buckets(50_000) for pair in bucket)
+        out["lr"] = result.lr
+        return out
+    finally:
+        trainer.close()
+
+
+def reference_worker(folder: str) -> dict[str, Any]:
+    """Make the models and train each in one process; the results go to ``folder``."""
+    from tests.tiny_models import save_tiny_model
+
+    for family, options in FAMILIES.items():
+        hf_dir = save_tiny_model(
+            Path(folder) / family, family, vocab_size=VOCABULARY, **options
+        )
+        torch.save(train(str(hf_dir), {}, {}), Path(folder) / f"{family}.pt")
+    return {}
+
+
+def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Train every case, one after the other; on rank 0 the distances from the reference."""
+    report = {}
+    for name, (family, parallel, changes) in cases.items():
+        got = train(str(Path(folder) / family), {**parallel, "world_size": world_size}, changes)
+        if torch.distributed.get_rank() == 0:
+            expected = torch.load(Path(folder) / f"{family}.pt", weights_only=True)
+            report[name] = distances(got, expected)
+    return report
+
+
+def distances(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, Any]:
+    """Largest relative difference of each kind, and whether the same tensors came."""
+    out: dict[str, Any] = {
+        "norms": max(
+            abs(a - b) / abs(b) for a, b in zip(got["norms"], expected["norms"], strict=True)
+        ),
+        "metrics": max(
+            abs(a[k] - b[k]) / max(abs(b[k]), 1e-3)
+            for a, b in zip(got["metrics"], expected["metrics"], strict=True)
+            for k in b
+        ),
+        "same metric names": all(
+            a.keys() == b.keys() for a, b in zip(got["metrics"], expected["metrics"], strict=True)
+        ),
+    }
+    for kind in ("gradients", "parameters"):
+        if kind in got:
+            out[f"same {kind}"] = got[kind].keys() == expected[kind].keys()
+            out[kind] = max(
+                float((got[kind][k] - v).norm() / v.norm()) for k, v in expected[kind].items()
+            )
+    return out
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parity")
+    run_ranks("tests.distributed.test_trainer_parity:reference_worker", 1, str(folder))
+    return folder
+
+
+def check(report: dict[str, Any], cases: dict[str, Any]) -> None:
+    assert report.keys() == cases.keys()
+    wrong = {
+        name: {
+            kind: value
+            for kind, value in found.items()
+            if (value is not True if kind.startswith("same") else not value <= TOLERANCE)
+        }
+        for name, found in report.items()
+    }
+    assert not any(wrong.values()), {k: v for k, v in wrong.items() if v}
+
+
+@pytest.mark.distributed
+def test_reference_masks_some_tokens_and_warms_up(reference: Path) -> None:
+    for family in FAMILIES:
+        got = torch.load(reference / f"{family}.pt", weights_only=True)
+        assert got["lr"] == pytest.approx(1e-3)
+        names = got["metrics"][0]
+        assert names["loss/sum"] != 0
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+def test_layouts_train_as_one_process_does(
+    reference: Path, world_size: int, cases: dict[str, Any]
+) -> None:
+    (report, *_) = run_ranks(
+        "tests.distributed.test_trainer_parity:layout_worker",
+        world_size,
+        str(reference),
+        cases,
+        world_size,
+        timeout=600,
+    )
+    check(report, cases)

@@ -1,0 +1,469 @@
+"""The real SGLang server on this machine: what it answers, and what happens when it is lost.
+
+One server serves every test; the last ones kill it and start another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import orjson
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.rollout.async_runner import AsyncRunner
+from megatron_dppo.rollout.check_engine import check_engine
+from megatron_dppo.rollout.client import EngineClient
+from megatron_dppo.rollout.errors import (
+    AbortedError,
+    EngineAnswerError,
+    EngineLostError,
+    EngineMismatchError,
+    EngineRequestError,
+    EngineStartError,
+    GenerationInterruptedError,
+    StopRequestedError,
+)
+from megatron_dppo.rollout.generation import (
+    GenerationJob,
+    GenerationLimits,
+    GenerationProgress,
+    Results,
+    generate_many,
+)
+from megatron_dppo.rollout.requests import (
+    GenerationRequest,
+    GenerationResult,
+    RoutedShape,
+    SamplingParams,
+)
+from megatron_dppo.rollout.server import EngineProcess, free_port
+from megatron_dppo.types import Problem, VersionSpan
+from tests.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+API_KEY, ADMIN_KEY = "5c0ffee5-api", "5c0ffee5-admin"
+END_TOKENS = (2, *range(100, 160))  # so many that a response of 16 tokens often meets one
+PROMPTS = [
+    tuple(np.random.default_rng(i).integers(3, 512, size=n).tolist())
+    for i, n in enumerate((5, 17, 40))
+]
+
+
+def run_config(model: Path, **sections) -> TrainConfig:
+    given = {
+        "run": {"directory": str(model.parent), "steps": 1},
+        "model": {"hf_checkpoint": str(model), "dtype": "float32"},
+        "data": {"train": "unused", "max_prompt_tokens": 64},
+        "rollout": {
+            "prompts_per_step": 8,
+            "group_size": 4,
+            "max_response_tokens": 64,
+            "router_replay": True,
+        },
+        "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
+        "optimizer": {"lr": 1e-3},
+        "engine": {"device": "cpu", "start_timeout_s": 600.0},
+        "sglang": {"max_total_tokens": 16384},
+    }
+    for name, section in sections.items():
+        given[name] = given.get(name, {}) | section
+    return TrainConfig.model_validate(given)
+
+
+def engine_of(config: TrainConfig, port: int, log_name: str = "server.log") -> EngineProcess:
+    return EngineProcess(
+        config,
+        port=port,
+        log_path=Path(config.run.directory) / "engine" / log_name,
+        seed=1,
+        api_key=API_KEY,
+        admin_api_key=ADMIN_KEY,
+    )
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("engine") / "moe"
+    return save_tiny_model(folder, "qwen3_moe", seed=3, eos_token_id=list(END_TOKENS))
+
+
+@pytest.fixture(scope="module")
+def engine(model) -> Iterator[EngineProcess]:
+    process = engine_of(run_config(model), free_port("127.0.0.1"))
+    try:
+        process.start()
+        process.wait_healthy()
+        yield process
+    finally:
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def client(engine, runner) -> Iterator[EngineClient]:
+    client = EngineClient(engine.url, API_KEY, ADMIN_KEY)
+    yield client
+    runner.run(client.close())
+
+
+@pytest.fixture(scope="module")
+def reference(model):
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def generate(runner, client, requests, **limits) -> Results:
+    return runner.run(
+        generate_many(client, requests, GenerationLimits(**({"concurrency": 64} | limits)))
+    )
+
+
+def ask(count: int, **fields) -> list[GenerationRequest]:
+    """``count`` requests over the prompts in turn; ``fields`` are SamplingParams or the request's."""
+    known = {"topk_log_probs", "routed_experts"}
+    sampling = SamplingParams(**{k: v for k, v in fields.items() if k not in known})
+    extra = {k: v for k, v in fields.items() if k in known}
+    prompts = itertools.cycle(PROMPTS)
+    return [GenerationRequest(i, next(prompts), sampling, **extra) for i in range(count)]
+
+
+def long_requests(count: int) -> list[GenerationRequest]:
+    """Seconds to minutes of work each."""
+    return ask(count, max_new_tokens=1500, ignore_eos=True)
+
+
+def test_log_probs_agree_with_transformers(runner, client, reference, model):
+    for temperature in (1.0, 0.7):
+        requests = ask(9, max_new_tokens=16, temperature=temperature)
+        for request, result in zip(
+            requests, generate(runner, client, requests).values(), strict=True
+        ):
+            expected = response_log_probs(reference, request, result)
+            np.testing.assert_allclose(result.log_probs, expected, atol=1e-5, rtol=0)
+
+
+def response_log_probs(
+    reference, request: GenerationRequest, result: GenerationResult
+) -> np.ndarray:
+    """fp32 log_softmax(logits / temperature) of the response tokens."""
+    logits = reference_logits(reference, request, result)
+    log_probs = torch.log_softmax(logits / request.sampling.temperature, dim=-1)
+    return log_probs.gather(1, torch.tensor(result.output_ids)[:, None])[:, 0].numpy()
+
+
+def reference_logits(reference, request, result) -> torch.Tensor:
+    ids = torch.tensor([[*request.prompt_ids, *result.output_ids]])
+    with torch.no_grad():
+        return reference(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
+
+
+def test_log_probs_ignore_top_p(runner, client, reference):
+    """Why training samples with top_p = 1: mu is reported as if nothing had been cut off."""
+    requests = ask(6, max_new_tokens=12, top_p=0.5)
+    for request, result in zip(requests, generate(runner, client, requests).values(), strict=True):
+        expected = response_log_probs(reference, request, result)
+        np.testing.assert_allclose(result.log_probs, expected, atol=1e-5, rtol=0)
+
+
+def test_the_end_token_is_part_of_the_response_and_has_a_log_prob(runner, client, reference):
+    requests = ask(32, max_new_tokens=16)
+    results = generate(runner, client, requests)
+    stopped = {k: r for k, r in results.items() if r.finish_reason == "stop"}
+    assert 0 < len(stopped) < 32
+    for key, result in stopped.items():
+        assert result.output_ids[-1] in END_TOKENS
+        assert not set(END_TOKENS) & set(result.output_ids[:-1])
+        expected = response_log_probs(reference, requests[key], result)
+        assert abs(result.log_probs[-1] - expected[-1]) < 1e-5
+    for result in results.values():
+        if result.finish_reason == "length":
+            assert len(result.output_ids) == 16
+            assert not set(END_TOKENS) & set(result.output_ids)
+
+
+def test_extra_stop_tokens_end_a_response(runner, client):
+    half = tuple(range(3, 258))
+    for result in generate(runner, client, ask(8, max_new_tokens=64, stop_token_ids=half)).values():
+        assert result.finish_reason == "stop"
+        assert result.output_ids[-1] < 258
+        assert all(token >= 258 for token in result.output_ids[:-1])
+
+
+def test_weights_that_were_never_updated_are_version_zero(runner, client):
+    (result,) = generate(runner, client, ask(1, max_new_tokens=4, ignore_eos=True)).values()
+    assert result.weight_versions == (VersionSpan(0, 0, 4),)
+
+
+def test_binary_topk_equals_the_list_form_and_transformers(runner, client, reference):
+    request = ask(1, max_new_tokens=8, temperature=0.7, ignore_eos=True, topk_log_probs=5)[0]
+    (result,) = generate(runner, client, [request]).values()
+    logits = reference_logits(reference, request, result)
+    values, ids = torch.log_softmax(logits / 0.7, dim=-1).topk(5)
+    np.testing.assert_array_equal(result.topk_ids, ids.numpy())
+    np.testing.assert_allclose(result.topk_log_probs, values.numpy(), atol=1e-5, rtol=0)
+
+    greedy = ask(1, max_new_tokens=8, temperature=0.0, ignore_eos=True, topk_log_probs=5)[0]
+    (binary,) = generate(runner, client, [greedy]).values()
+    body = {
+        "input_ids": list(greedy.prompt_ids),
+        "sampling_params": greedy.sampling.as_json(),
+        "return_logprob": True,
+        "top_logprobs_num": 5,
+    }
+    answer = orjson.loads(runner.run(client.request("POST", "/generate", orjson.dumps(body))))
+    listed = answer["meta_info"]["output_top_logprobs"]
+    assert binary.topk_ids.tolist() == [[entry[1] for entry in row] for row in listed]
+    expected = [[entry[0] for entry in row] for row in listed]
+    np.testing.assert_allclose(binary.topk_log_probs, expected, atol=1e-5, rtol=0)
+
+
+def test_routed_experts_agree_with_transformers(runner, client, reference, model):
+    shape = RoutedShape.of_model(model)
+    requests = ask(9, max_new_tokens=16, routed_experts=shape)
+    results = generate(runner, client, requests)
+    assert any(result.cached_tokens for result in results.values())  # cached prompts too
+    for request, result in zip(requests, results.values(), strict=True):
+        tokens = [*request.prompt_ids, *result.output_ids]
+        assert result.routed_experts.shape == (len(tokens) - 1, 2, 2)
+        assert result.routed_experts.dtype == np.uint8
+        with torch.no_grad():
+            routers = reference(torch.tensor([tokens]), output_router_logits=True).router_logits
+        expected = torch.stack([r[:-1].topk(2).indices for r in routers], dim=1)
+        np.testing.assert_array_equal(result.routed_experts, expected.numpy())
+
+
+def test_a_shared_call_answers_like_single_ones(runner, client, reference):
+    requests = ask(10, max_new_tokens=12, topk_log_probs=3)
+    results = generate(runner, client, requests, responses_per_call=4)
+    assert list(results) == list(range(10))
+    for request, result in zip(requests, results.values(), strict=True):
+        assert result.topk_ids.shape == (len(result.output_ids), 3)
+        expected = response_log_probs(reference, request, result)
+        np.testing.assert_allclose(result.log_probs, expected, atol=1e-5, rtol=0)
+
+
+def test_rollouts_come_in_order_of_problem_and_sample(runner, client):
+    problems = [Problem(i, "", "", ids) for i, ids in enumerate(PROMPTS)]
+    job = GenerationJob(problems, 4, SamplingParams(8))
+    rollouts = job.rollouts(generate(runner, client, job.requests()))
+    assert [(r.problem_id, r.sample_index) for r in rollouts] == [
+        (p, s) for p in range(3) for s in range(4)
+    ]
+    assert len({tuple(r.response_ids) for r in rollouts}) > 8  # samples of a group differ
+
+
+def test_a_refused_request_says_why(runner, client):
+    too_long = GenerationRequest("long", (5,) * 3000, SamplingParams(4))
+    with pytest.raises(EngineRequestError, match=r"answered 400: .*3000"):
+        generate(runner, client, [too_long])
+
+
+def test_a_response_that_the_engine_cut_short_is_refused(runner, client):
+    """The context holds 2048 tokens; SGLang lowers max_new_tokens without a word, or refuses."""
+    request = GenerationRequest("cut", (5,) * 2040, SamplingParams(64, ignore_eos=True))
+    with pytest.raises((EngineAnswerError, EngineRequestError), match=r"cut off after|context"):
+        generate(runner, client, [request])
+
+
+def test_the_keys_are_needed_and_told_to_nobody(runner, engine, client):
+    async def answers(key: str | None, path: str, admin: str | None) -> int:
+        async with EngineClient(engine.url, key, admin) as other:
+            try:
+                await (other.control(path) if admin else other.get_json(path))
+            except EngineRequestError as error:
+                return error.status
+        return 200
+
+    assert runner.run(answers("wrong", "/model_info", None)) == 401
+    assert runner.run(answers(None, "/model_info", None)) == 401
+    assert runner.run(answers(API_KEY, "/model_info", None)) == 200
+    assert runner.run(answers(API_KEY, "/flush_cache", API_KEY)) == 401
+    assert runner.run(answers(API_KEY, "/flush_cache", ADMIN_KEY)) == 200
+
+    family = [psutil.Process(engine.pid), *psutil.Process(engine.pid).children(recursive=True)]
+    shown = [" ".join(p.cmdline()) + str(p.environ()) for p in family]
+    shown += [str(runner.run(client.server_info())), engine.log_path.read_text()]
+    shown += [engine.options_path.read_text()]
+    assert not any("5c0ffee5" in text for text in shown)
+
+
+def test_an_engine_that_fits_is_accepted_and_others_are_refused(runner, client, model, tmp_path):
+    runner.run(check_engine(run_config(model), client))
+    with pytest.raises(EngineMismatchError, match=r"dtype.*'float32', expected 'bfloat16'"):
+        runner.run(check_engine(run_config(model, model={"dtype": "bfloat16"}), client))
+    other = orjson.loads((model / "config.json").read_bytes()) | {"vocab_size": 511}
+    (tmp_path / "config.json").write_bytes(orjson.dumps(other))
+    with pytest.raises(EngineMismatchError, match=r"vocabulary: .* 511 tokens"):
+        runner.run(check_engine(run_config(tmp_path), client))
+
+
+def test_an_abort_ends_one_request(runner, client):
+    async def abort_one() -> tuple[list, float]:
+        requests = long_requests(2)
+        calls = [
+            asyncio.create_task(client.generate([request], [f"abort-{i}"]))
+            for i, request in enumerate(requests)
+        ]
+        await asyncio.sleep(0.5)
+        start = time.monotonic()
+        await client.abort(["abort-0", "abort-unknown"])
+        outcome = await asyncio.gather(calls[0], return_exceptions=True)
+        seconds = time.monotonic() - start
+        still_running = not calls[1].done()
+        await client.abort_all()
+        outcome += await asyncio.gather(calls[1], return_exceptions=True)
+        return [*outcome, still_running], seconds
+
+    (first, second, still_running), seconds = runner.run(abort_one())
+    assert isinstance(first, AbortedError)
+    assert isinstance(second, AbortedError)
+    assert still_running
+    assert seconds < 10
+
+
+def test_late_requests_are_aborted_and_given_up(runner, client):
+    with pytest.raises(GenerationInterruptedError, match="2 attempts failed"):
+        generate(runner, client, long_requests(2), request_timeout_s=0.5, max_attempts=2)
+    assert idle_within(runner, client, seconds=10)
+
+
+def test_stop_leaves_nothing_running(runner, client):
+    start = time.monotonic()
+    with pytest.raises(StopRequestedError):
+        runner.run(
+            generate_many(
+                client,
+                long_requests(8),
+                GenerationLimits(concurrency=8),
+                stop=lambda: time.monotonic() > start + 0.5,
+            )
+        )
+    assert idle_within(runner, client, seconds=10)
+
+
+def idle_within(runner, client, seconds: float) -> bool:
+    """Whether the server soon runs nothing: it flushes its cache only then."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            runner.run(client.flush_cache())
+            return True
+        except EngineRequestError:
+            time.sleep(0.1)
+    return False
+
+
+def test_a_paused_engine_answers_health_and_goes_on(runner, client):
+    async def pause() -> GenerationResult:
+        await client.pause("retract")
+        call = asyncio.create_task(client.generate(ask(1, max_new_tokens=8), ["paused-0"]))
+        await asyncio.sleep(0.5)
+        assert await client.health()
+        assert not call.done()
+        await client.resume()
+        return (await call)[0]
+
+    assert runner.run(pause()).output_ids
+
+
+def test_a_port_in_use_is_named(engine, model):
+    second = engine_of(run_config(model), engine.port, "second.log")
+    with pytest.raises(EngineStartError, match=f"cannot bind 127.0.0.1:{engine.port}"):
+        second.start()
+
+
+def test_a_server_that_does_not_come_up_shows_its_log(model):
+    refused = run_config(model, sglang={"attention_backend": "nonsense"})
+    process = engine_of(refused, free_port("127.0.0.1"), "refused.log")
+    seen: list[str] = []
+    process.start()
+    with pytest.raises(
+        EngineStartError, match=r"(?s)exited with code 2.*invalid choice: 'nonsense'"
+    ):
+        process.wait_healthy(lambda seconds, line: seen.append(line))
+    assert seen
+    assert process.poll() == 2
+
+
+def test_a_server_dies_with_its_parent(model):
+    """The parent is SIGKILLed while the server loads; nobody else ends the server."""
+    port = free_port("127.0.0.1")
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from tests.integration.test_engine import engine_of, run_config\n"
+        "engine = engine_of(run_config(Path(sys.argv[1])), int(sys.argv[2]), 'orphan.log')\n"
+        "engine.start(); print(engine.pid, flush=True); time.sleep(600)\n"
+    )
+    command = [sys.executable, "-c", code, str(model), str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        server = psutil.Process(int(parent.stdout.readline()))
+        time.sleep(1.0)
+        parent.kill()
+    gone, _ = psutil.wait_procs([server], timeout=10)
+    assert gone or server.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client, model):
+    """SIGKILL in the middle of generation; a new server answers what is missing, and only that."""
+    short, long = ask(24, max_new_tokens=4), long_requests(12)
+    requests = [
+        GenerationRequest(key, r.prompt_ids, r.sampling) for key, r in enumerate([*long, *short])
+    ]
+    killed_at: list[float] = []
+
+    def kill_after_some(progress: GenerationProgress) -> None:
+        if progress.done >= 12 and not killed_at:
+            killed_at.append(time.monotonic())
+            os.kill(engine.pid, signal.SIGKILL)
+
+    limits = GenerationLimits(concurrency=36)
+    with pytest.raises(GenerationInterruptedError) as caught:
+        runner.run(generate_many(client, requests, limits, on_progress=kill_after_some))
+    assert time.monotonic() - killed_at[0] < 5
+    completed = caught.value.completed
+    assert len(completed) >= 12
+    assert set(completed) < set(range(36))
+    with pytest.raises(EngineLostError):
+        runner.run(client.wait_until_healthy(0.5))
+    assert engine.poll() == -signal.SIGKILL
+    engine.kill()
+
+    second = engine_of(run_config(model), free_port("127.0.0.1"), "restarted.log")
+    try:
+        second.start()
+        second.wait_healthy()
+        missing = [
+            GenerationRequest(r.key, r.prompt_ids, SamplingParams(8))
+            for r in requests
+            if r.key not in completed
+        ]
+        rest = runner.run(finish(second.url, missing))
+        assert not set(rest) & set(completed)
+        assert set(rest) | set(completed) == set(range(36))
+    finally:
+        second.stop()
+    assert second.poll() == 0
+
+
+async def finish(url: str, missing: list[GenerationRequest]) -> Results:
+    async with EngineClient(url, API_KEY, ADMIN_KEY) as client:
+        return await generate_many(client, missing, GenerationLimits(concurrency=36))

@@ -1,0 +1,86 @@
+"""Tiny random Hugging Face checkpoints of the supported families, with a byte-level BPE tokenizer. No hub, no download."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on sums; ids 0, 1, 2 are <|endoftext|> (pad), <|im_start|>, <|im_end|> (end)."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator([f"{a}+{b}={a + b}. The answer is {a + b}." for a in range(60) for b in range(60)], trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def save_tiny_model(
+    folder: str | Path,
+    family: str = "qwen3_moe",
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    layers: int = 2,
+    hidden: int = 64,
+    vocab_size: int = 512,
+    tied: bool = False,
+    **overrides: object,
+) -> Path:
+    """Write a random model of ``family`` (qwen3_moe | qwen3 | qwen2 | llama) and its tokenizer into ``folder``.
+
+    Weights are larger than a fresh initialisation's, and norms differ from 1, so that a mistake shows in the logits.
+    """
+    folder = Path(folder)
+    common = {
+        "vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": tied,
+        "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None,
+    }  # fmt: skip
+    rope = {"rope_theta": 1e6}
+    head = {"head_dim": 16}
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    builders = {
+        "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**head, **moe}),
+        "qwen3": (Qwen3Config, Qwen3ForCausalLM, head),
+        "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+        "llama": (LlamaConfig, LlamaForCausalLM, head),
+    }
+    config_class, model_class, extra = builders[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**{**common, **rope, **extra, **overrides}))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            scale = 0.2 if "mlp.gate." in name else 0.08
+            p.copy_(1 + 0.1 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * scale)
+    model = model.to(dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(folder)
+    tiny_tokenizer(vocab_size).save_pretrained(folder)
+    return folder

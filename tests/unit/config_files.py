@@ -1,0 +1,51 @@
+"""A valid configuration and the files that it names, small enough to write in every test: no
+weights, no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+MOE = {
+    "model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 511, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_position_embeddings": 2048,
+}  # fmt: skip
+DENSE = {
+    "model_type": "qwen3", "num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 128,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512,
+    "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+def write_checkpoint(folder: Path, config: dict[str, Any] = MOE) -> Path:
+    """A folder that looks like a checkpoint: config.json, an empty safetensors file, a
+    tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def minimal(folder: Path, model: dict[str, Any] = MOE) -> dict[str, dict[str, Any]]:
+    """Only what has no default, with every file in ``folder``."""
+    (folder / "train.jsonl").touch()
+    return {
+        "run": {"directory": str(folder / "run"), "steps": 10},
+        "model": {"hf_checkpoint": str(write_checkpoint(folder / "model", model))},
+        "data": {"train": str(folder / "train.jsonl")},
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64},
+        "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
+        "optimizer": {"lr": 1e-5},
+    }
+
+
+def write_config(folder: Path, tree: Any) -> Path:
+    """``tree`` as YAML, or text as it is."""
+    path = folder / "config.yaml"
+    path.write_text(tree if isinstance(tree, str) else yaml.safe_dump(tree))
+    return path

@@ -1,0 +1,37 @@
+"""Rewards that misbehave when the response asks for it. Imported by verifier workers, not by
+tests.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+
+def sleep_and_echo(response: str, answer: str) -> float:
+    time.sleep(float(response))
+    return float(answer)
+
+
+def loop_on_request(response: str, answer: str) -> float:
+    while response == "loop":
+        pass
+    if response == "power":  # one C call that holds the interpreter
+        return float(9 ** (9**9**9) > 0)
+    return 1.0
+
+
+def die_on_request(response: str, answer: str) -> float:
+    if response == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1.0
+
+
+def raise_on_request(response: str, answer: str) -> float:
+    raise RuntimeError("planted fault")
+
+
+def length_and_print(response: str, answer: str) -> float:
+    print("a library's chatter\n" * 1000, flush=True)
+    return float(len(response))

@@ -1,0 +1,114 @@
+"""A supervised run of stand-in processes, as a program of its own: what the supervisor's tests
+start and kill.
+
+``python -m tests.unit.supervised_run SPEC`` with SPEC a JSON object: ``directory``; ``rank``:
+Python code of every rank; ``world_size``; ``engine``: Python code of each incarnation, the last one
+again and again (empty: no engine); ``max_restarts``. The code sees ``RANK`` in its environment and
+may call ``note(text)``, which appends a line to ``<directory>/notes``; engines see ``INCARNATION``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_dppo.launch.engine import EngineKeeper
+from megatron_dppo.launch.processes import start_process, tail
+from megatron_dppo.launch.ranks import RankGroup
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.supervisor import Supervisor
+
+PRELUDE = """
+import os, signal, subprocess, sys, time
+def note(text):
+    with open(os.path.join({directory!r}, "notes"), "a") as file:
+        file.write(text + chr(10))
+def exists(path):
+    return os.path.exists(os.path.join({directory!r}, path))
+def wait_for(path):
+    while not exists(path):
+        time.sleep(0.02)
+def read(path):
+    with open(os.path.join({directory!r}, path)) as file:
+        return file.read()
+"""
+
+
+class StandInEngine:
+    """Meets ``launch.engine.Engine`` with a child that says it is healthy by making a file."""
+
+    def __init__(self, code: str, directory: Path, incarnation: int) -> None:
+        self.url = f"http://stand-in/{incarnation}"
+        self._code = code
+        self._log = directory / "logs" / f"engine{incarnation}.log"
+        self._healthy = directory / f"healthy{incarnation}"
+        self._incarnation = incarnation
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    def start(self) -> None:
+        environment = {
+            **os.environ,
+            "HEALTHY": str(self._healthy),
+            "INCARNATION": str(self._incarnation),
+        }
+        with self._log.open("wb") as file:
+            command = [sys.executable, "-c", self._code]
+            self._process = start_process(command, output=file.fileno(), environment=environment)
+
+    def wait_healthy(self, on_progress: Callable[[float, str], None] | None = None) -> float:
+        while not self._healthy.exists():
+            if self.poll() is not None:
+                raise RuntimeError(f"exited with {self.poll()}:\n{self.log_tail()}")
+            time.sleep(0.02)
+        return 0.5
+
+    def poll(self) -> int | None:
+        assert self._process is not None
+        return self._process.poll()
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._process.terminate()
+            self._process.wait(10)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+    def log_tail(self, lines: int = 40) -> str:
+        return tail(self._log, lines)
+
+
+def main() -> int:
+    spec = json.loads(sys.argv[1])
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    path = Path(spec["directory"])
+    prelude = PRELUDE.format(directory=str(path))
+    with RunDirectory(path) as directory:
+        command = [sys.executable, "-c", prelude + spec["rank"]]
+        outputs = [directory.rank_output(rank) for rank in range(spec["world_size"])]
+        engine, codes = None, spec["engine"]
+        if codes:
+            engine = EngineKeeper(
+                lambda i: StandInEngine(prelude + codes[min(i, len(codes)) - 1], path, i),
+                directory,
+                keys={"api_key": "a", "admin_api_key": "b"},
+                max_restarts=spec["max_restarts"],
+            )
+        return Supervisor(RankGroup(command, outputs, 1), engine).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Every cross-section check: the smallest change of a valid configuration that it refuses, and its
+words."""
+
+import json
+
+import pytest
+
+from megatron_dppo.config import ConfigError, check_config, load_config, padded_vocab_size
+from tests.unit.config_files import DENSE, MOE, minimal, write_config
+
+
+@pytest.fixture
+def check(tmp_path):
+    def run(*overrides, model=MOE):
+        return check_config(
+            load_config(write_config(tmp_path, minimal(tmp_path, model)), overrides)
+        )
+
+    return run
+
+
+@pytest.fixture
+def problems(check):
+    def run(*overrides, model=MOE):
+        with pytest.raises(ConfigError) as caught:
+            check(*overrides, model=model)
+        return list(caught.value.problems)
+
+    return run
+
+
+def test_a_valid_configuration_has_a_plan(check):
+    plan = check("parallel.world_size=4", "parallel.tensor=2", "parallel.expert=2")
+    assert (plan.data, plan.expert_tensor, plan.expert_data) == (2, 1, 2)
+    assert plan.sequence_parallel
+    assert (plan.vocab, plan.padded_vocab) == (511, 512)
+    assert (plan.responses_per_batch, plan.steps_per_batch) == (32, 2)
+
+
+def test_a_plan_in_a_line(tmp_path):
+    path = write_config(tmp_path, minimal(tmp_path))
+    config = load_config(path, ["parallel.world_size=4", "parallel.tensor=2", "parallel.expert=2"])
+    assert check_config(config).summary(config) == (
+        "4 ranks: TP 2 x PP 1 x VPP 1 x DP 2, experts EP 2 x ETP 1 x expert DP 2, sequence "
+        "parallel; "
+        "vocabulary 511 (padded to 512); a rollout batch is 32 responses and 2 optimiser steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("vocab", "tensor", "padded"),
+    [(511, 1, 511), (511, 2, 512), (512, 4, 512), (513, 4, 516), (7, 8, 8)],
+)
+def test_padded_vocabulary(vocab, tensor, padded):
+    assert padded_vocab_size(vocab, tensor) == padded
+
+
+WORLD = "parallel.world_size="
+LAYOUTS_THAT_FIT = [
+    (WORLD + "2", "parallel.tensor=2"),
+    (WORLD + "2", "parallel.expert=2"),
+    (WORLD + "2", "parallel.tensor=2", "parallel.expert_tensor=2"),
+    (WORLD + "4", "parallel.expert=2", "parallel.tensor=2", "parallel.expert_tensor=2"),
+    (WORLD + "8", "parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=2"),
+    (WORLD + "2", "parallel.pipeline=2", "parallel.virtual_pipeline=2"),
+    (WORLD + "1", "optimizer.distributed=true"),
+]
+
+
+@pytest.mark.parametrize("overrides", LAYOUTS_THAT_FIT, ids=" ".join)
+def test_layouts_that_fit(check, overrides):
+    check(*overrides)
+
+
+REFUSED = [
+    (
+        [WORLD + "3", "parallel.tensor=2"],
+        "parallel.world_size: got 3, expected a multiple of tensor x pipeline = 2 x 1 = 2",
+    ),
+    (
+        [WORLD + "2", "parallel.expert=4"],
+        "parallel.world_size: got 2, expected a multiple of expert_tensor x expert x pipeline = 1 "
+        "x 4 x 1 = 4",
+    ),
+    (
+        [WORLD + "2", "parallel.tensor=2", "parallel.expert_tensor=1"],
+        "parallel.expert_tensor: got 1 with expert 1 and tensor 2, expected 2: Megatron-Core "
+        "0.16.1 does not",
+    ),
+    (
+        [WORLD + "2", "parallel.expert_tensor=2"],
+        "parallel.expert_tensor: got 2 with expert 1 and tensor 1, expected 1",
+    ),
+    (
+        [WORLD + "2", "parallel.tensor=2", "parallel.sequence=false"],
+        "parallel.sequence: got false with tensor 2, expected true or null",
+    ),
+    (["parallel.sequence=true"], "parallel.sequence: got true with tensor 1, expected null"),
+    (
+        [WORLD + "3", "parallel.expert=3", "rollout.prompts_per_step=12"],
+        "parallel.expert: got 3, expected a divisor of the model's 8 experts",
+    ),
+    (
+        [WORLD + "4", "parallel.tensor=4"],
+        "parallel.tensor: got 4, expected a divisor of the model's 2 key-value heads",
+    ),
+    (
+        [WORLD + "3", "parallel.tensor=3"],
+        "parallel.tensor: got 3, expected a divisor of the model's 4 attention heads",
+    ),
+    (
+        [WORLD + "3", "parallel.pipeline=3"],
+        "parallel.pipeline: got 3, expected a divisor of the model's 4 layers",
+    ),
+    (
+        [WORLD + "2", "parallel.pipeline=2", "parallel.virtual_pipeline=3"],
+        "parallel.pipeline: got 2 x virtual_pipeline = 2 x 3, expected a divisor of the model's 4 "
+        "layers",
+    ),
+    (
+        ["parallel.virtual_pipeline=2"],
+        "parallel.virtual_pipeline: got 2 with pipeline 1, expected null",
+    ),
+    (
+        [
+            WORLD + "6",
+            "parallel.expert=2",
+            "parallel.expert_tensor=3",
+            "rollout.prompts_per_step=12",
+        ],
+        "parallel.expert_tensor: got 3, expected a divisor of the experts' MLP size 32",
+    ),
+    (
+        [
+            WORLD + "4",
+            "parallel.tensor=2",
+            "parallel.expert=2",
+            "parallel.expert_tensor=2",
+            "engine.device=cpu",
+            "megatron.moe_token_dispatcher_type=alltoall",
+        ],
+        "megatron.moe_token_dispatcher_type: got 'alltoall' with expert 2 x expert_tensor 2 on a "
+        "CPU, expected 'allgather'",
+    ),
+    (
+        ["training.prompts_per_mini_batch=3"],
+        "training.prompts_per_mini_batch: got 3, expected a divisor of rollout.prompts_per_step = "
+        "8",
+    ),
+    (
+        [WORLD + "3"],
+        "rollout.prompts_per_step: got 8, expected a multiple of the 3 data-parallel ranks",
+    ),
+    (
+        [WORLD + "16"],
+        "rollout.prompts_per_step: got 8, expected a multiple of the 16 data-parallel ranks",
+    ),
+    (
+        [WORLD + "8", "training.prompts_per_mini_batch=1"],
+        "training.prompts_per_mini_batch: got 1 x rollout.group_size 4 = 4 responses in an "
+        "optimiser step, expected at least one for each of the 8",
+    ),
+    (
+        ["rollout.top_p=0.95"],
+        "rollout.top_p: got 0.95, expected 1: the engine's log-probabilities ignore the truncation",
+    ),
+    (["rollout.top_k=50"], "rollout.top_k: got 50, expected -1 (off)"),
+    (
+        ["algorithm.aggregation=token-mean", "algorithm.aggregation_constant=64"],
+        "algorithm.aggregation_constant: got 64.0 with aggregation 'token-mean', expected null",
+    ),
+    (["data.train=none.jsonl"], "data.train: got 'none.jsonl', expected a JSONL file, relative to"),
+    (
+        ["data.evaluation.aime24=none.jsonl"],
+        "data.evaluation.aime24: got 'none.jsonl', expected a JSONL file",
+    ),
+    (
+        ["rollout.replay_from=nowhere"],
+        "rollout.replay_from: got 'nowhere', expected a folder of rollout batches",
+    ),
+    (["engine.url=localhost:3000"], "engine.url: got 'localhost:3000', expected http://host:port"),
+    (
+        ["data.max_prompt_tokens=2000"],
+        "rollout.max_response_tokens: got 64, with data.max_prompt_tokens 2000 that is 2064, "
+        "expected at most the model's 2048 positions",
+    ),
+    (
+        ["evaluation.max_response_tokens=1025"],
+        "evaluation.max_response_tokens: got 1025, with data.max_prompt_tokens 1024",
+    ),
+    (
+        ["rollout.topk_log_probs=512"],
+        "rollout.topk_log_probs: got 512, expected at most the vocabulary's 511",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "problem"), REFUSED, ids=[p.split(",")[0] for _, p in REFUSED]
+)
+def test_what_is_refused(problems, overrides, problem):
+    found = problems(*overrides)
+    assert any(line.startswith(problem) for line in found), found
+
+
+REFUSED_FOR_DENSE = [
+    (
+        [WORLD + "2", "parallel.expert=2"],
+        "parallel.expert: got 2, expected 1: qwen3 is a dense model",
+    ),
+    (
+        [WORLD + "2", "parallel.expert_tensor=2"],
+        "parallel.expert_tensor: got 2, expected null: qwen3",
+    ),
+    (["rollout.router_replay=true"], "rollout.router_replay: got true, expected false: qwen3"),
+    (
+        ["megatron.moe_token_dispatcher_type=allgather"],
+        "megatron.moe_token_dispatcher_type: got 'allgather', expected nothing: qwen3",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "problem"), REFUSED_FOR_DENSE)
+def test_what_is_refused_for_a_dense_model(problems, overrides, problem):
+    assert any(line.startswith(problem) for line in problems(*overrides, model=DENSE))
+
+
+def test_a_dense_mlp_must_split(problems):
+    found = problems(WORLD + "2", "parallel.tensor=2", model=DENSE | {"intermediate_size": 129})
+    assert found == ["parallel.tensor: got 2, expected a divisor of the model's MLP size 129"]
+
+
+def test_a_dense_model_needs_no_sequence_parallelism(check):
+    assert not check(WORLD + "2", "parallel.tensor=2", model=DENSE).sequence_parallel
+
+
+def test_all_problems_are_one_error(problems):
+    found = problems(
+        "rollout.top_p=0.9", WORLD + "3", "model.hf_checkpoint=nowhere", "megatron.bf17=true"
+    )
+    keys = [line.split(":")[0] for line in found]
+    assert keys == [
+        "rollout.prompts_per_step",
+        "rollout.top_p",
+        "megatron.bf17",
+        "model.hf_checkpoint",
+    ]
+
+
+def test_missing_files_of_a_checkpoint(tmp_path, problems):
+    model = tmp_path / "bare"
+    model.mkdir()
+    key = f"model.hf_checkpoint={model}"
+    assert problems(key)[0] == f"model.hf_checkpoint: {model}/config.json is missing"
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "vocab_size": "x"}))
+    found = "\n".join(problems(key))
+    assert f"no weights in {model}: expected model.safetensors or model.safetensors.index" in found
+    assert f"no tokenizer in {model}: expected tokenizer.json or tokenizer.model or" in found
+    assert f"{model}/config.json: no num_attention_heads" in found
+    assert f"{model}/config.json: vocab_size is 'x', expected a size" in found
+    (model / "config.json").write_text("{")
+    assert "is not JSON" in problems(key)[0]
+
+
+def test_a_missing_shard_is_named(tmp_path, problems):
+    minimal(tmp_path)
+    index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-2.safetensors"}}
+    model = tmp_path / "model"
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (model / "m-1.safetensors").touch()
+    (found,) = problems()
+    assert "1 of the 2 files that" in found
+    assert found.endswith("are missing: m-2.safetensors")
+
+
+def test_sizes_under_the_names_of_other_families(check):
+    mixtral = {k: v for k, v in MOE.items() if k not in ("num_experts", "moe_intermediate_size")}
+    assert (
+        check(
+            WORLD + "2", "parallel.expert=2", model=mixtral | {"num_local_experts": 8}
+        ).expert_data
+        == 1
+    )

@@ -1,0 +1,102 @@
+"""``python -m megatron_dppo.train``: what is refused before anything starts, and how it says so."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_models import save_tiny_model
+from tests.unit.config_files import minimal, write_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("entry")
+    tree = minimal(folder)
+    save_tiny_model(folder / "model", "qwen3_moe")
+    return write_config(folder, tree)
+
+
+@pytest.fixture
+def train(config):
+    def run(*words, **environment):
+        return subprocess.run(
+            [sys.executable, "-m", "megatron_dppo.train", str(config), *words],
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    return run
+
+
+def test_check_describes_the_layout_in_a_line(train):
+    answer = train("--check", "parallel.world_size=2", "parallel.tensor=2")
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout == (
+        "2 ranks: TP 2 x PP 1 x VPP 1 x DP 1, experts EP 1 x ETP 2 x expert DP 1, sequence "
+        "parallel; "
+        "vocabulary 512; a rollout batch is 32 responses and 2 optimiser steps\n"
+    )
+
+
+def test_a_refusal_has_no_traceback(train):
+    answer = train("rollout.top_p=0.9", "optimizer.lr=1e-4")
+    assert answer.returncode == 2
+    assert "rollout.top_p: got 0.9, expected 1" in answer.stderr
+    assert "Traceback" not in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_names_are_refused_before_anything_starts(train, config):
+    answer = train("algorithm.name=dpo", "reward.name=vibes")
+    assert answer.returncode == 2
+    assert "2 problems" in answer.stderr
+    assert "algorithm: unknown algorithm 'dpo'; known: " in answer.stderr
+    assert "reward.name: unknown reward 'vibes'" in answer.stderr
+    assert not (config.parent / "run").exists()
+
+
+def test_carrying_fewer_log_probs_than_the_algorithm_needs_is_refused(train):
+    answer = train("--check", "algorithm.name=dppo-topk-tv", "rollout.topk_log_probs=4")
+    assert answer.returncode == 2
+    assert "rollout.topk_log_probs is 4; expected 0, or at least 20" in answer.stderr
+
+
+def test_print_config(train, config):
+    answer = train("--print-config", "run.seed=7")
+    assert answer.returncode == 0
+    assert "  seed: 7\n" in answer.stdout
+    assert "temperature: 1.0\n" in answer.stdout
+
+
+def test_a_launcher_of_another_world_is_refused(train):
+    answer = train(RANK="0", WORLD_SIZE="4")
+    assert answer.returncode == 2
+    assert "parallel.world_size: got 1, but the launcher set WORLD_SIZE to 4" in answer.stderr
+
+
+def test_a_port_in_use_is_refused(train):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        answer = train(f"engine.port={port}")
+        assert answer.returncode == 2
+        assert f"engine.port: cannot bind 127.0.0.1:{port}" in answer.stderr
+        answer = train(MASTER_PORT=str(port))
+        assert answer.returncode == 2
+        assert f"MASTER_PORT: {port} is taken" in answer.stderr
+
+
+def test_help_says_what_ctrl_c_does(train):
+    answer = train("--help")
+    assert answer.returncode == 0
+    assert "Ctrl-C once" in answer.stdout

@@ -1,0 +1,254 @@
+"""YAML and overrides to a TrainConfig, and what a person is told when that can't be."""
+
+import math
+import subprocess
+import sys
+
+import pytest
+
+from megatron_dppo.config import ConfigError, load_config, resolved_yaml
+from megatron_dppo.config.yaml_core import dump_yaml, parse_scalar, parse_yaml
+from tests.unit.config_files import minimal, write_config
+
+VALUES = [
+    ("1e-6", 1e-6),
+    ("1E3", 1000.0),
+    ("-2.5e+3", -2500.0),
+    (".5", 0.5),
+    ("3.", 3.0),
+    (".inf", math.inf),
+    ("-.inf", -math.inf),
+    ("3", 3),
+    ("-3", -3),
+    ("1_000", 1000),
+    ("010", 10),
+    ("0x1F", 31),
+    ("0o17", 15),
+    ("true", True),
+    ("False", False),
+    ("null", None),
+    ("~", None),
+    ("", None),
+    ("yes", "yes"),
+    ("no", "no"),
+    ("off", "off"),
+    ("1:30", "1:30"),
+    ("2024-01-01", "2024-01-01"),
+    ("none", "none"),
+    ("1e", "1e"),
+    ("e5", "e5"),
+    ("1.2.3", "1.2.3"),
+    ("_1", "_1"),
+    ("1_", "1_"),
+]
+
+
+@pytest.fixture
+def tree(tmp_path):
+    return minimal(tmp_path)
+
+
+@pytest.fixture
+def load(tmp_path, tree):
+    return lambda *overrides: load_config(write_config(tmp_path, tree), overrides)
+
+
+def problems_of(load, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(("text", "value"), VALUES)
+def test_plain_scalars_are_yaml_1_2(text, value):
+    read = parse_yaml(f"key: {text}")["key"]
+    assert read == value
+    assert type(read) is type(value)
+    assert parse_scalar(text) == value
+
+
+def test_not_a_number_is_one():
+    assert math.isnan(parse_scalar(".nan"))
+
+
+@pytest.mark.parametrize(
+    "text", [text for text, _ in VALUES] + ["'", "a: b", "#", "é", "- x", "{", "\n", "x\ny"]
+)
+def test_text_survives_a_dump(text):
+    assert parse_yaml(dump_yaml({"key": text})) == {"key": text}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("http://[::1]:30000", "http://[::1]:30000"),
+        ("a #b: @c", "a #b: @c"),
+        ("'1e-6'", "1e-6"),
+        ("[a, 1e-3]", ["a", 1e-3]),
+        ("{a: 1}", {"a": 1}),
+        (" 5 ", 5),
+        ("*x", "*x"),
+    ],
+)
+def test_override_values(text, value):
+    assert parse_scalar(text) == value
+
+
+def test_defaults_and_types(load):
+    config = load("optimizer.lr=1e-6", "rollout.temperature=1", "algorithm.options.ratio_cap=.inf")
+    assert config.optimizer.lr == 1e-6
+    assert config.rollout.temperature == 1.0
+    assert config.algorithm.options == {"ratio_cap": math.inf}
+    assert config.run.seed == 1
+    assert config.parallel.world_size == 1
+
+
+def test_overrides_make_tables_and_the_last_one_wins(load):
+    config = load("parallel.tensor=4", "parallel.tensor=2", "megatron.a.b=1e-3", "engine.url=")
+    assert config.parallel.tensor == 2
+    assert config.megatron == {"a": {"b": 1e-3}}
+    assert config.engine.url is None
+
+
+def test_a_section_with_nothing_in_it_is_empty(tmp_path, tree):
+    tree["parallel"] = tree["sglang"] = None
+    config = load_config(write_config(tmp_path, tree))
+    assert config.parallel.world_size == 1
+    assert config.sglang == {}
+
+
+def test_what_is_resolved_reads_back_as_it_was(tmp_path, load):
+    config = load("algorithm.options.ratio_cap=.inf", "run.directory='1e-6'", "sglang.x=no")
+    again = load_config(write_config(tmp_path, resolved_yaml(config)))
+    assert again == config
+    assert again.run.directory == "1e-6"
+    assert resolved_yaml(again) == resolved_yaml(config)
+
+
+def test_every_problem_is_told_at_once(tmp_path, tree):
+    del tree["run"]["steps"]
+    tree["rollout"] |= {"top_p": "x", "group_size": 1, "topp": 0.9}
+    tree["model"]["dtype"] = "fp16"
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_config(tmp_path, tree), ["optimizer.lr=0", "nonsense", "run.seed=true"])
+    text = str(caught.value)
+    assert text.startswith(f"{tmp_path}/config.yaml: 8 problems\n")
+    for line in (
+        "override 'nonsense': expected key.path=value",
+        "rollout.top_p: got 'x' (str), expected a number > 0 and <= 1",
+        "rollout.group_size: got 1 (int), expected a whole number > 1",
+        "model.dtype: got 'fp16' (str), expected one of 'float32', 'bfloat16'",
+        "optimizer.lr: got 0 (int), expected a number > 0",
+        "run.seed: got true (bool), expected a whole number >= 0",
+        "run.steps: missing, expected a whole number > 0 (Rollout batches to train on in all; a "
+        "resumed run counts on from its checkpoint)",
+    ):
+        assert f"\n  {line}\n" in f"{text}\n"
+    assert (
+        "\n  rollout.topp: unknown key (got 0.9 (float)); did you mean rollout.top_p? Exp" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("optimizer.warmupsteps=1", "optimizer.warmup_steps"),
+        ("training.lr=1", "optimizer.lr"),
+        ("paralel=2", "parallel"),
+        ("lr=1", "optimizer.lr"),
+        ("data.tensor=1", "parallel.tensor"),
+    ],
+)
+def test_an_unknown_key_comes_with_a_suggestion(load, override, meant):
+    (problem,) = problems_of(load, override)
+    assert problem.startswith(f"{override.split('=')[0]}: unknown key")
+    assert f"did you mean {meant}?" in problem
+
+
+def test_an_unknown_key_that_resembles_nothing(load):
+    (problem,) = problems_of(load, "model.zzz=1")
+    assert problem == (
+        "model.zzz: unknown key (got 1 (int)); Expected one of: hf_checkpoint, dtype"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "algorithm.options.x=y",
+            "algorithm.options.x: got 'y' (str), expected a number or true or false",
+        ),
+        ("data.evaluation.aime=3", "data.evaluation.aime: got 3 (int), expected text"),
+        ("data.evaluation=3", "data.evaluation: got 3 (int), expected a table of name: text"),
+        ("parallel=3", "parallel: got 3 (int), expected a table"),
+        ("optimizer.lr=.nan", "optimizer.lr: got nan (float), expected a number > 0"),
+        ("optimizer.lr=.inf", "optimizer.lr: got inf (float), expected a number > 0"),
+        ("run.seed=1.0", "run.seed: got 1.0 (float), expected a whole number >= 0"),
+        (
+            "engine.port=x",
+            "engine.port: got 'x' (str), expected a whole number > 0 and < 65536 or null",
+        ),
+        ("run.steps.x=1", "override run.steps.x: run.steps is 10 (int), not a table"),
+        ("run steps=1", "override 'run steps=1': expected key.path=value"),
+    ],
+)
+def test_what_was_given_and_what_was_expected(load, override, problem):
+    assert problems_of(load, override) == [problem]
+
+
+def test_a_broken_override_value(load):
+    (problem,) = problems_of(load, "megatron.x=[1, 2")
+    assert problem.startswith("override 'megatron.x=[1, 2': the value is not valid YAML:")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "run: {}\nmodel: {}\nrun: {}\n",
+            "config.yaml:3:1:\n  not valid YAML: the key 'run' is given twice, in lines 1 and 3",
+        ),
+        (
+            "run:\n  seed: 1\n  seed: 2\n",
+            "config.yaml:3:3:\n  not valid YAML: the key 'seed' is given twice",
+        ),
+        ("run: {1: 2}\n", "the key '1' is not text; put it in quotes"),
+        (
+            "- run\n",
+            "got ['run'] (list) at the top level, expected a table with the sections run, model",
+        ),
+        ("", "got null at the top level"),
+        ("run: [1\n", "config.yaml:2:1:\n  not valid YAML"),
+        (
+            "run: !!python/object:os.system {}\n",
+            "not valid YAML: could not determine a constructor",
+        ),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path, text, message):
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_config(tmp_path, text))
+    assert message in str(caught.value)
+
+
+def test_a_merged_key_may_be_set_again():
+    text = "base: &b {x: 1, y: 2}\nother:\n  <<: *b\n  y: 3\n"
+    assert parse_yaml(text)["other"] == {"x": 1, "y": 3}
+
+
+def test_a_file_that_is_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_config(tmp_path / "none.yaml")
+
+
+def test_nothing_heavy_is_imported():
+    code = (
+        "import sys, megatron_dppo.config, megatron_dppo.train, megatron_dppo.launch.local\n"
+        "print([m for m in ('torch', 'numpy', 'transformers', 'sglang', 'megatron') if m in "
+        "sys.modules])"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == "[]"

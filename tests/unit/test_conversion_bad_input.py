@@ -1,0 +1,267 @@
+"""What can be wrong with a checkpoint, an output or the machine: a clear error, and nothing damaged or half-written."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dppo.checkpoint_conversion import (
+    CheckpointError,
+    Layout,
+    LayoutError,
+    load_model_shape,
+    publishing,
+    safetensors_file,
+)
+from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, write_hf_checkpoint
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.convert import main
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=4)
+
+
+@pytest.fixture
+def moe_copy(moe, tmp_path) -> Path:
+    return Path(shutil.copytree(moe, tmp_path / "hf"))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 10)
+
+
+def rewritten(folder: Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+BAD_INPUTS = {
+    "no weights": (lambda d: (d / "model.safetensors").unlink(), "has neither"),
+    "truncated": (lambda d: truncate(d / "model.safetensors"), "truncated or overwritten"),
+    "empty file": (lambda d: (d / "model.safetensors").write_bytes(b""), "cannot hold a header"),
+    "not safetensors": (
+        lambda d: (d / "model.safetensors").write_bytes(b"\x08" + bytes(7) + b"notjson!"),
+        "not JSON",
+    ),
+    "missing tensor": (
+        lambda d: rewritten(d, lambda t: t.pop("model.norm.weight")),
+        "1 missing, first model.norm.weight",
+    ),
+    "unknown tensor": (
+        lambda d: rewritten(d, lambda t: t.update({"extra.weight": torch.zeros(2)})),
+        "1 unknown, first extra.weight",
+    ),
+    "wrong shape": (
+        lambda d: rewritten(d, lambda t: t.update({"model.norm.weight": torch.zeros(65)})),
+        r"model.norm.weight has shape \(65,\), config.json says \(64,\)",
+    ),
+    "mixed dtypes": (
+        lambda d: rewritten(
+            d, lambda t: t.update({"model.norm.weight": torch.zeros(64).bfloat16()})
+        ),
+        "tensors of several dtypes",
+    ),
+    "unsupported dtype": (
+        lambda d: rewritten(
+            d, lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
+        ),
+        "has dtype I8, expected one of",
+    ),
+    "no config": (lambda d: (d / "config.json").unlink(), "no such file"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS)
+def test_bad_checkpoints_are_refused_and_nothing_is_written(moe_copy, tmp_path, damage, message):
+    damage(moe_copy)
+    with pytest.raises(CheckpointError, match=message):
+        hf_to_megatron(moe_copy, tmp_path / "m", Layout())
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+def sharded_copy(source: Path, target: Path) -> Path:
+    """The same model in several shards with an index."""
+    shape = load_model_shape(source)
+    write_hf_checkpoint(
+        target,
+        shape,
+        torch.float32,
+        tensors_of(source).items(),
+        side_files_from=source,
+        max_shard_bytes=400_000,
+    )
+    return target
+
+
+def edit_index(folder: Path, change) -> None:
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+BAD_INDICES = {
+    "missing shard": (
+        lambda d: (d / "model-00002-of-00004.safetensors").unlink(),
+        "names model-00002-of-00004.safetensors, which is not in the folder",
+    ),
+    "truncated shard": (
+        lambda d: truncate(d / "model-00003-of-00004.safetensors"),
+        "truncated or overwritten",
+    ),
+    "wrong place": (
+        lambda d: edit_index(
+            d, lambda m: m.update({"model.norm.weight": "model-00001-of-00004.safetensors"})
+        ),
+        "places model.norm.weight in model-00001-of-00004.safetensors, but it is in model-00003",
+    ),
+    "not listed": (
+        lambda d: edit_index(d, lambda m: m.pop("model.norm.weight")),
+        "does not list model.norm.weight",
+    ),
+    "unknown tensor": (
+        lambda d: edit_index(d, lambda m: m.update({"x": "model-00001-of-00004.safetensors"})),
+        "places x in .* but no shard has it",
+    ),
+    "no weight map": (
+        lambda d: (d / "model.safetensors.index.json").write_text("[]"),
+        "not an index with a weight_map",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD_INDICES.values(), ids=BAD_INDICES)
+def test_bad_indices_are_refused(moe, tmp_path, damage, message):
+    folder = sharded_copy(moe, tmp_path / "hf")
+    with SafetensorsReader(folder) as reader:
+        assert len(reader.specs) == 135
+    damage(folder)
+    with pytest.raises(CheckpointError, match=message):
+        SafetensorsReader(folder)
+
+
+def test_a_tied_model_that_stores_its_output_layer_too(tmp_path):
+    hf = save_tiny_model(tmp_path / "hf", "qwen3", tied=True)
+    rewritten(hf, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    hf_to_megatron(hf, tmp_path / "m", Layout())
+    verify(hf, tmp_path / "m")
+    rewritten(hf, lambda t: t["lm_head.weight"][-1].zero_())
+    with pytest.raises(
+        CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight"
+    ):
+        hf_to_megatron(hf, tmp_path / "m2", Layout())
+
+
+def test_bad_megatron_folders_are_refused(moe, tmp_path):
+    with pytest.raises(CheckpointError, match="not a finished conversion"):
+        verify(moe, moe)
+    hf_to_megatron(moe, tmp_path / "m", Layout(tensor=2, expert_tensor=2))
+    megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    with pytest.raises(CheckpointError, match="expected one in a Megatron layout"):
+        verify(moe, tmp_path / "back")
+    other = save_tiny_model(tmp_path / "other", "qwen3_moe", layers=2)
+    with pytest.raises(
+        CheckpointError, match=r"describes another model .* num_layers 4 \(config.json: 2\)"
+    ):
+        megatron_to_hf(tmp_path / "m", tmp_path / "back2", hf_config=other)
+    shutil.copy(
+        tmp_path / "m" / "rank-00000.safetensors", tmp_path / "m" / "rank-00001.safetensors"
+    )
+    with pytest.raises(
+        CheckpointError,
+        match=r"decoder.final_layernorm.weight is TensorSpec.* its layout expects None",
+    ):
+        verify(moe, tmp_path / "m")
+    (tmp_path / "m" / "rank-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors: cannot be opened"):
+        verify(moe, tmp_path / "m")
+
+
+def test_an_output_that_is_not_empty_is_left_alone(moe, tmp_path):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "precious").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists and is not an empty folder"):
+        hf_to_megatron(moe, tmp_path / "m", Layout())
+    assert (tmp_path / "m" / "precious").read_text() == "mine"
+    assert os.listdir(tmp_path) == ["m"]
+
+
+def test_a_layout_that_does_not_divide_writes_nothing(moe, tmp_path):
+    with pytest.raises(LayoutError, match="8 experts into expert 3"):
+        hf_to_megatron(moe, tmp_path / "m", Layout.smallest(expert=3))
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_fills_up_leaves_nothing(moe, tmp_path, monkeypatch, capsys):
+    real_pwrite, left = os.pwrite, [20]
+
+    def full(*arguments):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real_pwrite(*arguments)
+
+    monkeypatch.setattr(safetensors_file.os, "pwrite", full)
+    assert main(["hf-to-megatron", "--hf", str(moe), "--out", str(tmp_path / "m")]) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(moe, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(publishing.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    with pytest.raises(CheckpointError, match=r"needs \d+ bytes, its disk has 1000 bytes free"):
+        hf_to_megatron(moe, tmp_path / "m", Layout())
+    assert os.listdir(tmp_path) == []
+
+
+STALL = """
+import os, sys, time
+from megatron_dppo.checkpoint_conversion import Layout
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+def stall(count):
+    print("writing", flush=True)
+    time.sleep(60)
+hf_to_megatron(sys.argv[1], sys.argv[2], Layout(), progress=stall)
+"""
+
+
+def test_a_killed_conversion_never_loads_and_a_rerun_starts_clean(moe, tmp_path):
+    out = tmp_path / "m"
+    process = subprocess.Popen(
+        [sys.executable, "-c", STALL, str(moe), str(out)], stdout=subprocess.PIPE
+    )
+    assert process.stdout.readline() == b"writing\n"
+    with pytest.raises(CheckpointError, match="another process is writing it now"):
+        hf_to_megatron(moe, out, Layout())
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    assert not out.exists()
+    assert os.listdir(tmp_path) == [".m.partial"]
+    with pytest.raises(CheckpointError, match="not a finished conversion"):
+        verify(moe, tmp_path / ".m.partial")
+    hf_to_megatron(moe, out, Layout())
+    verify(moe, out)
+    assert os.listdir(tmp_path) == ["m"]

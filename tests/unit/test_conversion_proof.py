@@ -1,0 +1,205 @@
+"""Every element exactly once: for real shapes over hundreds of layouts, and the proof notices what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.checkpoint_conversion import (
+    Layout,
+    LayoutError,
+    ModelShape,
+    hf_tensors,
+    load_model_shape,
+    resharding,
+)
+from megatron_dppo.checkpoint_conversion.engine_layout import EngineLayout, engine_parameters
+from megatron_dppo.checkpoint_conversion.gather_plan import gather_plan
+from megatron_dppo.checkpoint_conversion.mapping import Segment
+from megatron_dppo.checkpoint_conversion.proof import (
+    ProofError,
+    check_filled,
+    check_tiling,
+    prove_produced_once,
+    prove_rank_filled,
+)
+from megatron_dppo.checkpoint_conversion.resharding import prove_resharding
+
+CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
+PARAMETERS = {
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-30b-a3b-base": 30_532_122_624,
+    "qwen3-8b-base": 8_190_735_360,
+    "qwen3-1.7b-base": 1_720_574_976,
+    "deepseek-r1-distill-qwen-1.5b": 1_777_088_000,
+    "octothinker-3b": 3_212_749_824,
+}
+
+
+def real(name: str) -> ModelShape:
+    return load_model_shape(CONFIGS / name)
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_the_tables_hold_exactly_the_published_number_of_parameters(name):
+    assert sum(dims.numel() for dims in hf_tensors(real(name)).values()) == PARAMETERS[name]
+
+
+def dense_layouts(shape: ModelShape) -> list[Layout]:
+    """Every TP, PP, VPP and DP of a grid that divides the model."""
+    found = []
+    for tp, pp, vpp, dp in itertools.product(
+        (1, 2, 4, 8), (1, 2, 4, 7, 9, 14), (None, 2, 3), (1, 2)
+    ):
+        try:
+            layout = Layout(tp, pp, vpp, data=dp, expert_tensor=tp)
+            prove_rank_filled(shape, layout, layout.world_size - 1)
+        except LayoutError:
+            continue
+        found.append(layout)
+    return found
+
+
+@pytest.mark.parametrize("name", ["qwen3-8b-base", "deepseek-r1-distill-qwen-1.5b"])
+def test_dense_models_on_every_layout_of_a_grid(name):
+    shape = real(name)
+    layouts = dense_layouts(shape)
+    assert len(layouts) >= 40
+    engines = [e for e in map(EngineLayout, (1, 2, 4)) if shape.num_attention_heads % e.tensor == 0]
+    for layout, engine in itertools.product(layouts, engines):
+        report = prove_resharding(shape, layout, engine)
+        assert report.model_bytes == 2 * PARAMETERS[name]
+        assert sum(report.holds) == report.model_bytes
+        assert max(report.engine) < report.model_bytes / engine.tensor * 1.02
+
+
+MOE_LAYOUTS = [
+    Layout.smallest(tp, pp, vpp, ep, etp)
+    for tp, pp, vpp in (
+        (1, 1, None),
+        (2, 1, None),
+        (4, 2, None),
+        (8, 1, None),
+        (2, 4, 3),
+        (1, 16, None),
+    )
+    for ep, etp in ((1, 1), (4, 1), (8, 2))
+]
+
+
+@pytest.mark.parametrize("layout", MOE_LAYOUTS, ids=Layout.describe)
+def test_qwen3_30b_a3b(layout):
+    shape = real("qwen3-30b-a3b")
+    engine = EngineLayout(8, 4)
+    report = prove_resharding(shape, layout, engine)
+    assert report.model_bytes == sum(report.holds) == 2 * PARAMETERS["qwen3-30b-a3b"]
+    assert sum(report.direct) == sum(report.engine)
+    assert report.gathered == report.model_bytes - report.holds[0]
+    prove_rank_filled(shape, layout, layout.world_size - 1)
+
+
+def test_every_layout_of_a_grid_with_the_widths_of_qwen3_30b_a3b():
+    """Two layers a chunk and 16 experts of the real width, so that hundreds of layouts take seconds."""
+    checked = 0
+    for tp, pp, vpp, ep, etp, extra in itertools.product(
+        (1, 2, 4, 8), (1, 2, 3), (None, 2), (1, 2, 8), (1, 2, 4), (1, 2)
+    ):
+        if vpp and pp == 1:
+            continue
+        shape = replace(real("qwen3-30b-a3b"), num_layers=2 * pp * (vpp or 1), num_experts=16)
+        layout = replace(
+            Layout.smallest(tp, pp, vpp, ep, etp),
+            data=Layout.smallest(tp, pp, vpp, ep, etp).data * extra,
+        )
+        prove_produced_once(shape, layout)
+        for rank in {0, layout.world_size // 2, layout.world_size - 1}:
+            prove_rank_filled(shape, layout, rank)
+        checked += 1
+    assert checked == 360
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert"), [(1, 1), (2, 2), (4, 1), (4, 4), (8, 2), (8, 8), (16, 4), (32, 32)]
+)
+def test_engine_layouts_of_a_moe(tensor, expert):
+    shape = replace(real("qwen3-30b-a3b"), num_layers=2)
+    report = prove_resharding(shape, Layout(tensor=2), EngineLayout(tensor, expert), item_bytes=2)
+    assert sum(report.direct) == sum(report.engine) >= report.model_bytes
+
+
+def test_engine_bytes_worked_by_hand():
+    """One layer, TP4 over 2 K/V heads: each K and V head lands on two ranks, norms and router on all four."""
+    shape = ModelShape(
+        family="qwen3_moe", num_layers=1, hidden_size=8, num_attention_heads=4, num_query_groups=2, head_dim=2,
+        ffn_hidden_size=4, vocab_size=64, tied_embeddings=False, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
+        max_position_embeddings=64, dtype="float32", num_experts=4, experts_per_token=2, moe_ffn_hidden_size=2,
+    )  # fmt: skip
+    report = prove_resharding(shape, Layout(), EngineLayout(4, 2), item_bytes=1)
+    vocabulary = 2 * 64 * 8 // 4
+    attention = 2 * 8 + 2 * (2 * 8) + 8 * 2
+    replicated = 8 * 3 + 2 * 2 + 4 * 8
+    experts = 2 * (2 * 1 * 8 + 8 * 1)
+    assert report.engine == (vocabulary + attention + replicated + experts,) * 4
+    assert report.model_bytes == 2 * 64 * 8 + (64 + 32 + 32 + 64) + replicated + 4 * (3 * 2 * 8)
+    names = {p.name: p for p in engine_parameters(shape, EngineLayout(4, 2), 3)}
+    layer = "model.layers.0."
+    qkv = [
+        (s.hf_name[-13:], s.hf_start, s.length)
+        for s in names[layer + "self_attn.qkv_proj.weight"].segments
+    ]
+    assert qkv == [("q_proj.weight", 6, 2), ("k_proj.weight", 2, 2), ("v_proj.weight", 2, 2)]
+    w13 = names[layer + "mlp.experts.w13_weight[1]"].segments
+    assert [(s.hf_name, s.hf_start, s.length) for s in w13] == [
+        (layer + "mlp.experts.3.gate_proj.weight", 1, 1), (layer + "mlp.experts.3.up_proj.weight", 1, 1)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tensor", "expert", "message"), [(3, 1, "32 attention heads"), (64, 64, "32 attention heads")]
+)
+def test_engine_layouts_that_do_not_divide_are_refused(tensor, expert, message):
+    with pytest.raises(LayoutError, match=message):
+        engine_parameters(real("qwen3-30b-a3b"), EngineLayout(tensor, expert), 0)
+    with pytest.raises(LayoutError, match="not a positive multiple"):
+        EngineLayout(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("segments", "message"),
+    [
+        ([(0, 3), (4, 4)], "index 3 is provided never"),
+        ([(0, 5), (4, 4)], "index 4 is provided twice"),
+        ([(0, 7)], "covered up to 7 of 8"),
+        ([], "expected one"),
+    ],
+)
+def test_gaps_and_overlaps_are_found(segments, message):
+    with pytest.raises(ProofError, match=message):
+        check_tiling("w", (8, 2), [Segment("w", 0, start, 0, length) for start, length in segments])
+
+
+def test_a_shard_that_is_not_filled_is_found():
+    shape = replace(real("qwen3-1.7b-base"), num_layers=1)
+    parameters = {p.name: p for p in engine_parameters(shape, EngineLayout(2), 0)}
+    qkv = parameters["model.layers.0.self_attn.qkv_proj.weight"]
+    with pytest.raises(ProofError, match="filled up to 1536 of 2048"):
+        check_filled("here", replace(qkv, segments=qkv.segments[:2]), hf_tensors(shape))
+    wrong = replace(qkv.segments[2], hf_start=qkv.segments[2].hf_start + 1024)
+    with pytest.raises(ProofError, match="does not fit"):
+        check_filled("here", replace(qkv, segments=(*qkv.segments[:2], wrong)), hf_tensors(shape))
+
+
+def test_an_expert_shard_that_is_not_gathered_is_found(monkeypatch):
+    """The classic silent bug: only one expert-tensor rank's half of each expert is provided."""
+    shape = replace(real("qwen3-30b-a3b"), num_layers=1, num_experts=2)
+
+    def halved(*arguments):
+        plan = gather_plan(*arguments)
+        return [replace(t, pieces=t.pieces[:1]) if ".experts." in t.name else t for t in plan]
+
+    monkeypatch.setattr(resharding, "gather_plan", halved)
+    with pytest.raises(ProofError, match=r"experts.0.gate_proj.weight: covered up to 384 of 768"):
+        prove_resharding(shape, Layout(expert_tensor=2, data=2), EngineLayout())

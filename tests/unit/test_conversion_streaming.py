@@ -1,0 +1,242 @@
+"""Whole checkpoints to Megatron layouts and back: byte-identical and certified, in bounded memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron_dppo.checkpoint_conversion import (
+    CheckpointError,
+    Layout,
+    MismatchError,
+    hf_tensors,
+    load_model_shape,
+    local_parameters,
+    safetensors_file,
+)
+from megatron_dppo.checkpoint_conversion.certificate import load_certificate
+from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
+from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.convert import main
+from tests.tiny_models import save_tiny_model
+
+SIDE_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", layers=4)
+
+
+@pytest.fixture
+def moe_copy(moe, tmp_path) -> Path:
+    return Path(shutil.copytree(moe, tmp_path / "hf"))
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found.update(load_file(path))
+    return found
+
+
+def same_bytes(a: Path, b: Path) -> bool:
+    first, second = tensors_of(a), tensors_of(b)
+    return first.keys() == second.keys() and all(
+        first[k].dtype == second[k].dtype and torch.equal(first[k], second[k]) for k in first
+    )
+
+
+LAYOUTS = {
+    "single": Layout(),
+    "TP4": Layout(tensor=4, expert_tensor=4),
+    "PP2 VPP2": Layout.smallest(pipeline=2, virtual_pipeline=2),
+    "TP2 PP2 EP2": Layout.smallest(2, 2, None, 2),
+    "EP4 ETP2": Layout.smallest(expert=4, expert_tensor=2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_moe_there_and_back(moe, tmp_path, layout):
+    certificate = hf_to_megatron(moe, tmp_path / "megatron", layout)
+    assert verify(moe, tmp_path / "megatron").tensors == len(hf_tensors(certificate.shape)) == 135
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=300_000)
+    assert same_bytes(moe, tmp_path / "back")
+    for name in SIDE_FILES:
+        assert (tmp_path / "back" / name).read_bytes() == (moe / name).read_bytes()
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    assert load_certificate(tmp_path / "back").tensors == certificate.tensors
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_dense_families_there_and_back(tmp_path, family, tied):
+    hf = save_tiny_model(tmp_path / "hf", family, tied=tied, dtype=torch.bfloat16)
+    hf_to_megatron(hf, tmp_path / "megatron", Layout.smallest(2, 2))
+    verify(hf, tmp_path / "megatron")
+    megatron_to_hf(tmp_path / "megatron", tmp_path / "back", hf_config=hf)
+    assert same_bytes(hf, tmp_path / "back")
+
+
+def test_a_vocabulary_that_tensor_parallelism_does_not_divide(tmp_path):
+    hf = save_tiny_model(tmp_path / "hf", "qwen2", vocab_size=515)
+    hf_to_megatron(hf, tmp_path / "megatron", Layout(tensor=4))
+    verify(hf, tmp_path / "megatron")
+    last = load_file(tmp_path / "megatron" / "rank-00003.safetensors")["output_layer.weight"]
+    assert last.shape == (129, 64)
+    assert torch.count_nonzero(last[-1]) == 0
+    assert torch.count_nonzero(last[-2]) > 0
+
+
+def test_rank_files_hold_the_parameters_of_megatrons_model(moe, tmp_path):
+    layout = Layout.smallest(2, 2, None, 2)
+    hf_to_megatron(moe, tmp_path / "m", layout)
+    shape, original = load_model_shape(moe), tensors_of(moe)
+    for rank in range(layout.world_size):
+        stored = load_file(tmp_path / "m" / f"rank-{rank:05d}.safetensors")
+        expected = [p for p in local_parameters(shape, layout, rank) if p.is_primary]
+        assert set(stored) == {p.name for p in expected}
+        for p in expected:
+            for s in p.segments:
+                assert torch.equal(s.of_local(stored[p.name]), s.of_hf(original[s.hf_name]))
+
+
+def test_any_layout_loads_from_any_other_through_the_checked_reader(moe, tmp_path):
+    hf_to_megatron(moe, tmp_path / "m", Layout.smallest(2, 2, 2, 2))
+    original = tensors_of(moe)
+    with open_checkpoint(tmp_path / "m") as converted, open_checkpoint(moe) as plain:
+        for p in local_parameters(
+            load_model_shape(tmp_path / "m"), Layout(tensor=4, expert_tensor=4), 3
+        ):
+            for s in p.segments:
+                expected = s.of_hf(original[s.hf_name])
+                assert torch.equal(converted.read(s.hf_name, s.dim, s.hf_start, s.length), expected)
+                assert torch.equal(plain.read(s.hf_name, s.dim, s.hf_start, s.length), expected)
+
+
+def test_casting_is_recorded_and_verified_against_the_cast(moe, tmp_path):
+    certificate = hf_to_megatron(
+        moe, tmp_path / "m", Layout(tensor=2, expert_tensor=2), dtype="bfloat16"
+    )
+    assert (certificate.source_dtype, certificate.dtype) == ("float32", "bfloat16")
+    verify(moe, tmp_path / "m")
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
+    megatron_to_hf(tmp_path / "m", tmp_path / "back", dtype="float32")
+    assert load_certificate(tmp_path / "back").dtype == "float32"
+    name = "model.layers.0.mlp.gate.weight"
+    assert torch.equal(
+        tensors_of(tmp_path / "back")[name], tensors_of(moe)[name].bfloat16().float()
+    )
+
+
+def flip_byte(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        old = file.read(1)
+        file.seek(at)
+        file.write(bytes([old[0] ^ 1]))
+
+
+def test_one_flipped_bit_is_named_by_tensor_rank_and_offset(moe, tmp_path):
+    hf_to_megatron(moe, tmp_path / "m", Layout.smallest(2, 1, None, 2))
+    path = tmp_path / "m" / "rank-00001.safetensors"
+    with contextlib.closing(safetensors_file.SafetensorsFile(path)) as file:
+        entry = file.entries["decoder.layers.2.mlp.experts.linear_fc2.weight1"]
+    at = entry.offset + 5 * entry.row_bytes + 3 * 4
+    flip_byte(path, at)
+    with pytest.raises(MismatchError) as error:
+        verify(moe, tmp_path / "m")
+    text = str(error.value)
+    assert text.startswith("model.layers.2.mlp.experts.5.down_proj.weight[5, 3]: ")
+    assert f"rank 1's {path} at byte {at}," in text
+    with pytest.raises(
+        MismatchError, match=r"experts.5.down_proj.weight \(ranks \[1\]\) has SHA-256"
+    ):
+        megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    with open_checkpoint(tmp_path / "m") as reader:
+        reader.read("model.norm.weight")
+        with pytest.raises(MismatchError, match="changed on purpose"):
+            reader.read("model.layers.2.mlp.experts.5.down_proj.weight", 0, 0, 1)
+
+
+def test_an_altered_certificate_or_original_is_noticed(moe_copy, tmp_path):
+    hf_to_megatron(moe_copy, tmp_path / "m", Layout())
+    flip_byte(moe_copy / "model.safetensors", (moe_copy / "model.safetensors").stat().st_size - 1)
+    with pytest.raises(MismatchError, match=r"model.norm.weight\[63\]"):
+        verify(moe_copy, tmp_path / "m")
+    path = tmp_path / "m" / "conversion.json"
+    path.write_text(path.read_text().replace('"data": 1', '"data": 2'))
+    with pytest.raises(CheckpointError, match="it was altered"):
+        open_checkpoint(tmp_path / "m")
+
+
+PEAK = """
+import resource, sys, time
+from megatron_dppo.checkpoint_conversion import Layout
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+import torch; torch.zeros(1000).sum()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+hf, out, back = sys.argv[1:]
+hf_to_megatron(hf, out, Layout.smallest(2, 1, None, 4))
+verify(hf, out)
+megatron_to_hf(out, back)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_is_bounded_by_blocks_and_not_by_the_model(tmp_path):
+    """A 604 MB tensor-heavy model converts, verifies and comes back within 8 blocks of 32 MiB over the start."""
+    hf = save_tiny_model(tmp_path / "hf", "qwen3_moe", layers=1, hidden=64)
+    facts = json.loads((hf / "config.json").read_text())
+    facts |= {
+        "hidden_size": 1024,
+        "vocab_size": 140_000,
+        "moe_intermediate_size": 256,
+        "dtype": "bfloat16",
+    }
+    (hf / "config.json").write_text(json.dumps(facts))
+    (hf / "model.safetensors").unlink()
+    shape = load_model_shape(hf)
+    folder = tmp_path / "large"
+    stream = ((n, torch.zeros(d, dtype=torch.bfloat16)) for n, d in hf_tensors(shape).items())
+    write_hf_checkpoint(folder, shape, torch.bfloat16, stream, side_files_from=hf)
+    arguments = [str(folder), str(tmp_path / "m"), str(tmp_path / "back")]
+    started = time.monotonic()
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK, *arguments],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=500,
+    )
+    size = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    assert size > 550e6
+    assert int(result.stdout) * 1024 < 8 * (32 << 20), (
+        f"{result.stdout} kB in {time.monotonic() - started:.0f} s"
+    )
+
+
+def test_the_command_line(moe, tmp_path, capsys):
+    hf, m, back = str(moe), str(tmp_path / "m"), str(tmp_path / "back")
+    layout = ["--tp", "2", "--pp", "2", "--vpp", "2", "--ep", "2"]
+    assert main(["plan", "--hf-config", hf, *layout, "--engine-tp", "2"]) == 0
+    assert "135 tensors, 314,048 parameters" in capsys.readouterr().out
+    assert main(["hf-to-megatron", "--hf", hf, "--out", m, *layout]) == 0
+    assert main(["verify", "--hf", hf, "--megatron", m]) == 0
+    assert "identical: 135 tensors, 1,256,192 bytes" in capsys.readouterr().out
+    assert main(["megatron-to-hf", "--megatron", m, "--hf-config", hf, "--out", back]) == 0
+    assert same_bytes(moe, tmp_path / "back")
+    assert main(["verify", "--hf", str(tmp_path / "none"), "--megatron", m]) == 2
+    assert "none" in capsys.readouterr().err

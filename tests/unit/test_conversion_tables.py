@@ -1,0 +1,308 @@
+"""The map between Hugging Face and Megatron parameters, against values worked by hand and Megatron's own rank order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_dppo.checkpoint_conversion import (
+    CheckpointError,
+    Layout,
+    LayoutError,
+    ModelShape,
+    UnsupportedModelError,
+    gather_plan,
+    hf_buckets_plan,
+    hf_tensors,
+    load_model_shape,
+    local_parameters,
+)
+
+DENSE = ModelShape(
+    family="qwen2", num_layers=4, hidden_size=4, num_attention_heads=4, num_query_groups=2, head_dim=1,
+    ffn_hidden_size=4, vocab_size=5, tied_embeddings=False, norm_eps=1e-6, rope_theta=1e4, rope_scaling=None,
+    max_position_embeddings=64, dtype="float32",
+)  # fmt: skip
+MOE = replace(DENSE, family="qwen3_moe", num_experts=4, experts_per_token=2, moe_ffn_hidden_size=2)
+
+
+def fill(
+    shape: ModelShape, layout: Layout, rank: int, tensors: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """``chunk:name`` -> the local parameter, made by copying segments as every user of the map does."""
+    out = {}
+    for p in local_parameters(shape, layout, rank):
+        local = torch.zeros(p.shape)
+        for s in p.segments:
+            s.of_local(local).copy_(s.of_hf(tensors[s.hf_name]))
+        out[f"{p.chunk}:{p.name}"] = local
+    return out
+
+
+def numbered(shape: ModelShape) -> dict[str, torch.Tensor]:
+    """Every element of every tensor is another number, from 1."""
+    tensors, at = {}, 1.0
+    for name, dims in hf_tensors(shape).items():
+        tensors[name] = torch.arange(at, at + dims.numel()).reshape(dims)
+        at += dims.numel()
+    return tensors
+
+
+def test_queries_keys_and_values_are_interleaved_by_group():
+    """4 heads in 2 groups of head size 1: rows q0 q1 k0 v0 | q2 q3 k1 v1; TP2 gives each rank one group."""
+    name = "model.layers.0.self_attn.{}_proj.bias"
+    tensors = numbered(DENSE)
+    tensors[name.format("q")] = torch.tensor([10.0, 11.0, 12.0, 13.0])
+    tensors[name.format("k")] = torch.tensor([20.0, 21.0])
+    tensors[name.format("v")] = torch.tensor([30.0, 31.0])
+    key = "0:decoder.layers.0.self_attention.linear_qkv.bias"
+    assert fill(DENSE, Layout(), 0, tensors)[key].tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
+    assert fill(DENSE, Layout(tensor=2), 0, tensors)[key].tolist() == [10, 11, 20, 30]
+    assert fill(DENSE, Layout(tensor=2), 1, tensors)[key].tolist() == [12, 13, 21, 31]
+    four = [fill(DENSE, Layout(tensor=4), r, tensors)[key].tolist() for r in range(4)]
+    assert four == [[10, 11], [20, 30], [12, 13], [21, 31]]
+
+
+def test_gates_and_ups_are_stacked_on_each_rank_and_the_down_projection_is_cut_by_columns():
+    tensors = numbered(DENSE)
+    gate, up, down = (
+        tensors[f"model.layers.0.mlp.{n}_proj.weight"] for n in ("gate", "up", "down")
+    )
+    for rank in range(2):
+        local = fill(DENSE, Layout(tensor=2), rank, tensors)
+        rows = slice(2 * rank, 2 * rank + 2)
+        assert torch.equal(
+            local["0:decoder.layers.0.mlp.linear_fc1.weight"], torch.cat([gate[rows], up[rows]])
+        )
+        assert torch.equal(local["0:decoder.layers.0.mlp.linear_fc2.weight"], down[:, rows])
+
+
+def test_the_vocabulary_is_padded_with_zero_rows():
+    """5 rows over 4 ranks: 2 rows a rank; the third holds one real row, the fourth none."""
+    tensors = numbered(DENSE)
+    rows = [
+        fill(DENSE, Layout(tensor=4), r, tensors)["0:embedding.word_embeddings.weight"]
+        for r in range(4)
+    ]
+    padded = torch.cat(rows)
+    assert torch.equal(padded[:5], tensors["model.embed_tokens.weight"])
+    assert torch.equal(padded[5:], torch.zeros(3, 4))
+
+
+def test_layers_of_an_interleaved_pipeline_are_chunk_major():
+    """4 layers, PP2 x VPP2: stage 0 holds layers 0 and 2, stage 1 layers 1 and 3; each is layer 0 of its chunk."""
+    layout = Layout(pipeline=2, virtual_pipeline=2)
+    for rank, layers in ((0, [0, 2]), (1, [1, 3])):
+        found = [
+            (p.chunk, p.segments[0].hf_name)
+            for p in local_parameters(DENSE, layout, rank)
+            if p.name == "decoder.layers.0.mlp.linear_fc2.weight"
+        ]
+        assert found == [
+            (c, f"model.layers.{layer}.mlp.down_proj.weight") for c, layer in enumerate(layers)
+        ]
+    names = [{p.chunk: p.name for p in local_parameters(DENSE, layout, r)} for r in (0, 1)]
+    assert names[1][1] == "output_layer.weight"
+    firsts = [p.name for p in local_parameters(DENSE, layout, 0) if p.chunk == 0]
+    assert firsts[0] == "embedding.word_embeddings.weight"
+
+
+def test_experts_are_numbered_locally_and_cut_by_their_own_tensor_parallel_size():
+    """TP1 EP2 ETP2 on DP4: rank 3 is etp 1, ep 1: experts 2 and 3, the second half of each."""
+    layout = Layout(expert=2, expert_tensor=2, data=4)
+    tensors = numbered(MOE)
+    local = fill(MOE, layout, 3, tensors)
+    gate = tensors["model.layers.1.mlp.experts.2.gate_proj.weight"]
+    up = tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    found = local["0:decoder.layers.1.mlp.experts.linear_fc1.weight0"]
+    assert torch.equal(found, torch.stack([gate[1], up[1]]))
+    down = tensors["model.layers.1.mlp.experts.3.down_proj.weight"]
+    assert torch.equal(local["0:decoder.layers.1.mlp.experts.linear_fc2.weight1"], down[:, 1:])
+    assert "0:decoder.layers.1.mlp.experts.linear_fc1.weight2" not in local
+    assert local["0:decoder.layers.1.mlp.router.weight"].shape == (4, 4)
+
+
+def test_one_rank_of_each_replica_set_is_primary():
+    layout = Layout(tensor=2, data=2, expert=2)
+    holders: dict[tuple, list[int]] = {}
+    for rank in range(4):
+        for p in local_parameters(MOE, layout, rank):
+            if p.is_primary:
+                holders.setdefault(
+                    (p.name, tuple(s.hf_start for s in p.segments), p.segments[0].hf_name), []
+                ).append(rank)
+    assert all(len(ranks) == 1 for ranks in holders.values())
+    assert holders[("decoder.final_layernorm.weight", (0,), "model.norm.weight")] == [0]
+    proj = "model.layers.0.self_attn.o_proj.weight"
+    assert holders[("decoder.layers.0.self_attention.linear_proj.weight", (2,), proj)] == [1]
+    fc2 = "decoder.layers.0.mlp.experts.linear_fc2.weight0"
+    assert holders[(fc2, (0,), "model.layers.0.mlp.experts.2.down_proj.weight")] == [1]
+
+
+def test_tied_embeddings_have_a_copy_on_the_last_stage_that_is_never_primary():
+    tied = replace(DENSE, tied_embeddings=True)
+    assert "lm_head.weight" not in hf_tensors(tied)
+    assert not [p for p in local_parameters(tied, Layout(), 0) if p.name == "output_layer.weight"]
+    (copy,) = (
+        p for p in local_parameters(tied, Layout(pipeline=2), 1) if p.name == "output_layer.weight"
+    )
+    assert [s.hf_name for s in copy.segments] == ["model.embed_tokens.weight"]
+    assert not copy.is_primary
+
+
+def test_the_names_are_those_of_the_transformer_engine_spec():
+    names = {
+        p.name for p in local_parameters(replace(MOE, num_layers=1, num_experts=1), Layout(), 0)
+    }
+    layer = "decoder.layers.0."
+    assert names == {
+        "embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight",
+        layer + "self_attention.linear_qkv.weight", layer + "self_attention.linear_qkv.layer_norm_weight",
+        layer + "self_attention.q_layernorm.weight", layer + "self_attention.k_layernorm.weight",
+        layer + "self_attention.linear_proj.weight", layer + "pre_mlp_layernorm.weight",
+        layer + "mlp.router.weight", layer + "mlp.experts.linear_fc1.weight0", layer + "mlp.experts.linear_fc2.weight0",
+    }  # fmt: skip
+    dense = {p.name for p in local_parameters(replace(DENSE, num_layers=1), Layout(), 0)}
+    assert {
+        layer + "mlp.linear_fc1.layer_norm_weight",
+        layer + "self_attention.linear_qkv.bias",
+    } <= dense
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2, 2, 1, 2, 1, 2), (4, 2, 1, 4, 2, 2), (1, 2, 1, 4, 1, 4), (2, 1, 2, 4, 1, 2)]
+)
+def test_rank_coordinates_are_megatrons(sizes):
+    from megatron.core.parallel_state import RankGenerator
+
+    tp, pp, cp, ep, etp, dp = sizes
+    layout = Layout(tensor=tp, pipeline=pp, context=cp, expert=ep, expert_tensor=etp, data=dp)
+    order = "tp-cp-ep-dp-pp"
+    dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
+    experts = RankGenerator(tp=etp, ep=ep, dp=layout.expert_data, pp=pp, cp=1, order=order)
+    at = [layout.coordinates(r) for r in range(layout.world_size)]
+    for generator, token, field in (
+        (dense, "tp", "tp"), (dense, "dp", "dp"), (dense, "pp", "pp"), (dense, "cp", "cp"),
+        (experts, "tp", "etp"), (experts, "ep", "ep"), (experts, "dp", "edp"),
+    ):  # fmt: skip
+        for group in generator.get_ranks(token):
+            assert [getattr(at[r], field) for r in group] == list(range(len(group)))
+
+
+def test_buckets_hold_whole_tensors_in_model_order_and_rebuild_them():
+    layout = Layout(tensor=2, pipeline=2, data=2, expert=4)
+    tensors = numbered(MOE)
+    local = [
+        {(int(k[0]), k[2:]): v for k, v in fill(MOE, layout, r, tensors).items()}
+        for r in range(layout.world_size)
+    ]
+    plan = hf_buckets_plan(MOE, layout, bucket_bytes=200, item_bytes=4)
+    assert [t.name for b in plan for t in b.tensors] == list(tensors)
+    for bucket in plan:
+        size = 4 * sum(t.shape.numel() for t in bucket.tensors)
+        assert size <= 200 or len(bucket.tensors) == 1
+        flat = {r: bucket.pack(r, local[r]) for r in range(layout.world_size)}
+        sent = {r: len(f) for r, f in flat.items() if len(f)}
+        assert sent == bucket.elements_by_rank
+        assert 4 * sum(sent.values()) == size
+        for name, tensor in bucket.unpack({r: flat[r] for r in sent}):
+            assert torch.equal(tensor, tensors[name])
+
+
+def test_every_tensor_comes_once_from_the_gather_plan():
+    plan = gather_plan(MOE, Layout(tensor=2))
+    assert [t.name for t in plan] == list(hf_tensors(MOE))
+    assert all(sum(p.elements for p in t.pieces) == t.shape.numel() for t in plan)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        (Layout(tensor=3), "4 attention heads into tensor 3"),
+        (Layout(pipeline=3), "4 layers into pipeline 3"),
+        (Layout(pipeline=2, virtual_pipeline=4), "4 layers into pipeline 2 x 4 model chunks"),
+        (Layout(expert=8, data=8), "4 experts into expert 8"),
+        (Layout(tensor=4, expert_tensor=4), "expert width 2 into expert_tensor 4"),
+    ],
+)
+def test_layouts_that_do_not_divide_are_refused(layout, message):
+    with pytest.raises(LayoutError, match=message):
+        local_parameters(MOE, layout, 0)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tensor": 0}, {"virtual_pipeline": 2}, {"expert": 2}, {"expert_tensor": 3}]
+)
+def test_impossible_layouts_are_refused(sizes):
+    with pytest.raises(LayoutError, match="layout:"):
+        Layout(**sizes)
+
+
+def config(**changes) -> dict:
+    base = {
+        "model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 512, "max_position_embeddings": 32,
+        "rope_theta": 1e6, "torch_dtype": "bfloat16", "hidden_act": "silu",
+    }  # fmt: skip
+    return {**base, **changes}
+
+
+def written(folder, values) -> str:
+    (folder / "config.json").write_text(json.dumps(values))
+    return str(folder)
+
+
+def test_config_in_both_transformers_spellings(tmp_path):
+    old = load_model_shape(written(tmp_path, config()))
+    rope = {"rope_theta": 1e6, "rope_type": "default"}
+    new = config(dtype="bfloat16", rope_parameters=rope)
+    del new["torch_dtype"], new["rope_theta"]
+    assert load_model_shape(written(tmp_path, new)) == old
+    assert (old.head_dim, old.rope_theta, old.dtype, old.tied_embeddings) == (
+        128,
+        1e6,
+        "bfloat16",
+        False,
+    )
+
+
+def test_llama3_rotary_scaling_is_read(tmp_path):
+    rope = {
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    scaling = load_model_shape(
+        written(tmp_path, config(model_type="llama", rope_scaling=rope))
+    ).rope_scaling
+    assert scaling is not None
+    assert (scaling.factor, scaling.original_max_positions) == (32.0, 8192)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt2"}, "model_type 'gpt2'; supported families"),
+        ({"attention_bias": True}, "attention_bias is True"),
+        ({"use_sliding_window": True}, "use_sliding_window is True"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"hidden_size": "64"}, "hidden_size is '64', expected a positive integer"),
+        ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
+        ({"torch_dtype": "int8"}, "dtype is 'int8'"),
+        ({"model_type": "qwen3_moe"}, "num_experts or num_local_experts is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ],
+)
+def test_unsupported_configs_are_refused_with_the_reason(tmp_path, changes, message):
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_model_shape(written(tmp_path, config(**changes)))
+
+
+def test_a_missing_or_broken_config_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file"):
+        load_model_shape(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not a readable JSON"):
+        load_model_shape(tmp_path)

@@ -1,0 +1,123 @@
+"""Spreading sequences over ranks and micro-batches: nothing lost, nothing twice, within the
+budget.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dppo.data.balancing import partition_by_length, plan_micro_batches, plan_mini_batch
+
+LENGTHS = st.lists(st.integers(1, 200), max_size=60)
+
+
+def sums(lengths, groups):
+    return [sum(lengths[i] for i in group) for group in groups]
+
+
+def flat(groups):
+    return sorted(i for group in groups for i in group)
+
+
+def test_largest_differencing_worked_by_hand():
+    # Two ranks, lengths 8 7 6 5 4. Differences: {8,7} -> 1, {6,5} -> 1, {4} -> 4. The widest, {4},
+    # meets {8,7}: 4 joins 7, leaving 11 against 8, 3 apart; then {6,5} turns over: 11+5, 8+6.
+    # (Longest first, each onto the lightest, ends at 17 and 13.)
+    groups = partition_by_length([8, 7, 6, 5, 4], 2)
+    assert groups == [[1, 3, 4], [0, 2]]
+    assert sums([8, 7, 6, 5, 4], groups) == [16, 14]
+
+
+def test_more_ranks_than_sequences_leaves_ranks_empty():
+    assert sorted(partition_by_length([5, 6], 4)) == [[], [], [0], [1]]
+    assert partition_by_length([], 2) == [[], []]
+
+
+def test_first_fit_decreasing_worked_by_hand():
+    # Budget 10; in order of size 9, 6, 4, 4, 3, 1: 9 opens A, 6 opens B, 4 joins B, 4 opens C,
+    # 3 joins C, 1 joins A. The 12 is over the budget and stays alone.
+    assert plan_micro_batches([4, 3, 9, 4, 12, 6, 1], 10) == [[4], [2, 6], [5, 0], [3, 1]]
+
+
+def test_exactly_the_budget_fits():
+    assert plan_micro_batches([5, 5], 10) == [[0, 1]]
+    assert plan_micro_batches([5, 6], 10) == [[1], [0]]
+    assert plan_micro_batches([], 10) == []
+
+
+def test_a_rank_with_less_work_splits_it_instead_of_idling():
+    # Rank 0 has 100; rank 1 has 25 x 4, which would fit one micro-batch where rank 0 needs one.
+    assert plan_mini_batch([100, 25, 25, 25, 25], 2, 100) == [[[0]], [[1, 2, 3, 4]]]
+    # With a multiple of two, rank 1 splits evenly and rank 0 can only add an empty one.
+    assert plan_mini_batch([100, 25, 25, 25, 25], 2, 100, count_multiple=2) == [
+        [[0], []],
+        [[1, 4], [2, 3]],
+    ]
+
+
+def test_no_sequences_still_plan_one_micro_batch_for_each_rank():
+    assert plan_mini_batch([], 2, 100) == [[[]], [[]]]
+    assert plan_mini_batch([], 1, 100, count_multiple=3) == [[[], [], []]]
+
+
+def test_the_budget_outweighs_balance():
+    # First-fit needs three groups for 6 6 4 4 (10 each: [6 4] [6 4]); three would split one pair.
+    plan = plan_mini_batch([6, 6, 4, 4], 1, 10, count_multiple=3)
+    assert sorted(sums([6, 6, 4, 4], plan[0])) == [6, 6, 8]
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(1, 9))
+def test_partition_loses_nothing_and_is_close_to_even(lengths, ranks):
+    groups = partition_by_length(lengths, ranks)
+    assert len(groups) == ranks
+    assert flat(groups) == list(range(len(lengths)))
+    totals = sums(lengths, groups)
+    assert max(totals) - min(totals) <= max(lengths, default=0)
+    assert groups == partition_by_length(lengths, ranks)
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(1, 300))
+def test_micro_batches_keep_to_the_budget(lengths, budget):
+    groups = plan_micro_batches(lengths, budget)
+    assert flat(groups) == list(range(len(lengths)))
+    assert all(
+        len(g) == 1 or total <= budget
+        for g, total in zip(groups, sums(lengths, groups), strict=True)
+    )
+    # First fit leaves at most one group that is no more than half full.
+    assert sum(2 * total <= budget for total in sums(lengths, groups)) <= 1
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 300), st.integers(1, 4))
+def test_mini_batch_plan(lengths, dp_size, budget, multiple):
+    plan = plan_mini_batch(lengths, dp_size, budget, multiple)
+    assert len(plan) == dp_size
+    assert flat(group for rank in plan for group in rank) == list(range(len(lengths)))
+    counts = {len(rank) for rank in plan}
+    assert len(counts) == 1
+    assert counts.pop() % multiple == 0
+    for rank in plan:
+        totals = sums(lengths, rank)
+        assert totals == sorted(totals, reverse=True)
+        assert all(len(g) <= 1 or t <= budget for g, t in zip(rank, totals, strict=True))
+        if any(not g for g in rank):  # the last resort: no group of this rank could be split
+            assert all(len(g) <= 1 for g in rank)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: partition_by_length([1, 0], 2), "sequence 1 has a length of 0"),
+        (lambda: partition_by_length([1], 0), "ranks must be at least 1, got 0"),
+        (lambda: plan_micro_batches([1], 0), "token_budget must be at least 1, got 0"),
+        (lambda: plan_mini_batch([1], 1, 5, 0), "count_multiple must be at least 1, got 0"),
+    ],
+)
+def test_impossible_requests_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

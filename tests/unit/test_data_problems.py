@@ -1,0 +1,142 @@
+"""Reading data sets: what is accepted, and what each faulty line is told."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+
+from megatron_dppo.data.problems import DataError, load_problems, load_tokenizer
+from megatron_dppo.types import Problem
+from tests.tiny_models import tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_tokenizer()
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    def load(content: str | bytes, **options):
+        path = tmp_path / "set.jsonl"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return load_problems(
+            path, tokenizer, **{"max_prompt_tokens": 100, "apply_chat_template": False, **options}
+        )
+
+    return load
+
+
+GOOD = '{"prompt": "1+1", "answer": "2"}'
+
+
+def test_a_plain_line(load, tokenizer):
+    found = load(GOOD + "\n")
+    assert found.problems == (Problem(0, "1+1", "2", tuple(tokenizer.encode("1+1"))),)
+    assert found.dropped == 0
+    assert found.sha256 == hashlib.sha256((GOOD + "\n").encode()).hexdigest()
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "answer"),
+    [
+        ({"problem": "p", "answer": "3"}, "p", "3"),
+        ({"question": "q", "answer": 3}, "q", "3"),
+        ({"prompt": "p", "problem": "other", "answer": 0.5}, "p", "0.5"),
+        (
+            {
+                "prompt": [{"role": "user", "content": "dapo"}],
+                "reward_model": {"ground_truth": "34", "style": "rule"},
+                "data_source": "math_dapo",
+            },
+            "dapo",
+            "34",
+        ),
+    ],
+)
+def test_forms_of_a_record(load, record, prompt, answer):
+    (problem,) = load(json.dumps(record)).problems
+    assert (problem.prompt, problem.answer) == (prompt, answer)
+
+
+def test_text_and_messages_go_through_the_chat_template(load, tokenizer):
+    ids = tuple(tokenizer.encode("<|im_start|>user\n1+1<|im_end|>\n<|im_start|>assistant\n"))
+    assert load(GOOD, apply_chat_template=True).problems[0].prompt_ids == ids
+    messages = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"})
+    assert load(messages, apply_chat_template=False).problems[0].prompt_ids == ids
+
+
+def test_a_template_that_is_not_there_is_asked_for_by_line(load, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    message = '{"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"}'
+    with pytest.raises(DataError, match=r"set\.jsonl, line 2: the prompt needs a chat template"):
+        load(GOOD + "\n" + message)
+
+
+def test_byte_order_mark_crlf_and_blank_end(load):
+    found = load(b"\xef\xbb\xbf" + GOOD.encode() + b"\r\n" + GOOD.encode() + b"\r\n\r\n  \n")
+    assert [p.problem_id for p in found.problems] == [0, 1]
+
+
+def test_long_prompts_are_dropped_and_counted_and_ids_stay(load):
+    long = json.dumps({"prompt": "1+1" * 50, "answer": "2"})
+    found = load("\n".join([long, GOOD, long, GOOD]), max_prompt_tokens=10)
+    assert found.dropped == 2
+    assert [p.problem_id for p in found.problems] == [1, 3]
+
+
+def test_a_file_of_long_prompts_only_is_refused(load):
+    with pytest.raises(DataError, match="all 1 prompts are longer than max_prompt_tokens=1"):
+        load(GOOD, max_prompt_tokens=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "1+1", "answer": }', "not JSON: Expecting value at column 29"),
+        ("", "not JSON"),
+        ('["1+1", "2"]', "list, expected a JSON object"),
+        (b'{"prompt": "\xff", "answer": "2"}', "not UTF-8"),
+        (
+            '{"text": "1+1", "answer": "2"}',
+            r"no prompt; expected one of prompt, problem, question, found \['answer', 'text'\]",
+        ),
+        ('{"prompt": "1+1"}', r"no answer; expected 'answer' or .*, found \['prompt'\]"),
+        ('{"prompt": "1+1", "answer": ""}', "'answer' is \"\", expected text or a number"),
+        ('{"prompt": "1+1", "answer": null}', "'answer' is null, expected text or a number"),
+        ('{"prompt": "1+1", "answer": true}', "'answer' is true, expected text or a number"),
+        ('{"prompt": "1+1", "answer": NaN}', "'answer' is NaN, expected text or a number"),
+        ('{"prompt": "1+1", "reward_model": {}}', "'reward_model.ground_truth' is null"),
+        ('{"prompt": " ", "answer": "2"}', "'prompt' is \" \", expected text or a list"),
+        ('{"prompt": [], "answer": "2"}', r"'prompt' is \[\], expected text or a list"),
+        ('{"prompt": [{"role": "user"}], "answer": "2"}', ".*with a role and a content"),
+        ('{"prompt": 11, "answer": "2"}', "'prompt' is 11, expected text or a list"),
+    ],
+)
+def test_a_bad_line_is_named(load, line, message):
+    line = line if isinstance(line, bytes) else line.encode()
+    content = GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode()
+    with pytest.raises(DataError, match=rf"set\.jsonl, line 2: {message}"):
+        load(content)
+
+
+def test_an_empty_file_and_a_missing_one(load, tmp_path, tokenizer):
+    for content in ("", "\n\n", b"\xef\xbb\xbf"):
+        with pytest.raises(DataError, match=r"set\.jsonl: the file is empty"):
+            load(content)
+    with pytest.raises(DataError, match=r"none\.jsonl: cannot be read: No such file"):
+        load_problems(
+            tmp_path / "none.jsonl", tokenizer, max_prompt_tokens=9, apply_chat_template=False
+        )
+
+
+def test_tokenizer_of_a_folder(tmp_path, tokenizer):
+    with pytest.raises(DataError, match="no tokenizer here"):
+        load_tokenizer(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.encode("12+34=46") == tokenizer.encode("12+34=46")
+    assert loaded.chat_template == tokenizer.chat_template

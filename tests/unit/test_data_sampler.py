@@ -1,0 +1,73 @@
+"""The order of the data: whole epochs, seeded, resumable anywhere."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dppo.data.sampler import ProblemSampler
+
+
+def test_unshuffled_order_goes_round():
+    sampler = ProblemSampler(3, seed=0, shuffle=False)
+    assert [sampler.next(2) for _ in range(4)] == [[0, 1], [2, 0], [1, 2], [0, 1]]
+    assert sampler.epoch == 2
+
+
+def test_a_batch_may_be_longer_than_an_epoch():
+    assert ProblemSampler(2, seed=0, shuffle=False).next(5) == [0, 1, 0, 1, 0]
+
+
+def test_seeds_and_epochs_differ():
+    first, again, other = (ProblemSampler(50, seed) for seed in (1, 1, 2))
+    epoch = first.next(50)
+    assert epoch == again.next(50)
+    assert epoch != other.next(50)
+    assert epoch != first.next(50)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 2**31), st.lists(st.integers(0, 40), max_size=8))
+def test_every_epoch_holds_every_problem_once(count, seed, sizes):
+    sampler = ProblemSampler(count, seed)
+    taken = [i for n in sizes for i in sampler.next(n)]
+    for start in range(0, len(taken) - count + 1, count):
+        assert sorted(taken[start : start + count]) == list(range(count))
+    assert sampler.epoch == len(taken) // count
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 30), st.integers(0, 99), st.booleans(), st.integers(0, 100))
+def test_a_resumed_sampler_goes_on_exactly(count, seed, shuffle, before):
+    sampler = ProblemSampler(count, seed, shuffle)
+    sampler.next(before)
+    resumed = ProblemSampler(count, seed, shuffle)
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert [resumed.next(7) for _ in range(9)] == [sampler.next(7) for _ in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"count": 9}, "saved with count=9, this run has 5"),
+        ({"seed": 9}, "saved with seed=9, this run has 1"),
+        ({"shuffle": False}, "saved with shuffle=False, this run has True"),
+        ({"position": 5}, "position 5 of 5 problems"),
+        ({"epoch": -1}, "epoch -1"),
+        ({"extra": 1}, "keys .*extra"),
+    ],
+)
+def test_a_foreign_state_is_refused(change, message):
+    sampler = ProblemSampler(5, seed=1)
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+
+
+def test_impossible_counts():
+    with pytest.raises(ValueError, match="at least one problem, got 0"):
+        ProblemSampler(0, seed=1)
+    with pytest.raises(ValueError, match="cannot hand out -1"):
+        ProblemSampler(1, seed=1).next(-1)

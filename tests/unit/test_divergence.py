@@ -1,0 +1,173 @@
+"""Divergences: values worked by hand, both ends of the probability axis, and the order among them."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_dppo.algorithms.divergence import (
+    binary_kl,
+    binary_tv,
+    exact_kl,
+    exact_tv,
+    log1mexp,
+    topk_kl,
+    topk_tv,
+)
+
+
+def logs(*p: float) -> torch.Tensor:
+    return torch.tensor(p, dtype=torch.float64).log()
+
+
+def random_policies(states: int = 400, vocab: int = 12, spread: float = 3.0):
+    generator = torch.Generator().manual_seed(5)
+    mu = torch.randn(states, vocab, generator=generator, dtype=torch.float64) * spread
+    pi = mu + torch.randn(states, vocab, generator=generator, dtype=torch.float64)
+    return pi.log_softmax(-1), mu.log_softmax(-1)
+
+
+def at_topk(pi, mu, sampled, k):
+    """Top-K tensors as the loop builds them: TopK(mu), then the sampled token, once."""
+    ids = mu.topk(k).indices
+    new = ~(ids == sampled[:, None]).any(1)
+    ids = torch.cat([ids, sampled[:, None]], 1)
+    valid = torch.cat([torch.ones(len(ids), k, dtype=torch.bool), new[:, None]], 1)
+    return pi.gather(1, ids), mu.gather(1, ids), valid
+
+
+def test_values_worked_by_hand():
+    pi, mu = logs(0.5), logs(0.25)
+    assert binary_tv(pi, mu).item() == pytest.approx(0.25)
+    # 1/4 log(1/2) + 3/4 log(3/2)
+    assert binary_kl(pi, mu).item() == pytest.approx(-0.25 * math.log(2) + 0.75 * math.log(1.5))
+    pi, mu = logs(0.5, 0.2, 0.2, 0.1)[None], logs(0.4, 0.4, 0.1, 0.1)[None]
+    # |-.1| + |.2| + |-.1| + 0, halved
+    assert exact_tv(pi, mu).item() == pytest.approx(0.2)
+    expected = 0.4 * math.log(0.8) + 0.4 * math.log(2) + 0.1 * math.log(0.5)
+    assert exact_kl(pi, mu).item() == pytest.approx(expected)
+
+
+def test_topk_counts_the_other_bucket_and_skips_what_is_not_valid():
+    # mu = (.4, .4, .1, .1), pi = (.5, .2, .2, .1); A' = {0, 1} and the sampled token 2.
+    pi, mu = logs(0.5, 0.2, 0.2)[None], logs(0.4, 0.4, 0.1)[None]
+    valid = torch.tensor([[True, True, True]])
+    assert topk_tv(pi, mu, valid).item() == pytest.approx(0.5 * (0.1 + 0.2 + 0.1 + 0.0))
+    # The sampled token is 0, which TopK holds: "other" is then {2, 3}, mu .2 and pi .3.
+    valid = torch.tensor([[True, True, False]])
+    pi, mu = logs(0.5, 0.2, 0.5)[None], logs(0.4, 0.4, 0.4)[None]
+    assert topk_tv(pi, mu, valid).item() == pytest.approx(0.5 * (0.1 + 0.2 + 0.1))
+    expected = 0.4 * math.log(0.8) + 0.4 * math.log(2) + 0.2 * math.log(2 / 3)
+    assert topk_kl(pi, mu, valid).item() == pytest.approx(expected)
+
+
+def test_log1mexp_keeps_its_digits_at_both_ends():
+    x = torch.tensor([-1e-9, -1e-3, -0.5, -math.log(2), -1.0, -30.0], dtype=torch.float64)
+    # 1 - exp(-1e-9) = 1e-9 - 5e-19 + ...; log1p(-exp(-30)) = -exp(-30) to first order
+    expected = [math.log(1e-9) - 5e-10, math.log(-math.expm1(-1e-3)), math.log(1 - math.exp(-0.5)),
+                -math.log(2), math.log(1 - math.exp(-1)), -math.exp(-30)]  # fmt: skip
+    torch.testing.assert_close(log1mexp(x), torch.tensor(expected, dtype=x.dtype), rtol=1e-12, atol=0)
+    assert log1mexp(torch.zeros(1)).item() == -math.inf
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("pi", [-30.0, -1e-9, -0.7, 0.0])
+@pytest.mark.parametrize("mu", [-30.0, -1e-9, -0.7, 0.0])
+def test_binary_is_finite_and_never_negative_at_both_ends(pi, mu, dtype):
+    pi, mu = torch.tensor([pi], dtype=dtype), torch.tensor([mu], dtype=dtype)
+    for value in (binary_tv(pi, mu), binary_kl(pi, mu)):
+        assert value.isfinite().all()
+        assert value.item() >= 0
+        assert value.dtype == torch.float64
+    if pi == mu:
+        assert binary_kl(pi, mu).item() == 0
+
+
+def test_binary_kl_near_certainty_is_exact():
+    # mu = 1 - 1e-9, pi = 1 - 1e-3: (1 - mu) log((1 - mu) / (1 - pi)) + mu log(mu / pi)
+    mu, pi = torch.tensor([-1e-9], dtype=torch.float64), torch.tensor([-1e-3], dtype=torch.float64)
+    q_mu, q_pi = -math.expm1(-1e-9), -math.expm1(-1e-3)
+    expected = math.exp(-1e-9) * (1e-3 - 1e-9) + q_mu * math.log(q_mu / q_pi)
+    assert binary_kl(pi, mu).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_token_that_cannot_be_sampled_any_more_is_infinitely_far():
+    assert binary_kl(torch.tensor([-math.inf]), torch.tensor([-1.0])).item() == math.inf
+    assert binary_tv(torch.tensor([-math.inf]), torch.tensor([0.0])).item() == 1
+
+
+def test_rounding_of_a_peaked_distribution_gives_no_infinite_topk_kl():
+    # All the mass lies in A'; as float32 the sums end a few units away from 1, on either side.
+    mu = torch.tensor([0.7, 0.2, 0.1]).log()[None].expand(3, -1)
+    pi = mu + torch.tensor([[6e-8], [0.0], [-6e-8]])
+    valid = torch.ones(3, 3, dtype=torch.bool)
+    assert topk_kl(pi, mu, valid).max().item() < 1e-6
+    assert topk_tv(pi, mu, valid).max().item() < 1e-6
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+def test_binary_topk_exact_are_ordered_and_obey_pinsker(k):
+    pi, mu = random_policies()
+    sampled = torch.multinomial(mu.exp(), 1, generator=torch.Generator().manual_seed(1))[:, 0]
+    a, b = pi.gather(1, sampled[:, None])[:, 0], mu.gather(1, sampled[:, None])[:, 0]
+    parts = at_topk(pi, mu, sampled, k)
+    tv = [binary_tv(a, b), topk_tv(*parts), exact_tv(pi, mu)]
+    kl = [binary_kl(a, b), topk_kl(*parts), exact_kl(pi, mu)]
+    for low, high in [(0, 1), (1, 2)]:
+        assert (tv[low] <= tv[high] + 1e-12).all()
+        assert (kl[low] <= kl[high] + 1e-12).all()
+    for t, d in zip(tv, kl, strict=True):
+        assert (t >= 0).all()
+        assert (t.square() <= d / 2 + 1e-12).all()
+    assert tv[0].max() > 0.1  # the comparison is not among zeros
+
+
+def test_topk_grows_with_k_and_is_exact_at_the_whole_vocabulary():
+    pi, mu = random_policies()
+    sampled = mu.argmin(1)
+    tv = [topk_tv(*at_topk(pi, mu, sampled, k)) for k in range(1, 13)]
+    kl = [topk_kl(*at_topk(pi, mu, sampled, k)) for k in range(1, 13)]
+    for small, large in zip(tv, tv[1:], strict=False):
+        assert (small <= large + 1e-12).all()
+    for small, large in zip(kl, kl[1:], strict=False):
+        assert (small <= large + 1e-12).all()
+    torch.testing.assert_close(tv[-1], exact_tv(pi, mu), rtol=0, atol=1e-12)
+    torch.testing.assert_close(kl[-1], exact_kl(pi, mu), rtol=0, atol=1e-12)
+
+
+def test_topk_ignores_the_order_of_ids_and_what_stands_under_invalid_ones():
+    pi, mu = random_policies(states=20)
+    parts = at_topk(pi, mu, mu.argmax(1), 5)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(0))
+    for divergence in (topk_tv, topk_kl):
+        torch.testing.assert_close(divergence(*(p[:, order] for p in parts)), divergence(*parts))
+        poisoned = [torch.where(parts[2], p, -123.0) for p in parts[:2]]
+        torch.testing.assert_close(divergence(*poisoned, parts[2]), divergence(*parts))
+
+
+def test_ratio_constant_in_the_other_bucket_makes_topk_kl_exact():
+    mu = logs(0.4, 0.3, 0.2, 0.1)[None]
+    pi = logs(0.6, 0.2, 0.2 * 2 / 3, 0.1 * 2 / 3)[None]
+    parts = at_topk(pi, mu, torch.tensor([0]), 2)
+    torch.testing.assert_close(topk_kl(*parts), exact_kl(pi, mu))
+
+
+def test_no_divergence_carries_a_gradient():
+    pi = logs(0.5, 0.2)[None].requires_grad_()
+    mu = logs(0.4, 0.3)[None]
+    valid = torch.ones(1, 2, dtype=torch.bool)
+    for value in (binary_tv(pi, mu), binary_kl(pi, mu), topk_tv(pi, mu, valid),
+                  topk_kl(pi, mu, valid), exact_tv(pi, mu), exact_kl(pi, mu)):  # fmt: skip
+        assert not value.requires_grad
+
+
+def test_bad_shapes_and_dtypes_are_named():
+    x, valid = torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool)
+    with pytest.raises(ValueError, match=r"\(3, 4\), \(3, 3\)"):
+        topk_tv(x, x[:, :3], valid)
+    with pytest.raises(ValueError, match=r"valid is torch\.float32"):
+        topk_kl(x, x, valid.float())
+    with pytest.raises(ValueError, match="differ in shape"):
+        exact_tv(x, x[:2])
+    with pytest.raises(ValueError, match=r"torch\.int64, expected a floating-point"):
+        binary_kl(torch.zeros(2, dtype=torch.int64), torch.zeros(2))

@@ -1,0 +1,263 @@
+"""The engine's tensors as the trainer foresees them, against ones built by hand."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
+from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
+from megatron_dppo.rollout.engine_checksums import ExpectedChecksums, IncompleteWeightsError
+from megatron_dppo.rollout.engine_hash import Sha256Hash, TiledHash
+from megatron_dppo.rollout.engine_layout import EngineLayout, vocabulary_rows
+
+
+def model_shape(family: str = "qwen3_moe", *, tied: bool = False, vocab: int = 100) -> ModelShape:
+    moe = {"num_experts": 3, "experts_per_token": 2, "moe_ffn_hidden_size": 4}
+    return ModelShape(
+        family=family,
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=4,
+        num_query_groups=2,
+        head_dim=2,
+        ffn_hidden_size=6,
+        vocab_size=vocab,
+        tied_embeddings=tied,
+        norm_eps=1e-6,
+        rope_theta=1e6,
+        rope_scaling=None,
+        max_position_embeddings=64,
+        dtype="float32",
+        **(moe if family == "qwen3_moe" else {}),
+    )
+
+
+def weights(shape: ModelShape) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(size) for name, size in hf_tensors(shape).items()}
+
+
+def digests(shape: ModelShape, tensors: dict[str, Tensor], ranks: int = 1) -> list[dict[str, str]]:
+    expected = ExpectedChecksums(EngineLayout(shape, ranks, "cpu"), torch.float32)
+    for item in tensors.items():
+        expected.add([item])
+    return expected.digests()
+
+
+def sha(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+# Tensor names that SGLang 0.5.23's /weights_checker answered for such models.
+MOE_NAMES = {
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.qkv_proj.weight",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.0.self_attn.q_norm.weight",
+    "model.layers.0.self_attn.k_norm.weight",
+    "model.layers.0.mlp.experts.w13_weight",
+    "model.layers.0.mlp.experts.w2_weight",
+    "model.layers.0.mlp.gate.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.post_attention_layernorm.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+}
+QWEN2_TIED_NAMES = {
+    "model.embed_tokens.weight",
+    "model.layers.0.self_attn.qkv_proj.weight",
+    "model.layers.0.self_attn.qkv_proj.bias",
+    "model.layers.0.self_attn.o_proj.weight",
+    "model.layers.0.mlp.gate_up_proj.weight",
+    "model.layers.0.mlp.down_proj.weight",
+    "model.layers.0.input_layernorm.weight",
+    "model.layers.0.post_attention_layernorm.weight",
+    "model.norm.weight",
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "names"),
+    [
+        ("qwen3_moe", False, MOE_NAMES),
+        ("qwen3_moe", True, MOE_NAMES),
+        ("qwen2", True, QWEN2_TIED_NAMES),
+    ],
+)
+def test_engine_tensor_names(family: str, tied: bool, names: set[str]) -> None:
+    shape = model_shape(family, tied=tied)
+    assert set(digests(shape, weights(shape))[0]) == names
+
+
+def test_fused_tensors_of_a_mixture_on_one_rank() -> None:
+    shape = model_shape()
+    hf = weights(shape)
+    (got,) = digests(shape, hf)
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    qkv = torch.cat([hf[f"{attention}{x}_proj.weight"] for x in "qkv"])
+    experts = [f"{mlp}experts.{e}." for e in range(3)]
+    # A CPU engine pads the 4 intermediate rows of each matrix to 32.
+    w13 = torch.zeros(3, 64, 8)
+    w2 = torch.zeros(3, 8, 32)
+    for number, e in enumerate(experts):
+        w13[number, :4], w13[number, 32:36] = hf[f"{e}gate_proj.weight"], hf[f"{e}up_proj.weight"]
+        w2[number, :, :4] = hf[f"{e}down_proj.weight"]
+    head = torch.cat([hf["lm_head.weight"], torch.zeros(28, 8)])
+    assert got[f"{attention}qkv_proj.weight"] == sha(qkv)
+    assert got[f"{mlp}experts.w13_weight"] == sha(w13)
+    assert got[f"{mlp}experts.w2_weight"] == sha(w2)
+    assert got["lm_head.weight"] == sha(head)
+    assert got[f"{mlp}gate.weight"] == sha(hf[f"{mlp}gate.weight"])
+
+
+def test_a_cuda_engine_pads_no_experts() -> None:
+    shape = model_shape()
+    hf = weights(shape)
+    expected = ExpectedChecksums(EngineLayout(shape), torch.float32)
+    expected.add(hf.items())
+    mlp = "model.layers.0.mlp."
+    down = torch.stack([hf[f"{mlp}experts.{e}.down_proj.weight"] for e in range(3)])
+    whole = TiledHash()
+    whole.update(down)
+    assert expected.digests()[0][f"{mlp}experts.w2_weight"] == whole.hexdigest()
+
+
+def test_two_ranks_hold_slices() -> None:
+    shape = model_shape(tied=True, vocab=130)
+    hf = weights(shape)
+    got = digests(shape, hf, ranks=2)
+    attention, mlp = "model.layers.0.self_attn.", "model.layers.0.mlp."
+    q, k, v = (hf[f"{attention}{x}_proj.weight"] for x in "qkv")
+    for rank in range(2):
+        own_q, own_kv = slice(4 * rank, 4 * rank + 4), slice(2 * rank, 2 * rank + 2)
+        assert got[rank][f"{attention}qkv_proj.weight"] == sha(
+            torch.cat([q[own_q], k[own_kv], v[own_kv]])
+        )
+        o = hf[f"{attention}o_proj.weight"]
+        assert got[rank][f"{attention}o_proj.weight"] == sha(o[:, own_q])
+        experts = [f"{mlp}experts.{e}." for e in range(3)]
+        w13 = torch.zeros(3, 2, 32, 8)
+        w2 = torch.zeros(3, 8, 32)
+        for number, e in enumerate(experts):
+            for half, x in enumerate(("gate", "up")):
+                w13[number, half, :2] = hf[f"{e}{x}_proj.weight"][own_kv]
+            w2[number, :, :2] = hf[f"{e}down_proj.weight"][:, own_kv]
+        assert got[rank][f"{mlp}experts.w13_weight"] == sha(w13)
+        assert got[rank][f"{mlp}experts.w2_weight"] == sha(w2)
+        # 130 rows are padded to 192: ranks hold 96, and 34 with 62 of zeros. The head is a copy.
+        padded = torch.cat([hf["model.embed_tokens.weight"], torch.zeros(62, 8)])
+        assert got[rank]["model.embed_tokens.weight"] == sha(padded[96 * rank : 96 * rank + 96])
+        assert got[rank]["lm_head.weight"] == got[rank]["model.embed_tokens.weight"]
+
+
+def test_four_ranks_share_two_key_value_heads() -> None:
+    shape = model_shape()
+    hf = weights(shape)
+    got = digests(shape, hf, ranks=4)
+    q, k, v = (hf[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
+    for rank in range(4):
+        q_rows, head = slice(2 * rank, 2 * rank + 2), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
+        assert got[rank]["model.layers.0.self_attn.qkv_proj.weight"] == sha(
+            torch.cat([q[q_rows], k[head], v[head]])
+        )
+
+
+def test_vocabulary_padding_grows_where_ranks_do_not_divide_it() -> None:
+    # 100 rows pad to 128, which 3 ranks don't divide; to a multiple of 192 instead.
+    layout = EngineLayout(
+        replace(model_shape(), num_attention_heads=6, moe_ffn_hidden_size=6, num_query_groups=3), 3
+    )
+    embedding = torch.randn(100, 8)
+    assert [vocabulary_rows(embedding, r, layout).shape[0] for r in range(3)] == [64, 64, 64]
+    assert torch.equal(vocabulary_rows(embedding, 1, layout)[:36], embedding[64:])
+    assert not vocabulary_rows(embedding, 1, layout)[36:].any()
+    assert not vocabulary_rows(embedding, 2, layout).any()
+
+
+def test_order_of_arrival_does_not_matter() -> None:
+    shape = model_shape()
+    hf = weights(shape)
+    names = list(hf)
+    random.Random(3).shuffle(names)
+    assert digests(shape, {n: hf[n] for n in names}, 2) == digests(shape, hf, 2)
+
+
+def test_early_parts_survive_a_source_that_reuses_its_memory() -> None:
+    shape = model_shape()
+    hf = weights(shape)
+    expected = ExpectedChecksums(EngineLayout(shape, 1, "cpu"), torch.float32)
+    for name in reversed(list(hf)):
+        lent = hf[name].clone()
+        expected.add([(name, lent)])
+        lent.fill_(7)
+    assert expected.digests() == digests(shape, hf)
+
+
+def test_incomplete_streams_are_refused() -> None:
+    shape = model_shape()
+    hf = weights(shape)
+    lost = "model.layers.0.mlp.experts.1.up_proj.weight"
+    with pytest.raises(IncompleteWeightsError, match=f"1 tensors were never sent: {lost}"):
+        digests(shape, {n: t for n, t in hf.items() if n != lost})
+    expected = ExpectedChecksums(EngineLayout(shape, 1, "cpu"), torch.float32)
+    with pytest.raises(IncompleteWeightsError, match=r"model.norm.weight came twice"):
+        expected.add([("model.norm.weight", hf["model.norm.weight"])] * 2)
+    with pytest.raises(IncompleteWeightsError, match=r"\(7,\) torch.float32, expected \(8,\)"):
+        digests(shape, {**hf, "model.norm.weight": torch.ones(7)})
+    with pytest.raises(IncompleteWeightsError, match=r"torch.bfloat16, expected"):
+        digests(shape, {**hf, "model.norm.weight": torch.ones(8, dtype=torch.bfloat16)})
+
+
+def test_layouts_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="attention heads is 4, not divisible by the engine's 3"):
+        EngineLayout(model_shape(), 3)
+    with pytest.raises(ValueError, match=r"loads no 'model.layers.0.mlp.bias'"):
+        EngineLayout(model_shape()).parts("model.layers.0.mlp.bias")
+
+
+def test_sha256_is_cut_to_16_digits() -> None:
+    # SHA-256 of no bytes begins e3b0c44298fc1c14; of the bytes "abc", ba7816bf8f01cfea.
+    assert Sha256Hash().hexdigest() == "e3b0c44298fc1c14"
+    digest = Sha256Hash()
+    digest.update(torch.tensor([97, 98], dtype=torch.uint8))
+    digest.update(torch.tensor([99], dtype=torch.uint8))
+    assert digest.hexdigest() == "ba7816bf8f01cfea"
+
+
+# What SGLang 0.5.23's own Triton kernel gives for these tensors (in Triton's interpreter).
+TILED = [
+    (5, torch.float32, "98ecaf9cc4c20941"),
+    (8192, torch.float32, "2c80ed1d0d9c171f"),
+    (24579, torch.float32, "f5952d5483c41c0f"),
+    (40001, torch.bfloat16, "d049468e180c054a"),
+]
+
+
+@pytest.mark.parametrize(("count", "dtype", "value"), TILED)
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_tiled_hash_is_the_cuda_engines(
+    count: int, dtype: torch.dtype, value: str, pieces: int
+) -> None:
+    tensor = (torch.arange(count) * 2654435761 % 65521).to(dtype)
+    digest = TiledHash()
+    step = max(2, count // pieces // 2 * 2)
+    for start in range(0, count, step):
+        digest.update(tensor[start : start + step])
+    assert digest.hexdigest() == value
+
+
+def test_tiled_hash_in_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TiledHash, "BLOCK_TILES", 2)
+    digest = TiledHash()
+    digest.update((torch.arange(24579) * 2654435761 % 65521).to(torch.float32))
+    assert digest.hexdigest() == "f5952d5483c41c0f"
+    ragged = TiledHash()
+    ragged.update(torch.ones(3, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match="must be the last one"):
+        ragged.update(torch.ones(2, dtype=torch.bfloat16))

@@ -1,0 +1,81 @@
+"""The architecture's rules about imports, held by walking every module's syntax tree."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
+
+LAYERS = (  # from the ground up; a module may import its own layer's package and everything below
+    {"config", "types", "logging"},
+    {"metrics"},
+    {"algorithms"},
+    {"data", "rewards"},
+    {"vocab_parallel"},
+    {"checkpoint_conversion"},
+    {"trainer", "rollout", "weight_sync"},
+    {"loop", "launch"},
+    {"train", "supervised", "convert"},
+)
+LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
+SIBLINGS_ALLOWED = {("config", "types"), ("metrics", "metrics"), ("train", "supervised")}
+OWNERS = {"megatron": "trainer", "sglang": "rollout"}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(path: Path) -> str:
+    """First name under the package: its layer's key."""
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(path: Path) -> list[str]:
+    """Dotted names that a file imports anywhere, relative imports made absolute."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; write the absolute one"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+def test_every_module_has_a_layer():
+    assert {part_of(p) for p in MODULES} - {"__init__"} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    here = part_of(path)
+    for name in imported(path):
+        parts = name.split(".")
+        if parts[0] != "megatron_dppo" or len(parts) < 2 or parts[1] not in LEVEL or parts[1] == here:
+            continue
+        there = parts[1]
+        down = LEVEL[there] < LEVEL[here] or (here, there) in SIBLINGS_ALLOWED
+        assert down, f"{path.relative_to(PACKAGE)} ({here}) imports {name}: {there} is not below {here}"
+
+
+@pytest.mark.parametrize("library", sorted(OWNERS))
+def test_only_the_owner_knows_the_library(library):
+    for path in MODULES:
+        users = [n for n in imported(path) if n.split(".")[0] == library]
+        assert not users or part_of(path) == OWNERS[library], f"{path} imports {users}"
+
+
+def test_only_the_platform_module_asks_for_cuda():
+    asking = {
+        str(p.relative_to(PACKAGE))
+        for p in MODULES
+        if "cuda.is_available" in p.read_text() and "trainer/cpu" not in str(p)
+    }
+    assert asking <= {"trainer/platform.py", "rollout/sglang_cpu/__init__.py"}
+
+
+@pytest.mark.parametrize("package", ["config", "types", "launch"])
+def test_light_packages_load_no_torch(package):
+    code = f"import sys, megatron_dppo.{package}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,109 @@
+"""Each process has its log; the terminal is rank 0's; users get messages, no tracebacks."""
+
+import io
+import logging
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from rich.console import Console
+
+from megatron_dppo import logging as run_logging
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """A fresh console for the process, and logging put back afterwards."""
+    console = Console(file=io.StringIO(), width=80)
+    monkeypatch.setattr(run_logging, "_console", console)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    root = logging.getLogger()
+    before = list(root.handlers), root.level
+    yield console
+    for handler in [handler for handler in root.handlers if handler not in before[0]]:
+        root.removeHandler(handler)
+        handler.close()
+    root.setLevel(before[1])
+    logging.captureWarnings(False)
+
+
+def test_rank_0_logs_to_both_with_time_and_rank(tmp_path, terminal):
+    run_logging.configure_logging(tmp_path, 0)
+    logging.getLogger("megatron_dppo.loop").info("word " * 40)
+    logging.getLogger("urllib3").info("noise")
+    logging.getLogger("urllib3").warning("retrying")
+    shown = terminal.file.getvalue().splitlines()
+    assert len(shown) == 2
+    assert shown[0].split("]")[0].endswith(" [rank0")
+    assert shown[1].endswith("retrying")
+    saved = (tmp_path / "logs" / "rank0.log").read_text().splitlines()
+    assert "[rank0] INFO megatron_dppo.loop: word word" in saved[0]
+    assert len(saved) == 2
+
+
+def test_other_ranks_log_to_their_files_alone(tmp_path, terminal):
+    run_logging.configure_logging(tmp_path, 3)
+    logging.getLogger("megatron_dppo").error("lost a peer")
+    assert terminal.file.getvalue() == ""
+    assert "[rank3] ERROR" in (tmp_path / "logs" / "rank3.log").read_text()
+
+
+def test_a_second_call_replaces_the_first(tmp_path, terminal):
+    run_logging.configure_logging(None, None)
+    run_logging.configure_logging(tmp_path, None)
+    logging.getLogger("megatron_dppo").info("once")
+    assert terminal.file.getvalue().count("once") == 1
+    assert (tmp_path / "logs" / "supervisor.log").read_text().count("once") == 1
+
+
+def run(code, tmp_path):
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_fatal_ends_with_a_message_and_status_2(tmp_path):
+    done = run(
+        """
+        import sys
+        from megatron_dppo.logging import configure_logging, fatal
+        configure_logging(sys.argv[1], 0)
+        fatal("data.train: no such file: x.jsonl")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: data.train: no such file: x.jsonl\n"
+    assert done.stdout == ""
+    assert "CRITICAL" in (tmp_path / "logs" / "rank0.log").read_text()
+
+
+def test_an_uncaught_exception_is_in_the_rank_s_log_and_on_standard_error(tmp_path):
+    done = run(
+        """
+        import sys
+        from megatron_dppo.logging import configure_logging
+        configure_logging(sys.argv[1], 1)
+        raise ValueError("a bad batch")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 1
+    assert "ValueError: a bad batch" in done.stderr
+    saved = (tmp_path / "logs" / "rank1.log").read_text()
+    assert "uncaught exception" in saved
+    assert "ValueError: a bad batch" in saved
+
+
+def test_no_torch_where_a_terminal_is_all_that_is_needed():
+    names = ("logging", "metrics.console", "metrics.progress", "metrics.timing", "metrics.report")
+    code = f"import sys\nfor n in {names}: __import__('megatron_dppo.' + n)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "assert 'torch' not in sys.modules"], timeout=60, check=False
+    )
+    assert done.returncode == 0

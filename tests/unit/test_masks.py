@@ -1,0 +1,145 @@
+"""Masks: which tokens they block, both signs of the advantage, and exactly at the threshold."""
+
+import pytest
+import torch
+
+from megatron_dppo.algorithms import masks
+from megatron_dppo.algorithms.inputs import TokenInputs, recomputed, rollout
+from tests.unit.token_inputs import inputs
+
+
+def trains(mask) -> list[bool]:
+    assert mask.dtype == torch.bool
+    assert not mask.requires_grad
+    return mask.tolist()
+
+
+def test_ratio_clip_blocks_only_outward_updates_beyond_the_bound():
+    # r = 1.5, 1.5, 0.5, 0.5, 1.1 with A = +, -, +, -, +
+    x = inputs([0.75, 0.75, 0.25, 0.25, 0.55], [0.5] * 5, [1.0, -1.0, 1.0, -1.0, 1.0])
+    mask = masks.ratio_clip(x, rollout, clip_low=0.2, clip_high=0.28)
+    assert trains(mask) == [False, True, True, False, True]
+
+
+def test_ratio_exactly_at_the_bound_trains():
+    # r = 1.25 and 0.75 exactly, in binary floating point
+    x = inputs([0.625, 0.375], [0.5, 0.5], [1.0, -1.0])
+    exact = {"clip_low": 0.25 + 1e-12, "clip_high": 0.25 + 1e-12}
+    assert trains(masks.ratio_clip(x, rollout, **exact)) == [True, True]
+    tighter = {"clip_low": 0.25 - 1e-9, "clip_high": 0.25 - 1e-9}
+    assert trains(masks.ratio_clip(x, rollout, **tighter)) == [False, False]
+
+
+def test_binary_tv_blocks_outward_updates_beyond_the_threshold():
+    # |pi - mu| = 0.25, 0.25, 0.25, 0.25, 0.10
+    x = inputs([0.75, 0.75, 0.25, 0.25, 0.6], [0.5] * 5, [1.0, -1.0, 1.0, -1.0, 1.0])
+    mask = masks.binary_tv(x, rollout, tv_threshold=0.2)
+    assert trains(mask) == [False, True, True, False, True]
+
+
+def test_divergence_exactly_at_the_threshold_trains():
+    x = TokenInputs(
+        log_probs=torch.zeros(1),  # pi = 1
+        rollout_log_probs=torch.full((1,), -torch.inf),  # mu = 0, so TV is exactly 1
+        advantages=torch.ones(1),
+        loss_mask=torch.ones(1, dtype=torch.bool),
+    )
+    assert trains(masks.binary_tv(x, rollout, tv_threshold=1.0)) == [True]
+    assert trains(masks.binary_tv(x, rollout, tv_threshold=0.999)) == [False]
+
+
+def test_rare_tokens_ppo_blocks_and_dppo_does_not_and_the_reverse():
+    # 0.001 -> 0.002 doubles the ratio and moves 0.001; 0.9 -> 0.99 is r = 1.1 and moves 0.09.
+    x = inputs([0.002, 0.99], [0.001, 0.9], [1.0, 1.0])
+    assert trains(masks.ratio_clip(x, rollout, clip_low=0.2, clip_high=0.28)) == [False, True]
+    assert trains(masks.binary_tv(x, rollout, tv_threshold=0.05)) == [True, False]
+
+
+def test_binary_kl_uses_the_kl():
+    # KL(0.5 || 0.75) = 0.5 log(2/3) + 0.5 log 2 = 0.1438
+    x = inputs([0.75, 0.75], [0.5, 0.5], [1.0, 1.0])
+    assert trains(masks.binary_kl(x, rollout, kl_threshold=0.143)) == [False, False]
+    assert trains(masks.binary_kl(x, rollout, kl_threshold=0.144)) == [True, True]
+
+
+def test_zero_advantage_is_never_blocked():
+    x = inputs([0.99, 0.01], [0.01, 0.99], [0.0, 0.0])
+    assert trains(masks.binary_tv(x, rollout, tv_threshold=0.1)) == [True, True]
+    assert trains(masks.ratio_clip(x, rollout, clip_low=0.1, clip_high=0.1)) == [True, True]
+
+
+def test_decoupled_masks_compare_with_the_recomputed_policy_in_distance_and_direction():
+    # Against mu the token rose by 0.3; against pi' it fell by 0.1.
+    x = inputs([0.6, 0.6], [0.3, 0.3], [1.0, -1.0], recomputed=[0.7, 0.7])
+    assert trains(masks.binary_tv(x, rollout, tv_threshold=0.05)) == [False, True]
+    assert trains(masks.binary_tv(x, recomputed, tv_threshold=0.05)) == [True, False]
+
+
+def test_topk_masks_see_what_the_sampled_token_does_not():
+    # The sampled token has not moved far, TopK(mu) has: binary 0.05, Top-K 0.3.
+    x = inputs([0.15], [0.1], [1.0],
+               topk_log_probs=torch.tensor([[0.3, 0.15]]).log(),
+               rollout_topk_log_probs=torch.tensor([[0.6, 0.1]]).log(),
+               topk_valid=torch.ones(1, 2, dtype=torch.bool))  # fmt: skip
+    assert trains(masks.binary_tv(x, rollout, tv_threshold=0.2)) == [True]
+    # 1/2 (|.3| + |.05| + other |.3 - .55|) = 0.3
+    assert trains(masks.topk_tv(x, rollout, tv_threshold=0.29)) == [False]
+    assert trains(masks.topk_tv(x, rollout, tv_threshold=0.31)) == [True]
+    assert trains(masks.topk_kl(x, rollout, kl_threshold=0.01)) == [False]
+    with pytest.raises(ValueError, match="needs Top-K"):
+        masks.topk_tv(inputs([0.5], [0.5], [1.0]), rollout, tv_threshold=0.2)
+
+
+def test_minimal_mask_blocks_large_drops_of_bad_tokens_from_the_threshold_on():
+    # 0.75 - 0.25 = 0.5 exactly
+    x = inputs([0.25, 0.25, 0.3, 0.95], [0.75, 0.75, 0.75, 0.2], [-1.0, 1.0, -1.0, -1.0])
+    x = TokenInputs(x.log_probs, x.rollout_log_probs, x.advantages, x.loss_mask)
+    blocked = masks.large_drop(x, rollout, max_drop=0.5 - 1e-12)
+    assert trains(blocked) == [False, True, True, True]
+    at = TokenInputs(torch.tensor([-torch.inf]), torch.zeros(1), -torch.ones(1), x.loss_mask[:1])
+    assert trains(masks.large_drop(at, rollout, max_drop=1.0)) == [False]  # ">=", unlike the others
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (False, False, [False, False, False, False]),
+        (False, True, [True, False, False, False]),
+        (True, False, [False, True, False, False]),
+        (True, True, [True, True, False, False]),
+    ],
+)
+def test_relaxed_clip_frees_rare_tokens_on_the_chosen_side(low, high, expected):
+    # Rare (mu .05) and common (mu .5) tokens, r = 2 with A > 0 and r = 0.2 with A < 0.
+    x = inputs([0.1, 0.01, 1.0, 0.1], [0.05, 0.05, 0.5, 0.5], [1.0, -1.0, 1.0, -1.0])
+    mask = masks.relaxed_clip(
+        x, rollout, clip_low=0.2, clip_high=0.28, rare_below=0.1, relax_low=low, relax_high=high
+    )
+    assert trains(mask) == expected
+
+
+def test_icepop_drops_mismatched_tokens_whatever_the_advantage_and_clips_the_rest():
+    # k = pi'/mu = 6, 0.4, 1, 1; r' = pi/pi' = 1, 1, 1.5, 1.5; A = -, +, +, -
+    x = inputs([0.6, 0.2, 0.75, 0.75], [0.1, 0.5, 0.5, 0.5], [-1.0, 1.0, 1.0, -1.0],
+               recomputed=[0.6, 0.2, 0.5, 0.5])  # fmt: skip
+    mask = masks.icepop(
+        x, recomputed, mismatch_low=0.5, mismatch_high=5.0, clip_low=0.2, clip_high=0.2
+    )
+    assert trains(mask) == [False, False, False, True]
+
+
+def test_sequence_ratio_is_the_geometric_mean_over_the_trained_tokens():
+    # Sequence 0: r = 2 and 0.5, and a prompt token that does not count; sequence 1: r = 4.
+    x = inputs([0.9, 0.8, 0.2, 0.8], [0.1, 0.4, 0.4, 0.2], [1.0, 1.0, 1.0, 1.0],
+               loss_mask=[False, True, True, True], sequence_ids=torch.tensor([0, 0, 0, 3]))  # fmt: skip
+    ratio = masks.sequence_ratio(x, rollout)
+    torch.testing.assert_close(ratio, torch.tensor([1.0, 1.0, 1.0, 4.0], dtype=torch.float64))
+    mask = masks.sequence_clip(x, rollout, clip_low=3e-4, clip_high=4e-4)
+    assert trains(mask) == [True, True, True, False]
+    with pytest.raises(ValueError, match="no sequence_ids"):
+        masks.sequence_ratio(inputs([0.5], [0.5], [1.0]), rollout)
+
+
+def test_missing_recomputed_log_probs_are_named():
+    with pytest.raises(ValueError, match="recomputed_log_probs"):
+        masks.binary_tv(inputs([0.5], [0.5], [1.0]), recomputed, tv_threshold=0.1)

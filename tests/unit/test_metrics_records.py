@@ -1,0 +1,134 @@
+"""metrics.jsonl and TensorBoard: one record a step, also after a resume."""
+
+import json
+import math
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.definitions import DEFINITIONS
+from megatron_dppo.metrics.expectations import EXPECTATIONS
+from megatron_dppo.metrics.records import (
+    RecordsError,
+    decode_records,
+    encode_record,
+    mean_accuracy,
+    phase_table,
+    read_records,
+    series,
+    write_text_atomically,
+)
+from megatron_dppo.metrics.writer import TENSORBOARD_FOLDER, MetricsWriter
+
+MADE_BY_THE_LOOP = {names.GAP_ON_POLICY, names.GRAD_NORM}
+
+
+def test_a_record_is_flat_json_with_null_for_what_is_not_finite():
+    line = encode_record(
+        3, {"reward/mean": 0.5, "policy/entropy": math.nan, "a": math.inf, "weights/bytes": 2**40}
+    )
+    assert line == (
+        '{"step": 3, "reward/mean": 0.5, "policy/entropy": null, "a": null, '
+        '"weights/bytes": 1099511627776}'
+    )
+    assert encode_record(3, {"step": 3, "weights/verified": True}).endswith('verified": 1.0}')
+
+
+@pytest.mark.parametrize("value", ["0.5", None, [1.0]])
+def test_a_value_that_is_no_number_is_named(value):
+    with pytest.raises(RecordsError, match=r"'reward/mean' of step 3 .* expected a Python number"):
+        encode_record(3, {"reward/mean": value})
+
+
+def test_a_record_of_another_step_is_refused():
+    with pytest.raises(RecordsError, match="expected the step that is written: 3"):
+        encode_record(3, {"step": 4})
+
+
+def test_decoding_leaves_out_a_torn_last_line_and_names_a_bad_one():
+    assert decode_records(['{"step": 1}\n', '{"step": 2, "re'], "m") == [{"step": 1}]
+    with pytest.raises(RecordsError, match="m, line 2: not JSON"):
+        decode_records(['{"step": 1}\n', '{"step"\n', '{"step": 3}\n'], "m")
+    with pytest.raises(RecordsError, match="m, line 1: expected a JSON object"):
+        decode_records(['{"loss": 1}\n'], "m")
+
+
+def test_a_folder_without_metrics_is_named(tmp_path):
+    with pytest.raises(RecordsError, match="expected the folder of a run"):
+        read_records(tmp_path)
+
+
+def test_series_and_phases_leave_out_what_is_missing():
+    records = [
+        {"step": 0, "time/sync_s": 1.0},
+        {"step": 1, "a": None, "time/sync_s": 2.0, "time/generate_s": 4.0},
+        {"step": 2, "a": 0.5},
+    ]
+    assert series(records, "a") == ([2], [0.5])
+    assert phase_table(records) == {"generate": [0.0, 4.0, 0.0], "sync": [1.0, 2.0, 0.0]}
+    assert list(phase_table(records)) == ["generate", "sync"]
+
+
+def test_mean_accuracy_is_the_mean_over_the_sets_measured():
+    record = {
+        "step": 1,
+        names.accuracy("aime24"): 0.5,
+        names.accuracy("aime25"): 0.25,
+        "evaluation/aime25/response_length": 900.0,
+    }
+    assert mean_accuracy(record) == 0.375
+    assert mean_accuracy({"step": 1, names.accuracy("aime24"): None}) is None
+
+
+def test_lines_are_flushed_as_they_are_written_and_steps_must_rise(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.write(0, {"reward/mean": 0.25})
+        assert read_records(tmp_path) == [{"step": 0, "reward/mean": 0.25}]
+        with pytest.raises(RecordsError, match="step 0 was written after step 0"):
+            writer.write(0, {"reward/mean": 0.25})
+
+
+def test_a_resumed_run_has_each_step_once_in_both_files(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(5):
+            writer.write(step, {"reward/mean": step / 8})
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "rewa')  # the process died here; its checkpoint is that of step 2
+    with MetricsWriter(tmp_path, resume_step=3) as writer:
+        for step in (3, 4):
+            writer.write(step, {"reward/mean": 1 + step / 8})
+
+    expected = [0, 0.125, 0.25, 1.375, 1.5]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert [json.loads(line)["reward/mean"] for line in lines] == expected
+    events = EventAccumulator(str(tmp_path / TENSORBOARD_FOLDER)).Reload().Scalars("reward/mean")
+    assert [(event.step, event.value) for event in events] == list(enumerate(expected))
+
+
+def test_a_fresh_run_starts_the_file_anew(tmp_path):
+    for value in (0.25, 0.5):
+        with MetricsWriter(tmp_path) as writer:
+            writer.write(1, {"reward/mean": value})
+    assert read_records(tmp_path) == [{"step": 1, "reward/mean": 0.5}]
+
+
+def test_a_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "summary.json"
+    path.write_text("old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("megatron_dppo.metrics.records.os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_text_atomically(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_every_policy_metric_that_people_are_shown_is_one_that_the_loss_computes():
+    shown = {item.metric for item in EXPECTATIONS} | {names.GAP, names.ENTROPY}
+    computed = {name for name in shown if name.startswith(("policy/", "mask/"))} - MADE_BY_THE_LOOP
+    assert computed <= set(DEFINITIONS)

@@ -1,0 +1,184 @@
+"""The picture and the summary of a run: whole, one step long, without evaluation, compared."""
+
+import json
+
+import pytest
+import yaml
+from matplotlib.image import imread
+
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.panels import centred_mean
+from megatron_dppo.metrics.records import RecordsError, encode_record
+from megatron_dppo.metrics.report import main, write_comparison, write_report
+from megatron_dppo.metrics.run_info import RunInfo, describe_layout
+from megatron_dppo.metrics.summary import summarize, window_of, write_summary
+from megatron_dppo.metrics.time_panel import MOST_PHASES, REST, fold_short_phases
+
+ONE_RANK = {
+    "world_size": 1,
+    "tensor": 1,
+    "pipeline": 1,
+    "virtual_pipeline": None,
+    "expert": 1,
+    "expert_tensor": None,
+    "sequence": None,
+}
+INFO = RunInfo("dppo-binary-tv", "TP2, 2 ranks", "tiny", "float32", 1)
+
+
+def trained_step(step, reward):
+    return {
+        names.REWARD: reward,
+        names.GAP_ON_POLICY: 1e-6 * step,
+        names.GAP: 0.004,
+        names.MASKED_POSITIVE: 0.0,
+        names.MASKED_NEGATIVE: 0.002,
+        names.ENTROPY: 1.0 / step,
+        names.RESPONSE_LENGTH: 20.0,
+        names.TRUNCATED: 0.0,
+        names.WEIGHT_UPDATES: 1,
+        names.WEIGHT_UPDATES_VERIFIED: 1,
+        "time/generate_s": 2.0,
+        "time/train_s": 1.5,
+    }
+
+
+def save_run(folder, steps, *, evaluate=True, algorithm="dppo-binary-tv", seed=1):
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    if evaluate:
+        start = {names.accuracy("held_out"): 0.25, names.WEIGHT_UPDATES: 1, "time/sync_s": 0.5}
+        lines.append(encode_record(0, start))
+    for step in range(1, steps + 1):
+        values = trained_step(step, step / 16)
+        if evaluate and step == steps:
+            values[names.accuracy("held_out")] = 0.75
+        lines.append(encode_record(step, values))
+    (folder / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    config = {
+        "algorithm": {"name": algorithm},
+        "run": {"seed": seed},
+        "model": {"hf_checkpoint": "build/tiny-moe", "dtype": "float32"},
+        "parallel": ONE_RANK,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.mark.parametrize(("steps", "evaluate"), [(1, False), (1, True), (8, True), (40, True)])
+def test_a_report_is_drawn_of_long_and_short_runs(tmp_path, steps, evaluate):
+    path = write_report(save_run(tmp_path, steps, evaluate=evaluate))
+    assert path == tmp_path / "report.png"
+    height, width, _ = imread(path).shape
+    assert width > 900
+    assert height > 900
+
+
+def test_a_run_that_recorded_little_is_drawn_too(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "reward/mean": null}\n')
+    assert write_report(tmp_path).is_file()
+
+
+def test_a_run_without_a_step_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(ValueError, match="no step is recorded yet"):
+        write_report(tmp_path)
+
+
+def test_several_runs_are_compared(tmp_path):
+    runs = [save_run(tmp_path / f"seed{i}", 4 + i, seed=i, evaluate=i > 1) for i in (1, 2, 3)]
+    assert write_comparison(runs, tmp_path / "all.png").is_file()
+
+
+def test_more_runs_than_colours_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="8 runs in one picture, expected at most 7"):
+        write_comparison([tmp_path] * 8, tmp_path / "all.png")
+
+
+def test_the_command_line_names_what_it_wrote_and_what_it_could_not_read(tmp_path, capsys):
+    save_run(tmp_path / "demo", 2)
+    main([str(tmp_path / "demo")])
+    assert capsys.readouterr().out.strip() == str(tmp_path / "demo" / "report.png")
+    with pytest.raises(SystemExit) as stopped:
+        main([str(tmp_path / "nothing")])
+    assert stopped.value.code == 2
+    assert "expected the folder of a run" in capsys.readouterr().err
+
+
+def test_short_phases_are_summed_up_and_the_same_for_every_run():
+    first = {f"p{i}": [float(i), float(i)] for i in range(1, 8)}
+    second = {"p1": [100.0]}
+    folded = fold_short_phases([first, second])
+    # totals: p1 102, p7 14, p6 12, p5 10, p4 8; short: p2 and p3, 2 + 3 seconds in each step
+    assert list(folded[0]) == ["p1", "p7", "p6", "p5", "p4", REST]
+    assert len(folded[0]) == MOST_PHASES + 1
+    assert folded[0][REST] == [5.0, 5.0]
+    assert folded[1] == {
+        "p1": [100.0],
+        "p7": [0.0],
+        "p6": [0.0],
+        "p5": [0.0],
+        "p4": [0.0],
+        REST: [0],
+    }
+
+
+def test_smoothing_takes_neighbours_on_both_sides():
+    assert centred_mean([0.0, 3.0, 6.0, 9.0], 1) == [1.5, 3.0, 6.0, 7.5]
+
+
+def test_layouts_are_named_as_megatron_names_them():
+    assert describe_layout(ONE_RANK) == "1 rank"
+    large = {"world_size": 16, "tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "expert": 4}
+    layout = describe_layout({**ONE_RANK, **large, "expert_tensor": 1, "sequence": True})
+    assert layout == "TP2 PP2 VPP2 EP4 DP4 SP, 16 ranks"
+
+
+def test_a_run_is_named_from_its_configuration(tmp_path):
+    assert RunInfo.of_run(tmp_path) is None
+    save_run(tmp_path, 1, seed=7)
+    info = RunInfo("dppo-binary-tv", "1 rank", "tiny-moe", "float32", 7)
+    assert RunInfo.of_run(tmp_path) == info
+    assert info.parts == ("dppo-binary-tv", "1 rank, fp32", "tiny-moe", "seed 7")
+    (tmp_path / "config.yaml").write_text("algorithm: {}\n")
+    with pytest.raises(ValueError, match="expected the resolved configuration"):
+        RunInfo.of_run(tmp_path)
+
+
+def test_the_windows_of_start_and_end_are_a_quarter_of_the_run_up_to_five():
+    assert [window_of(steps) for steps in (1, 4, 8, 19, 20, 500)] == [1, 1, 2, 4, 5, 5]
+
+
+def test_the_summary_of_a_run(tmp_path):
+    save_run(tmp_path, 8)
+    summary = write_summary(tmp_path, INFO, hf_export_max_logprob_diff=2e-6)
+    assert summary.steps == 8
+    assert summary.window_steps == 2
+    assert (summary.eval_accuracy_start, summary.eval_accuracy_end) == (0.25, 0.75)
+    assert summary.eval_steps == (0, 8)
+    assert summary.eval_accuracy_by_set == {"held_out": (0.25, 0.75)}
+    assert summary.train_reward_start == (1 + 2) / 2 / 16
+    assert summary.train_reward_end == (7 + 8) / 2 / 16
+    assert summary.mean_abs_prob_gap == pytest.approx(7.5e-6, rel=1e-12)
+    assert (summary.weight_updates, summary.weight_updates_verified) == (9, 8)
+    assert summary.seconds_per_phase == {"generate": 16.0, "train": 12.0, "sync": 0.5}
+    saved = json.loads((tmp_path / "summary.json").read_text())
+    assert saved["hf_export_max_logprob_diff"] == 2e-6
+    assert saved["layout"] == "TP2, 2 ranks"
+    assert saved["eval_steps"] == [0, 8]
+
+
+def test_a_summary_of_a_run_without_evaluation_says_none():
+    summary = summarize([{"step": 1, names.REWARD: None}], INFO)
+    assert summary.steps == 1
+    assert summary.eval_accuracy_start is None
+    assert summary.eval_steps is None
+    assert summary.train_reward_end is None
+    assert summary.mean_abs_prob_gap is None
+
+
+def test_a_run_without_a_trained_step_has_no_summary(tmp_path):
+    with pytest.raises(ValueError, match="no trained step"):
+        summarize([{"step": 0}], INFO)
+    with pytest.raises(RecordsError):
+        write_summary(tmp_path, INFO)

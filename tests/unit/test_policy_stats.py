@@ -1,0 +1,229 @@
+"""policy_stats on one rank: against the dense float64 twin, for every backend and dtype."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_dppo.vocab_parallel import policy_stats
+from megatron_dppo.vocab_parallel.backends import BACKENDS, choose
+from megatron_dppo.vocab_parallel.dense import dense_policy_stats
+from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError
+
+T, COLUMNS, V, K = 29, 5003, 4999, 6
+CASES = [(b, d) for b in ("eager", "cpp") for d in (torch.float32, torch.bfloat16)]
+CASES.append(("eager", torch.float64))
+
+
+def problem(dtype, seed=0, spread=3.0):
+    g = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(T, COLUMNS, generator=g, dtype=torch.float64) * spread).to(dtype)
+    logits[:, V:] = 50.0  # padding must not count
+    ids = torch.randint(0, V, (T,), generator=g)
+    topk = torch.randint(0, V, (T, K), generator=g)
+    topk[:, 0] = ids  # the sampled token inside the Top-K, and
+    topk[:, 1] = ids  # twice
+    topk[3, 2] = -1
+    weights = torch.randn(2, T, generator=g, dtype=torch.float64)
+    weights[:, ::4] = 0
+    return logits, ids, topk, weights
+
+
+def loss_of(stats, weights):
+    loss = (stats.log_probs * weights[0]).sum()
+    return loss if stats.entropy is None else loss + (stats.entropy * weights[1]).sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
+    logits, ids, topk, weights = problem(dtype)
+    options = {"vocab_size": V, "temperature": temperature, "topk_ids": topk,
+               "with_entropy": with_entropy}  # fmt: skip
+    leaf = logits.clone().requires_grad_()
+    stats = policy_stats(leaf, ids, backend=backend, **options)
+    twin_leaf = logits.double().requires_grad_()
+    twin = dense_policy_stats(twin_leaf, ids, **options)
+
+    close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-6}
+    torch.testing.assert_close(stats.log_probs.double(), twin.log_probs, **close)
+    torch.testing.assert_close(stats.topk_log_probs.double(), twin.topk_log_probs, **close)
+    assert stats.topk_log_probs[3, 2] == -math.inf
+    assert not stats.topk_log_probs.requires_grad
+    if with_entropy:
+        torch.testing.assert_close(stats.entropy.double(), twin.entropy, **close)
+
+    loss_of(stats, weights).backward()
+    loss_of(twin, weights).backward()
+    error = (leaf.grad.double() - twin_leaf.grad).norm() / twin_leaf.grad.norm()
+    # bfloat16: the gradient is rounded once, to 2^-8 relative at most.
+    limit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 2**-8}[dtype]
+    assert error <= limit
+    assert (leaf.grad[:, V:] == 0).all()
+    assert (leaf.grad[::4] == 0).all()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_gradcheck(with_entropy):
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(3, 7, generator=g, dtype=torch.float64, requires_grad=True)
+    ids = torch.tensor([0, 5, 2])
+
+    def function(z):
+        stats = policy_stats(
+            z, ids, vocab_size=6, temperature=0.8, with_entropy=with_entropy, overwrite_logits=False
+        )
+        return (stats.log_probs, stats.entropy) if with_entropy else stats.log_probs
+
+    assert torch.autograd.gradcheck(function, (logits,))
+
+
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_values_worked_by_hand(backend, dtype):
+    # p = (1/4, 1/2, 1/4): log p and H = 3/2 log 2; dH/dz = -p (log p + H), in units of log 2.
+    leaf = torch.tensor([[0.0, math.log(2), 0.0]]).to(dtype).requires_grad_()
+    stats = policy_stats(leaf, torch.tensor([1]), vocab_size=3, with_entropy=True, backend=backend)
+    near = {"rel": 2e-3 if dtype == torch.bfloat16 else 1e-6}
+    assert stats.log_probs.item() == pytest.approx(-math.log(2), **near)
+    assert stats.entropy.item() == pytest.approx(1.5 * math.log(2), **near)
+    (stats.log_probs + stats.entropy).sum().backward()
+    h = math.log(2)
+    expected = [-0.25 + 0.125 * h, 0.5 - 0.25 * h, -0.25 + 0.125 * h]
+    assert leaf.grad[0].tolist() == pytest.approx(expected, rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
+
+
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_minus_infinity_certainty_and_far_tails(backend, dtype):
+    logits = torch.full((4, 3000), -math.inf).to(dtype)
+    logits[0, 1] = 5.0  # certain
+    logits[1, :2] = torch.tensor([0.0, -30.0])  # log-prob -30
+    logits[2, 2999] = -200.0  # the only one, and far below 0
+    logits[3, [0, 2500]] = torch.tensor([1000.0, 1000.0]).to(dtype)
+    ids = torch.tensor([1, 1, 2999, 2500])
+    leaf = logits.clone().requires_grad_()
+    stats = policy_stats(leaf, ids, vocab_size=3000, with_entropy=True, backend=backend)
+    torch.testing.assert_close(
+        stats.log_probs.double(), torch.tensor([0.0, -30.0, 0.0, -math.log(2)], dtype=torch.float64),
+        rtol=0, atol=1e-6,
+    )  # fmt: skip
+    torch.testing.assert_close(
+        stats.entropy.double()[[0, 2, 3]], torch.tensor([0, 0, math.log(2)], dtype=torch.float64),
+        rtol=0, atol=1e-6,
+    )  # fmt: skip
+    (stats.log_probs.sum() + stats.entropy.sum()).backward()
+    assert leaf.grad.isfinite().all()
+    assert leaf.grad[1, 1].item() == pytest.approx(1.0, abs=1e-2)
+    assert (leaf.grad[3, [1, 2]] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+def test_a_sampled_token_of_probability_zero_is_minus_infinity(backend):
+    logits = torch.tensor([[0.0, -math.inf, 0.0]])
+    stats = policy_stats(logits, torch.tensor([1]), vocab_size=3, backend=backend)
+    assert stats.log_probs.item() == -math.inf
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+def test_gradient_is_written_over_the_logits_and_their_reuse_raises(backend):
+    logits, ids, _, _ = problem(torch.float32)
+    leaf = logits.clone().requires_grad_()
+    z = leaf * 1.0
+    other_use = (z * z).sum()  # saves z
+    stats = policy_stats(z, ids, vocab_size=V, backend=backend)
+    stats.log_probs.sum().backward(retain_graph=True)
+    assert leaf.grad.data_ptr() == z.data_ptr() or torch.equal(leaf.grad, z)
+    with pytest.raises(OverwrittenLogitsError):
+        policy_stats(z, ids, vocab_size=V)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        other_use.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        stats.log_probs.sum().backward()
+
+
+def test_logits_are_kept_where_that_is_asked_for():
+    logits, ids, _, _ = problem(torch.float32)
+    leaf = logits.clone().requires_grad_()
+    for _ in range(2):
+        stats = policy_stats(leaf, ids, vocab_size=V, overwrite_logits=False)
+        stats.log_probs.sum().backward()
+    assert torch.equal(leaf.detach(), logits)
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+def test_rows_without_a_gradient_are_not_read(backend):
+    logits, ids, _, weights = problem(torch.float32)
+    leaf = logits.clone().requires_grad_()
+    stats = policy_stats(leaf, ids, vocab_size=V, backend=backend)
+    leaf.data[::4] = math.nan  # whoever reads these rows makes NaN of them
+    (stats.log_probs * weights[0]).sum().backward()
+    assert (leaf.grad[::4] == 0).all()
+
+
+def test_vocabulary_order_does_not_matter():
+    logits, ids, topk, _ = problem(torch.float32)
+    order = torch.randperm(V, generator=torch.Generator().manual_seed(1))
+    place = torch.empty(V, dtype=torch.int64)
+    place[order] = torch.arange(V)
+    topk = topk.clamp(min=0)
+    plain = policy_stats(logits, ids, vocab_size=V, topk_ids=topk, with_entropy=True)
+    moved = policy_stats(
+        logits[:, order].contiguous(), place[ids], vocab_size=V, topk_ids=place[topk], with_entropy=True
+    )
+    for name in ("log_probs", "topk_log_probs", "entropy"):
+        torch.testing.assert_close(getattr(plain, name), getattr(moved, name), rtol=0, atol=2e-6)
+
+
+def test_no_tokens_and_no_gradient():
+    stats = policy_stats(torch.empty(0, 10), torch.empty(0, dtype=torch.int64), vocab_size=10)
+    assert stats.log_probs.shape == (0,)
+    with torch.no_grad():
+        stats = policy_stats(torch.zeros(2, 10), torch.tensor([1, 2]), vocab_size=10)
+    assert stats.log_probs.tolist() == pytest.approx([-math.log(10)] * 2)
+
+
+def arguments(**changes):
+    values = {"logits": torch.zeros(3, 8), "target_ids": torch.tensor([0, 1, 2]), "vocab_size": 8}
+    return {**values, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"target_ids": torch.tensor([0, 8, -1])}, "2 target ids outside the vocabulary"),
+        ({"topk_ids": torch.tensor([[0], [7], [9]])}, "1 Top-K ids outside the vocabulary"),
+        ({"topk_ids": torch.zeros(3, 0, dtype=torch.int64)}, r"expected \(3, K\) with K >= 1"),
+        ({"topk_ids": torch.zeros(2, 1, dtype=torch.int64)}, r"expected \(3, K\) with K >= 1"),
+        ({"topk_ids": torch.ones(3, 1, dtype=torch.bool)}, r"topk_ids are torch\.bool"),
+        ({"target_ids": torch.tensor([0, 1])}, r"expected torch\.int64 \(3,\) to match"),
+        ({"target_ids": torch.zeros(3)}, r"target_ids are torch\.float32"),
+        ({"logits": torch.zeros(3, 2, 4)}, r"expected floating point \[T, C\]"),
+        ({"logits": torch.zeros(8, 3).T}, "expected contiguous"),
+        ({"logits": torch.full((3, 8), math.nan)}, "3 rows of logits that hold NaN"),
+        ({"logits": torch.full((3, 8), math.inf)}, "3 rows of logits that hold NaN"),
+        ({"logits": torch.full((3, 8), -math.inf)}, "nothing but -inf"),
+        ({"vocab_size": 9}, "vocab_size is 9, expected 1 .. 8"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"temperature": 0.0}, "temperature is 0.0, expected a positive number"),
+        ({"backend": "fast"}, "unknown policy_stats backend 'fast'; known: eager"),
+        ({"logits": torch.zeros(3, 8, dtype=torch.float64), "backend": "cpp"}, "take float32 and"),
+    ],
+)
+def test_bad_input_is_one_clear_error(changes, message):
+    with pytest.raises(ValueError, match=message):
+        policy_stats(**arguments(**changes))
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+@pytest.mark.parametrize("where", [0, 3000, 4990])
+def test_one_nan_among_finite_logits_is_found(backend, where):
+    logits = torch.randn(3, V, generator=torch.Generator().manual_seed(0))
+    logits[1, where] = math.nan
+    with pytest.raises(ValueError, match="1 rows of logits that hold NaN"):
+        policy_stats(logits, torch.tensor([0, 1, 2]), vocab_size=V, backend=backend)
+
+
+def test_the_fastest_available_backend_is_chosen():
+    assert choose(torch.zeros(1, 4)) is BACKENDS["cpp"]
+    assert choose(torch.zeros(1, 4, dtype=torch.float64)) is BACKENDS["eager"]
+    assert choose(torch.zeros(1, 4), "eager") is BACKENDS["eager"]

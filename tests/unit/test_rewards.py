@@ -1,0 +1,154 @@
+"""The reward functions: every case by hand."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_dppo.rewards import REWARDS, find_reward
+from megatron_dppo.rewards.exact_integer import exact_integer
+from megatron_dppo.rewards.math_verify import final_answer, math_verify
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "score"),
+    [
+        ("17", "17", 1),
+        (" 17\n", "17", 1),
+        ("+17", "17", 1),
+        ("017", "17", 1),
+        ("17", "017", 1),
+        ("-3", "-3", 1),
+        ("-0", "0", 1),
+        ("3+4=7-2=5", "5", 1),
+        ("3 + 4 = 7", "7", 1),
+        ("3", "-3", 0),
+        ("7 = 3 + 4", "7", 0),
+        ("5=", "5", 0),
+        ("17.", "17", 0),
+        ("17.0", "17", 0),
+        ("1 7", "17", 0),
+        ("- 3", "-3", 0),
+        ("--3", "-3", 0),
+        ("the answer is 17", "17", 0),
+        ("17 18", "17", 0),
+        ("", "17", 0),
+        ("-", "0", 0),
+        ("١٧", "17", 0),
+        ("9" * 100_000, "17", 0),
+    ],
+)
+def test_exact_integer(response, answer, score):
+    assert exact_integer(response, answer) == score
+
+
+def test_exact_integer_wants_an_integer_to_compare_with():
+    with pytest.raises(ValueError, match=r"the answer is '1\.5', expected an integer"):
+        exact_integer("1", "1.5")
+
+
+@pytest.mark.parametrize(
+    ("response", "final"),
+    [
+        (r"so \boxed{5}, no: \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
+        (r"\framebox{204} minutes. Check: $180 + 24 = 204$.", "204"),
+        (r"\boxed {7}", "7"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{\{1,2\}}", r"\{1,2\}"),
+        (r"first \boxed{3}, then cut off \boxed{4", "3"),
+        ("Thinking.\nAnswer: 34", "34"),
+        ("**Answer:** $34$", "34"),
+        (r"Answer: \boxed{34}", "34"),
+        (r"I get \boxed{3}." + "\nAnswer: 4", "4"),
+        ("Answer: 3\nOn reflection,\n\\boxed{4}", "4"),
+        ("The final answer is 34. I checked it twice.", "34"),
+        (r"so the answer is $\frac{3}{4}$ of the pie", r"\frac{3}{4}"),
+        ("2 + 2 is\n4", "4"),
+        ("Hence $a = 2$ and $b = 3$.", "b = 3"),
+        (r"which gives \(x = 3\).", "x = 3"),
+        ("", ""),
+    ],
+)
+def test_final_answer(response, final):
+    assert final_answer(response).strip(" *") == final
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"$\boxed{204}$", "204"),
+        (r"\boxed{033}.", "33"),
+        (r"\boxed{33}", "033"),
+        (r"\boxed{104.}", "104"),
+        (r"$\boxed{\textbf{(113) }}$.", "113"),
+        (r"$99+28=\boxed{\mathbf{127} }$", "127"),
+        (r"\boxed{$25$}", "25"),
+        (r"\boxed{1{,}234}", "1234"),
+        (r"\boxed{1,234}", "1234"),
+        (r"\boxed{m + n = 204}", "204"),
+        (r"\boxed{0.5}", r"\frac{1}{2}"),
+        (r"\boxed{\dfrac12}", "1/2"),
+        (r"\boxed{\sqrt{12}}", r"$2\sqrt{3}$"),
+        (r"\boxed{\{2, 1\}}", r"\{1,2\}"),
+        (r"\boxed{(1, 2)}", "(1,2)"),
+        (r"\boxed{10\text{ cm}}", "10"),
+        (r"\boxed{1 + x^2}", "x^2 + 1"),
+        (r"\boxed{\text{yes}}", "yes"),
+        (r"\boxed{-7}", "-7"),
+        ("Answer: 34", "34"),
+        ("34", "34"),
+        ("1/3", r"\frac{2}{6}"),
+    ],
+)
+def test_math_verify_accepts(response, answer):
+    assert math_verify(response, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{204}", "205"),
+        (r"\boxed{204} and \boxed{205}", "204"),
+        (r"\boxed{204 \text{ or } 205}", "204"),
+        (r"\boxed{1, 2, 3, 204}", "204"),
+        (r"\boxed{\pm 204}", "204"),
+        (r"\boxed{-33}", "33"),
+        (r"\boxed{(1, 2)}", "[1,2]"),
+        (r"\boxed{0.3}", r"\frac{1}{3}"),
+        (r"\boxed{}", "0"),
+        (r"\boxed{204", "5"),
+        ("I do not know", "204"),
+        ("204 is what I first thought, but \\boxed{17}", "204"),
+        ("", "204"),
+        ("\\boxed{" + "1+" * 400 + "1}", "401"),
+    ],
+)
+def test_math_verify_refuses(response, answer):
+    assert math_verify(response, answer) == 0.0
+
+
+def test_math_verify_says_when_the_answer_itself_is_no_mathematics():
+    with pytest.raises(ValueError, match="cannot parse the answer"):
+        math_verify(r"\boxed{1}", r"$$")
+
+
+def test_the_table():
+    assert set(REWARDS) == {"exact_integer", "math_verify"}
+    assert find_reward("exact_integer")("1+1=2", "2") == 1.0
+    assert find_reward("exact_integer").runs_inline
+    assert not find_reward("math_verify").runs_inline
+    with pytest.raises(
+        ValueError, match="unknown reward 'x'; there are exact_integer, math_verify"
+    ):
+        find_reward("x")
+
+
+def test_the_table_imports_no_library():
+    code = (
+        "import sys; import megatron_dppo.rewards as r; r.REWARDS['exact_integer']('1', '1'); "
+        "print([m for m in ('torch', 'sympy', 'math_verify', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

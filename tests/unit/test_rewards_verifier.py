@@ -1,0 +1,122 @@
+"""The verifier: order, kills, crashes, faults. Planted rewards live in
+``tests.unit.planted_rewards``.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+
+from megatron_dppo.rewards import Score, Verifier, VerifierError
+
+
+def planted(function: str) -> str:
+    return f"tests.unit.planted_rewards:{function}"
+
+
+def test_inline_rewards_start_no_process():
+    with Verifier("exact_integer", timeout_s=1.0, workers=2) as verifier:
+        assert verifier._workers == []
+        assert verifier.score([("1+1=2", "2"), ("3", "2")]) == [Score(1.0), Score(0.0)]
+
+
+def test_order_is_kept_and_workers_share_the_work():
+    with Verifier(planted("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
+        pairs = [(str(0.05 * (i % 3)), str(i / 10)) for i in range(10)]
+        assert [s.value for s in verifier.score(pairs)] == [i / 10 for i in range(10)]
+        assert verifier.score([]) == []
+        assert verifier.score([("0", "1")]) == [Score(1.0)]
+
+
+def test_a_runaway_check_is_killed_on_time_and_the_others_get_their_scores():
+    with Verifier(planted("loop_on_request"), timeout_s=1.0, workers=2) as verifier:
+        verifier.score([("", "")] * 4)  # both workers have started
+        began = time.monotonic()
+        scores = verifier.score([("ok", ""), ("loop", ""), ("ok", ""), ("power", ""), ("ok", "")])
+        took = time.monotonic() - began
+        assert [s.timed_out for s in scores] == [False, True, False, True, False]
+        assert [s.value for s in scores] == [1.0, 0.0, 1.0, 0.0, 1.0]
+        assert took < 30.0
+        assert verifier.timeouts == 2
+        assert verifier.score([("ok", "")]) == [Score(1.0)]
+
+
+def test_a_worker_that_the_system_ends_costs_one_score():
+    with Verifier(planted("die_on_request"), timeout_s=60.0, workers=1) as verifier:
+        scores = verifier.score([("ok", ""), ("die", ""), ("ok", "")])
+        assert scores == [Score(1.0), Score(0.0, crashed=True), Score(1.0)]
+        assert (verifier.crashes, verifier.timeouts) == (1, 0)
+
+
+def test_a_worker_that_dies_while_idle_is_found_out():
+    with Verifier(planted("die_on_request"), timeout_s=60.0, workers=1) as verifier:
+        verifier.score([("ok", "")])
+        verifier._workers[0]._process.kill()
+        verifier._workers[0]._process.wait()
+        assert verifier.score([("ok", ""), ("ok", "")]) == [Score(0.0, crashed=True), Score(1.0)]
+
+
+def test_a_reward_that_raises_is_an_error_with_its_traceback():
+    with (
+        Verifier(planted("raise_on_request"), timeout_s=60.0, workers=1) as verifier,
+        pytest.raises(VerifierError, match="planted fault"),
+    ):
+        verifier.score([("raise", "")])
+
+
+def test_a_worker_that_cannot_start_is_an_error_with_its_output():
+    with (
+        Verifier(planted("no_such_function"), timeout_s=60.0, workers=1) as verifier,
+        pytest.raises(VerifierError, match="no_such_function"),
+    ):
+        verifier.score([("", "")])
+
+
+def test_long_unicode_responses_and_prints_of_the_reward_pass():
+    with Verifier(planted("length_and_print"), timeout_s=60.0, workers=1) as verifier:
+        assert verifier.score([("é\n\u2028" * 100_000, "")]) == [Score(300_000.0)]
+
+
+def test_calls_from_several_threads_take_turns():
+    with Verifier(planted("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
+        results: dict[int, list[float]] = {}
+
+        def call(k: int) -> None:
+            results[k] = [s.value for s in verifier.score([("0.01", str(k))] * 5)]
+
+        threads = [threading.Thread(target=call, args=(k,)) for k in range(3)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+    assert results == {k: [float(k)] * 5 for k in range(3)}
+
+
+def test_processes_are_gone_after_closing():
+    with Verifier(planted("loop_on_request"), timeout_s=60.0, workers=2) as verifier:
+        pids = [w._process.pid for w in verifier._workers]
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with pytest.raises(ValueError, match="not open"):
+        verifier.score([("", "")])
+
+
+def test_bombs_in_mathematics_do_not_hang():
+    bombs = [r"\boxed{9^{9^{9^9}}}", r"\boxed{" + "(" * 400 + "}", r"\boxed{999999999!}"]
+    pairs = [(bomb, "5") for bomb in bombs] + [(r"\boxed{5}", "5")]
+    with Verifier("math_verify", timeout_s=2.0, workers=1) as verifier:
+        scores = verifier.score(pairs)
+    assert [s.value for s in scores] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_impossible_settings():
+    with pytest.raises(ValueError, match="unknown reward 'nope'"):
+        Verifier("nope", timeout_s=1.0, workers=1)
+    with pytest.raises(ValueError, match="got 0 and 1"):
+        Verifier("math_verify", timeout_s=0, workers=1)
+    with pytest.raises(ValueError, match="got 1 and 0"):
+        Verifier("math_verify", timeout_s=1, workers=0)

@@ -1,0 +1,180 @@
+"""generate_many against a client that misbehaves on purpose: order, retries, deadlines, losses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_dppo.rollout.async_runner import AsyncRunner
+from megatron_dppo.rollout.errors import (
+    AbortedError,
+    EngineLostError,
+    EngineRequestError,
+    GenerationInterruptedError,
+    StopRequestedError,
+)
+from megatron_dppo.rollout.generation import GenerationLimits, generate_many
+from megatron_dppo.rollout.requests import GenerationRequest, GenerationResult, SamplingParams
+from megatron_dppo.types import VersionSpan
+
+
+class ScriptedClient:
+    """Answers like an EngineClient; ``behave(key, attempt)`` may sleep or raise first."""
+
+    url = "http://scripted"
+
+    def __init__(self, behave, healthy: bool = True) -> None:
+        self.behave = behave
+        self.healthy = healthy
+        self.rids: list[str] = []
+        self.aborted: list[str] = []
+        self.attempts: dict = {}
+        self.running = self.most_running = 0
+
+    async def generate(self, requests: Sequence[GenerationRequest], rids: Sequence[str]):
+        self.rids += rids
+        self.running += len(requests)
+        self.most_running = max(self.most_running, self.running)
+        try:
+            for request in requests:
+                attempt = self.attempts[request.key] = self.attempts.get(request.key, -1) + 1
+                await self.behave(request.key, attempt)
+        finally:
+            self.running -= len(requests)
+        return [self.result(r) for r in requests]
+
+    def result(self, request: GenerationRequest) -> GenerationResult:
+        spans = (VersionSpan(1, 0, 1),)
+        return GenerationResult(request.key, [request.key], [-1.0], "stop", "", spans)
+
+    async def abort(self, rids: Sequence[str]) -> None:
+        self.aborted += rids
+
+    async def health(self, timeout_s: float = 10.0) -> bool:
+        return self.healthy
+
+
+def requests(count: int) -> list[GenerationRequest]:
+    return [GenerationRequest(i, (1,), SamplingParams(1)) for i in range(count)]
+
+
+def run(client: ScriptedClient, count: int, limits: GenerationLimits, **kwargs):
+    with AsyncRunner() as runner:
+        return runner.run(generate_many(client, requests(count), limits, **kwargs))
+
+
+async def answer_at_once(key: int, attempt: int) -> None:
+    await asyncio.sleep(0)
+
+
+def test_results_keep_the_order_of_the_requests():
+    async def later_first(key: int, attempt: int) -> None:
+        await asyncio.sleep(0.01 * (8 - key))
+
+    client, seen = ScriptedClient(later_first), []
+    results = run(client, 8, GenerationLimits(concurrency=3), on_progress=seen.append)
+    assert list(results) == list(range(8))
+    assert [r.output_ids for r in results.values()] == [[i] for i in range(8)]
+    assert client.most_running == 3
+    assert (seen[-1].done, seen[-1].total, seen[-1].tokens) == (8, 8, 8)
+
+
+def test_responses_can_share_a_call():
+    client = ScriptedClient(answer_at_once)
+    results = run(client, 7, GenerationLimits(concurrency=6, responses_per_call=3))
+    assert list(results) == list(range(7))
+    assert client.most_running <= 6
+    assert len(set(client.rids)) == 7
+
+
+def test_an_aborted_request_is_asked_again_under_a_new_id_and_counted_once():
+    async def abort_first(key: int, attempt: int) -> None:
+        if key == 1 and attempt == 0:
+            raise AbortedError("paused")
+
+    client = ScriptedClient(abort_first)
+    results = run(client, 3, GenerationLimits(concurrency=3))
+    assert list(results) == [0, 1, 2]
+    assert client.attempts == {0: 0, 1: 1, 2: 0}
+    assert len(set(client.rids)) == 4
+    assert not any(a != b and b.startswith(a) for a in client.rids for b in client.rids)
+
+
+def test_a_late_request_is_aborted_before_it_is_asked_again():
+    async def hang_first(key: int, attempt: int) -> None:
+        await asyncio.sleep(60 if attempt == 0 else 0)
+
+    client = ScriptedClient(hang_first)
+    results = run(client, 1, GenerationLimits(concurrency=1, request_timeout_s=0.05))
+    assert list(results) == [0]
+    assert client.aborted == client.rids[:1]
+
+
+def test_attempts_are_bounded():
+    async def hang(key: int, attempt: int) -> None:
+        await asyncio.sleep(60)
+
+    client = ScriptedClient(hang)
+    limits = GenerationLimits(concurrency=1, request_timeout_s=0.02, max_attempts=2)
+    with pytest.raises(GenerationInterruptedError, match=r"2 attempts failed.*within 0.02 s"):
+        run(client, 1, limits)
+    assert client.attempts == {0: 1}
+
+
+def test_a_lost_engine_interrupts_at_once_and_keeps_what_is_finished():
+    async def die_at_three(key: int, attempt: int) -> None:
+        if key == 3:
+            await asyncio.sleep(0.05)
+            raise EngineLostError("connection reset")
+        await asyncio.sleep(60 if key > 3 else 0)
+
+    client, start = ScriptedClient(die_at_three), time.monotonic()
+    with pytest.raises(GenerationInterruptedError, match=r"reset \(3 responses") as caught:
+        run(client, 8, GenerationLimits(concurrency=8))
+    assert list(caught.value.completed) == [0, 1, 2]
+    assert time.monotonic() - start < 5
+    assert client.running == 0
+    assert set(client.aborted) >= {rid for rid in client.rids if rid.endswith("-00000007-00")}
+
+
+def test_a_silent_engine_is_lost():
+    async def hang(key: int, attempt: int) -> None:
+        await asyncio.sleep(60)
+
+    limits = GenerationLimits(concurrency=1, hang_timeout_s=0.2)
+    with pytest.raises(GenerationInterruptedError, match="silent for"):
+        run(ScriptedClient(hang, healthy=False), 1, limits)
+
+
+def test_stop_aborts_what_is_in_flight():
+    async def hang(key: int, attempt: int) -> None:
+        await asyncio.sleep(60 if key else 0)
+
+    client = ScriptedClient(hang)
+    with pytest.raises(StopRequestedError, match="1 of 4"):
+        run(client, 4, GenerationLimits(concurrency=4), stop=lambda: True)
+    assert len(client.aborted) == 3
+    assert client.running == 0
+
+
+def test_a_refused_request_is_not_retried():
+    async def refuse(key: int, attempt: int) -> None:
+        raise EngineRequestError(400, "too long")
+
+    client = ScriptedClient(refuse)
+    with pytest.raises(EngineRequestError, match="too long"):
+        run(client, 1, GenerationLimits(concurrency=1))
+    assert client.attempts == {0: 0}
+
+
+def test_equal_keys_are_refused():
+    twice, client = requests(1) * 2, ScriptedClient(answer_at_once)
+    with AsyncRunner() as runner, pytest.raises(ValueError, match="same key"):
+        runner.run(generate_many(client, twice, GenerationLimits(concurrency=1)))
+
+
+def test_nothing_to_ask_is_no_error():
+    assert run(ScriptedClient(answer_at_once), 0, GenerationLimits(concurrency=4)) == {}

@@ -1,0 +1,188 @@
+"""The engine's answers are parsed exactly, and refused where they contradict their request."""
+
+from __future__ import annotations
+
+import base64
+import json
+
+import numpy as np
+import orjson
+import pytest
+
+from megatron_dppo.rollout.errors import AbortedError, EngineAnswerError
+from megatron_dppo.rollout.generation import GenerationJob, to_rollout
+from megatron_dppo.rollout.protocol import parse_answer, parse_answers, request_body
+from megatron_dppo.rollout.requests import GenerationRequest, RoutedShape, SamplingParams
+from megatron_dppo.types import Problem, VersionSpan
+
+SHAPE = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=8)
+TOPK_IDS = [[7, 1], [2, 7]]
+TOPK_LOG_PROBS = [[-0.5, -1.5], [-0.25, -2.0]]
+# 3 prompt tokens + 2 output tokens - 1, 2 layers (the first is dense: zeros), 2 experts.
+ROUTED = [[[0, 0], [3, 1]], [[0, 0], [7, 0]], [[0, 0], [2, 5]], [[0, 0], [6, 4]]]
+
+
+def b64(values: list, dtype: str) -> str:
+    return base64.b64encode(np.array(values, dtype).tobytes()).decode()
+
+
+def request(**changes) -> GenerationRequest:
+    fields = {
+        "key": (0, 0),
+        "prompt_ids": (4, 5, 6),
+        "sampling": SamplingParams(max_new_tokens=8),
+        "topk_log_probs": 2,
+        "routed_experts": SHAPE,
+    }
+    return GenerationRequest(**(fields | changes))
+
+
+def answer(**changes) -> dict:
+    meta = {
+        "finish_reason": {"type": "stop", "matched": 2},
+        "output_token_logprobs": [[-0.5, 7, None], [-0.25, 2, None]],
+        "weight_versions": [
+            {"version": "3", "start": 0, "end": 1},
+            {"version": "4", "start": 1, "end": 2},
+        ],
+        "output_top_logprobs_shape": [2, 2],
+        "output_top_logprobs_null_prefix": 0,
+        "output_top_logprobs_idx_flat_b64": b64(TOPK_IDS, "<i4"),
+        "output_top_logprobs_val_flat_b64": b64(TOPK_LOG_PROBS, "<f4"),
+        "routed_experts": b64(ROUTED, "<i4"),
+        "cached_tokens": 2,
+    }
+    return {"text": "7", "output_ids": [7, 2], "meta_info": meta | changes}
+
+
+def test_every_field_of_an_answer_is_read():
+    result = parse_answer(answer(), request())
+    assert result.key == (0, 0)
+    assert result.output_ids == [7, 2]
+    assert result.log_probs == [-0.5, -0.25]
+    assert result.finish_reason == "stop"
+    assert result.text == "7"
+    assert result.cached_tokens == 2
+    assert result.weight_versions == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
+    assert result.topk_ids.dtype == np.int32
+    assert result.topk_ids.tolist() == TOPK_IDS
+    assert result.topk_log_probs.dtype == np.float32
+    assert result.topk_log_probs.tolist() == TOPK_LOG_PROBS
+    assert result.routed_experts.dtype == np.uint8
+    assert result.routed_experts.tolist() == [[[3, 1]], [[7, 0]], [[2, 5]], [[6, 4]]]
+
+
+def test_routing_of_many_experts_needs_two_bytes():
+    many = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=257)
+    assert parse_answer(answer(), request(routed_experts=many)).routed_experts.dtype == np.uint16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_token_logprobs": [[-0.5, 7, None]]}, "1 log-probabilities"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [-0.25, 3, None]]}, "not those of"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [None, 2, None]]}, "log-probability None"),
+        ({"output_token_logprobs": [[-0.5, 7, None], [0.01, 2, None]]}, "at output token 1"),
+        ({"finish_reason": {"type": "length", "length": 2}}, "cut off after 2 tokens"),
+        ({"finish_reason": {"type": "other"}}, "expected stop or length"),
+        ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "end at 1"),
+        ({"weight_versions": [{"version": "3", "start": 1, "end": 2}]}, "not contiguous"),
+        ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "no integer"),
+        ({"output_top_logprobs_shape": [1, 2]}, r"shape \(1, 2\), expected \(2, 2\)"),
+        ({"output_top_logprobs_idx_flat_b64": b64([7], "<i4")}, "4 bytes of <i4, expected 16"),
+        ({"output_top_logprobs_val_flat_b64": "!"}, "broken base64"),
+        (
+            {"output_top_logprobs_val_flat_b64": b64([[-0.5, np.nan], [-1, -2]], "<f4")},
+            "not finite",
+        ),
+        ({"routed_experts": b64(ROUTED[:3], "<i4")}, "48 bytes of <i4, expected 64"),
+        ({"routed_experts": b64(np.array(ROUTED) + 5, "<i4")}, r"outside 0..7"),
+        ({"routed_experts": b64(np.zeros((4, 2, 2)), "<i4")}, "same expert twice"),
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_refused_by_name(changes, message):
+    with pytest.raises(EngineAnswerError, match=rf"^request \(0, 0\): .*{message}"):
+        parse_answer(answer(**changes), request())
+
+
+def test_a_missing_field_is_named():
+    broken = answer()
+    del broken["meta_info"]["routed_experts"]
+    with pytest.raises(EngineAnswerError, match="lacks 'routed_experts'"):
+        parse_answer(broken, request())
+
+
+def test_rounding_above_zero_passes():
+    near_certain = [[5e-7, 7, None], [-0.25, 2, None]]
+    assert parse_answer(answer(output_token_logprobs=near_certain), request()).log_probs[0] == 5e-7
+
+
+def test_an_abort_is_told_apart_from_a_broken_answer():
+    aborted = answer(finish_reason={"type": "abort", "message": "by the admin"})
+    with pytest.raises(AbortedError, match=r"request \(0, 0\): .*by the admin"):
+        parse_answer(aborted, request())
+
+
+def test_a_call_has_one_answer_for_each_request():
+    two = [request(), request(key=(0, 1))]
+    assert [r.key for r in parse_answers(orjson.dumps([answer(), answer()]), two)] == [
+        (0, 0),
+        (0, 1),
+    ]
+    with pytest.raises(EngineAnswerError, match="1 for 2 requests"):
+        parse_answers(orjson.dumps([answer()]), two)
+
+
+def test_the_body_asks_for_tokens_and_binary_forms():
+    body = json.loads(request_body([request()], ["a-00"]))
+    assert body["rid"] == ["a-00"]
+    assert body["input_ids"] == [[4, 5, 6]]
+    assert body["return_logprob"] is True
+    assert body["logprob_start_len"] == -1
+    assert body["top_logprobs_num"] == 2
+    assert body["return_flat_raw_output_top_logprobs"] is True
+    assert body["return_flat_raw_top_logprobs_b64"] is True
+    assert body["return_routed_experts"] is True
+    params = body["sampling_params"][0]
+    assert (params["temperature"], params["top_p"], params["top_k"]) == (1.0, 1.0, -1)
+    plain = json.loads(request_body([request(topk_log_probs=0, routed_experts=None)], ["a-00"]))
+    assert "top_logprobs_num" not in plain
+    assert "return_routed_experts" not in plain
+
+
+def test_one_call_cannot_mix_forms():
+    with pytest.raises(ValueError, match="same Top-K"):
+        request_body([request(), request(topk_log_probs=0)], ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "bad", [{"max_new_tokens": 0}, {"temperature": -1.0}, {"temperature": float("nan")}]
+)
+def test_impossible_sampling_is_refused(bad):
+    with pytest.raises(ValueError, match="must be"):
+        SamplingParams(**({"max_new_tokens": 1} | bad))
+
+
+def test_routed_shape_of_a_model_with_dense_layers(tmp_path):
+    model = {"num_hidden_layers": 6, "num_experts": 128, "num_experts_per_tok": 8}
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(model | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}))
+    # Every second layer routes (1, 3, 5), less the one that is listed as dense.
+    assert RoutedShape.of_model(tmp_path) == RoutedShape(6, (1, 5), 8, 128)
+    config.write_text(json.dumps({"num_hidden_layers": 2, "model_type": "qwen3"}))
+    with pytest.raises(ValueError, match=r"qwen3.* has no experts"):
+        RoutedShape.of_model(tmp_path)
+
+
+def test_a_job_asks_only_for_what_is_missing():
+    problems = [Problem(9, "a", "1", (4, 5, 6)), Problem(9, "a", "1", (4, 5, 6))]
+    job = GenerationJob(problems, 2, SamplingParams(8), topk_log_probs=2, routed_experts=SHAPE)
+    assert [r.key for r in job.requests()] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    results = {r.key: parse_answer(answer(), r) for r in job.requests()}
+    assert [r.key for r in job.requests({(0, 1): results[0, 1]})] == [(0, 0), (1, 0), (1, 1)]
+    rollouts = job.rollouts(results)
+    assert [(r.problem_id, r.sample_index) for r in rollouts] == [(9, 0), (9, 1)] * 2
+    assert rollouts[0] == to_rollout(problems[0], 0, results[0, 0])
+    assert rollouts[0].response_ids == [7, 2]
+    assert rollouts[0].weight_versions == [VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)]

@@ -1,0 +1,207 @@
+"""What the engine is started with, without starting it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.rollout.check_engine import SGLANG_VERSION, compare_server
+from megatron_dppo.rollout.errors import EngineStartError
+from megatron_dppo.rollout.launch_server import redact_keys
+from megatron_dppo.rollout.server import EngineProcess, free_port
+from megatron_dppo.rollout.server_options import (
+    bind_cores,
+    cpu_kv_tokens,
+    engine_device,
+    server_environment,
+    server_options,
+    write_options,
+)
+
+MODEL = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "hidden_size": 64,
+    "vocab_size": 512,
+}
+
+
+def run_config(folder: Path, **sections) -> TrainConfig:
+    (folder / "config.json").write_text(json.dumps(MODEL))
+    given = {
+        "run": {"directory": str(folder), "steps": 1},
+        "model": {"hf_checkpoint": str(folder), "dtype": "float32"},
+        "data": {"train": "x", "max_prompt_tokens": 100},
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 28},
+        "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
+        "optimizer": {"lr": 1e-3},
+        "engine": {"device": "cpu"},
+    }
+    for name, section in sections.items():
+        given[name] = given.get(name, {}) | section
+    return TrainConfig.model_validate(given)
+
+
+def test_options_of_a_cpu_server(tmp_path):
+    options = server_options(run_config(tmp_path), port=31000, seed=5)
+    assert options["model_path"] == str(tmp_path)
+    assert (options["host"], options["port"]) == ("127.0.0.1", 31000)
+    assert (options["device"], options["attention_backend"]) == ("cpu", "torch_native")
+    assert (options["random_seed"], options["dtype"]) == (5, "float32")
+    assert options["weight_version"] == "0"
+    assert options["enable_return_routed_experts"] is False
+    assert options["sleep_on_idle"] is True
+    assert not {"api_key", "admin_api_key"} & set(options)
+
+
+def test_options_of_a_gpu_server_leave_its_memory_and_kernels_to_sglang(tmp_path):
+    config = run_config(tmp_path, engine={"device": "cuda"}, rollout={"router_replay": True})
+    options = server_options(config, port=1, seed=1)
+    assert options["device"] == "cuda"
+    assert options["enable_return_routed_experts"] is True
+    assert not {"attention_backend", "max_total_tokens", "sleep_on_idle"} & set(options)
+    assert "SGLANG_PLATFORM" not in server_environment(config)
+
+
+def test_the_table_overrides_defaults_and_none_leaves_sglangs(tmp_path):
+    table = {
+        "max_total_tokens": 4096,
+        "sleep_on_idle": False,
+        "tp_size": 2,
+        "chunked_prefill_size": None,
+    }
+    options = server_options(run_config(tmp_path, sglang=table), port=1, seed=1)
+    assert (options["max_total_tokens"], options["sleep_on_idle"], options["tp_size"]) == (
+        4096,
+        False,
+        2,
+    )
+    assert "chunked_prefill_size" not in options
+
+
+def test_the_cache_holds_every_request_within_its_budget(tmp_path):
+    # A token: 2 (key, value) x 2 layers x 2 heads x 16 x 4 bytes = 512 bytes. 256 x 128 tokens fit.
+    assert cpu_kv_tokens(run_config(tmp_path)) == 256 * 128
+    # 2^30 / 512 = 2,097,152 tokens are the budget.
+    many = run_config(tmp_path, rollout={"max_concurrent_requests": 100_000})
+    assert cpu_kv_tokens(many) == 2_097_152
+    # bf16 halves a token; two sequences of 3 million tokens are the least that makes sense.
+    long = run_config(tmp_path, data={"max_prompt_tokens": 3_000_000}, model={"dtype": "bfloat16"})
+    assert cpu_kv_tokens(long) == max(2 * 3_000_028, 4_194_304)
+
+
+def test_the_options_file_is_what_sglang_reads(tmp_path):
+    path = tmp_path / "server.yaml"
+    write_options({"model_path": "m", "sleep_on_idle": True, "gc_threshold": [1, 2]}, path)
+    assert json.loads(path.read_text()) == {
+        "model-path": "m",
+        "sleep-on-idle": True,
+        "gc-threshold": [1, 2],
+    }
+
+
+def test_the_environment_hides_the_trainer_and_binds_engine_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    env = server_environment(run_config(tmp_path, sglang={"tp_size": 2}))
+    assert "RANK" not in env
+    assert env["SGLANG_PLATFORM"] == "torch_cpu"
+    assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
+    assert env["OMP_NUM_THREADS"] == "2"
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    assert bind_cores(2) == "0|0"
+
+
+def test_the_device_is_what_the_run_says_or_what_is_there(tmp_path, monkeypatch):
+    config = run_config(tmp_path, engine={"device": None})
+    assert engine_device(run_config(tmp_path, engine={"device": "cuda"})) == "cuda"
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert engine_device(config) == "cuda"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert engine_device(config) == "cpu"
+
+
+def test_a_port_in_use_is_told_before_anything_starts(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        engine = engine_of(tmp_path, port)
+        with pytest.raises(EngineStartError, match=rf"cannot bind 127.0.0.1:{port}.*in use"):
+            engine.start()
+    assert engine.poll() is None
+    assert not engine.log_path.exists()
+
+
+def engine_of(folder: Path, port: int) -> EngineProcess:
+    return EngineProcess(
+        run_config(folder),
+        port=port,
+        log_path=folder / "engine" / "server.log",
+        seed=1,
+        api_key="a",
+        admin_api_key="b",
+    )
+
+
+def test_a_tail_of_a_log_that_is_not_there_is_empty(tmp_path):
+    engine = engine_of(tmp_path, free_port("127.0.0.1"))
+    assert engine.log_tail() == ""
+    engine.log_path.parent.mkdir()
+    engine.log_path.write_text("one\ntwo\nthree\n")
+    assert engine.log_tail(2) == "two\nthree"
+    engine.kill()
+
+
+def test_keys_are_redacted_only_where_they_are_set():
+    given = {"api_key": None, "admin_api_key": "secret", "port": 1}
+    assert redact_keys(given) == {"api_key": None, "admin_api_key": "<redacted>", "port": 1}
+
+
+def test_the_supervisors_half_loads_neither_torch_nor_sglang():
+    code = (
+        "import sys, megatron_dppo.rollout.server;"
+        "print([m for m in ('torch', 'sglang', 'aiohttp', 'numpy') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
+    info = {
+        "version": SGLANG_VERSION,
+        "dtype": "float32",
+        "quantization": None,
+        "enable_return_routed_experts": False,
+        "max_total_num_tokens": 128,
+    }
+    model_info = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    config = run_config(tmp_path)
+    assert compare_server(config, info, model_info) == []
+    wrong = info | {"version": "0.5.22", "dtype": "bfloat16", "max_total_num_tokens": 127}
+    lines = compare_server(
+        run_config(tmp_path, rollout={"router_replay": True}),
+        wrong,
+        model_info | {"model_type": "llama"},
+    )
+    assert lines == [
+        "sglang version: '0.5.22', expected '0.5.23'",
+        "model type: 'llama', expected 'qwen3_moe'",
+        "dtype (--dtype): 'bfloat16', expected 'float32'",
+        "--enable-return-routed-experts: False, expected True",
+        "--max-total-tokens: the cache holds 127 tokens, a full sequence has 128",
+    ]

@@ -1,0 +1,317 @@
+"""The supervisor with real child processes: every way a run can end, and that nothing is left after
+each."""
+
+import fcntl
+import json
+import os
+import pty
+import signal
+import stat
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENT_S = 60  # on a machine that is busy with other things
+HEALTHY = "open(os.environ['HEALTHY'], 'w').close()\n"
+SLEEP = "time.sleep(300)\n"
+STAYS_UP = HEALTHY + SLEEP
+RANK = "rank = int(os.environ['RANK'])\n"
+STOPS_CLEANLY = """
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+note("ready")
+while not asked:
+    time.sleep(0.02)
+note("saved")
+"""
+
+
+class Run:
+    """A supervised run in ``directory``; ``pids`` are those of the children that noted one as ``pid
+    <n>``."""
+
+    def __init__(self, directory: Path, rank: str, engine: tuple[str, ...], world_size: int = 2,
+                 max_restarts: int = 1) -> None:  # fmt: skip
+        self.directory = directory
+        directory.mkdir(exist_ok=True)
+        spec = {
+            "directory": str(directory), "rank": rank, "world_size": world_size,
+            "engine": list(engine), "max_restarts": max_restarts,
+        }  # fmt: skip
+        self.log = directory / "supervisor.err"
+        with self.log.open("wb") as errors:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.unit.supervised_run", json.dumps(spec)],
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, start_new_session=True,
+            )  # fmt: skip
+
+    def notes(self) -> list[str]:
+        path = self.directory / "notes"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + PATIENT_S
+        while not condition():
+            assert time.monotonic() < deadline, self.errors()
+            assert self.process.poll() is None, self.errors()
+            time.sleep(0.02)
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> int:
+        code = self.process.wait(PATIENT_S)
+        assert self.process.stdout is not None
+        self.output = self.process.stdout.read().decode()
+        return code
+
+    def errors(self) -> str:
+        return self.log.read_text()
+
+    def endpoint(self) -> dict | None:
+        path = self.directory / "engine" / "endpoint.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+@pytest.fixture
+def start(tmp_path):
+    runs = []
+
+    def start_run(rank: str, *engine: str, **options: int) -> Run:
+        runs.append(Run(tmp_path / "run", rank, engine, **options))
+        return runs[-1]
+
+    yield start_run
+    for run in runs:
+        family = run.family() if run.process.poll() is None else []
+        run.process.kill()
+        run.process.wait()
+        for process in family:
+            process.kill()
+
+
+def gone(processes: list[psutil.Process], within_s: float = 10) -> bool:
+    """Whether all end in time; a zombie that nobody has reaped yet counts as ended."""
+    deadline = time.monotonic() + within_s
+    while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def test_a_run_ends_well_and_takes_everything_with_it(start):
+    rank = RANK + "wait_for('engine/endpoint.json'); print('hello from', rank)"
+    run = start(
+        rank, HEALTHY + "subprocess.Popen(['sleep', '300'], start_new_session=True)\n" + SLEEP
+    )
+    run.wait_until(run.family)
+    family = run.family()
+    assert run.end() == 0
+    assert run.output == "hello from 0\n"
+    assert (run.directory / "logs" / "rank0.out").read_text() == "hello from 0\n"
+    assert (run.directory / "logs" / "rank1.out").read_text() == "hello from 1\n"
+    assert gone(family)
+    assert run.endpoint() is None
+    assert not (run.directory / "engine" / "keys.json").exists()
+
+
+def test_what_the_engine_publishes(start):
+    run = start(RANK + SLEEP, STAYS_UP)
+    run.wait_until(run.endpoint)
+    endpoint = run.endpoint()
+    assert endpoint["url"] == "http://stand-in/1"
+    assert endpoint["incarnation"] == 1
+    assert endpoint["pid"] in [p.pid for p in run.family()]
+    keys = run.directory / "engine" / "keys.json"
+    assert json.loads(keys.read_text()) == {"api_key": "a", "admin_api_key": "b"}
+    assert stat.S_IMODE(keys.stat().st_mode) == 0o600
+
+
+def test_ranks_are_told_their_place(start):
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    run = start(RANK + f"note(' '.join(os.environ[n] for n in {names!r}))", world_size=2)
+    assert run.end() == 0
+    assert sorted(run.notes()) == ["0 0 2 2 127.0.0.1 1", "1 1 2 2 127.0.0.1 1"]
+
+
+def test_a_rank_that_raises_ends_the_run_and_is_named(start):
+    # Rank 1 is the cause but slow to exit; rank 0 fails because of it and exits first.
+    rank = RANK + (
+        "if rank == 1:\n"
+        "    print('ValueError: the real reason', file=sys.stderr, flush=True)\n"
+        "    note('failed'); time.sleep(0.5); sys.exit(3)\n"
+        "wait_for('notes'); time.sleep(0.1)\n"
+        "sys.exit('connection closed by peer')\n"
+    )
+    run = start(rank, STAYS_UP)
+    assert run.end() == 1
+    errors = run.errors()
+    assert "rank 1 exited with code 3; the end of" in errors
+    assert "    ValueError: the real reason" in errors
+    assert "after it, rank 0 failed too" in errors
+    assert errors.index("rank 1 exited") < errors.index("rank 0 failed")
+
+
+def test_a_killed_rank_ends_the_run_within_seconds(start):
+    rank = RANK + "note(f'{rank} {os.getpid()}'); subprocess.Popen(['sleep', '300'])\n" + SLEEP
+    run = start(rank, STAYS_UP)
+    run.wait_until(lambda: len(run.notes()) == 2 and run.endpoint())
+    family, pids = run.family(), dict(line.split() for line in run.notes())
+    assert len(family) == 5  # two ranks with a child each, and the engine
+    killed_at = time.monotonic()
+    os.kill(int(pids["1"]), signal.SIGKILL)
+    assert run.end() == 1
+    assert time.monotonic() - killed_at < 20
+    assert "rank 1 was killed by SIGKILL (signal 9" in run.errors()
+    assert "rank 0 failed" not in run.errors()
+    assert gone(family)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_one_signal_stops_cleanly(start, number, code):
+    run = start(RANK + STOPS_CLEANLY, STAYS_UP)
+    run.wait_until(lambda: len(run.notes()) == 2)
+    family = run.family()
+    run.process.send_signal(number)
+    assert run.end() == code
+    assert run.notes() == ["ready", "ready", "saved", "saved"]
+    assert "stopping:" in run.errors()
+    assert gone(family)
+
+
+def test_a_stop_before_the_ranks_listen(start):
+    run = start(RANK + "note('up')\n" + SLEEP, SLEEP)
+    run.wait_until(lambda: len(run.notes()) == 2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert "before the training began" in run.errors()
+
+
+def test_a_second_signal_ends_at_once(start):
+    deaf = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nnote('up')\n" + SLEEP
+    run = start(deaf, STAYS_UP)
+    run.wait_until(lambda: len(run.notes()) == 2)
+    family = run.family()
+    run.process.send_signal(signal.SIGINT)
+    run.wait_until(lambda: run.notes().count("deaf") == 2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130
+    assert gone(family)
+
+
+def test_an_error_during_a_clean_stop_is_a_failure(start):
+    run = start(RANK + STOPS_CLEANLY + "sys.exit('disk full')\n")
+    run.wait_until(lambda: len(run.notes()) == 2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 1
+    assert "    disk full" in run.errors()
+
+
+def test_children_die_with_a_killed_supervisor(start):
+    run = start(RANK + "note('up')\n" + SLEEP, STAYS_UP)
+    run.wait_until(lambda: len(run.notes()) == 2 and run.endpoint())
+    family = run.family()
+    assert len(family) == 3
+    run.process.kill()
+    assert gone(family)
+
+
+def test_after_a_kill_the_next_run_takes_the_directory_over(start):
+    first = start(RANK + "note('up')\n" + SLEEP, STAYS_UP)
+    first.wait_until(first.endpoint)
+    first.process.kill()
+    first.process.wait()
+    assert first.endpoint() is not None  # a stale one
+    second = start("note('stale' if exists('engine/endpoint.json') else 'clean')")
+    assert second.end() == 0
+    assert second.notes()[-2:] == ["clean", "clean"]
+
+
+def test_a_directory_in_use_is_refused(start):
+    first = start(RANK + "note('up')\n" + SLEEP)
+    first.wait_until(lambda: len(first.notes()) == 2)
+    second = Run(first.directory, "note('never')", ())
+    assert second.end() == 1
+    assert f"is in use by the run of process {first.process.pid}" in second.errors()
+    assert first.process.poll() is None
+    assert "never" not in first.notes()
+
+
+def test_a_dead_engine_is_started_again(start):
+    published = "wait_for('engine/endpoint.json')\n"
+    rank = "wait_for('healthy2')\n" + published + "note(read('engine/endpoint.json'))"
+    dies = HEALTHY + published + "print('segfault!', flush=True); os.kill(os.getpid(), 11)"
+    run = start(rank, dies, STAYS_UP, world_size=1)
+    assert run.end() == 0
+    endpoint = json.loads(run.notes()[0])
+    assert endpoint["incarnation"] == 2
+    assert endpoint["url"] == "http://stand-in/2"
+    assert "the engine was killed by SIGSEGV (signal 11)" in run.errors()
+    assert "    segfault!" in run.errors()
+    assert "restart 1 of 1" in run.errors()
+
+
+def test_restarts_are_bounded(start):
+    run = start(
+        RANK + SLEEP,
+        HEALTHY + "wait_for('engine/endpoint.json'); sys.exit('out of memory')",
+        max_restarts=2,
+    )
+    run.wait_until(run.family)
+    family = run.family()
+    assert run.end() == 1
+    assert (run.directory / "healthy3").exists()
+    assert not (run.directory / "healthy4").exists()
+    assert "giving up after 2 restarts (engine.max_restarts)" in run.errors()
+    assert run.errors().count("    out of memory") == 3
+    assert gone(family)
+
+
+def test_an_engine_that_never_starts_is_not_tried_again(start):
+    run = start(RANK + SLEEP, "sys.exit('no such model')", max_restarts=3)
+    assert run.end() == 1
+    assert "the engine did not start: exited with 1" in run.errors()
+    assert "no such model" in run.errors()
+    assert not (run.directory / "logs" / "engine2.log").exists()
+
+
+def test_rank_0_draws_on_the_terminal_and_its_log_is_plain(tmp_path):
+    """Under a terminal rank 0 has one too, of the same width; redraws don't fill the file."""
+    code = (
+        "rank = int(os.environ['RANK'])\n"
+        "print(sys.stdout.isatty(), os.get_terminal_size().columns, flush=True)\n"
+        "for i in range(100): print(f'\\r\\x1b[2K\\x1b[32mstep {i}\\x1b[0m', end='', flush=True)\n"
+        "print('\\ndone')\n"
+    )
+    spec = {
+        "directory": str(tmp_path),
+        "rank": code,
+        "world_size": 1,
+        "engine": [],
+        "max_restarts": 0,
+    }
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.supervised_run", json.dumps(spec)],
+        cwd=ROOT, stdout=terminal, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    os.close(terminal)
+    seen = b""
+    try:
+        while chunk := os.read(controller, 1 << 16):
+            seen += chunk
+    except OSError:
+        pass  # the terminal's other end is closed
+    assert process.wait(PATIENT_S) == 0
+    assert seen.count(b"\x1b[32mstep") == 100
+    assert (tmp_path / "logs" / "rank0.out").read_text() == "True 123\nstep 99\ndone\n"

@@ -1,0 +1,132 @@
+"""From packed micro-batches to summed losses: alignment, Top-K columns, and independence of packing."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.vocab_parallel import policy_stats
+from megatron_dppo.vocab_parallel.token_loss import inputs_from, make_token_loss, sequence_ids
+
+V, K = 17, 4
+
+
+def samples(count=5, seed=0):
+    g = np.random.default_rng(seed)
+    made = []
+    for i in range(count):
+        prompt, response = g.integers(1, 4), g.integers(2, 7)
+        logs = np.log(g.dirichlet(np.ones(V), response)).astype(np.float32)
+        ids = g.integers(0, V, response)
+        order = np.argsort(-logs, 1)[:, :K].astype(np.int32)
+        sampled = logs[np.arange(response), ids]
+        made.append(
+            TrainingSample(
+                prompt_ids=g.integers(0, V, prompt).tolist(),
+                response_ids=ids.tolist(),
+                advantage=float(g.normal()),
+                rollout_log_probs=sampled.tolist(),
+                recomputed_log_probs=(sampled + 0.01).tolist(),
+                topk_ids=order,
+                topk_log_probs=np.take_along_axis(logs, order, 1),
+                index=i,
+                train=i != 3,
+            )
+        )
+    return made
+
+
+def model(table, batch):
+    """A policy of the current token alone, so that a token's logits do not depend on its pack."""
+    return table[batch.token_ids].contiguous()
+
+
+def run(name, packs, **options):
+    """Gradient of the summed loss by the table, and the merged metrics."""
+    table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    algorithm = build_algorithm(name, options)
+    token_loss, total, metrics = make_token_loss(algorithm), 0.0, None
+    for batch in packs:
+        stats = policy_stats(
+            model(table, batch), batch.target_ids, vocab_size=V, with_entropy=True,
+            topk_ids=batch.rollout_topk_ids if algorithm.topk else None,
+        )  # fmt: skip
+        sums = token_loss(stats, batch)
+        total = total + sums.loss
+        metrics = sums.metrics if metrics is None else metrics + sums.metrics
+    total.backward()
+    return table.grad, metrics.values()
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if not n.startswith("dppo-exact")])
+def test_loss_and_metrics_do_not_depend_on_packing(name):
+    every = samples()
+    options = {"topk": K} if "topk" in name else {}
+    grad, metrics = run(name, [pack(every)], **options)
+    ways = [
+        [pack(every[::-1], pad_multiple=16)],
+        [pack([s], pad_multiple=8) for s in every],
+        [pack(every[:2]), pack(every[2:]), pack([], pad_multiple=4, topk=K, recomputed=True)],
+    ]
+    for packs in ways:
+        other_grad, other_metrics = run(name, packs, **options)
+        torch.testing.assert_close(other_grad, grad, rtol=1e-5, atol=1e-6)
+        assert other_metrics == pytest.approx(metrics, rel=1e-5)
+    trained = sum(len(s.response_ids) for s in every if s.train)
+    assert metrics["policy/tokens"] == trained
+
+
+def test_each_entry_meets_its_own_token():
+    sample = replace(samples(1)[0], prompt_ids=[1, 2], response_ids=[3, 4], advantage=0.5,
+                     rollout_log_probs=[-1.0, -2.0], recomputed_log_probs=[-1.5, -2.5],
+                     topk_ids=np.array([[3, 9], [7, -1]], np.int32),
+                     topk_log_probs=np.array([[-1.0, -3.0], [-0.5, 0.0]], np.float32))  # fmt: skip
+    batch = pack([sample], pad_multiple=8)
+    stats = policy_stats(
+        torch.zeros(8, V), batch.target_ids, vocab_size=V, topk_ids=batch.rollout_topk_ids
+    )
+    x = inputs_from(stats, batch)
+    assert x.loss_mask.tolist() == [False, True, True] + [False] * 5
+    assert x.rollout_log_probs[1:3].tolist() == [-1.0, -2.0]
+    assert x.recomputed_log_probs[1:3].tolist() == [-1.5, -2.5]
+    assert x.log_probs[1].item() == pytest.approx(-math.log(V))
+    # Token 3 is in its TopK(mu); token 4 is not, and there the engine gave one id only.
+    assert x.topk_valid[1:3].tolist() == [[True, True, False], [True, False, True]]
+    assert x.rollout_topk_log_probs[1:3].tolist() == [[-1.0, -3.0, -1.0], [-0.5, 0.0, -2.0]]
+    assert not x.topk_log_probs.requires_grad
+
+
+def test_sequence_ids_follow_the_boundaries_of_the_pack():
+    batch = pack(samples(3), pad_multiple=32)
+    ids = sequence_ids(batch)
+    lengths = batch.cu_seqlens.diff().tolist()
+    assert ids.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
+
+
+def test_top_k_that_the_statistics_lack_is_left_out_and_a_mask_that_needs_it_says_so():
+    batch = pack(samples(2))
+    stats = policy_stats(torch.zeros(batch.num_tokens, V), batch.target_ids, vocab_size=V)
+    assert inputs_from(stats, batch).topk_log_probs is None
+    with pytest.raises(ValueError, match="needs Top-K"):
+        make_token_loss(build_algorithm("dppo-topk-tv"))(stats, batch)
+
+
+def test_exact_divergence_is_topk_over_the_whole_vocabulary():
+    """K = V: the mask of dppo-exact-tv sees the divergence of the full distributions."""
+    from megatron_dppo.algorithms.divergence import exact_tv, topk_tv
+
+    g = torch.Generator().manual_seed(0)
+    logits, rollout = (torch.randn(6, V, generator=g, dtype=torch.float64) for _ in range(2))
+    mu = rollout.log_softmax(-1)
+    ids = torch.arange(V).expand(6, -1).contiguous()
+    targets = torch.arange(6)
+    stats = policy_stats(logits, targets, vocab_size=V, topk_ids=ids)
+    valid = torch.ones(6, V + 1, dtype=torch.bool)
+    valid[:, -1] = False
+    pi = torch.cat([stats.topk_log_probs, stats.log_probs[:, None]], 1)
+    rollout_topk = torch.cat([mu, mu[range(6), targets][:, None]], 1)
+    torch.testing.assert_close(topk_tv(pi, rollout_topk, valid), exact_tv(logits, rollout))

@@ -1,0 +1,83 @@
+"""The Triton kernels in Triton's interpreter, in a process of their own: against the dense twin."""
+
+import math
+import os
+
+import pytest
+import torch
+
+from megatron_dppo.vocab_parallel import policy_stats
+from megatron_dppo.vocab_parallel.backends import BACKENDS
+from megatron_dppo.vocab_parallel.dense import dense_policy_stats
+from tests.ranks import run_ranks
+
+T, COLUMNS, V = 6, 9000, 8990
+
+
+def problem(dtype):
+    g = torch.Generator().manual_seed(2)
+    logits = (torch.randn(T, COLUMNS, generator=g, dtype=torch.float64) * 3).to(dtype)
+    logits[0, :5000] = -math.inf  # a first block with nothing in it
+    ids = torch.tensor([6000, 0, 8989, 4096, 4095, 17])
+    topk = torch.randint(0, V, (T, 4), generator=g)
+    weights = torch.randn(2, T, generator=g, dtype=torch.float64)
+    weights[:, 2] = 0
+    return logits, ids, topk, weights
+
+
+def interpreted(dtype_name, with_entropy):
+    """Worker: statistics and gradient from the Triton backend on CPU tensors."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+    logits, ids, topk, weights = problem(getattr(torch, dtype_name))
+    leaf = logits.requires_grad_()
+    stats = policy_stats(
+        leaf, ids, vocab_size=V, temperature=0.8, topk_ids=topk, with_entropy=with_entropy,
+        backend="triton",
+    )  # fmt: skip
+    loss = (stats.log_probs * weights[0]).sum()
+    entropy = None
+    if with_entropy:
+        loss = loss + (stats.entropy * weights[1]).sum()
+        entropy = stats.entropy.detach()
+    loss.backward()
+    nan = problem(torch.float32)[0]
+    nan[1, 7000] = math.nan
+    found = ""
+    try:
+        policy_stats(nan, ids, vocab_size=V, backend="triton")
+    except ValueError as error:
+        found = str(error)
+    return stats.log_probs.detach(), stats.topk_log_probs, entropy, leaf.grad, found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_entropy"), [("float32", True), ("float32", False), ("bfloat16", True)]
+)
+def test_interpreted_kernels_agree_with_the_dense_twin(monkeypatch, dtype, with_entropy):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    worker = "tests.unit.test_triton_backend:interpreted"
+    ((log_probs, topk_log_probs, entropy, grad, found),) = run_ranks(worker, 1, dtype, with_entropy)
+    logits, ids, topk, weights = problem(getattr(torch, dtype))
+    leaf = logits.double().requires_grad_()
+    twin = dense_policy_stats(
+        leaf, ids, vocab_size=V, temperature=0.8, topk_ids=topk, with_entropy=with_entropy
+    )
+    loss = (twin.log_probs * weights[0]).sum()
+    torch.testing.assert_close(log_probs.double(), twin.log_probs.detach(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(topk_log_probs.double(), twin.topk_log_probs, rtol=0, atol=2e-6)
+    if with_entropy:
+        torch.testing.assert_close(entropy.double(), twin.entropy.detach(), rtol=0, atol=2e-6)
+        loss = loss + (twin.entropy * weights[1]).sum()
+    loss.backward()
+    limit = 1e-6 if dtype == "float32" else 2**-8
+    assert (grad.double() - leaf.grad).norm() / leaf.grad.norm() <= limit
+    assert (grad[:, V:] == 0).all()
+    assert (grad[2] == 0).all()
+    assert "1 rows of logits that hold NaN" in found
+
+
+def test_without_a_gpu_or_the_interpreter_it_says_so(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    reason = BACKENDS["triton"].unavailable(torch.zeros(1, 4))
+    assert "TRITON_INTERPRET=1 is not set" in reason
+    assert "not torch.float64" in BACKENDS["triton"].unavailable(torch.zeros(1, 4, dtype=torch.float64))

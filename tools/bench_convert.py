@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""Time and peak memory of converting real layer shapes, beside a plain copy of the same bytes on the same disk.
+
+Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then in turn copies it, converts it to
+a Megatron layout, verifies it and converts it back. Every phase starts with the source's pages dropped and ends with its
+output on the disk (fsync), in a process of its own.
+
+    python tools/bench_convert.py --model examples/model_configs/qwen3-30b-a3b --layers 1 --folder /tmp/bench
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from megatron_dppo.checkpoint_conversion import Layout, hf_tensors, load_model_shape
+from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES
+from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
+from megatron_dppo.checkpoint_conversion.publishing import sync_folder
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+
+
+def make(config: Path, layers: int, folder: Path) -> None:
+    """A checkpoint of random bytes of ``config``'s shape with ``layers`` layers."""
+    facts = json.loads((config / "config.json").read_text()) | {"num_hidden_layers": layers}
+    side = folder.parent / "side"
+    side.mkdir()
+    (side / "config.json").write_text(json.dumps(facts))
+    shape = load_model_shape(side)
+    dtype = TORCH_DTYPES[shape.dtype]
+    generator = torch.Generator().manual_seed(0)
+    stream = (
+        (name, torch.randint(0, 2**15, dims, dtype=torch.int16, generator=generator).view(dtype))
+        for name, dims in hf_tensors(shape).items()
+    )
+    write_hf_checkpoint(folder, shape, dtype, stream, side_files_from=side)
+
+
+def copy(root: Path, layout: Layout) -> None:
+    """The same files, byte by byte through a buffer, and on the disk."""
+    (root / "copy").mkdir()
+    for path in sorted((root / "hf").iterdir()):
+        with open(path, "rb") as source, open(root / "copy" / path.name, "wb") as target:
+            shutil.copyfileobj(source, target, 32 << 20)
+    sync_folder(root / "copy")
+
+
+PHASES: dict[str, tuple[Callable[[Path, Layout], object], str, str]] = {
+    "plain copy": (copy, "hf", "copy"),
+    "hf-to-megatron": (
+        lambda root, layout: hf_to_megatron(root / "hf", root / "m", layout),
+        "hf",
+        "m",
+    ),
+    "verify": (lambda root, layout: verify(root / "hf", root / "m"), "m", ""),
+    "megatron-to-hf": (
+        lambda root, layout: megatron_to_hf(root / "m", root / "back"),
+        "m",
+        "back",
+    ),
+}
+"""Name -> (what it does, the folder it reads, the folder it writes)."""
+
+
+def run_phase(name: str, root: Path, layout: Layout) -> None:
+    """Run one phase in this process and print its seconds and peak resident memory as JSON."""
+    torch.set_num_threads(1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.monotonic()
+    PHASES[name][0](root, layout)
+    seconds = time.monotonic() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(json.dumps({"seconds": seconds, "peak_mib": peak / 1024}))
+
+
+def drop_pages(folder: Path) -> None:
+    """Ask the kernel to forget a folder's cached pages."""
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def main() -> None:
+    """Make, measure ``--repeat`` times in turn, report the medians."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--model", type=Path, default=Path("examples/model_configs/qwen3-30b-a3b"))
+    parser.add_argument("--layers", type=int, default=1)
+    parser.add_argument(
+        "--folder", type=Path, required=True, help="new folder on the disk to measure; removed"
+    )
+    parser.add_argument("--repeat", type=int, default=1)
+    for size in ("tp", "pp", "ep"):
+        parser.add_argument(f"--{size}", type=int, default=1)
+    parser.add_argument("--phase", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    layout = Layout.smallest(arguments.tp, arguments.pp, None, arguments.ep)
+    if arguments.phase:
+        run_phase(arguments.phase, arguments.folder, layout)
+        return
+    arguments.folder.mkdir(parents=True)
+    try:
+        measure(arguments)
+    finally:
+        shutil.rmtree(arguments.folder)
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Print a line a phase: seconds, MB/s, times the copy, MiB."""
+    root = arguments.folder
+    make(arguments.model, arguments.layers, root / "hf")
+    size = sum(path.stat().st_size for path in (root / "hf").iterdir())
+    print(f"{arguments.model.name}, {arguments.layers} layer(s): {size / 1e9:.2f} GB")
+    results: dict[str, list[dict[str, float]]] = {name: [] for name in PHASES}
+    for _ in range(arguments.repeat):
+        for name, (_, source, _) in PHASES.items():
+            drop_pages(root / source)
+            command = [sys.executable, __file__, *sys.argv[1:], "--phase", name]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            results[name].append(json.loads(output))
+        for _, _, target in PHASES.values():
+            if target:
+                shutil.rmtree(root / target)
+    copied = _median(results["plain copy"], "seconds")
+    for name, runs in results.items():
+        seconds, peak = _median(runs, "seconds"), _median(runs, "peak_mib")
+        print(
+            f"{name:15} {seconds:7.2f} s {size / seconds / 1e6:7.0f} MB/s "
+            f"{seconds / copied:5.2f} x copy {peak:6.0f} MiB over the start"
+        )
+
+
+def _median(runs: list[dict[str, float]], key: str) -> float:
+    return sorted(run[key] for run in runs)[len(runs) // 2]
+
+
+if __name__ == "__main__":
+    main()

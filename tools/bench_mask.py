@@ -1,0 +1,91 @@
+#!/usr/bin/env python3
+"""What the mask costs on this machine: policy statistics, masks and their peers, side by side.
+
+    python tools/bench_mask.py --tokens 256 --vocab 151936 --dtype bfloat16 --tp 2 --json mask.json
+
+Every implementation runs in the same processes on the same logits, interleaved, with medians and
+interquartile ranges. A mask's overhead is paired against the same update without a mask, with a
+threshold so high that nothing is blocked; what row skipping saves is shown apart.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ``--tokens`` is T of one micro-batch, ``--vocab`` the true vocabulary."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel processes")
+    parser.add_argument("--tokens", type=int, default=256, help="tokens of the micro-batch")
+    parser.add_argument("--vocab", type=int, default=151936, help="true vocabulary")
+    parser.add_argument("--topk", type=int, default=20, help="K of the Top-K masks")
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
+    parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each process")
+    parser.add_argument("--masked-share", type=float, default=0.1, help="for row skipping")
+    parser.add_argument("--compile", action="store_true", help="let peers use torch.compile")
+    parser.add_argument("--json", type=Path, help="write everything that was measured here")
+    parser.add_argument("--png", type=Path, help="write a chart here")
+    parser.add_argument("--rank-result", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    """Start the ranks, gather rank 0's measurements, print and write them."""
+    options = parse()
+    if options.rank_result is not None:
+        from mask_benchmark.measure import measure
+
+        result = measure(options)
+        if int(os.environ["RANK"]) == 0:
+            options.rank_result.write_text(json.dumps(result))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        result_path = Path(folder) / "result.json"
+        codes = [p.wait() for p in start_ranks(options, result_path)]
+        if any(codes):
+            print(f"ranks ended with exit codes {codes}", file=sys.stderr)
+            return 1
+        result = json.loads(result_path.read_text())
+    from mask_benchmark import report
+
+    report.show(result)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    if options.png:
+        report.draw(result, options.png)
+    return 0
+
+
+def start_ranks(options: argparse.Namespace, result: Path) -> list[subprocess.Popen]:
+    """One process a tensor-parallel rank, on this machine."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = {
+        "WORLD_SIZE": str(options.tp),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": str(options.threads),
+        "TORCHDYNAMO_DISABLE": "0" if options.compile else "1",
+    }
+    command = [sys.executable, *sys.argv, "--rank-result", str(result)]
+    return [
+        subprocess.Popen(
+            command, env={**os.environ, **environment, "RANK": str(r), "LOCAL_RANK": str(r)}
+        )
+        for r in range(options.tp)
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

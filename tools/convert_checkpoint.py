@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""Checkpoints between Hugging Face and Megatron layouts; the same as ``python -m megatron_dppo.convert``."""
+
+import sys
+
+from megatron_dppo.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of ``tools/bench_mask.py``: who is measured, how, and how it is shown."""

@@ -1,0 +1,133 @@
+"""Who is measured: this project's statistics, Megatron-Core's cross entropies, plain torch, and what
+else is installed.
+
+A contender maps this rank's logits [T, V / TP] to log-probabilities [T] (and entropy [T] or None).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.vocab_parallel import policy_stats
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What every contender is given; ``group`` spans the tensor-parallel ranks."""
+
+    target_ids: Tensor
+    topk_ids: Tensor
+    vocab_size: int
+    group: dist.ProcessGroup
+    ranks: int
+
+
+Forward = Callable[[Tensor, Problem], tuple[Tensor, Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``entropy``, ``topk``: what it returns beside log-probabilities."""
+
+    name: str
+    version: str
+    forward: Forward
+    entropy: bool = False
+    topk: bool = False
+
+
+def ours(*, entropy: bool, topk: bool, backend: str | None = None) -> Forward:
+    """policy_stats with the given extras."""
+
+    def forward(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+        stats = policy_stats(
+            logits,
+            p.target_ids,
+            p.group if p.ranks > 1 else None,
+            vocab_size=p.vocab_size,
+            with_entropy=entropy,
+            topk_ids=p.topk_ids if topk else None,
+            backend=backend,
+        )
+        return stats.log_probs, stats.entropy
+
+    return forward
+
+
+def megatron_cross_entropy(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+    """Megatron-Core's unfused vocab-parallel cross entropy."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+
+    return -vocab_parallel_cross_entropy(logits, p.target_ids), None
+
+
+def megatron_fused_cross_entropy(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+    """Megatron-Core's torch.compile cross entropy."""
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+
+    return -fused_vocab_parallel_cross_entropy(logits, p.target_ids, p.group), None
+
+
+def torch_log_softmax(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+    """fp32 log_softmax and gather; one rank only."""
+    log_p = logits.float().log_softmax(-1)
+    return log_p.gather(1, p.target_ids[:, None])[:, 0], None
+
+
+def transformer_engine(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+    """Transformer Engine's Triton cross entropy."""
+    from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+    loss = parallel_cross_entropy(
+        logits[:, None], p.target_ids[:, None], 0.0, False, p.group if p.ranks > 1 else None
+    )
+    return -loss[:, 0], None
+
+
+def liger(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+    """Liger's Triton cross entropy; one rank only."""
+    from liger_kernel.transformers.functional import liger_cross_entropy
+
+    return -liger_cross_entropy(logits, p.target_ids, reduction="none"), None
+
+
+def contenders(device: str, ranks: int, compiled: bool) -> list[Contender]:
+    """All that can run here, this project's first."""
+    here = importlib.metadata.version("megatron-dppo")
+    found = [
+        Contender("policy_stats", here, ours(entropy=False, topk=False)),
+        Contender("policy_stats + entropy", here, ours(entropy=True, topk=False), entropy=True),
+        Contender(
+            "policy_stats + entropy + Top-K",
+            here,
+            ours(entropy=True, topk=True),
+            entropy=True,
+            topk=True,
+        ),
+        Contender(
+            "policy_stats (eager) + entropy",
+            here,
+            ours(entropy=True, topk=False, backend="eager"),
+            entropy=True,
+        ),
+    ]
+    megatron = importlib.metadata.version("megatron-core")
+    fused = "Megatron-Core fused CE" + ("" if compiled else " (torch.compile off)")
+    found.append(Contender("Megatron-Core CE", megatron, megatron_cross_entropy))
+    found.append(Contender(fused, megatron, megatron_fused_cross_entropy))
+    if ranks == 1:
+        found.append(Contender("torch log_softmax", torch.__version__, torch_log_softmax))
+    if device == "cuda" and importlib.util.find_spec("transformer_engine"):
+        version = importlib.metadata.version("transformer-engine")
+        found.append(Contender("Transformer Engine CE", version, transformer_engine))
+    if device == "cuda" and ranks == 1 and importlib.util.find_spec("liger_kernel"):
+        version = importlib.metadata.version("liger-kernel")
+        found.append(Contender("Liger CE", version, liger))
+    return found

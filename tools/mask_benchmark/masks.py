@@ -1,0 +1,148 @@
+"""What a mask adds to a policy update, paired against the same update without one."""
+
+from __future__ import annotations
+
+import statistics
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mask_benchmark.clock import Clock, counted_collectives
+from torch import Tensor
+
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.policy_loss import policy_loss
+from megatron_dppo.algorithms.presets import Algorithm, build_algorithm
+from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
+
+if TYPE_CHECKING:
+    from mask_benchmark.measure import Bench
+
+NEVER = {"tv_threshold": 1.0, "kl_threshold": 1e9}
+"""Thresholds above which nothing lies: every mask runs and blocks no token."""
+MASKS = ("dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl")
+
+
+class Update:
+    """Statistics, loss and backward pass of one algorithm on the benchmark's logits."""
+
+    def __init__(self, bench: Bench, algorithm: Algorithm, dead: Tensor | None = None) -> None:
+        self.bench, self.algorithm = bench, algorithm
+        tokens, k = bench.options.tokens, bench.options.topk
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn(tokens, generator=generator) * 0.05
+        with torch.no_grad():
+            start = self.statistics(bench.fresh(), topk=True)
+        self.rollout = start.log_probs + noise.to(bench.device)
+        self.rollout_topk = torch.cat([start.topk_log_probs, self.rollout[:, None]], 1)
+        self.valid = torch.ones(tokens, k + 1, dtype=torch.bool, device=bench.device)
+        self.advantages = bench.coefficients.clone()
+        if dead is not None:
+            self.advantages[dead] = 0
+        self.trained = torch.ones(tokens, dtype=torch.bool, device=bench.device)
+
+    def statistics(self, logits: Tensor, topk: bool) -> PolicyStats:
+        """As the trainer calls it."""
+        p = self.bench.problem
+        return policy_stats(
+            logits,
+            p.target_ids,
+            p.group if p.ranks > 1 else None,
+            vocab_size=p.vocab_size,
+            with_entropy=True,
+            topk_ids=p.topk_ids if topk else None,
+        )
+
+    def inputs(self, stats: PolicyStats) -> TokenInputs:
+        """The loss's inputs; with Top-K where the algorithm asks for it."""
+        topk = None
+        if stats.topk_log_probs is not None:
+            topk = torch.cat([stats.topk_log_probs, stats.log_probs.detach()[:, None]], 1)
+        return TokenInputs(
+            log_probs=stats.log_probs,
+            rollout_log_probs=self.rollout,
+            advantages=self.advantages,
+            loss_mask=self.trained,
+            topk_log_probs=topk,
+            rollout_topk_log_probs=None if topk is None else self.rollout_topk,
+            topk_valid=None if topk is None else self.valid,
+            entropy=stats.entropy.detach(),
+        )
+
+    def run(self) -> dict[str, float]:
+        """CPU (GPU: wall) milliseconds of the statistics with their gradient, and of the loss."""
+        leaf = self.bench.fresh()
+        unit = 0 if self.bench.device == "cuda" else 1
+        clock = Clock(self.bench.device)
+        stats = self.statistics(leaf, topk=self.algorithm.topk > 0)
+        statistics_ms = clock.read()[unit]
+        clock = Clock(self.bench.device)
+        loss = policy_loss(self.algorithm, self.inputs(stats)).loss
+        loss_ms = clock.read()[unit]
+        clock = Clock(self.bench.device)
+        loss.backward()
+        return {"loss": loss_ms, "total": statistics_ms + loss_ms + clock.read()[unit]}
+
+
+def mask_overheads(bench: Bench) -> list[dict[str, Any]]:
+    """A row for each mask, and one for row skipping.
+
+    ``overhead``: median over repetitions of (with mask - without) / without, of the whole update,
+    and its interquartile range. ``loss_overhead``: the same difference of the loss alone, which is
+    where a mask runs, over the update without a mask: less noise, but blind to what Top-K adds to
+    the statistics.
+    """
+    names = ["pg-is", *MASKS]
+    options = {n: _never(n, bench.options.topk) for n in names}
+    updates = [Update(bench, build_algorithm(n, options[n])) for n in names]
+    dead = torch.arange(bench.options.tokens) % 1000 < 1000 * bench.options.masked_share
+    updates.append(Update(bench, build_algorithm("pg-is"), dead))
+    collectives = []
+    for update in updates:
+        with counted_collectives() as seen:
+            update.run()
+        collectives.append((seen.payloads, seen.payload_bytes / 1e6))
+    runs: list[list[dict[str, float]]] = [[] for _ in updates]
+    for repetition in range(bench.options.repetitions):
+        for i in range(len(updates)):
+            turn = (i + repetition) % len(updates)
+            runs[turn].append(updates[turn].run())
+    labels = [*names, f"pg-is, {float(dead.float().mean()):.1%} of rows skipped"]
+    return [
+        _row(labels[i], runs[i], runs[0], *collectives[i], *collectives[0])
+        for i in range(len(updates))
+    ]
+
+
+def _never(name: str, topk: int) -> dict[str, float | int]:
+    wanted = {k: v for k, v in NEVER.items() if k in build_algorithm(name).numbers}
+    return {**wanted, **({"topk": topk} if "topk" in name else {})}
+
+
+def _row(
+    name: str,
+    runs: list[dict[str, float]],
+    base: list[dict[str, float]],
+    payloads: int,
+    wire: float,
+    base_payloads: int,
+    base_wire: float,
+) -> dict[str, Any]:
+    from mask_benchmark.measure import median_iqr
+
+    whole = statistics.median(r["total"] for r in base)
+    overhead, spread = median_iqr(
+        [(r["total"] - b["total"]) / b["total"] for r, b in zip(runs, base, strict=True)]
+    )
+    loss, loss_spread = median_iqr(
+        [(r["loss"] - b["loss"]) / whole for r, b in zip(runs, base, strict=True)]
+    )
+    return {
+        "name": name,
+        "total_ms": statistics.median(r["total"] for r in runs),
+        "overhead": overhead,
+        "overhead_iqr": spread,
+        "loss_overhead": loss,
+        "loss_overhead_iqr": loss_spread,
+        "extra_all_reduces": payloads - base_payloads,
+        "extra_wire_mb": wire - base_wire,
+    }

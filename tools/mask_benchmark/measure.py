@@ -1,0 +1,186 @@
+"""One rank of the benchmark: builds the logits, runs everyone in turn, and sums up."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import platform as machine
+import statistics
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mask_benchmark.clock import Clock, copy_bandwidth, counted_collectives, peak_extra_bytes
+from mask_benchmark.contenders import Contender, Problem, contenders
+from mask_benchmark.masks import mask_overheads
+from torch import Tensor
+
+from megatron_dppo.trainer import platform
+
+CHECKED_ROWS = 16
+"""Rows whose values and gradients are compared with float64."""
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that the benchmark reports, measured on this rank."""
+    platform.prepare()
+    torch.set_num_threads(options.threads)
+    device = "cuda" if options.device == "cuda" else "cpu"
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
+    if device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+    bench = Bench(options, device)
+    rows = bench.compare()
+    result = {
+        "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "machine": bench.machine(),
+        "logits_mb": bench.logits.numel() * bench.logits.element_size() / 1e6,
+        "implementations": rows,
+        "masks": mask_overheads(bench),
+    }
+    dist.destroy_process_group()
+    return result
+
+
+class Bench:
+    """The logits of this rank, one buffer to run on, and the problem's ids."""
+
+    def __init__(self, options: argparse.Namespace, device: str) -> None:
+        self.options, self.device = options, device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        dtype = getattr(torch, options.dtype)
+        width = math.ceil(options.vocab / self.ranks)
+        seeded = torch.Generator().manual_seed(0)
+        whole = torch.randn(options.tokens, width * self.ranks, generator=seeded)
+        whole = whole.mul_(2.5).to(dtype)
+        self.checked = whole[:CHECKED_ROWS].double()
+        self.logits = whole[:, self.rank * width : (self.rank + 1) * width].contiguous().to(device)
+        del whole
+        self.buffer = torch.empty_like(self.logits)
+        ids = torch.randint(0, options.vocab, (options.tokens, 1 + options.topk), generator=seeded)
+        self.coefficients = torch.randn(options.tokens, generator=seeded).to(device)
+        self.problem = Problem(
+            target_ids=ids[:, 0].contiguous().to(device),
+            topk_ids=ids[:, 1:].contiguous().to(device),
+            vocab_size=options.vocab,
+            group=dist.group.WORLD,
+            ranks=self.ranks,
+        )
+
+    def fresh(self) -> Tensor:
+        """A leaf with the logits, in the one buffer; all ranks begin together."""
+        self.buffer = self.buffer.detach()
+        self.buffer.copy_(self.logits)
+        leaf = self.buffer.view_as(self.buffer).requires_grad_()
+        dist.barrier()
+        return leaf
+
+    def run(self, contender: Contender) -> dict[str, float]:
+        """One forward and backward pass: milliseconds."""
+        leaf = self.fresh()
+        clock = Clock(self.device)
+        log_probs, _ = contender.forward(leaf, self.problem)
+        forward_wall, forward_cpu = clock.read()
+        clock = Clock(self.device)
+        log_probs.backward(self.coefficients)
+        backward_wall, backward_cpu = clock.read()
+        return {
+            "forward_ms": forward_wall,
+            "backward_ms": backward_wall,
+            "cpu_ms": forward_cpu + backward_cpu,
+        }
+
+    def compare(self) -> list[dict[str, Any]]:
+        """A row for each implementation, timed in turns whose order rotates."""
+        everyone = contenders(self.device, self.ranks, self.options.compile)
+        rows = [self.facts(c) for c in everyone]  # also the warm-up
+        times: list[list[dict[str, float]]] = [[] for _ in everyone]
+        for repetition in range(self.options.repetitions):
+            for i in range(len(everyone)):
+                turn = (i + repetition) % len(everyone)
+                times[turn].append(self.run(everyone[turn]))
+        bandwidth = copy_bandwidth(self.device, self.logits.numel(), self.logits.dtype)
+        floor = 3 * self.logits.numel() * self.logits.element_size() / 1e6
+        for row, runs in zip(rows, times, strict=True):
+            for name in ("forward_ms", "backward_ms", "cpu_ms"):
+                row[name], row[f"{name}_iqr"] = median_iqr([r[name] for r in runs])
+            total = row["forward_ms"] + row["backward_ms"]
+            row["floor_mb"] = floor
+            row["copy_bandwidth_gb_s"] = bandwidth
+            row["floor_share_of_copy_bandwidth"] = floor / total / bandwidth
+        return rows
+
+    def facts(self, contender: Contender) -> dict[str, Any]:
+        """Memory, collectives and accuracy, from calls that are not timed."""
+        with counted_collectives() as seen:
+            self.run(contender)
+
+        leaf = self.fresh()
+
+        def once() -> None:
+            contender.forward(leaf, self.problem)[0].backward(self.coefficients)
+
+        peak = peak_extra_bytes(self.device, once)
+        log_prob_error, gradient_error = self.errors(contender)
+        return {
+            "name": contender.name,
+            "version": contender.version,
+            "entropy": contender.entropy,
+            "topk": contender.topk,
+            "peak_extra_over_logits": peak / (self.logits.numel() * self.logits.element_size()),
+            "payload_all_reduces": seen.payloads,
+            "wire_mb": seen.payload_bytes / 1e6,
+            "header_all_reduces": seen.headers,
+            "max_log_prob_error": log_prob_error,
+            "relative_gradient_error": gradient_error,
+        }
+
+    def errors(self, contender: Contender) -> tuple[float, float]:
+        """Largest |log-prob| error and relative gradient error against float64, on CHECKED_ROWS."""
+        leaf = self.fresh()
+        log_probs, _ = contender.forward(leaf, self.problem)
+        log_probs.backward(self.coefficients)
+        rows = min(CHECKED_ROWS, self.options.tokens)
+        exact = self.checked[:, : self.options.vocab].clone().requires_grad_()
+        ids = self.problem.target_ids[:rows].cpu()
+        exact_log_probs = exact.log_softmax(-1).gather(1, ids[:, None])[:, 0]
+        exact_log_probs.backward(self.coefficients[:rows].double().cpu())
+        width = self.logits.shape[1]
+        expected = exact.grad[:, self.rank * width : (self.rank + 1) * width]
+        got = leaf.grad[:rows, : expected.shape[1]].double().cpu()
+        log_prob_error = (log_probs[:rows].detach().double().cpu() - exact_log_probs.detach()).abs()
+        return (
+            log_prob_error.max().item(),
+            ((got - expected).norm() / expected.norm()).item(),
+        )
+
+    def machine(self) -> dict[str, Any]:
+        """What the figures were measured on."""
+        name = machine.processor() or machine.machine()
+        if self.device == "cuda":
+            name = torch.cuda.get_device_name()
+        elif Path("/proc/cpuinfo").exists():
+            lines = Path("/proc/cpuinfo").read_text().splitlines()
+            name = next(
+                (x.split(":")[1].strip() for x in lines if x.startswith("model name")), name
+            )
+        return {
+            "processor": name,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "vector_unit": torch.backends.cpu.get_cpu_capability(),
+        }
+
+
+def median_iqr(values: list[float]) -> tuple[float, float]:
+    """Median and interquartile range."""
+    if len(values) < 2:
+        return values[0], 0.0
+    quarters = statistics.quantiles(values, n=4, method="inclusive")
+    return quarters[1], quarters[2] - quarters[0]
