@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Time and peak memory of converting real layer shapes, beside a plain copy of the same bytes on the same disk.
 
-Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then in turn copies it, converts it to
-a Megatron layout, verifies it and converts it back. Every phase starts with the source's pages dropped and ends with its
-output on the disk (fsync), in a process of its own.
+Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then in turn copies it, converts it
+to a Megatron layout, verifies it and converts it back. Every phase starts with the source's pages dropped and ends with
+its output on the disk (fsync), in a process of its own.
 
     python tools/bench_convert.py --model examples/model_configs/qwen3-30b-a3b --layers 1 --folder /tmp/bench
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -73,14 +72,23 @@ PHASES: dict[str, tuple[Callable[[Path, Layout], object], str, str]] = {
 
 
 def run_phase(name: str, root: Path, layout: Layout) -> None:
-    """Run one phase in this process and print its seconds and peak resident memory as JSON."""
+    """Run one phase in this process; print its seconds, seconds of processor, and peak memory as JSON."""
     torch.set_num_threads(1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    started = time.monotonic()
+    before = peak_mib()
+    started, busy = time.monotonic(), time.process_time()
     PHASES[name][0](root, layout)
-    seconds = time.monotonic() - started
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    print(json.dumps({"seconds": seconds, "peak_mib": peak / 1024}))
+    facts = {
+        "seconds": time.monotonic() - started,
+        "busy": time.process_time() - busy,
+        "peak_mib": peak_mib() - before,
+    }
+    print(json.dumps(facts))
+
+
+def peak_mib() -> float:
+    """This process's largest resident memory so far, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 def drop_pages(folder: Path) -> None:
@@ -135,10 +143,10 @@ def measure(arguments: argparse.Namespace) -> None:
                 shutil.rmtree(root / target)
     copied = _median(results["plain copy"], "seconds")
     for name, runs in results.items():
-        seconds, peak = _median(runs, "seconds"), _median(runs, "peak_mib")
+        seconds, busy, peak = (_median(runs, k) for k in ("seconds", "busy", "peak_mib"))
         print(
             f"{name:15} {seconds:7.2f} s {size / seconds / 1e6:7.0f} MB/s "
-            f"{seconds / copied:5.2f} x copy {peak:6.0f} MiB over the start"
+            f"{seconds / copied:5.2f} x copy {busy:6.2f} s of processor {peak:5.0f} MiB over the start"
         )
 
 

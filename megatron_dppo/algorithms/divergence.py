@@ -44,11 +44,13 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     input's dtype; half of that resolution stands in for it, so that rounding alone never makes the
     value infinite.
     """
-    pi, mu = _clamped(log_probs), _clamped(rollout_log_probs)
     floor = math.log(torch.finfo(_float_dtype(log_probs)).eps / 2)
-    inside = _kl_term(mu, pi)
-    outside = _kl_term(log1mexp(mu), log1mexp(pi).clamp(min=floor))
-    return torch.where(pi == mu, 0.0, inside + outside).clamp(min=0)
+    # Both policies in one tensor: half as many small operations, which is what a mask costs.
+    both = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
+    mu, pi = both.unbind()
+    rest_mu, rest_pi = log1mexp(both).unbind()
+    total = _kl_term(mu, pi) + _kl_term(rest_mu, rest_pi.clamp(min=floor))
+    return torch.where(pi == mu, 0.0, total).clamp(min=0)
 
 
 @torch.no_grad()
@@ -61,8 +63,8 @@ def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     ``binary_tv``.
     """
     _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
-    pi = torch.where(valid, _probability(topk_log_probs), 0.0)
-    mu = torch.where(valid, _probability(rollout_topk_log_probs), 0.0)
+    pi = _probability(topk_log_probs) * valid
+    mu = _probability(rollout_topk_log_probs) * valid
     other = (_rest(mu) - _rest(pi)).abs()
     return 0.5 * ((mu - pi).abs().sum(-1) + other)
 
@@ -77,11 +79,12 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     value by rounding.
     """
     _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
-    pi, mu = _clamped(topk_log_probs), _clamped(rollout_topk_log_probs)
-    inside = torch.where(valid, _kl_term(mu, pi), 0.0).sum(-1)
     resolution = 4 * torch.finfo(_float_dtype(topk_log_probs)).eps
-    other_mu = _rest(torch.where(valid, mu.exp(), 0.0))
-    other_pi = _rest(torch.where(valid, pi.exp(), 0.0)).clamp(min=resolution)
+    pi, mu = _clamped(topk_log_probs), _clamped(rollout_topk_log_probs)
+    p_mu = mu.exp() * valid
+    # A logarithm of -inf would meet a probability of 0: no term where either is missing.
+    inside = torch.where(p_mu > 0, p_mu * (mu - pi), 0.0).sum(-1)
+    other_mu, other_pi = _rest(p_mu), _rest(pi.exp() * valid).clamp(min=resolution)
     outside = torch.where(
         other_mu > resolution,
         other_mu * (other_mu.clamp(min=resolution).log() - other_pi.log()),

@@ -8,16 +8,18 @@ rewards, supported model families) is checked by ``train.py`` before it starts a
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.forwarded import megatron_problems, sglang_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
 from megatron_dppo.config.model_facts import ModelFacts, read_model_facts
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
 
+P = TypeVar("P", bound=PolicyConfig)
 Problems = Iterator[str]
 Check = Callable[[TrainConfig], Problems]
 ModelCheck = Callable[[TrainConfig, ModelFacts], Problems]
@@ -27,16 +29,40 @@ def check_config(config: TrainConfig, source: str = "configuration") -> Plan:
     """Run every check. Returns what follows from the configuration. Raises ConfigError naming
     ``source``."""
     problems = [problem for check in CHECKS for problem in check(config)]
+    model = _checked_model(config, MODEL_CHECKS, problems, source)
+    return Plan.of(config, model)
+
+
+def check_supervised_config(config: SupervisedConfig, source: str = "configuration") -> None:
+    """As :func:`check_config`, of a supervised run."""
+    problems = [*world_problems(config), *megatron_problems(config.megatron)]
+    if not Path(config.data.train).is_file():
+        problems.append(f"data.train: got {config.data.train!r}, expected a JSONL file")
+    if config.training.sequences_per_step < config.parallel.data:
+        problems.append(
+            f"training.sequences_per_step: got {config.training.sequences_per_step}, expected at "
+            f"least one for each of the {config.parallel.data} data-parallel ranks"
+        )
+    _checked_model(config, LAYOUT_CHECKS, problems, source)
+
+
+def _checked_model(
+    config: P,
+    checks: Sequence[Callable[[P, ModelFacts], Problems]],
+    problems: list[str],
+    source: str,
+) -> ModelFacts:
+    """The model's facts, when neither they nor what was found before is a problem."""
     model = None
     try:
         model = read_model_facts(config.model.hf_checkpoint)
     except ConfigError as error:
         problems += error.problems
     if model is not None:
-        problems += [p for check in MODEL_CHECKS for p in check(config, model)]
+        problems += [p for check in checks for p in check(config, model)]
     if problems or model is None:
         raise ConfigError(problems, source)
-    return Plan.of(config, model)
+    return model
 
 
 def _mini_batches(config: TrainConfig) -> Problems:
@@ -160,6 +186,17 @@ def _topk(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
+def _dispatcher_fits(config: TrainConfig, model: ModelFacts) -> Problems:
+    p, dispatcher = config.parallel, config.megatron.get("moe_token_dispatcher_type")
+    on_cpu = config.engine.device == "cpu"
+    if dispatcher == "alltoall" and p.expert > 1 and p.expert_tensor_size > 1 and on_cpu:
+        yield (
+            "megatron.moe_token_dispatcher_type: got 'alltoall' with expert "
+            f"{p.expert} x expert_tensor {p.expert_tensor_size} on a CPU, expected 'allgather' or "
+            "nothing: gloo's all-to-all fails in this layout"
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     world_problems,
     _mini_batches,
@@ -171,4 +208,10 @@ CHECKS: tuple[Check, ...] = (
     _engine_url,
     _forwarded,
 )
-MODEL_CHECKS: tuple[ModelCheck, ...] = (*LAYOUT_CHECKS, _router_replay, _lengths, _topk)
+MODEL_CHECKS: tuple[ModelCheck, ...] = (
+    *LAYOUT_CHECKS,
+    _dispatcher_fits,
+    _router_replay,
+    _lengths,
+    _topk,
+)

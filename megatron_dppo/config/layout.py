@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_dppo.config.model_facts import ModelFacts
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 
 Problems = Iterator[str]
-LayoutCheck = Callable[[TrainConfig, ModelFacts], Problems]
+LayoutCheck = Callable[[PolicyConfig, ModelFacts], Problems]
 
 
 def padded_vocab_size(vocab: int, tensor: int) -> int:
@@ -69,7 +69,7 @@ def _product(sizes: dict[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-def world_problems(config: TrainConfig) -> Problems:
+def world_problems(config: PolicyConfig) -> Problems:
     """What is wrong with the layout whatever the model is."""
     p = config.parallel
     if p.world_size % (p.tensor * p.pipeline):
@@ -93,7 +93,7 @@ def world_problems(config: TrainConfig) -> Problems:
         yield "parallel.sequence: got true with tensor 1, expected null, or tensor > 1"
 
 
-def _pipeline_splits(config: TrainConfig, model: ModelFacts) -> Problems:
+def _pipeline_splits(config: PolicyConfig, model: ModelFacts) -> Problems:
     p = config.parallel
     chunks = p.pipeline * (p.virtual_pipeline or 1)
     if model.layers % chunks:
@@ -108,7 +108,7 @@ def _pipeline_splits(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
-def _tensor_splits(config: TrainConfig, model: ModelFacts) -> Problems:
+def _tensor_splits(config: PolicyConfig, model: ModelFacts) -> Problems:
     tensor = config.parallel.tensor
     if model.attention_heads % tensor:
         yield (
@@ -127,7 +127,7 @@ def _tensor_splits(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
-def _experts_split(config: TrainConfig, model: ModelFacts) -> Problems:
+def _experts_split(config: PolicyConfig, model: ModelFacts) -> Problems:
     p = config.parallel
     if not model.mixture_of_experts:
         return
@@ -144,7 +144,7 @@ def _experts_split(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
-def _expert_tensor_alone(config: TrainConfig, model: ModelFacts) -> Problems:
+def _expert_tensor_alone(config: PolicyConfig, model: ModelFacts) -> Problems:
     p = config.parallel
     if model.mixture_of_experts and p.expert == 1 and p.expert_tensor_size != p.tensor:
         yield (
@@ -156,7 +156,7 @@ def _expert_tensor_alone(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
-def _mixture_needs_sequence(config: TrainConfig, model: ModelFacts) -> Problems:
+def _mixture_needs_sequence(config: PolicyConfig, model: ModelFacts) -> Problems:
     p = config.parallel
     if model.mixture_of_experts and p.tensor > 1 and p.sequence is False:
         yield (
@@ -166,7 +166,7 @@ def _mixture_needs_sequence(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
-def _dense_has_no_experts(config: TrainConfig, model: ModelFacts) -> Problems:
+def _dense_has_no_experts(config: PolicyConfig, model: ModelFacts) -> Problems:
     p = config.parallel
     if model.mixture_of_experts:
         return
@@ -180,15 +180,8 @@ def _dense_has_no_experts(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
-def _dispatcher_fits(config: TrainConfig, model: ModelFacts) -> Problems:
-    p, dispatcher = config.parallel, config.megatron.get("moe_token_dispatcher_type")
-    on_cpu = config.engine.device == "cpu"
-    if dispatcher == "alltoall" and p.expert > 1 and p.expert_tensor_size > 1 and on_cpu:
-        yield (
-            "megatron.moe_token_dispatcher_type: got 'alltoall' with expert "
-            f"{p.expert} x expert_tensor {p.expert_tensor_size} on a CPU, expected 'allgather' or "
-            "nothing: gloo's all-to-all fails in this layout"
-        )
+def _dense_dispatches_nothing(config: PolicyConfig, model: ModelFacts) -> Problems:
+    dispatcher = config.megatron.get("moe_token_dispatcher_type")
     if dispatcher is not None and not model.mixture_of_experts:
         yield (
             f"megatron.moe_token_dispatcher_type: got {dispatcher!r}, expected nothing: "
@@ -203,5 +196,5 @@ LAYOUT_CHECKS: tuple[LayoutCheck, ...] = (
     _expert_tensor_alone,
     _mixture_needs_sequence,
     _dense_has_no_experts,
-    _dispatcher_fits,
+    _dense_dispatches_nothing,
 )

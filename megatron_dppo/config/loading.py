@@ -9,43 +9,51 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.expectations import field_at, given, section_at, suggestion
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import Section, TrainConfig
 from megatron_dppo.config.yaml_core import dump_yaml, parse_scalar, parse_yaml
+
+C = TypeVar("C", bound=Section)
 
 _KEY_PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read ``path``, set the overrides (the last one of a key wins), validate every field by
-    itself.
+    """:func:`load_as` for a run of reinforcement learning."""
+    return load_as(TrainConfig, path, overrides)
+
+
+def load_as(schema: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
+    """Read ``path`` as ``schema``, set the overrides (the last one of a key wins), validate every
+    field by itself.
 
     An override's value is a YAML scalar or a flow list; nothing after ``=`` means null; a missing
-    table is made. Checks across sections are :func:`megatron_dppo.config.checks.check_config`'s.
-    Raises ConfigError.
+    table is made. ``{key.path}`` in ``run.directory`` stands for that value. Checks across sections are :mod:`megatron_dppo.config.checks`'s. Raises
+    ConfigError.
     """
-    tree = _read_tree(Path(path))
+    tree = _read_tree(Path(path), schema)
     problems = _apply_overrides(tree, overrides)
-    config, invalid = _validate(tree)
+    problems += _fill_in_directory(tree)
+    config, invalid = _validate(tree, schema)
     problems += invalid
     if config is None or problems:
         raise ConfigError(problems, str(path))
     return config
 
 
-def resolved_yaml(config: TrainConfig) -> str:
+def resolved_yaml(config: Section) -> str:
     """The whole configuration, defaults filled in; :func:`load_config` reads it back to an equal
     one."""
     return dump_yaml(config.model_dump())
 
 
-def _read_tree(path: Path) -> dict[str, Any]:
+def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -60,7 +68,7 @@ def _read_tree(path: Path) -> dict[str, Any]:
         raise ConfigError([f"not valid YAML: {error}"], str(path)) from error
     if not isinstance(tree, dict):
         problem = f"got {given(tree)} at the top level, expected a table with the sections "
-        raise ConfigError([problem + ", ".join(TrainConfig.model_fields)], str(path))
+        raise ConfigError([problem + ", ".join(schema.model_fields)], str(path))
     # A section whose lines are all commented out parses as null and means an empty table.
     return {name: {} if value is None else value for name, value in tree.items()}
 
@@ -95,28 +103,50 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> list[str]:
     return []
 
 
-def _validate(tree: dict[str, Any]) -> tuple[TrainConfig | None, list[str]]:
+def _fill_in_directory(tree: dict[str, Any]) -> list[str]:
+    """Replace each ``{key.path}`` in ``run.directory``; the problems of those that can't be."""
+    run = tree.get("run")
+    if not isinstance(run, dict) or not isinstance(run.get("directory"), str):
+        return []
+    problems = []
+
+    def value_of(match: re.Match[str]) -> str:
+        value: Any = tree
+        for name in match[1].split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        if value is None or isinstance(value, dict | list):
+            problems.append(
+                f"run.directory: {match[0]} stands for nothing, expected the path of a value that "
+                "this file or an override sets"
+            )
+        return str(value)
+
+    run["directory"] = re.sub(r"\{([^{}]*)\}", value_of, run["directory"])
+    return problems
+
+
+def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str]]:
     try:
-        return TrainConfig.model_validate(tree), []
+        return schema.model_validate(tree), []
     except ValidationError as error:
-        problems = [_problem(e["type"], e["loc"], e["input"]) for e in error.errors()]
+        problems = [_problem(schema, e["type"], e["loc"], e["input"]) for e in error.errors()]
         return None, list(dict.fromkeys(problems))  # a union reports each of its branches
 
 
-def _problem(kind: str, location: tuple[int | str, ...], value: Any) -> str:
+def _problem(schema: type[Section], kind: str, location: tuple[int | str, ...], value: Any) -> str:
     """One line on one pydantic error."""
     if kind == "extra_forbidden":
-        return _unknown_key(location, value)
-    field = field_at(TrainConfig, location)
+        return _unknown_key(schema, location, value)
+    field = field_at(schema, location)
     if kind == "missing":
         meaning = f" ({field.summary})" if field.summary else ""
         return f"{field.path}: missing, expected {field.expected}{meaning}"
     return f"{field.path}: got {given(value)}, expected {field.expected}"
 
 
-def _unknown_key(location: tuple[int | str, ...], value: Any) -> str:
+def _unknown_key(schema: type[Section], location: tuple[int | str, ...], value: Any) -> str:
     path = ".".join(map(str, location))
-    meant = suggestion(TrainConfig, location)
+    meant = suggestion(schema, location)
     hint = f"did you mean {meant}? " if meant else ""
-    known = ", ".join(section_at(TrainConfig, location).model_fields)
+    known = ", ".join(section_at(schema, location).model_fields)
     return f"{path}: unknown key (got {given(value)}); {hint}Expected one of: {known}"

@@ -22,6 +22,10 @@ Prompt = str | list[dict[str, str]]
 """Text, or chat messages."""
 
 
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+"""Prompt and response tokens."""
+
+
 class DataError(ValueError):
     """A data set cannot be used; the message names the file, the line (from 1) and what is wrong
     with it.
@@ -69,16 +73,7 @@ def load_problems(
     A byte-order mark and blank lines at the end are let pass. Anything else that is not a problem
     raises DataError.
     """
-    path = Path(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
-    if lines == [b""]:
-        raise DataError(f"{path}: the file is empty, expected one JSON object a line")
-    places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
-    records = [_parse(line, where) for line, where in zip(lines, places, strict=True)]
+    records, places, sha256 = _read_records(Path(path))
     prompts = [_prompt(record, where) for record, where in zip(records, places, strict=True)]
     answers = [_answer(record, where) for record, where in zip(records, places, strict=True)]
     prompt_ids = _tokenise(tokenizer, prompts, apply_chat_template, places)
@@ -92,7 +87,45 @@ def load_problems(
             f"{path}: all {len(problems)} prompts are longer than "
             f"max_prompt_tokens={max_prompt_tokens}"
         )
-    return ProblemSet(kept, len(problems) - len(kept), hashlib.sha256(content).hexdigest())
+    return ProblemSet(kept, len(problems) - len(kept), sha256)
+
+
+def load_pairs(
+    path: str | Path, tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool
+) -> list[Pair]:
+    """Read ``path`` for supervised training: a prompt as in :func:`load_problems`, and a text under
+    ``response``.
+
+    A response's tokens end with the tokenizer's end-of-sequence token. Raises DataError.
+    """
+    records, places, _ = _read_records(Path(path))
+    prompts = [_prompt(record, where) for record, where in zip(records, places, strict=True)]
+    for record, where in zip(records, places, strict=True):
+        response = record.get("response")
+        if not isinstance(response, str) or not response:
+            raise DataError(f"{where}: 'response' is {_shorten(response)}, expected text")
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
+    prompt_ids = _tokenise(tokenizer, prompts, apply_chat_template, places)
+    responses = tokenizer([r["response"] for r in records], add_special_tokens=False)["input_ids"]
+    return [
+        (prompt, (*response, tokenizer.eos_token_id))
+        for prompt, response in zip(prompt_ids, responses, strict=True)
+    ]
+
+
+def _read_records(path: Path) -> tuple[list[dict[str, Any]], list[str], str]:
+    """The objects of a JSONL file, the place of each in words, and the file's SHA-256."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+    lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
+    if lines == [b""]:
+        raise DataError(f"{path}: the file is empty, expected one JSON object a line")
+    places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
+    records = [_parse(line, where) for line, where in zip(lines, places, strict=True)]
+    return records, places, hashlib.sha256(content).hexdigest()
 
 
 def _parse(line: bytes, where: str) -> dict[str, Any]:

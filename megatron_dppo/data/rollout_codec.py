@@ -93,7 +93,7 @@ def save_batch(folder: str | Path, step: int, rollouts: Sequence[Rollout]) -> Pa
 
 
 def load_batch(folder: str | Path, step: int) -> list[Rollout]:
-    """Read one step's batch. Raises FileNotFoundError with the path, or RolloutFormatError with the path and the fault."""
+    """Read one step's batch. Raises FileNotFoundError, or RolloutFormatError with the path and the fault."""
     path = batch_path(folder, step)
     try:
         return decode(path.read_bytes())

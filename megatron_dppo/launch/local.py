@@ -8,9 +8,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from megatron_dppo.config.loading import resolved_yaml
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.launch.engine import Engine, EngineKeeper
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.ranks import RankGroup
@@ -23,35 +24,41 @@ from megatron_dppo.rollout.server import EngineProcess, free_port, require_free_
 _LOOPBACK = "127.0.0.1"
 
 
-def run_local(config: TrainConfig, module: str, *, with_engine: bool = True) -> int:
+def run_local(config: PolicyConfig, module: str) -> int:
     """Run ``python -m <module> <run.directory>/config.yaml`` as ``parallel.world_size`` ranks here;
     the exit code.
 
-    Starts an engine too, unless the configuration names one that runs elsewhere, replays rollouts,
-    or ``with_engine`` is off. Raises LaunchError where the folder or a port that was asked for is
-    taken.
+    Starts an engine too where the run generates and no other server is named. Raises LaunchError
+    where the folder or a port that was asked for is taken.
     """
-    own_engine = with_engine and config.engine.url is None and config.rollout.replay_from is None
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
         port = _master_port()
-        if own_engine and config.engine.port is not None:
-            _require_engine_port(config.engine.host, config.engine.port)
+        engine = _engine_keeper(config, directory) if _needs_engine(config) else None
         directory.write_config(resolved_yaml(config))
         ranks = RankGroup(_command(module, directory), _outputs(config, directory), port)
-        engine = _engine_keeper(config, directory) if own_engine else None
         return Supervisor(ranks, engine).run()
+
+
+def _needs_engine(config: PolicyConfig) -> TypeGuard[TrainConfig]:
+    return (
+        isinstance(config, TrainConfig)
+        and config.engine.url is None
+        and config.rollout.replay_from is None
+    )
 
 
 def _command(module: str, directory: RunDirectory) -> Sequence[str]:
     return [sys.executable, "-m", module, str(directory.config)]
 
 
-def _outputs(config: TrainConfig, directory: RunDirectory) -> list[Path]:
+def _outputs(config: PolicyConfig, directory: RunDirectory) -> list[Path]:
     return [directory.rank_output(rank) for rank in range(config.parallel.world_size)]
 
 
 def _engine_keeper(config: TrainConfig, directory: RunDirectory) -> EngineKeeper:
+    if config.engine.port is not None:
+        _require_engine_port(config.engine.host, config.engine.port)
     api_key, admin_api_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
 
     def make_engine(incarnation: int) -> Engine:

@@ -24,7 +24,9 @@ VOCABULARY_MULTIPLE = 64
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
-"""SGLang pads each rank's share of an expert's intermediate dimension with zeros to a multiple of this."""
+"""SGLang pads each rank's share of an expert's intermediate dimension with zeros to a multiple of
+this.
+"""
 UNTIED_IN_ENGINE = frozenset({"qwen3_moe"})
 """Families whose SGLang model keeps its own output matrix whatever ``tie_word_embeddings`` says."""
 

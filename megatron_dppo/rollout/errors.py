@@ -44,10 +44,6 @@ class EngineMismatchError(EngineError, ValueError):
     """The engine, or the installed SGLang, is not the release, model or type the run expects."""
 
 
-class EngineBusyError(EngineError):
-    """Requests that should have ended still run on the server."""
-
-
 class StopRequestedError(EngineError):
     """The caller's ``stop`` said so: what was in flight has been aborted."""
 

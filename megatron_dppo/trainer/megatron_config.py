@@ -135,7 +135,7 @@ def _layout_options(parallel: ParallelConfig, shape: ModelShape, layout: Layout)
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": sequence_parallel(parallel, is_moe=shape.is_moe),
-        "variable_seq_lengths": layout.pipeline > 1,
+        "variable_seq_lengths": layout.pipeline > 1 and layout.chunks == 1,
         "deallocate_pipeline_outputs": layout.pipeline > 1,
         # The only dispatcher for tokens in unequal numbers; checked for dense models too.
         "moe_token_dispatcher_type": "alltoall",

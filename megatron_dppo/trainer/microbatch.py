@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
 
 from megatron_dppo.data.packing import PackedBatch
 
@@ -27,6 +31,27 @@ def model_inputs(batch: PackedBatch) -> dict[str, Any]:
         "attention_mask": None,
         "packed_seq_params": packed,
     }
+
+
+def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
+    """``batch`` with one more sequence at its end, of token 0 and without loss, so that T is ``tokens``."""
+    missing = tokens - batch.num_tokens
+    if missing == 0:
+        return batch
+    columns = {
+        field.name: F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing))
+        for field in fields(batch)
+        if isinstance(value := getattr(batch, field.name), Tensor)
+        and field.name not in ("cu_seqlens", "sequence_index", "position_ids")
+    }
+    return replace(
+        batch,
+        **columns,
+        position_ids=torch.cat([batch.position_ids, torch.arange(missing)]),
+        cu_seqlens=F.pad(batch.cu_seqlens, (0, 1), value=tokens),
+        max_seqlen=max(batch.max_seqlen, missing),
+        sequence_index=F.pad(batch.sequence_index, (0, 1), value=-1),
+    )
 
 
 def check_micro_batches(batches: list[PackedBatch], *, pad_multiple: int, count_multiple: int) -> None:

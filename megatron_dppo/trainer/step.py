@@ -147,7 +147,7 @@ def _run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
         num_microbatches=len(batches),
-        # Under a pipeline each tensor's own shape travels before it.
+        # All are equal in an interleaved pipeline; in a plain one shapes travel with the tensors.
         seq_length=max(b.num_tokens for b in batches),
         micro_batch_size=1,
         forward_only=forward_only,

@@ -23,7 +23,7 @@ from megatron_dppo.trainer.distributed import agree, all_gather_json
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.hf_weights import export_hf, gather_buckets, load_hf, named_parameters
 from megatron_dppo.trainer.megatron_config import DTYPES, sequence_parallel, transformer_config
-from megatron_dppo.trainer.microbatch import check_micro_batches
+from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
 from megatron_dppo.trainer.model import build_chunks, wrap_chunks
 from megatron_dppo.trainer.optimizer import apply_step, build_optimizer, prepare_step
 from megatron_dppo.trainer.reduction import reduce_metrics
@@ -134,12 +134,12 @@ class Trainer:
         for chunk in self.ddp_chunks:
             chunk.eval()
         log_probs = forward_log_probs(self.ddp_chunks, batches, self._stats)
-        sizes = [b.num_tokens for b in batches]
-        if self.topology.pp_size == 1:
-            return log_probs
-        flat = torch.cat(log_probs) if log_probs else torch.empty(sum(sizes), device=self.device)
-        dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
-        return list(flat.split(sizes))
+        if self.topology.pp_size > 1:
+            sizes = [b.num_tokens for b in batches]
+            flat = torch.cat(log_probs) if log_probs else torch.empty(sum(sizes), device=self.device)
+            dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
+            log_probs = list(flat.split(sizes))
+        return [x[: b.num_tokens] for x, b in zip(log_probs, micro_batches, strict=True)]
 
     def hf_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The present weights by Hugging Face name, full tensors of the model's dtype, in buckets.
@@ -182,6 +182,11 @@ class Trainer:
         )
         # Expert parallelism exchanges tokens in every micro-batch: a rank with fewer would hang all.
         agree(len(micro_batches), "the number of micro-batches")
+        if self.layout.chunks > 1:
+            # The interleaved schedule sends activations forward and gradients back between the same
+            # two ranks; megatron-core 0.16.1 confuses their shapes where micro-batches differ.
+            longest = max(b.num_tokens for b in micro_batches)
+            micro_batches = [pad_to(b, longest) for b in micro_batches]
         return [b.to(self.device) for b in micro_batches]
 
     def _reduce(self, results: MicroBatchResults) -> tuple[MetricSums, bool]:

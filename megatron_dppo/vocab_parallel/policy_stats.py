@@ -23,23 +23,22 @@ from megatron_dppo.vocab_parallel.wire import Agreement, Shard
 class PolicyStats:
     """Per token, the same on every tensor-parallel rank; natural logarithms; float32 (float64 for
     float64 logits).
-
-    ``log_probs`` [T]: log pi of the target, differentiable. ``topk_log_probs`` [T, K]: log pi at
-    the given ids, without gradient. ``entropy`` [T], nats, differentiable. ``faults`` float32 [3]:
-    counts of
-    ``arguments.FAULTS``.
     """
 
     log_probs: Tensor
+    """[T]: log pi of the target, differentiable."""
     topk_log_probs: Tensor | None
+    """[T, K]: log pi at the given ids, without gradient."""
     entropy: Tensor | None
+    """[T], nats, differentiable."""
     faults: Tensor
+    """float32 [3]: counts of ``arguments.FAULTS``."""
 
     def raise_on_faults(self) -> None:
-        """ValueError where ``faults`` is not zero. Reads from the device: a sync on a GPU, so once
-        a step.
-        """
-        raise_on_faults(self.faults)
+        """ValueError that names what ``faults`` counts. Reads from the device: a sync on a GPU."""
+        message = describe(self.faults)
+        if message is not None:
+            raise ValueError(message)
 
 
 class OverwrittenLogitsError(RuntimeError):
@@ -83,7 +82,6 @@ def policy_stats(
         raise OverwrittenLogitsError(
             "policy_stats was given logits over which its own backward pass has written a gradient"
         )
-    on_cpu = logits.device.type == "cpu"
     problem = first_problem(
         logits,
         target_ids,
@@ -93,36 +91,33 @@ def policy_stats(
         ranks=1 if group is None else dist.get_world_size(group),
     )
     faults = id_faults(target_ids, topk_ids, vocab_size) if problem is None else []
-    if on_cpu and problem is None:
-        problem = describe(faults)
+    on_cpu = logits.device.type == "cpu"
     agreement = None
-    if on_cpu and group is not None:
-        known = problem is None
-        agreement = Agreement(
-            group,
-            _facts(logits, target_ids, topk_ids, with_entropy, vocab_size) if known else None,
-        )
+    if on_cpu:
+        problem = problem or describe(faults)
+        if group is not None:
+            call = (logits, target_ids, topk_ids, with_entropy, vocab_size)
+            agreement = Agreement(group, _facts(*call) if problem is None else None)
     if problem is not None:
         raise ValueError(problem)
-    shard = Shard.of(logits.shape[1], vocab_size, group)
-    call = _Call(
-        shard, group, target_ids, topk_ids, 1.0 / temperature, with_entropy, overwrite_logits,
-        choose(logits, backend), agreement,
-    )  # fmt: skip
-    log_probs, topk, entropy, bad_rows = _PolicyStats.apply(logits, call)
-    counts = torch.stack([*faults, bad_rows])
+    log_probs, topk, entropy, bad_rows = _PolicyStats.apply(
+        logits,
+        _Call(
+            Shard.of(logits.shape[1], vocab_size, group),
+            group,
+            target_ids,
+            topk_ids,
+            1.0 / temperature,
+            with_entropy,
+            overwrite_logits,
+            choose(logits, backend),
+            agreement,
+        ),
+    )
+    stats = PolicyStats(log_probs, topk, entropy, torch.stack([*faults, bad_rows]))
     if on_cpu:
-        raise_on_faults(counts)
-    return PolicyStats(log_probs, topk, entropy, counts)
-
-
-def raise_on_faults(faults: Tensor) -> None:
-    """ValueError naming what ``faults`` (as in PolicyStats, possibly summed over calls) counts;
-    nothing where it is 0.
-    """
-    message = describe(faults)
-    if message is not None:
-        raise ValueError(message)
+        stats.raise_on_faults()
+    return stats
 
 
 @dataclass(frozen=True)
@@ -143,28 +138,22 @@ class _PolicyStats(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, call: _Call
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        shard = call.shard
-        lse, plogp = call.backend.forward(
-            logits.detach(), shard.real, call.scale, call.with_entropy
-        )
+        shard, values = call.shard, logits.detach()
+        lse, plogp = call.backend.forward(values, shard.real, call.scale, call.with_entropy)
         ids = call.target_ids[:, None]
         if call.topk_ids is not None:
             ids = torch.cat([ids, call.topk_ids], 1)
-        columns = shard.local(ids)
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        owned = (
-            logits.detach().gather(1, columns.clamp(min=0)).to(dtype).masked_fill_(columns < 0, 0.0)
-        )
+        owned = shard.owned_logits(values, ids)
         if call.agreement is not None:
             call.agreement.check()
         reduced = wire.reduce_rows(shard, lse, plogp, owned, call.group)
-        log_p = wire.log_softmax_at(reduced.logits, call.scale, reduced.lse).to(dtype)
+        log_p = wire.log_softmax_at(reduced.logits, call.scale, reduced.lse).to(owned.dtype)
         topk = None
         if call.topk_ids is not None:
             topk = log_p[:, 1:].masked_fill(call.topk_ids < 0, -torch.inf)
-        entropy = None if reduced.entropy is None else reduced.entropy.to(dtype)
+        entropy = None if reduced.entropy is None else reduced.entropy.to(owned.dtype)
         bad_rows = (~reduced.lse.isfinite()).sum().float()
-        ctx.call, ctx.targets = call, columns[:, 0]
+        ctx.call, ctx.targets = call, shard.local(call.target_ids)
         ctx.save_for_backward(logits, reduced.lse, reduced.entropy)
         ctx.mark_non_differentiable(*(x for x in (topk, bad_rows) if x is not None))
         ctx.set_materialize_grads(False)
@@ -179,12 +168,12 @@ class _PolicyStats(torch.autograd.Function):
             return None, None
         call: _Call = ctx.call
         out = logits.detach() if call.overwrite else torch.empty_like(logits)
+        if grad_log_probs is None:
+            grad_log_probs = torch.zeros_like(lse, dtype=torch.float32)
         gradient = RowGradient(
             lse,
             ctx.targets,
-            torch.zeros_like(lse, dtype=torch.float32)
-            if grad_log_probs is None
-            else grad_log_probs,
+            grad_log_probs,
             grad_entropy,
             None if grad_entropy is None else entropy,
         )
@@ -198,6 +187,7 @@ class _PolicyStats(torch.autograd.Function):
 def _facts(
     logits: Tensor, target_ids: Tensor, topk_ids: Tensor | None, with_entropy: bool, vocab_size: int
 ) -> list[int]:
-    width = topk_ids.shape[1] if topk_ids is not None else 0
+    """In the order of ``wire.FACTS``."""
+    width = 0 if topk_ids is None else topk_ids.shape[1]
     ids = wire.checksum(target_ids, topk_ids)
     return [*logits.shape, width, int(with_entropy), vocab_size, ids]

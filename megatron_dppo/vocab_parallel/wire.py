@@ -24,31 +24,43 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of the vocabulary this rank holds: columns ``start .. start + columns``, ``real``
-    of them true tokens.
+    """Which part of a vocabulary of ``vocab_size`` ids this rank holds.
+
+    Columns ``start .. start + columns``; the first ``real`` of them are true tokens.
     """
 
     start: int
     columns: int
     real: int
+    vocab_size: int
     rank: int
     ranks: int
 
     @staticmethod
     def of(columns: int, vocab_size: int, group: dist.ProcessGroup | None) -> Shard:
-        """The shard of this rank in ``group``; shards are equal and in rank order, with the padding
-        at the end.
-        """
-        rank, ranks = (
-            (dist.get_rank(group), dist.get_world_size(group)) if group is not None else (0, 1)
-        )
+        """This rank's shard in ``group``; shards are equal, in rank order, with padding last."""
+        rank, ranks = 0, 1
+        if group is not None:
+            rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         start = rank * columns
-        return Shard(start, columns, min(max(vocab_size - start, 0), columns), rank, ranks)
+        real = min(max(vocab_size - start, 0), columns)
+        return Shard(start, columns, real, vocab_size, rank, ranks)
 
     def local(self, ids: Tensor) -> Tensor:
         """The ids' columns in this shard; -1 for ids that another rank owns."""
         owned = (ids >= self.start) & (ids < self.start + self.real)
         return torch.where(owned, ids - self.start, -1)
+
+    def owned_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """``logits`` [T, columns] at global ``ids`` [T, N], 0 where another rank owns the id.
+
+        Ids from ``vocab_size`` on give NaN on every rank. Float32 (float64 for float64 logits).
+        """
+        columns = self.local(ids)
+        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        values = logits.gather(1, columns.clamp(min=0)).to(dtype)
+        values.masked_fill_(columns < 0, 0.0)
+        return values.masked_fill_(ids >= self.vocab_size, math.nan)
 
 
 @dataclass(frozen=True)

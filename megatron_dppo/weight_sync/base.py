@@ -1,8 +1,9 @@
-"""What a weight update is made of: the source of tensors, the way they travel, and what is reported.
+"""What a weight update is made of: the source of tensors, their way, and the report.
 
-A transaction on global trainer rank 0 goes ``prepare -> begin -> (send, expect)* -> finish -> verify -> commit``; on any
-failure ``abort``. From ``begin`` until ``commit`` the engine's ``weight_version`` says ``unverified-<version>`` and its
-generation is paused; an aborted engine stays so, which is its quarantine, until a later complete update.
+A transaction on global trainer rank 0 goes ``prepare -> begin -> (send, expect)* -> finish ->
+verify -> commit``; on any failure ``abort``. From ``begin`` until ``commit`` the engine's
+``weight_version`` says ``unverified-<version>`` and its generation is paused; an aborted engine
+stays so, which is its quarantine, until a later complete update.
 """
 
 from __future__ import annotations
@@ -17,31 +18,40 @@ Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors with their Hugging Face names."""
 
 Agree = Callable[[str | None], str | None]
-"""A collective over all trainer ranks: each hands in its failure (None: none) and all get the first one by rank, or None.
-For one rank the identity."""
+"""A collective over all trainer ranks: each hands in its failure (None: none) and all get the first
+one by rank, or None. For one rank the identity."""
 
 
 class WeightSource(Protocol):
     """The trainer, as this package sees it."""
 
     def hf_buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Collective: the same number of buckets on every rank; tensors on global rank 0, nothing elsewhere.
+        """Collective: equally many buckets on every rank; tensors on rank 0, nothing elsewhere.
 
         A bucket's tensors must stay unchanged until the next one is asked for.
         """
 
 
 class WeightTransport(Protocol):
-    """A way into one engine, on global trainer rank 0. Every step may raise RuntimeError, ValueError or OSError."""
+    """A way into one engine, on global trainer rank 0.
 
-    def prepare(self) -> None:
-        """Wait until no request runs and pause generation. When it raises, the engine is as it was."""
+    Every step but ``abort`` may raise RuntimeError, ValueError or OSError.
+    """
+
+    def prepare(self) -> bool:
+        """Wait until no request runs and pause generation.
+
+        False where requests kept running; the engine is as it was, then.
+        """
 
     def begin(self, version: int) -> None:
         """Take back the engine's version and open the update."""
 
     def send(self, bucket: Bucket) -> int:
-        """Start sending a bucket, when the one before has arrived; returns its bytes. The bucket may change after."""
+        """Start sending a bucket, when the one before has arrived; returns its bytes.
+
+        The bucket may change as soon as this returns.
+        """
 
     def expect(self, bucket: Bucket) -> None:
         """Take the bucket into the checksums that the engine must have."""
@@ -71,7 +81,10 @@ class VerifiedTensors:
 
 @dataclass(frozen=True)
 class ChecksumMismatch:
-    """One engine tensor whose bytes aren't the trainer's. ``expected`` or ``got`` None: one side has no such tensor."""
+    """One engine tensor whose bytes aren't the trainer's.
+
+    ``expected`` or ``got`` None: that side has no such tensor.
+    """
 
     tensor: str
     rank: int
@@ -86,9 +99,10 @@ class ChecksumMismatch:
 class UpdateReport:
     """One committed update.
 
-    ``seconds`` by phase, in time that the caller waited: drain, begin, gather (the trainer's collective), transfer (for
-    the engine), hash, finish, verify, commit. ``bytes`` and ``tensors`` (compared, over engine ranks) are known on
-    global rank 0 only, and 0 elsewhere. ``verified``: every tensor was compared.
+    ``seconds`` by phase, in time that the caller waited: drain, begin, gather (the trainer's
+    collective), transfer (for the engine), hash, finish, verify, commit. ``bytes`` and ``tensors``
+    (compared, over engine ranks) are known on global rank 0 only, and 0 elsewhere. ``verified``:
+    every tensor was compared.
     """
 
     version: int
@@ -99,11 +113,14 @@ class UpdateReport:
 
 
 class WeightUpdateError(RuntimeError):
-    """An update failed, on all trainer ranks alike; the engine is quarantined until a later complete update succeeds."""
+    """An update failed, on all trainer ranks alike.
+
+    The engine is quarantined (paused, its version unverified) until a complete update succeeds.
+    """
 
 
 class WeightUpdateRefusedError(WeightUpdateError):
-    """The engine wasn't free for an update; it goes on with the weights and the version that it had."""
+    """Requests kept the engine busy; it goes on with the weights and the version that it had."""
 
 
 class ChecksumMismatchError(RuntimeError):
@@ -121,7 +138,7 @@ class ChecksumMismatchError(RuntimeError):
 def compare_checksums(
     expected: Sequence[Mapping[str, str]], got: Sequence[Mapping[str, str]]
 ) -> list[ChecksumMismatch]:
-    """Differences by engine rank and tensor name; tensors that only one side has are differences too."""
+    """Differences by engine rank and tensor name; a tensor that only one side has is one, too."""
     if len(expected) != len(got):
         raise ValueError(f"checksums of {len(got)} engine ranks, expected {len(expected)}")
     return [

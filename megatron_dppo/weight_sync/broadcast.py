@@ -1,7 +1,8 @@
-"""One process group of trainer rank 0 and the engine's ranks, whose every step ends in bounded time.
+"""A process group of trainer rank 0 and the engine's ranks whose every step ends in bounded time.
 
-The engine enters a broadcast upon an HTTP request, so each step is two halves that run concurrently, ours and the
-engine's. The first to fail ends both: a dead engine breaks its connections at once, a hung one runs into the time limit.
+The engine enters a broadcast upon an HTTP request, so each step is two halves that run
+concurrently, ours and the engine's. The first to fail ends both: a dead engine breaks its
+connections at once, a hung one runs into the time limit.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
 
 def wait_all(futures: list[Future[None]], timeout_s: float, what: str) -> None:
-    """Wait for all of them; raises the first failure as soon as there is one, TransferTimeoutError after ``timeout_s``."""
+    """Wait for all of them; raises the first failure as soon as there is one, TransferTimeoutError
+    after ``timeout_s``.
+    """
     done, pending = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
     for future in futures:
         if future in done:
@@ -55,7 +58,9 @@ def wait_all(futures: list[Future[None]], timeout_s: float, what: str) -> None:
 
 
 def local_address(url: str) -> str:
-    """This machine's address on the network that leads to ``url``; loopback for an engine on the same machine."""
+    """This machine's address on the network that leads to ``url``; loopback for an engine on the
+    same machine.
+    """
     place = urlsplit(url)
     target = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
@@ -64,9 +69,11 @@ def local_address(url: str) -> str:
 
 
 class BroadcastGroup:
-    """Rank 0 of a group of ``ranks`` more members, which ``invite(address, port, name, backend)`` makes join.
+    """Rank 0 of a group of ``ranks`` more members, which ``invite(address, port, name, backend)``
+    makes join.
 
-    The rendezvous listens on a free port of ``address`` only. Raises what ``invite`` raises, TransferTimeoutError.
+    The rendezvous listens on a free port of ``address`` only. Raises what ``invite`` raises,
+    TransferTimeoutError.
     """
 
     def __init__(
@@ -114,7 +121,9 @@ class BroadcastGroup:
         self._group = group
 
     def broadcast(self, data: Tensor, receive: Callable[[], None]) -> Callable[[], None]:
-        """Start sending ``data`` to all members while ``receive`` has them take it; returns the wait for both."""
+        """Start sending ``data`` to all members while ``receive`` has them take it; returns the
+        wait for both.
+        """
         assert self._group is not None
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0

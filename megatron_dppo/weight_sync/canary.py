@@ -1,7 +1,7 @@
 """A check of what checksums can't see: that engine and trainer mean the same by the same bytes.
 
-A conversion that swaps two tensors hands both sides the same wrong bytes, and a kernel may keep a stale copy of right
-ones. Fixed prompts' log-probabilities, computed by both, tell.
+A conversion that swaps two tensors hands both sides the same wrong bytes, and a kernel may keep a
+stale copy of right ones. Fixed prompts' log-probabilities, computed by both, tell.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-"""Largest absolute difference of one token's log-probability (nats) that numerics explain, by the weights' type."""
+"""Largest absolute difference of one token's log-probability (nats) that numerics explain, by the
+weights' type.
+"""
 
 
 class CanaryError(RuntimeError):
@@ -29,10 +31,11 @@ class CanaryReport:
 def compare_canary(
     trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]], tolerance: float
 ) -> CanaryReport:
-    """Compare log-probabilities ``[prompt][token]`` of the same tokens under the same weights at temperature 1.
+    """Compare log-probabilities ``[prompt][token]`` of the same tokens under the same weights at
+    temperature 1.
 
-    Raises CanaryError naming the worst prompt and token where a difference exceeds ``tolerance`` or is not a number,
-    ValueError where the two don't hold the same tokens.
+    Raises CanaryError naming the worst prompt and token where a difference exceeds ``tolerance`` or
+    is not a number, ValueError where the two don't hold the same tokens.
     """
     if [len(p) for p in trainer] != [len(p) for p in engine] or not any(trainer):
         raise ValueError(

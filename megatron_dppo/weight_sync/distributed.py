@@ -1,4 +1,5 @@
-"""Strategy ``distributed``: each bucket is one broadcast from trainer rank 0 to the engine's ranks (gloo or NCCL).
+"""Strategy ``distributed``: each bucket is one broadcast from trainer rank 0 to the engine's ranks
+(gloo or NCCL).
 
 The engine loads a bucket while the trainer gathers and hashes the next: at most one is in flight.
 """
@@ -46,7 +47,7 @@ class Receiver(Protocol[P]):
     @property
     def ranks(self) -> int: ...
 
-    def pause_when_idle(self, timeout_s: float) -> None: ...
+    def pause_when_idle(self, timeout_s: float) -> bool: ...
 
     def resume(self) -> None: ...
 
@@ -72,8 +73,8 @@ class Receiver(Protocol[P]):
 class DistributedTransport(Generic[P]):
     """WeightTransport into one engine; see base.py for the steps.
 
-    ``timeout_s`` bounds each step's wait: for running requests, a broadcast, the engine's answer. The group lives from
-    one update to the next, and is made anew after an abort.
+    ``timeout_s`` bounds each step's wait: for running requests, a broadcast, the engine's answer.
+    The group lives from one update to the next, and is made anew after an abort.
     """
 
     def __init__(self, engine: Receiver[P], *, timeout_s: float) -> None:
@@ -83,9 +84,11 @@ class DistributedTransport(Generic[P]):
         self._expected = engine.expected()
         self._in_flight: Callable[[], None] | None = None
 
-    def prepare(self) -> None:
-        """Let running requests finish, within ``timeout_s``, then pause; new requests wait in the engine."""
-        self._engine.pause_when_idle(self._timeout)
+    def prepare(self) -> bool:
+        """Let running requests finish, within ``timeout_s``, then pause; new requests wait in the
+        engine.
+        """
+        return self._engine.pause_when_idle(self._timeout)
 
     def begin(self, version: int) -> None:
         """Mark the engine's weights as unverified, open a group where there is none, begin."""
@@ -135,7 +138,9 @@ class DistributedTransport(Generic[P]):
         self._engine.resume()
 
     def abort(self) -> None:
-        """Break the group, which frees an engine that waits in a broadcast; it stays paused and unverified."""
+        """Break the group, which frees an engine that waits in a broadcast; it stays paused and
+        unverified.
+        """
         self._in_flight = None
         if self._group is not None:
             self._group.abort()

@@ -1,10 +1,11 @@
-"""The transaction: either every tensor has provably arrived and the engine says the new version, or all ranks raise."""
+"""The transaction: every tensor has provably arrived under a new version, or all ranks raise."""
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,13 +21,15 @@ from megatron_dppo.weight_sync.base import (
 )
 
 _MIB = 1 << 20
+_BUSY = "requests kept the engine busy beyond weight_sync.timeout_s"
 
 
 class WeightUpdater:
     """Pushes the trainer's weights; every method is collective over all trainer ranks.
 
-    ``transport``: on global rank 0 the way to the engine, None on the others. ``agree``: see base.py.
-    ``committed_version``: what the engine runs, on every rank; None before the first update and while it is quarantined.
+    ``transport``: on global rank 0 the way to the engine, None on the others. ``agree``: see
+    base.py. ``committed_version``: what the engine runs, on every rank; None before the first
+    update and while it is quarantined.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class WeightUpdater:
         self.committed_version: int | None = None
 
     def attach(self, transport: WeightTransport | None) -> None:
-        """Turn to another engine, or a new incarnation; it has no known weights until the next ``update``."""
+        """Turn to another engine or incarnation, whose weights are unknown until ``update``."""
         if self._transport is not None:
             self._transport.abort()
         self._transport = transport
@@ -53,23 +56,29 @@ class WeightUpdater:
     def update(self, version: int) -> UpdateReport:
         """Send all weights and commit them as ``version``, verified where ``verify_every`` says so.
 
-        The first update of an engine, and the first after a failure, is always verified. Waits for running requests.
-        Raises on every rank: WeightUpdateRefusedError where requests kept running, WeightUpdateError where the update
-        failed. What the source itself raises passes through, after an abort.
+        The first update of an engine, and the first after a failure, is always verified. Waits for
+        running requests. Raises on every rank: WeightUpdateRefusedError where requests kept
+        running, WeightUpdateError where the update failed. What the source itself raises passes
+        through, after an abort.
         """
         verify = self.committed_version is None or self._unverified + 1 >= self._config.verify_every
+        previous, self.committed_version = self.committed_version, None
         steps = _Steps(self._transport)
-        steps.run("drain", lambda t: t.prepare())
-        self._share(steps, version, WeightUpdateRefusedError)
-        self.committed_version = None
         try:
+            idle = steps.run("drain", lambda t: t.prepare())
+            self._share(steps, version)
+            if self._agree(_BUSY if idle is False else None) is not None:
+                self.committed_version = previous
+                raise WeightUpdateRefusedError(f"weight update to version {version}: {_BUSY}")
             steps.run("begin", lambda t: t.begin(version))
-            self._share(steps, version, WeightUpdateError)
+            self._share(steps, version)
             sent = self._stream(steps, verify)
             steps.run("finish", lambda t: t.finish())
             checked = steps.run("verify", lambda t: t.verify()) if verify else None
             steps.run("commit", lambda t: t.commit(version))
-            self._share(steps, version, WeightUpdateError)
+            self._share(steps, version)
+        except WeightUpdateRefusedError:
+            raise
         except BaseException:
             if self._transport is not None:
                 self._transport.abort()
@@ -85,7 +94,10 @@ class WeightUpdater:
             self._transport.close()
 
     def _stream(self, steps: _Steps, verify: bool) -> int:
-        """All buckets. After a failure the rest is still gathered, for the other ranks wait in that collective."""
+        """Bytes of all buckets.
+
+        After a failure the rest is gathered all the same: the other ranks are in that collective.
+        """
         sent = 0
         buckets = self._source.hf_buckets(self._config.bucket_mib * _MIB)
         while True:
@@ -93,16 +105,18 @@ class WeightUpdater:
                 bucket: Bucket | None = next(buckets, None)
             if bucket is None:
                 return sent
+            if bucket and self._transport is None:
+                raise ValueError("weight update: this rank holds the weights but no transport")
             if bucket:
                 sent += steps.run("transfer", partial(_send, bucket)) or 0
             if bucket and verify:
                 steps.run("hash", partial(_expect, bucket))
 
-    def _share(self, steps: _Steps, version: int, kind: type[WeightUpdateError]) -> None:
+    def _share(self, steps: _Steps, version: int) -> None:
         error = steps.error
         first = self._agree(None if error is None else f"{type(error).__name__}: {error}")
         if first is not None:
-            raise kind(f"weight update to version {version}: {first}") from error
+            raise WeightUpdateError(f"weight update to version {version}: {first}") from error
 
 
 def _send(bucket: Bucket, transport: WeightTransport) -> int:
@@ -131,16 +145,10 @@ class _Steps:
                 self.error = error
                 return None
 
-    def timed(self, phase: str) -> _Timed:
-        return _Timed(self.seconds, phase)
-
-
-class _Timed:
-    def __init__(self, seconds: defaultdict[str, float], phase: str) -> None:
-        self._seconds, self._phase = seconds, phase
-
-    def __enter__(self) -> None:
-        self._start = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self._seconds[self._phase] += time.perf_counter() - self._start
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start

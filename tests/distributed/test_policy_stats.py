@@ -1,5 +1,5 @@
-"""policy_stats over tensor-parallel gloo ranks: equal to one rank and to the dense twin, loud on bad
-input.
+"""policy_stats over tensor-parallel gloo ranks: equal to one rank and to the dense twin, loud on
+bad input.
 """
 
 import datetime
@@ -127,7 +127,11 @@ def bad_calls():
     group, rank, _ = join()
     errors = {}
     for name, change in BAD.items():
-        good = {"logits": torch.zeros(4, 10), "target_ids": torch.tensor([0, 1, 2, 3]), "vocab_size": 18}
+        good = {
+            "logits": torch.zeros(4, 10),
+            "target_ids": torch.tensor([0, 1, 2, 3]),
+            "vocab_size": 18,
+        }
         try:
             policy_stats(group=group, **change(good, rank))
             errors[name] = "no error"

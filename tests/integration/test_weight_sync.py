@@ -56,11 +56,14 @@ class Served:
     def weights(self, kind: type[E] = EngineWeights, **options: Any) -> E:
         return engine_weights(self.process.url, self.folder, kind, **options)
 
-    def post(self, path: str, body: dict[str, Any], timeout: float = 120) -> dict[str, Any]:
+    def request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
         request = urllib.request.Request(self.process.url + path, json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         request.add_header("Authorization", f"Bearer {KEY}")
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
+        return request
+
+    def post(self, path: str, body: dict[str, Any], timeout: float = 120) -> dict[str, Any]:
+        with urllib.request.urlopen(self.request(path, body), timeout=timeout) as answer:
             return json.loads(answer.read())
 
 
@@ -274,32 +277,54 @@ def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) ->
     updates.close()
 
 
-def test_running_requests_finish_on_their_weights(served: Served, trained: Path) -> None:
+class Generation(threading.Thread):
+    """One streamed request; ``begun`` is set at its first token, ``info`` holds its meta_info."""
+
+    def __init__(self, served: Served, tokens: int) -> None:
+        super().__init__(daemon=True)
+        sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
+        self._request = served.request("/generate", body)
+        self.begun = threading.Event()
+        self.info: dict[str, Any] = {}
+        self.start()
+
+    def run(self) -> None:
+        with urllib.request.urlopen(self._request, timeout=120) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    self.info = json.loads(line[6:])["meta_info"]
+                    self.begun.set()
+
+    def versions(self) -> list[str]:
+        self.join(120)
+        assert self.info["finish_reason"]["type"] == "length"
+        return [span["version"] for span in self.info["weight_versions"]]
+
+
+def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trained: Path) -> None:
     updates = updater(served.weights(), Source(read(served.folder)))
     updates.update(40)
-    answers: dict[str, Any] = {}
-    sampling = {"max_new_tokens": 300, "temperature": 1.0, "ignore_eos": True}
-
-    def generate() -> None:
-        answers["it"] = served.post("/generate", {"input_ids": PROMPT, "sampling_params": sampling})
-
-    request = threading.Thread(target=generate)
-    request.start()
-    time.sleep(0.7)
     hurried = updater(served.weights(), Source(read(trained)), timeout_s=0.01)
     hurried.committed_version = 40
-    with pytest.raises(WeightUpdateRefusedError, match="requests were still running after"):
+    running = Generation(served, tokens=480)
+    assert running.begun.wait(60)
+    with pytest.raises(WeightUpdateRefusedError, match="kept the engine busy"):
         hurried.update(41)
     assert hurried.committed_version == 40
     assert served.weights().version() == "40"
-    assert request.is_alive()
-    updates._source = Source(read(trained))
+    assert running.is_alive()
+
+    late: list[Generation] = []
+
+    def ask_meanwhile() -> None:
+        late.append(Generation(served, tokens=20))
+        time.sleep(1)
+
+    updates._source = Source(read(trained), between=ask_meanwhile)
     updates.update(41)
-    request.join(60)
-    info = answers["it"]["meta_info"]
-    assert info["finish_reason"]["type"] == "length"
-    assert info["completion_tokens"] == 300
-    assert {span["version"] for span in info["weight_versions"]} == {"40"}
+    assert running.versions() == ["40"]
+    assert late[0].versions() == ["41"]
     assert_serves(served, trained, 41)
     updates.close()
 
@@ -376,8 +401,8 @@ def test_two_trainer_ranks_share_the_outcome(served: Served, trained: Path) -> N
     assert_serves(served, trained, 60)
 
 
-def test_two_engine_ranks_killed_and_restarted(tmp_path: Path) -> None:
-    """TP=2, a padded vocabulary, tied embeddings; SIGKILL in an update; a new incarnation."""
+def test_two_engine_ranks(tmp_path: Path) -> None:
+    """TP=2, a vocabulary and experts that the engine pads, tied embeddings that it doesn't tie."""
     folder = save_tiny_model(tmp_path / "start", vocab_size=500, tied=True)
     trained = save_tiny_model(tmp_path / "trained", vocab_size=500, tied=True, seed=1)
     weights = read(trained)
@@ -386,25 +411,34 @@ def test_two_engine_ranks_killed_and_restarted(tmp_path: Path) -> None:
         updates = updater(served.weights(), Source(weights))
         report = updates.update(1)
         assert (report.verified, report.tensors) == (True, 2 * 21)
-        # SGLang's model keeps its own output matrix: it is sent the tied one a second time.
         twice = weights["model.embed_tokens.weight"].nbytes
         assert report.bytes == sum(t.nbytes for t in weights.values()) + twice
         assert_serves(served, trained, 1)
-
-        pid = served.process.pid
-        updates._source = Source(weights, between=lambda: os.killpg(pid, signal.SIGKILL))
-        start = time.monotonic()
-        with pytest.raises(WeightUpdateError):
-            updates.update(2)
-        assert time.monotonic() - start < 30
-        assert updates.committed_version is None
-        served.process.kill()
-
-        served = serve(folder, tp_size=2)
-        updates.attach(DistributedTransport(served.weights(), timeout_s=TIMEOUT_S))
-        updates._source = Source(weights)
-        assert updates.update(2).verified
-        assert_serves(served, trained, 2)
         updates.close()
     finally:
         served.process.kill()
+
+
+def test_an_engine_killed_in_an_update_and_its_next_incarnation(
+    served: Served, trained: Path
+) -> None:
+    pid = served.process.pid
+    updates = updater(served.weights(), Source(read(trained)))
+    updates.update(70)
+    updates._source = Source(read(trained), between=lambda: os.killpg(pid, signal.SIGKILL))
+    start = time.monotonic()
+    with pytest.raises(WeightUpdateError):
+        updates.update(71)
+    assert time.monotonic() - start < 30
+    assert updates.committed_version is None
+    served.process.kill()
+
+    again = serve(served.folder)
+    try:
+        updates.attach(DistributedTransport(again.weights(), timeout_s=TIMEOUT_S))
+        updates._source = Source(read(trained))
+        assert updates.update(71).verified
+        assert_serves(again, trained, 71)
+        updates.close()
+    finally:
+        again.process.kill()

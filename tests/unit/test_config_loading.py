@@ -252,3 +252,13 @@ def test_nothing_heavy_is_imported():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert answer.stdout.strip() == "[]"
+
+
+def test_the_directory_may_be_named_after_other_values(load, tree):
+    tree["run"]["directory"] = "runs/{algorithm.name}-{run.seed}"
+    config = load("algorithm.name=ppo", "run.seed=7")
+    assert config.run.directory == "runs/ppo-7"
+    assert problems_of(load, "run.directory=runs/{algorithm.nme}") == [
+        "run.directory: {algorithm.nme} stands for nothing, expected the path of a value that this "
+        "file or an override sets"
+    ]

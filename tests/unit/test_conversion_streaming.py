@@ -183,16 +183,20 @@ def test_an_altered_certificate_or_original_is_noticed(moe_copy, tmp_path):
 
 
 PEAK = """
-import resource, sys, time
+import sys
+from pathlib import Path
 from megatron_dppo.checkpoint_conversion import Layout
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 import torch; torch.zeros(1000).sum()
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def peak():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+before = peak()
 hf, out, back = sys.argv[1:]
 hf_to_megatron(hf, out, Layout.smallest(2, 1, None, 4))
 verify(hf, out)
 megatron_to_hf(out, back)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(peak() - before)
 """
 
 

@@ -1,6 +1,7 @@
 """Divergences: values worked by hand, both ends of the probability axis, and the order among them."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -66,7 +67,9 @@ def test_log1mexp_keeps_its_digits_at_both_ends():
     # 1 - exp(-1e-9) = 1e-9 - 5e-19 + ...; log1p(-exp(-30)) = -exp(-30) to first order
     expected = [math.log(1e-9) - 5e-10, math.log(-math.expm1(-1e-3)), math.log(1 - math.exp(-0.5)),
                 -math.log(2), math.log(1 - math.exp(-1)), -math.exp(-30)]  # fmt: skip
-    torch.testing.assert_close(log1mexp(x), torch.tensor(expected, dtype=x.dtype), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        log1mexp(x), torch.tensor(expected, dtype=x.dtype), rtol=1e-12, atol=0
+    )
     assert log1mexp(torch.zeros(1)).item() == -math.inf
 
 
@@ -127,9 +130,9 @@ def test_topk_grows_with_k_and_is_exact_at_the_whole_vocabulary():
     sampled = mu.argmin(1)
     tv = [topk_tv(*at_topk(pi, mu, sampled, k)) for k in range(1, 13)]
     kl = [topk_kl(*at_topk(pi, mu, sampled, k)) for k in range(1, 13)]
-    for small, large in zip(tv, tv[1:], strict=False):
+    for small, large in pairwise(tv):
         assert (small <= large + 1e-12).all()
-    for small, large in zip(kl, kl[1:], strict=False):
+    for small, large in pairwise(kl):
         assert (small <= large + 1e-12).all()
     torch.testing.assert_close(tv[-1], exact_tv(pi, mu), rtol=0, atol=1e-12)
     torch.testing.assert_close(kl[-1], exact_kl(pi, mu), rtol=0, atol=1e-12)

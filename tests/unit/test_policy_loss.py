@@ -64,7 +64,9 @@ def test_drpo_gradient_is_that_of_its_published_loss():
 def test_gspo_weighs_and_clips_whole_sequences():
     ids = torch.tensor([0, 0, 1, 1])
     # s = sqrt(1.5 * 1/1.5) = 1 and s = sqrt(2 * 2) = 2
-    x = inputs([0.75, 0.4, 0.2, 0.2], [0.5, 0.6, 0.1, 0.1], [1.0, 1.0, -1.0, -1.0], sequence_ids=ids)
+    x = inputs(
+        [0.75, 0.4, 0.2, 0.2], [0.5, 0.6, 0.1, 0.1], [1.0, 1.0, -1.0, -1.0], sequence_ids=ids
+    )
     close(gradient("gspo", x), [-1.0, -1.0, 2.0, 2.0])
     x = inputs([0.75, 0.4, 0.2, 0.2], [0.5, 0.6, 0.1, 0.1], [1.0, 1.0, 1.0, 1.0], sequence_ids=ids)
     close(gradient("gspo", x), [-1.0, -1.0, 0.0, 0.0])

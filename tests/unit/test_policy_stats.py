@@ -5,10 +5,11 @@ import math
 import pytest
 import torch
 
-from megatron_dppo.vocab_parallel import policy_stats
+from megatron_dppo.vocab_parallel import cpp_backend, cpp_build, policy_stats
 from megatron_dppo.vocab_parallel.backends import BACKENDS, choose
 from megatron_dppo.vocab_parallel.dense import dense_policy_stats
 from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError
+from megatron_dppo.vocab_parallel.wire import Shard
 
 T, COLUMNS, V, K = 29, 5003, 4999, 6
 CASES = [(b, d) for b in ("eager", "cpp") for d in (torch.float32, torch.bfloat16)]
@@ -90,7 +91,9 @@ def test_values_worked_by_hand(backend, dtype):
     (stats.log_probs + stats.entropy).sum().backward()
     h = math.log(2)
     expected = [-0.25 + 0.125 * h, 0.5 - 0.25 * h, -0.25 + 0.125 * h]
-    assert leaf.grad[0].tolist() == pytest.approx(expected, rel=1e-2 if dtype == torch.bfloat16 else 1e-6)
+    assert leaf.grad[0].tolist() == pytest.approx(
+        expected, rel=1e-2 if dtype == torch.bfloat16 else 1e-6
+    )
 
 
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
@@ -168,7 +171,11 @@ def test_vocabulary_order_does_not_matter():
     topk = topk.clamp(min=0)
     plain = policy_stats(logits, ids, vocab_size=V, topk_ids=topk, with_entropy=True)
     moved = policy_stats(
-        logits[:, order].contiguous(), place[ids], vocab_size=V, topk_ids=place[topk], with_entropy=True
+        logits[:, order].contiguous(),
+        place[ids],
+        vocab_size=V,
+        topk_ids=place[topk],
+        with_entropy=True,
     )
     for name in ("log_probs", "topk_log_probs", "entropy"):
         torch.testing.assert_close(getattr(plain, name), getattr(moved, name), rtol=0, atol=2e-6)
@@ -227,3 +234,35 @@ def test_the_fastest_available_backend_is_chosen():
     assert choose(torch.zeros(1, 4)) is BACKENDS["cpp"]
     assert choose(torch.zeros(1, 4, dtype=torch.float64)) is BACKENDS["eager"]
     assert choose(torch.zeros(1, 4), "eager") is BACKENDS["eager"]
+
+
+def test_an_id_that_no_rank_owns_gives_nan_where_nothing_is_read_back():
+    """On a GPU ids are not checked before the pass; this is what a bad one then becomes."""
+    shard = Shard(start=4, columns=4, real=2, vocab_size=6, rank=1, ranks=2)
+    logits = torch.arange(8.0).view(2, 4)
+    values = shard.owned_logits(logits, torch.tensor([[4, 5, 6], [0, -1, 7]]))
+    assert values[0, :2].tolist() == [0.0, 1.0]
+    assert values[1, :2].tolist() == [0.0, 0.0]
+    assert values[:, 2].isnan().all()
+
+
+def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, caplog):
+    def failing():
+        raise cpp_build.KernelBuildError("not found on PATH: g++")
+
+    monkeypatch.setattr(cpp_backend, "load_kernels", failing)
+    cpp_backend._build_failure.cache_clear()
+    try:
+        assert choose(torch.zeros(1, 4)) is BACKENDS["eager"]
+        assert "slower eager backend: the C++ kernels did not build: not found" in caplog.text
+        with pytest.raises(ValueError, match="'cpp' cannot run: the C\\+\\+ kernels did not build"):
+            choose(torch.zeros(1, 4), "cpp")
+    finally:
+        cpp_backend._build_failure.cache_clear()
+
+
+def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(cpp_build.KernelBuildError, match="no-such-compiler"):
+        cpp_build.load_kernels.__wrapped__()

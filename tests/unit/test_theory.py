@@ -42,10 +42,10 @@ def world(seed: int, spread: float) -> World:
     g = torch.Generator().manual_seed(seed)
     responses = torch.tensor(list(itertools.product(range(V), repeat=T)))
     # The number of a prefix of length t: its digits in base V, after all the shorter ones.
-    states = torch.stack([
-        sum(V**i for i in range(t)) + (responses[:, :t] * torch.tensor([V**i for i in range(t)], dtype=torch.int64)).sum(1)
-        for t in range(T)
-    ], 1)  # fmt: skip
+    powers = torch.tensor([V**i for i in range(T)])
+    states = torch.stack(
+        [powers[:t].sum() + (responses[:, :t] * powers[:t]).sum(1) for t in range(T)], 1
+    )
     count = sum(V**t for t in range(T))
     mu = torch.randn(count, V, generator=g, dtype=torch.float64)
     pi = (mu + spread * torch.randn(count, V, generator=g, dtype=torch.float64)).requires_grad_()

@@ -1,4 +1,6 @@
-"""From packed micro-batches to summed losses: alignment, Top-K columns, and independence of packing."""
+"""From packed micro-batches to summed losses: alignment, Top-K columns, and independence of
+packing.
+"""
 
 import math
 from dataclasses import replace

@@ -80,4 +80,6 @@ def test_without_a_gpu_or_the_interpreter_it_says_so(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     reason = BACKENDS["triton"].unavailable(torch.zeros(1, 4))
     assert "TRITON_INTERPRET=1 is not set" in reason
-    assert "not torch.float64" in BACKENDS["triton"].unavailable(torch.zeros(1, 4, dtype=torch.float64))
+    assert "not torch.float64" in BACKENDS["triton"].unavailable(
+        torch.zeros(1, 4, dtype=torch.float64)
+    )

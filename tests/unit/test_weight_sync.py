@@ -32,7 +32,8 @@ BUCKETS: list[Bucket] = [[("a", torch.ones(2))], [("b", torch.ones(3)), ("c", to
 
 
 class Source:
-    def __init__(self, *, fail_after: int | None = None) -> None:
+    def __init__(self, *, fail_after: int | None = None, holds_weights: bool = True) -> None:
+        self.holds_weights = holds_weights
         self.asked: list[int] = []
         self.yielded = 0
         self.fail_after = fail_after
@@ -43,12 +44,13 @@ class Source:
             if self.fail_after == i:
                 raise RuntimeError("gather failed")
             self.yielded += 1
-            yield bucket
+            yield bucket if self.holds_weights else []
 
 
 class Transport:
     def __init__(self, failing: str | None = None) -> None:
         self.failing = failing
+        self.busy = False
         self.calls: list[str] = []
 
     def _step(self, name: str) -> None:
@@ -56,8 +58,9 @@ class Transport:
         if name == self.failing:
             raise RuntimeError(f"{name} failed")
 
-    def prepare(self) -> None:
+    def prepare(self) -> bool:
         self._step("prepare")
+        return not self.busy
 
     def begin(self, version: int) -> None:
         self._step("begin")
@@ -109,7 +112,9 @@ def test_a_whole_transaction() -> None:
     assert updates.committed_version == 7
 
 
-@pytest.mark.parametrize("failing", ["begin", "send", "expect", "finish", "verify", "commit 2"])
+@pytest.mark.parametrize(
+    "failing", ["prepare", "begin", "send", "expect", "finish", "verify", "commit 2"]
+)
 def test_any_failure_aborts_and_commits_nothing(failing: str) -> None:
     transport, source = Transport(), Source()
     updates = updater(transport, source)
@@ -121,7 +126,7 @@ def test_any_failure_aborts_and_commits_nothing(failing: str) -> None:
     assert transport.calls[-2:] == [failing, "abort"]
     assert "commit 2" not in transport.calls[:-2]
     # The other ranks are in the gather's collective: rank 0 goes through it to the end.
-    assert source.yielded == (0 if failing == "begin" else 2)
+    assert source.yielded == (0 if failing in ("prepare", "begin") else 2)
     transport.failing = None
     assert updates.update(2).verified
     assert updates.committed_version == 2
@@ -131,8 +136,8 @@ def test_a_busy_engine_keeps_its_version() -> None:
     transport = Transport()
     updates = updater(transport)
     updates.update(1)
-    transport.failing, transport.calls = "prepare", []
-    with pytest.raises(WeightUpdateRefusedError, match="prepare failed"):
+    transport.busy, transport.calls = True, []
+    with pytest.raises(WeightUpdateRefusedError, match="version 2: requests kept the engine busy"):
         updates.update(2)
     assert transport.calls == ["prepare"]
     assert updates.committed_version == 1
@@ -148,10 +153,28 @@ def test_the_sources_own_error_aborts_and_passes() -> None:
 
 
 def test_other_ranks_share_the_failure() -> None:
-    answers = iter([None, None, "EngineLostError: gone"])
-    updates = WeightUpdater(Source(), None, WeightSyncConfig(), lambda error: next(answers))
+    answers = iter([None, None, None, "EngineLostError: gone"])
+    source = Source(holds_weights=False)
+    updates = WeightUpdater(source, None, WeightSyncConfig(), lambda error: next(answers))
     with pytest.raises(WeightUpdateError, match="version 5: EngineLostError: gone"):
         updates.update(5)
+    assert updates.committed_version is None
+    assert source.yielded == 2
+
+
+def test_another_rank_learns_that_the_engine_was_busy() -> None:
+    answers = iter([None, "requests kept the engine busy"])
+    updates = WeightUpdater(Source(), None, WeightSyncConfig(), lambda error: next(answers))
+    updates.committed_version = 4
+    with pytest.raises(WeightUpdateRefusedError):
+        updates.update(5)
+    assert updates.committed_version == 4
+
+
+def test_weights_without_an_engine_are_no_update() -> None:
+    updates = updater(None)
+    with pytest.raises(ValueError, match="holds the weights but no transport"):
+        updates.update(1)
     assert updates.committed_version is None
 
 

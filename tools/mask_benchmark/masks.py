@@ -6,9 +6,9 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mask_benchmark.clock import Clock, counted_collectives
 from torch import Tensor
 
+from mask_benchmark.clock import Clock, counted_collectives
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.presets import Algorithm, build_algorithm
@@ -94,7 +94,7 @@ def mask_overheads(bench: Bench) -> list[dict[str, Any]]:
     names = ["pg-is", *MASKS]
     options = {n: _never(n, bench.options.topk) for n in names}
     updates = [Update(bench, build_algorithm(n, options[n])) for n in names]
-    dead = torch.arange(bench.options.tokens) % 1000 < 1000 * bench.options.masked_share
+    dead = evenly_spread(bench.options.tokens, bench.options.masked_share)
     updates.append(Update(bench, build_algorithm("pg-is"), dead))
     collectives = []
     for update in updates:
@@ -111,6 +111,12 @@ def mask_overheads(bench: Bench) -> list[dict[str, Any]]:
         _row(labels[i], runs[i], runs[0], *collectives[i], *collectives[0])
         for i in range(len(updates))
     ]
+
+
+def evenly_spread(count: int, share: float) -> Tensor:
+    """Bool [count], True for ``share`` of the places, as even as can be."""
+    steps = (torch.arange(count + 1, dtype=torch.float64) * share).floor()
+    return steps.diff() > 0
 
 
 def _never(name: str, topk: int) -> dict[str, float | int]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from mask_benchmark.clock import Clock, copy_bandwidth, counted_collectives, peak_extra_bytes
 from mask_benchmark.contenders import Contender, Problem, contenders
 from mask_benchmark.masks import mask_overheads
-from torch import Tensor
-
 from megatron_dppo.trainer import platform
 
 CHECKED_ROWS = 16

@@ -51,7 +51,7 @@ def forward_kernel(
 
 
 @triton.jit
-def backward_kernel(
+def backward_kernel(  # noqa: PLR0913, PLR0917
     logits,
     out,
     targets,
@@ -80,15 +80,13 @@ def backward_kernel(
         used = used | (b != 0.0)
     value = tl.zeros((BLOCK,), tl.float32)
     if used:
-        z = tl.load(
-            logits + row * columns + column, mask=column < real, other=float("-inf")
-        ).to(tl.float32)
+        z = tl.load(logits + row * columns + column, mask=column < real, other=float("-inf")).to(
+            tl.float32
+        )
         log_p = (z - tl.load(shifts + row)) * scale + tl.load(rests + row)
         p = tl.exp(log_p)
         factor = tl.full((BLOCK,), 0.0, tl.float32) + tl.load(constants + row)
         if ENTROPY:
             factor += b * tl.where(p == 0.0, 0.0, log_p)
         value = p * factor + tl.where(column == tl.load(targets + row), g, 0.0)
-    tl.store(
-        out + row * columns + column, value.to(out.dtype.element_ty), mask=column < columns
-    )
+    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=column < columns)

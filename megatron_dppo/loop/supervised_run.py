@@ -1,0 +1,69 @@
+"""A supervised run on one rank: the warm start of a policy before RL."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+from megatron_dppo.algorithms.policy_loss import LossSums
+from megatron_dppo.algorithms.supervised import negative_log_likelihood
+from megatron_dppo.config.schema import SupervisedConfig
+from megatron_dppo.data.packing import PackedBatch, TrainingSample, pack, plan_mini_batch
+from megatron_dppo.data.problems import DataError, Pair, load_pairs, load_tokenizer
+from megatron_dppo.data.sampler import ProblemSampler
+from megatron_dppo.logging import configure_logging, fatal
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.trainer.trainer import Trainer
+from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
+
+log = logging.getLogger(__name__)
+
+
+def run_supervised_rank(config: SupervisedConfig) -> None:
+    """``run.steps`` optimiser steps on shuffled pairs, then an export. Collective over all ranks."""
+    configure_logging(config.run.directory, int(os.environ.get("RANK", "0")))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    tokenizer = load_tokenizer(config.model.hf_checkpoint)
+    try:
+        pairs = load_pairs(
+            config.data.train, tokenizer, apply_chat_template=config.data.apply_chat_template
+        )
+    except DataError as error:
+        fatal(str(error))
+    trainer = Trainer(config)
+    sampler = ProblemSampler(len(pairs), config.run.seed)
+    first = last = 0.0
+    with progress("supervised warm start", config.run.steps) as bar:
+        for step in range(config.run.steps):
+            chosen = [pairs[i] for i in sampler.next(config.training.sequences_per_step)]
+            last = _step(trainer, config, chosen)
+            first = last if step == 0 else first
+            bar.update(completed=step + 1, note=f"{last:.3f} nats a token")
+    trainer.export_hf(Path(config.run.directory) / "hf")
+    log.info("supervised: %.3f -> %.3f nats a token in %d steps", first, last, config.run.steps)
+
+
+def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:
+    """One optimiser step; the mean negative log-likelihood, nats a token."""
+    samples = [
+        TrainingSample(prompt, response, 1.0, [0.0] * len(response), None, None, None, index)
+        for index, (prompt, response) in enumerate(pairs)
+    ]
+    plan = plan_mini_batch(
+        [s.length for s in samples],
+        trainer.topology.dp_size,
+        config.training.micro_batch_tokens,
+        trainer.micro_batch_multiple,
+    )
+    own = plan[trainer.topology.dp_rank]
+    batches = [pack([samples[i] for i in rows], pad_multiple=trainer.pad_multiple) for rows in own]
+    tokens = sum(len(s.response_ids) for s in samples)
+    values = trainer.train_mini_batch(batches, _loss, float(tokens)).metrics.values()
+    return values["loss/sum"] / tokens
+
+
+def _loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
+    return negative_log_likelihood(stats.log_probs, batch.loss_mask.to(stats.log_probs.device))

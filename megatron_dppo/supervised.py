@@ -1,0 +1,57 @@
+"""Entry point: ``python -m megatron_dppo.supervised CONFIG.yaml [key.path=value ...]``.
+
+Maximum likelihood on prompt-response pairs by the same trainer as the RL run, as a warm start: the
+result is a Hugging Face folder, ``<run.directory>/hf``. Short runs: nothing is checkpointed between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_dppo.config import (
+    ConfigError,
+    SupervisedConfig,
+    check_supervised_config,
+    load_as,
+)
+from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.local import run_local
+from megatron_dppo.logging import fatal
+
+MODULE = "megatron_dppo.supervised"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Parse, validate, run; the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
+    words = _parser().parse_args(arguments)
+    try:
+        config = load_as(SupervisedConfig, words.config, words.overrides)
+        check_supervised_config(config, words.config)
+        if "RANK" not in os.environ:
+            return run_local(config, MODULE)
+    except (ConfigError, LaunchError) as error:
+        fatal(str(error))
+    from megatron_dppo.loop.supervised_run import run_supervised_rank
+
+    run_supervised_rank(config)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description="Train on prompt-response pairs; writes a Hugging Face folder.",
+        epilog="Keys and their meaning: SupervisedConfig in megatron_dppo/config/schema.py.",
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="the run's configuration")
+    parser.add_argument(
+        "overrides", metavar="key.path=value", nargs="*", help="replaces one value of the file"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,280 @@
+"""Checkpoints of a run: weights, optimizer, schedule, generators and the loop's own state.
+
+Layout of one checkpoint:
+
+    manifest.json               written last: format, step, layout, what must match, the loop's state,
+                                and size and SHA-256 of every other file
+    .metadata, common.pt, metadata.json, __<rank>_0.distcp
+                                Megatron's distributed format: weights and optimizer
+    rng_<rank>.json             the rank's random generators
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from torch.nn import Parameter
+
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.layout import Layout
+from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.checkpoint_store import (
+    CheckpointDirectory,
+    StoredCheckpoint,
+    check_content,
+    check_sizes,
+    file_record,
+    read_manifest,
+    write_file,
+)
+from megatron_dppo.trainer.distributed import agree, all_gather_json, broadcast_json
+from megatron_dppo.trainer.optimizer_state import (
+    load_state,
+    optimizer_steps,
+    sharded_state,
+    sharded_template,
+)
+from megatron_dppo.trainer.rng_state import restore_rng_state, rng_state
+from megatron_dppo.trainer.sharded_files import ShardedSave, load_sharded
+
+if TYPE_CHECKING:
+    from megatron_dppo.trainer.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MIB = 2**20
+_SEED_STRIDE = 1_000_003
+_SLACK_BYTES = MIB
+"""Room for indices, generators and the manifest."""
+
+
+class CheckpointStore:
+    """The checkpoints of a run in ``directory``, of which the ``keep`` last written ones stay.
+
+    Every method is collective. What fails on one rank raises CheckpointError on all.
+    """
+
+    def __init__(self, directory: str | Path, keep: int) -> None:
+        self._folders = CheckpointDirectory(directory, keep)
+
+    def latest(self) -> StoredCheckpoint | None:
+        """The last written complete checkpoint as global rank 0 sees it, the same on every rank."""
+
+        def newest() -> list[Any] | None:
+            found = self._folders.complete()
+            return found[-1].to_json() if found else None
+
+        found = _on_rank_0(newest)
+        return None if found is None else StoredCheckpoint.from_json(found)
+
+    def save(self, trainer: Trainer, step: int, state: dict[str, Any]) -> Path:
+        """Write a checkpoint of ``step`` and publish it; older ones beyond ``keep`` are then deleted.
+
+        ``state``: plain JSON, the same on every rank (ValueError otherwise). A crash at any point
+        leaves the older checkpoints as they were, and no folder that ``latest`` would take for one.
+        """
+        text = json.dumps(state, sort_keys=True)
+        agree(hashlib.sha256(text.encode()).hexdigest(), "the run's state (its SHA-256)")
+        begun = _on_rank_0(lambda: self._folders.begin(step).to_json())
+        partial = StoredCheckpoint.from_json(begun)
+        try:
+            path = self._write(trainer, partial, state)
+        except CheckpointError:
+            if trainer.topology.rank == 0:
+                self._folders.discard(partial)
+            raise
+        _on_rank_0(self._prune)
+        return path
+
+    def load(self, trainer: Trainer, checkpoint: StoredCheckpoint) -> dict[str, Any]:
+        """Weights, optimizer, schedule, step count and generators into ``trainer``; the saved state.
+
+        The layout may differ from the saved one; the generators are then seeded anew from the run's
+        seed and the step count. Raises CheckpointError where a file is damaged or the model differs.
+        """
+        folder = checkpoint.path
+        manifest = _on_rank_0(lambda: _checked_manifest(folder))
+        _check_model(trainer, manifest, folder)
+        files = manifest["files"]
+        own = sorted(files)[trainer.topology.rank :: trainer.topology.world_size]
+        _on_every_rank(lambda: check_content(folder, {name: files[name] for name in own}))
+
+        parameters = _parameters(trainer)
+        wanted = _model_state(trainer)
+        wanted["optimizer"] = sharded_template(parameters, wanted)
+        loaded = load_sharded(wanted, folder)
+        for name, chunk in _named_chunks(trainer):
+            chunk.load_state_dict(loaded[name], strict=True)
+        load_state(trainer.optimizer, parameters, loaded["optimizer"], manifest["step_count"])
+        trainer.step_count = manifest["step_count"]
+        trainer.scheduler.num_steps = 0
+        trainer.scheduler.step(increment=manifest["scheduler_steps"])
+        _restore_generators(trainer, manifest, folder)
+        return manifest["state"]
+
+    def _write(self, trainer: Trainer, partial: StoredCheckpoint, state: dict[str, Any]) -> Path:
+        rank, folder = trainer.topology.rank, partial.path
+        counted = optimizer_steps(trainer.optimizer)
+        tensors = _model_state(trainer)
+        tensors["optimizer"] = sharded_state(trainer.optimizer, tensors)
+        save = ShardedSave(tensors, trainer.topology.data_group)
+        needed = sum(all_gather_json(save.own_bytes)) + _SLACK_BYTES
+
+        def check() -> None:
+            if counted - {trainer.step_count}:
+                raise ValueError(
+                    f"the optimizer counts {sorted(counted)} steps, the trainer {trainer.step_count}"
+                )
+            if rank == 0 and shutil.disk_usage(folder).free < needed:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def write_small_files() -> dict[str, Any]:
+            write_file(folder / _rng_file(rank), json.dumps(rng_state()))
+            if rank == 0:
+                save.write_headers(folder)
+            return {path.name: file_record(path) for path in _files_of(folder, rank)}
+
+        try:
+            _on_every_rank(check)
+            save.write(folder)
+            records = all_gather_json(_on_every_rank(write_small_files))
+            files = {name: record for part in records for name, record in part.items()}
+            manifest = {**_facts(trainer), "state": state, "files": files}
+            return Path(_on_rank_0(lambda: str(self._folders.publish(partial, manifest))))
+        except CheckpointError as error:
+            free = broadcast_json(
+                _free_bytes(self._folders.directory) if rank == 0 else None, src=0
+            )
+            raise CheckpointError(
+                f"can't save step {partial.step} in {self._folders.directory}: {error}; it needs "
+                f"about {needed / MIB:.1f} MiB, {free / MIB:.1f} MiB were free; older checkpoints "
+                "are as they were"
+            ) from error
+
+    def _prune(self) -> None:
+        try:
+            self._folders.prune()
+        except OSError as error:
+            log.warning("can't delete old checkpoints: %s", error)
+
+
+def _on_every_rank(action: Callable[[], T]) -> T:
+    """``action()``, which must not be collective; CheckpointError on all ranks if one's failed."""
+    error: Exception | None = None
+    try:
+        result = action()
+    except (OSError, RuntimeError, ValueError) as failure:
+        error = failure
+    reports = all_gather_json(None if error is None else str(error))
+    failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text is not None]
+    if failed:
+        raise CheckpointError("; ".join(failed)) from error
+    return result
+
+
+def _on_rank_0(action: Callable[[], Any]) -> Any:
+    """``action()`` of global rank 0, whose result is plain JSON, on every rank."""
+    result = _on_every_rank(lambda: action() if dist.get_rank() == 0 else None)
+    return broadcast_json(result, src=0)
+
+
+def _checked_manifest(folder: Path) -> dict[str, Any]:
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest)
+    return manifest
+
+
+def _free_bytes(directory: Path) -> int:
+    return shutil.disk_usage(directory).free
+
+
+def _rng_file(rank: int) -> str:
+    return f"rng_{rank:05d}.json"
+
+
+def _files_of(folder: Path, rank: int) -> list[Path]:
+    """The files that ``rank`` has written."""
+    tensors = sorted(folder.glob(f"__{rank}_*.distcp"))
+    headers = [".metadata", "common.pt", "metadata.json"] if rank == 0 else []
+    return [*tensors, folder / _rng_file(rank), *(folder / name for name in headers)]
+
+
+def _named_chunks(trainer: Trainer) -> list[tuple[str, GPTModel]]:
+    return [(f"model{i}", chunk) for i, chunk in enumerate(trainer.chunks)]
+
+
+def _model_state(trainer: Trainer) -> dict[str, Any]:
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    return {name: c.sharded_state_dict(metadata=metadata) for name, c in _named_chunks(trainer)}
+
+
+def _parameters(trainer: Trainer) -> list[Parameter]:
+    return [p for chunk in trainer.chunks for p in chunk.parameters() if p.requires_grad]
+
+
+def _model_facts(trainer: Trainer) -> dict[str, Any]:
+    """What a resumed run can't change."""
+    shape = json.loads(json.dumps(asdict(trainer.shape)))
+    return {**shape, "dtype": str(trainer.dtype).removeprefix("torch.")}
+
+
+def _facts(trainer: Trainer) -> dict[str, Any]:
+    return {
+        "step_count": trainer.step_count,
+        "scheduler_steps": trainer.scheduler.num_steps,
+        "model": _model_facts(trainer),
+        "layout": asdict(trainer.layout),
+        "optimizer": trainer.config.optimizer.model_dump(),
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    }
+
+
+def _differences(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    names = sorted(saved.keys() | present.keys())
+    return [
+        f"{name} is {present.get(name)!r} here and {saved.get(name)!r} in the checkpoint"
+        for name in names
+        if saved.get(name) != present.get(name)
+    ]
+
+
+def _check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
+    """The model must be the saved one; another optimizer setting is a decision, and is logged."""
+    if different := _differences(manifest["model"], _model_facts(trainer)):
+        raise CheckpointError(f"{folder} holds another model: {'; '.join(different)}")
+    changed = _differences(manifest["optimizer"], trainer.config.optimizer.model_dump())
+    if changed and trainer.topology.rank == 0:
+        log.warning("resuming with other optimizer settings: %s", "; ".join(changed))
+
+
+def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
+    saved = Layout(**manifest["layout"])
+    if saved == trainer.layout:
+        path = folder / _rng_file(trainer.topology.rank)
+        restore_rng_state(_on_every_rank(lambda: json.loads(path.read_text(encoding="utf-8"))))
+        return
+    seed = (trainer.config.run.seed + _SEED_STRIDE * trainer.step_count) % 2**31
+    platform.seed_everything(seed)
+    if trainer.topology.rank == 0:
+        log.info(
+            "%s was written under the layout %s, this run has %s: random generators start from "
+            "seed %d",
+            folder,
+            saved.describe(),
+            trainer.layout.describe(),
+            seed,
+        )

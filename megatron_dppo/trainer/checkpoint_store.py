@@ -1,0 +1,206 @@
+"""Checkpoint folders on the disk: what is complete, what is left over, and what may be deleted.
+
+    checkpoints/step_000020/               complete: its manifest names every file with its size
+    checkpoints/step_000040.partial-7/     being written, or left by a crash
+    checkpoints/step_000040.replaced-7/    an older folder of that step, about to be deleted
+
+A checkpoint is written into a partial folder, its manifest last, everything synced to the disk, and
+then renamed. So a folder of the first form is whole, whenever the writer died. Nothing here is
+collective: global rank 0 calls it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_COMPLETE = re.compile(r"step_(\d+)")
+_LEFTOVER = re.compile(r"step_\d+\.(?:partial|replaced)-(\d+)")
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A complete checkpoint. ``serial``: how many saves began in this directory up to it."""
+
+    path: Path
+    step: int
+    serial: int
+
+    def to_json(self) -> list[Any]:
+        """For another rank."""
+        return [str(self.path), self.step, self.serial]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> StoredCheckpoint:
+        """Inverse of :meth:`to_json`."""
+        path, step, serial = values
+        return cls(Path(path), step, serial)
+
+
+class CheckpointDirectory:
+    """The checkpoints of one run, of which the ``keep`` last written ones stay.
+
+    "Last written", not "of the highest step": a run that started again from an earlier step in the
+    same directory resumes from its own checkpoints.
+    """
+
+    def __init__(self, directory: str | Path, keep: int) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, expected at least 1")
+        self.directory = Path(directory).absolute()
+        self.keep = keep
+
+    def complete(self) -> list[StoredCheckpoint]:
+        """Complete checkpoints, the last written one at the end.
+
+        A folder that looks published but whose files are missing or have other sizes is left alone
+        and logged.
+        """
+        found = []
+        for path in self._folders():
+            if match := _COMPLETE.fullmatch(path.name):
+                try:
+                    manifest = read_manifest(path)
+                    check_sizes(path, manifest)
+                except CheckpointError as error:
+                    log.warning("not a usable checkpoint, ignored: %s", error)
+                    continue
+                found.append(StoredCheckpoint(path, int(match[1]), manifest["serial"]))
+        return sorted(found, key=lambda stored: stored.serial)
+
+    def begin(self, step: int) -> StoredCheckpoint:
+        """A new partial folder for ``step``, after the leftovers of dead saves were removed."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        serial = 1 + max([stored.serial for stored in self.complete()], default=0)
+        for path in self._folders():
+            if match := _LEFTOVER.fullmatch(path.name):
+                serial = max(serial, int(match[1]) + 1)
+                log.warning("removing what an interrupted save left: %s", path)
+                shutil.rmtree(path)
+        folder = self.directory / f"{_name(step)}.partial-{serial}"
+        folder.mkdir()
+        return StoredCheckpoint(folder, step, serial)
+
+    def publish(self, partial: StoredCheckpoint, manifest: dict[str, Any]) -> Path:
+        """Write the manifest and give the folder its name.
+
+        ``manifest["files"]`` must name every file, all of which are on the disk already.
+        """
+        write_manifest(partial.path, {**manifest, "step": partial.step, "serial": partial.serial})
+        _sync(partial.path)
+        target = self.directory / _name(partial.step)
+        replaced = self.directory / f"{_name(partial.step)}.replaced-{partial.serial}"
+        if target.exists():
+            os.rename(target, replaced)
+        os.rename(partial.path, target)
+        _sync(self.directory)
+        return target
+
+    def prune(self) -> None:
+        """Delete what a newer checkpoint replaces: all but the ``keep`` last written ones.
+
+        The folder is renamed first, so that a half deleted one can't be taken for a checkpoint.
+        """
+        for stored in self.complete()[: -self.keep]:
+            os.rename(stored.path, self.directory / f"{stored.path.name}.replaced-{stored.serial}")
+        for path in self._folders():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path)
+
+    def discard(self, partial: StoredCheckpoint) -> None:
+        """Remove the partial folder of a save that failed."""
+        shutil.rmtree(partial.path, ignore_errors=True)
+
+    def _folders(self) -> list[Path]:
+        if not self.directory.is_dir():
+            return []
+        return sorted(path for path in self.directory.iterdir() if path.is_dir())
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """Put a file on the disk; what the manifest says of it: {"bytes", "sha256"}."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a text file and put it on the disk."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Write ``content`` with the format's version and its own checksum."""
+    content = json.loads(json.dumps({"format": FORMAT, **content}))  # as a reader will see it
+    text = json.dumps({**content, "sha256": _digest(content)}, indent=1, sort_keys=True)
+    write_file(folder / MANIFEST, text + "\n")
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of a published folder. Raises CheckpointError naming the file."""
+    path = folder / MANIFEST
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: there is none, so the save never ended") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: damaged: {error}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        given = content.get("format") if isinstance(content, dict) else content
+        raise CheckpointError(f"{path}: format is {given!r}, this version reads {FORMAT}")
+    if content.pop("sha256", None) != _digest(content):
+        raise CheckpointError(f"{path}: altered: its content does not match its own checksum")
+    return content
+
+
+def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
+    """Raise CheckpointError for the first file that is missing or has another size than recorded."""
+    for name, record in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing")
+        if (size := path.stat().st_size) != record["bytes"]:
+            raise CheckpointError(f"{path}: has {size} bytes, expected {record['bytes']}")
+
+
+def check_content(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    """Raise CheckpointError for the first of ``files`` whose bytes are not those that were written."""
+    for name, record in files.items():
+        with open(folder / name, "rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
+                raise CheckpointError(
+                    f"{folder / name}: altered: its content does not match the manifest's checksum"
+                )
+
+
+def _name(step: int) -> str:
+    return f"step_{step:06d}"
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

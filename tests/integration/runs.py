@@ -1,0 +1,158 @@
+"""Start, watch and disturb real runs of ``python -m megatron_dppo.train`` on a tiny model."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+from tests.tiny_models import save_tiny_model
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPTS, GROUP = 8, 4
+
+
+def write_material(folder: Path) -> Path:
+    """A random tiny MoE, sums to train and to be evaluated on, and a configuration; the latter's path.
+
+    A response scores when it holds a digit: a random policy then sometimes earns something.
+    """
+    save_tiny_model(folder / "model", "qwen3_moe", seed=1)
+    rng = random.Random(0)
+    for name, count in (("train", 64), ("held_out", 4)):
+        pairs = [(rng.randrange(10), rng.randrange(10)) for _ in range(count)]
+        lines = [json.dumps({"prompt": f"{a}+{b}=", "answer": str(a + b)}) for a, b in pairs]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    config: dict[str, Any] = {
+        "run": {"directory": str(folder / "run"), "steps": 4},
+        "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "evaluation": {"sums": str(folder / "held_out.jsonl")},
+            "max_prompt_tokens": 32,
+        },
+        "rollout": {
+            "prompts_per_step": PROMPTS,
+            "group_size": GROUP,
+            "max_response_tokens": 12,
+            "save": True,
+        },
+        "reward": {"name": "exact_integer"},
+        "algorithm": {"truncated_responses": "as-verified"},
+        "parallel": {"world_size": 2, "tensor": 2},
+        "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
+        "optimizer": {"lr": 1e-3},
+        "evaluation": {"every": 4, "samples_per_prompt": 2},
+        "checkpoint": {"every": 1, "verify_export": True},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+class TrainingRun:
+    """One ``megatron_dppo.train`` process as a user starts it; killed on exit of the context."""
+
+    def __init__(self, config: Path, *overrides: str) -> None:
+        settings = dict(yaml.safe_load(config.read_text()))
+        chosen = dict(o.split("=", 1) for o in overrides)
+        self.directory = Path(chosen.get("run.directory", settings["run"]["directory"]))
+        self.output = self.directory.with_suffix(f".{time.monotonic_ns()}.out")
+        self._command = [sys.executable, "-m", "megatron_dppo.train", str(config), *overrides]
+
+    def __enter__(self) -> TrainingRun:
+        with open(self.output, "wb") as file:
+            self.process = subprocess.Popen(
+                self._command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            for member in self.family():
+                member.kill()
+        self.process.wait()
+
+    @property
+    def text(self) -> str:
+        """What the run has said so far."""
+        return self.output.read_text(errors="replace")
+
+    def family(self) -> list[psutil.Process]:
+        """The supervisor and all its descendants."""
+        try:
+            root = psutil.Process(self.process.pid)
+            return [*root.children(recursive=True), root]
+        except psutil.NoSuchProcess:
+            return []
+
+    def find(self, *words: str) -> psutil.Process:
+        """The descendant whose command line or environment has all ``words``."""
+        for member in self.family()[:-1]:
+            try:
+                told = " ".join(member.cmdline()) + " " + " ".join(
+                    f"{k}={v}" for k, v in member.environ().items()
+                )
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+            if all(word in told for word in words):
+                return member
+        raise AssertionError(f"no process with {words} in\n{self.text}")
+
+    def wait_for(self, condition, timeout: float = 300.0) -> None:
+        """Until ``condition()``; fails with the run's output when the run ends or time is up first."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            assert self.process.poll() is None, f"ended early:\n{self.text}"
+            assert time.monotonic() < deadline, f"not within {timeout} s:\n{self.text}"
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until ``step`` is recorded."""
+        self.wait_for(lambda: step in steps_of(self.directory))
+
+    def interrupt(self) -> None:
+        """Ctrl-C, as a terminal sends it to the supervisor."""
+        self.process.send_signal(signal.SIGINT)
+
+    def finish(self, code: int = 0, timeout: float = 300.0) -> None:
+        """Until the end, which must have this exit code and leave no process behind."""
+        family = self.family()
+        try:
+            found = self.process.wait(timeout)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"still running after {timeout} s:\n{self.text}") from error
+        assert found == code, f"exit code {found}, expected {code}:\n{self.text}"
+        _, left = psutil.wait_procs(family, timeout=5)
+        assert not left, f"left behind: {left}\n{self.text}"
+
+
+def records_of(directory: Path) -> list[dict[str, Any]]:
+    """Complete lines of the run's metrics."""
+    path = directory / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def steps_of(directory: Path) -> list[int]:
+    """Recorded steps, in order."""
+    return [record["step"] for record in records_of(directory)]
+
+
+def summary_of(directory: Path) -> dict[str, Any]:
+    """The run's ``summary.json``."""
+    return json.loads((directory / "summary.json").read_text())
+
+
+def environment_without(*names: str) -> dict[str, str]:
+    """This process's environment less some variables."""
+    return {k: v for k, v in os.environ.items() if k not in names}
