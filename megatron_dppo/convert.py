@@ -50,13 +50,25 @@ def parser() -> argparse.ArgumentParser:
     to_megatron.add_argument("--out", type=Path, required=True, help="new or empty folder")
     _layout_arguments(to_megatron)
     to_megatron.add_argument(
+        "--format",
+        choices=("sharded", "torch_dist"),
+        default="sharded",
+        help="sharded: a safetensors file a rank (default); torch_dist: Megatron-Core's distributed "
+        "checkpoint, whose files suit every layout",
+    )
+    to_megatron.add_argument(
         "--dtype", choices=sorted(ITEM_BYTES), help="cast to; default: as stored"
     )
 
     to_hf = _command(
         commands, "megatron-to-hf", _megatron_to_hf, "a converted folder -> Hugging Face shards"
     )
-    to_hf.add_argument("--megatron", type=Path, required=True, help="folder made by hf-to-megatron")
+    to_hf.add_argument(
+        "--megatron",
+        type=Path,
+        required=True,
+        help="folder made by hf-to-megatron, or a torch_dist checkpoint",
+    )
     to_hf.add_argument(
         "--hf-config", type=Path, help="folder of config and tokenizer; default: --megatron's own"
     )
@@ -122,16 +134,18 @@ def _layout(arguments: argparse.Namespace) -> Layout:
 
 
 def _hf_to_megatron(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+    from megatron_dppo.checkpoint_conversion import streaming
 
     layout = _layout(arguments)
-    shape = load_model_shape(arguments.hf)
     with _bytes_progress("converting", _stored_bytes(arguments.hf)) as progress:
-        result = hf_to_megatron(
-            arguments.hf, arguments.out, layout, dtype=arguments.dtype, progress=progress
-        )
+        options = {"dtype": arguments.dtype, "progress": progress}
+        if arguments.format == "torch_dist":
+            result = streaming.hf_to_torch_dist(arguments.hf, arguments.out, **options)
+        else:
+            result = streaming.hf_to_megatron(arguments.hf, arguments.out, layout, **options)
+    form = "torch_dist, for any layout" if result.layout is None else layout.describe()
     print(
-        f"{arguments.out}: {len(result.tensors)} tensors, {shape.family}, {layout.describe()}, {result.dtype}"
+        f"{arguments.out}: {len(result.tensors)} tensors, {result.shape.family}, {form}, {result.dtype}"
     )
     return 0
 

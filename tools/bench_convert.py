@@ -26,7 +26,12 @@ from megatron_dppo.checkpoint_conversion import Layout, hf_tensors, load_model_s
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES
 from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.publishing import sync_folder
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.checkpoint_conversion.streaming import (
+    hf_to_megatron,
+    hf_to_torch_dist,
+    megatron_to_hf,
+    verify,
+)
 
 
 def make(config: Path, layers: int, folder: Path) -> None:
@@ -60,6 +65,11 @@ PHASES: dict[str, tuple[Callable[[Path, Layout], object], str, str]] = {
         lambda root, layout: hf_to_megatron(root / "hf", root / "m", layout),
         "hf",
         "m",
+    ),
+    "to torch_dist": (
+        lambda root, layout: hf_to_torch_dist(root / "hf", root / "dist"),
+        "hf",
+        "dist",
     ),
     "verify": (lambda root, layout: verify(root / "hf", root / "m"), "m", ""),
     "megatron-to-hf": (

@@ -35,6 +35,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--compile", action="store_true", help="let peers use torch.compile")
     parser.add_argument("--json", type=Path, help="write everything that was measured here")
     parser.add_argument("--png", type=Path, help="write a chart here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here as Markdown")
     parser.add_argument("--rank-result", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -61,6 +62,8 @@ def main() -> int:
     report.show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
+    if options.markdown:
+        options.markdown.write_text(report.markdown(result))
     if options.png:
         report.draw(result, options.png)
     return 0

@@ -86,7 +86,7 @@ def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
     if inputs.rollout_topk_log_probs is None or inputs.topk_valid is None:
         return {}
     valid = inputs.topk_valid[..., :-1]
-    mass = torch.where(valid, inputs.rollout_topk_log_probs[..., :-1].double().exp(), 0.0).sum(-1)
+    mass = (inputs.rollout_topk_log_probs[..., :-1].exp() * valid).sum(-1, dtype=torch.float64)
     return {"policy/topk_mass": _sum(inputs.loss_mask, mass)}
 
 

@@ -40,17 +40,17 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     """mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) at the sampled token (arXiv 2602.04879,
     Binary KL).
 
-    inf where pi = 0 < mu. A log pi of exactly 0 means that 1 - pi fell below the resolution of the
-    input's dtype; half of that resolution stands in for it, so that rounding alone never makes the
-    value infinite.
+    inf where pi = 0 < mu. 1 - mu and 1 - pi count as no less than half the resolution of the
+    input's dtype inside the logarithm, so that a log pi that rounds to 0 makes nothing infinite.
     """
     floor = math.log(torch.finfo(_float_dtype(log_probs)).eps / 2)
     # Both policies in one tensor: half as many small operations, which is what a mask costs.
-    both = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
-    mu, pi = both.unbind()
-    rest_mu, rest_pi = log1mexp(both).unbind()
-    total = _kl_term(mu, pi) + _kl_term(rest_mu, rest_pi.clamp(min=floor))
-    return torch.where(pi == mu, 0.0, total).clamp(min=0)
+    log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
+    rest = -torch.expm1(log_p)
+    log_rest = rest.log().clamp(min=floor)
+    inside = _kl_term(log_p[0].exp(), log_p[0], log_p[1])
+    outside = _kl_term(rest[0], log_rest[0], log_rest[1])
+    return (inside + outside).clamp(min=0)
 
 
 @torch.no_grad()
@@ -63,10 +63,10 @@ def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     ``binary_tv``.
     """
     _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
-    pi = _probability(topk_log_probs) * valid
-    mu = _probability(rollout_topk_log_probs) * valid
+    pi = topk_log_probs.detach().clamp(max=0).exp() * valid
+    mu = rollout_topk_log_probs.detach().clamp(max=0).exp() * valid
     other = (_rest(mu) - _rest(pi)).abs()
-    return 0.5 * ((mu - pi).abs().sum(-1) + other)
+    return 0.5 * ((mu - pi).abs().sum(-1, dtype=torch.float64) + other)
 
 
 @torch.no_grad()
@@ -80,10 +80,10 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     """
     _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
     resolution = 4 * torch.finfo(_float_dtype(topk_log_probs)).eps
-    pi, mu = _clamped(topk_log_probs), _clamped(rollout_topk_log_probs)
+    pi = topk_log_probs.detach().clamp(max=0)
+    mu = rollout_topk_log_probs.detach().clamp(max=0)
     p_mu = mu.exp() * valid
-    # A logarithm of -inf would meet a probability of 0: no term where either is missing.
-    inside = torch.where(p_mu > 0, p_mu * (mu - pi), 0.0).sum(-1)
+    inside = _kl_term(p_mu, mu, pi).sum(-1, dtype=torch.float64)
     other_mu, other_pi = _rest(p_mu), _rest(pi.exp() * valid).clamp(min=resolution)
     outside = torch.where(
         other_mu > resolution,
@@ -110,13 +110,12 @@ def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
     """
     _check_logits(logits, rollout_logits)
     pi, mu = (x.double().log_softmax(-1) for x in (logits, rollout_logits))
-    return _kl_term(mu, pi).sum(-1).clamp(min=0)
+    return _kl_term(mu.exp(), mu, pi).sum(-1).clamp(min=0)
 
 
-def _kl_term(log_mu: Tensor, log_pi: Tensor) -> Tensor:
-    """mu log(mu / pi), 0 where mu = 0."""
-    empty = log_mu == -math.inf
-    return torch.where(empty, 0.0, log_mu.exp() * (torch.where(empty, 0.0, log_mu) - log_pi))
+def _kl_term(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """p log(p / q), 0 where p = 0 whatever the logarithms are."""
+    return torch.where(p > 0, p * (log_p - log_q), 0.0)
 
 
 def _clamped(log_p: Tensor) -> Tensor:
@@ -131,7 +130,7 @@ def _probability(log_p: Tensor) -> Tensor:
 
 
 def _rest(p: Tensor) -> Tensor:
-    return (1 - p.sum(-1)).clamp(min=0)
+    return (1 - p.sum(-1, dtype=torch.float64)).clamp(min=0)
 
 
 def _float_dtype(x: Tensor) -> torch.dtype:

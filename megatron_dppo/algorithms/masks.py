@@ -170,9 +170,10 @@ def _harmful(inputs: TokenInputs, too_high: Tensor, too_low: Tensor) -> Tensor:
 
 
 def _beyond(inputs: TokenInputs, anchor: Anchor, distance: Tensor, threshold: float) -> Tensor:
-    far = distance > threshold
+    # A > 0 and r > 1, or A < 0 and r < 1: the update pushes further the way pi has gone.
     shift = inputs.log_probs.detach() - anchor(inputs)
-    return ~_harmful(inputs, far & (shift > 0), far & (shift < 0))
+    outward = inputs.advantages.sign() * shift > 0
+    return ~(outward & (distance > threshold))
 
 
 def _topk(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,7 +57,6 @@ class Preset:
     weight_numbers: Mapping[str, float] = field(default_factory=dict)
     ratio_cap: float = math.inf
     topk: int = 0
-    needs_recomputed: bool = False
     needs_full_distribution: bool = False
     needs_sequences: bool = False
 

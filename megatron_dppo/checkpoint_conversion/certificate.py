@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +18,7 @@ from megatron_dppo.checkpoint_conversion.layout import Layout
 from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
 from megatron_dppo.checkpoint_conversion.model_shape import Llama3RopeScaling, ModelShape
 
+Form = Literal["huggingface", "sharded", "torch_dist"]
 FILE = "conversion.json"
 VERSION = 1
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -25,12 +26,13 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 @dataclass(frozen=True)
 class Certificate:
-    """``layout``: of the files beside it; None for a Hugging Face folder.
+    """``form``: of the files beside it. ``layout``: of sharded ones; None where the files have no layout.
 
     ``dtype``: of the stored tensors; ``source_dtype``: of those that were read. ``tensors``: name -> SHA-256 (hex) of
     the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``; independent of the layout.
     """
 
+    form: Form
     shape: ModelShape
     layout: Layout | None
     dtype: str
@@ -46,6 +48,7 @@ class Certificate:
     def _body(self) -> dict[str, Any]:
         return {
             "version": VERSION,
+            "form": self.form,
             "model": dataclasses.asdict(self.shape),
             "layout": None if self.layout is None else dataclasses.asdict(self.layout),
             "dtype": self.dtype,
@@ -89,6 +92,7 @@ def _from_body(body: dict[str, Any]) -> Certificate:
     model = dict(body["model"])
     scaling = model.pop("rope_scaling")
     return Certificate(
+        form=body["form"],
         shape=ModelShape(**model, rope_scaling=Llama3RopeScaling(**scaling) if scaling else None),
         layout=None if body["layout"] is None else Layout(**body["layout"]),
         dtype=body["dtype"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +16,9 @@ from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec, byte_view
 from megatron_dppo.checkpoint_conversion.sharded_checkpoint import ShardedCheckpoint
 from megatron_dppo.checkpoint_conversion.tensor_store import read_slice, row_blocks
+from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import TorchDistCheckpoint
+
+Store = SafetensorsReader | ShardedCheckpoint | TorchDistCheckpoint
 
 
 class CheckedReader:
@@ -24,9 +27,7 @@ class CheckedReader:
     Without a certificate (a folder that was not converted here) nothing is compared.
     """
 
-    def __init__(
-        self, store: SafetensorsReader | ShardedCheckpoint, certificate: Certificate | None
-    ) -> None:
+    def __init__(self, store: Store, certificate: Certificate | None) -> None:
         self._store = store
         self._certificate = certificate
         self._checked: set[str] = set()
@@ -68,13 +69,21 @@ class CheckedReader:
 
 
 def open_checkpoint(folder: str | Path) -> CheckedReader:
-    """Open a Hugging Face folder, or one that ``hf_to_megatron`` wrote. Raises CheckpointError for anything else."""
+    """Open a Hugging Face folder, or one that ``hf_to_megatron`` or ``hf_to_torch_dist`` wrote.
+
+    Raises CheckpointError for anything else.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: no such folder")
     if not (folder / certificates.FILE).exists():
         return CheckedReader(SafetensorsReader(folder), None)
     certificate = load_certificate(folder)
-    if certificate.layout is None:
-        return CheckedReader(SafetensorsReader(folder), certificate)
-    return CheckedReader(ShardedCheckpoint(folder), certificate)
+    return CheckedReader(_STORES[certificate.form](folder, certificate), certificate)
+
+
+_STORES: dict[str, Callable[[Path, Certificate], Store]] = {
+    "huggingface": lambda folder, _: SafetensorsReader(folder),
+    "sharded": lambda folder, _: ShardedCheckpoint(folder),
+    "torch_dist": lambda folder, certificate: TorchDistCheckpoint(folder, certificate.shape),
+}

@@ -51,7 +51,7 @@ class StagedFolder:
         ):
             raise CheckpointError(f"{self.out}: another process has just written it")
         for path in self.folder.iterdir():
-            path.unlink()
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         free = shutil.disk_usage(self.folder).free
         if free < self._expected + SLACK_BYTES:
             self.folder.rmdir()

@@ -8,7 +8,7 @@ every layout loads from every other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -92,9 +92,9 @@ class ShardedCheckpoint:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.certificate = load_certificate(self.folder)
-        if self.certificate.layout is None:
+        if self.certificate.form != "sharded" or self.certificate.layout is None:
             raise CheckpointError(
-                f"{self.folder}: holds a Hugging Face checkpoint, expected one in a Megatron layout"
+                f"{self.folder}: is of form {self.certificate.form}, expected one in a Megatron layout"
             )
         self.layout: Layout = self.certificate.layout
         self.shape = self.certificate.shape
@@ -133,20 +133,15 @@ class ShardedCheckpoint:
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
         """Rows ``start .. start + count`` of a Hugging Face tensor, out of all ranks' files."""
-        tensor = self._sources[name]
-        out = torch.empty((count, *tensor.shape[1:]), dtype=self.dtype)
-        for piece in tensor.pieces:
-            overlap = rows_of_piece(piece, start, count)
-            if overlap is not None:
-                at, first, length = overlap
-                stored = stored_name(self.layout, piece.chunk, piece.name)
-                block_of(out, piece, start, (first, length)).copy_(
-                    self._files[piece.rank].read_rows(stored, at, length)
-                )
-        return out
 
-    def locate(self, name: str, index: Iterable[int]) -> tuple[int, Path, int]:
-        """``(rank, file, byte offset in the file)`` of one element of a Hugging Face tensor."""
+        def read(piece: Piece, first: int, rows: int) -> torch.Tensor:
+            stored = stored_name(self.layout, piece.chunk, piece.name)
+            return self._files[piece.rank].read_rows(stored, first, rows)
+
+        return assemble_rows(self._sources[name], start, count, self.dtype, read)
+
+    def locate(self, name: str, index: Sequence[int]) -> str:
+        """In words, the rank, file and byte where an element of a Hugging Face tensor is stored."""
         at = list(index)
         for piece in self._sources[name].pieces:
             s = piece.segment
@@ -158,7 +153,8 @@ class ShardedCheckpoint:
                 flat = 0
                 for size, i in zip(entry.shape, local, strict=True):
                     flat = flat * size + i
-                return piece.rank, file.path, entry.offset + flat * entry.dtype.itemsize
+                byte = entry.offset + flat * entry.dtype.itemsize
+                return f"rank {piece.rank}'s {file.path} at byte {byte}"
         raise ValueError(f"{name} has no element {tuple(at)}")
 
     def close(self) -> None:
@@ -177,6 +173,23 @@ class ShardedCheckpoint:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def assemble_rows(
+    tensor: TensorSources,
+    start: int,
+    count: int,
+    dtype: torch.dtype,
+    read: Callable[[Piece, int, int], torch.Tensor],
+) -> torch.Tensor:
+    """Rows ``start .. start + count`` of a Hugging Face tensor; ``read(piece, row, rows)``: a parameter's rows."""
+    out = torch.empty((count, *tensor.shape[1:]), dtype=dtype)
+    for piece in tensor.pieces:
+        overlap = rows_of_piece(piece, start, count)
+        if overlap is not None:
+            at, first, length = overlap
+            block_of(out, piece, start, (first, length)).copy_(read(piece, at, length))
+    return out
 
 
 def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] | None:

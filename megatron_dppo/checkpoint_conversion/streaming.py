@@ -6,9 +6,8 @@ thread. Outputs are staged and renamed, so an interrupted conversion leaves noth
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES, Certif
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
 from megatron_dppo.checkpoint_conversion.families import load_model_shape
 from megatron_dppo.checkpoint_conversion.gather_plan import gather_plan
+from megatron_dppo.checkpoint_conversion.hashing import TensorHashes
 from megatron_dppo.checkpoint_conversion.hf_io import (
     DEFAULT_SHARD_BYTES,
     SafetensorsReader,
@@ -37,6 +37,12 @@ from megatron_dppo.checkpoint_conversion.tensor_store import (
     check_tied_copy,
     row_blocks,
 )
+from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import (
+    TRACKER,
+    TorchDistCheckpoint,
+    find_torch_dist,
+)
+from megatron_dppo.checkpoint_conversion.torch_dist_writing import write_torch_dist
 
 Progress = Callable[[int], None]
 """Called with the bytes read since the last call."""
@@ -61,11 +67,8 @@ def hf_to_megatron(
     """
     shape = load_model_shape(hf_dir)
     check_layout(shape, layout)
-    with SafetensorsReader(hf_dir) as reader:
-        reader.check(shape)
-        check_tied_copy(reader, shape, str(hf_dir))
-        source_dtype = _name(next(iter(reader.specs.values())).dtype)
-        target = dtype or source_dtype
+    with _original(hf_dir, shape) as reader:
+        source_dtype, target = _dtypes(reader, dtype)
         plan = {tensor.name: tensor for tensor in gather_plan(shape, layout)}
         hashes = TensorHashes()
         with StagedFolder(out_dir, _model_bytes(shape, TORCH_DTYPES[target])) as folder, hashes:
@@ -74,7 +77,44 @@ def hf_to_megatron(
                     cast = rows.to(TORCH_DTYPES[target])
                     hashes.update(name, cast)
                     writer.write_rows(plan[name], start, cast)
-            certificate = Certificate(shape, layout, target, source_dtype, hashes.digests())
+            digests = hashes.digests()
+            certificate = Certificate("sharded", shape, layout, target, source_dtype, digests)
+            copy_side_files(hf_dir, folder, target)
+            certificate.save(folder)
+    return certificate
+
+
+def hf_to_torch_dist(
+    hf_dir: str | Path,
+    out_dir: str | Path,
+    *,
+    dtype: str | None = None,
+    progress: Progress = no_progress,
+) -> Certificate:
+    """Write ``hf_dir`` as a Megatron-Core distributed checkpoint, which loads under every layout.
+
+    ``out_dir`` is what Megatron-LM's ``--load`` takes: a tracker that names ``release``. Arguments and
+    errors as ``hf_to_megatron``.
+    """
+    shape = load_model_shape(hf_dir)
+    with _original(hf_dir, shape) as reader:
+        source_dtype, target = _dtypes(reader, dtype)
+        hashes = TensorHashes()
+
+        def read(name: str, start: int, count: int) -> torch.Tensor:
+            rows = reader.read_rows(name, start, count)
+            progress(rows.numel() * rows.dtype.itemsize)
+            cast = rows.to(TORCH_DTYPES[target])
+            hashes.update(name, cast)
+            return cast
+
+        with StagedFolder(out_dir, _model_bytes(shape, TORCH_DTYPES[target])) as folder, hashes:
+            (folder / "release").mkdir()
+            write_torch_dist(folder / "release", shape, TORCH_DTYPES[target], read)
+            (folder / TRACKER).write_text("release")
+            digests = hashes.digests()
+            ordered = {name: digests[name] for name in hf_tensors(shape)}
+            certificate = Certificate("torch_dist", shape, None, target, source_dtype, ordered)
             copy_side_files(hf_dir, folder, target)
             certificate.save(folder)
     return certificate
@@ -89,18 +129,17 @@ def megatron_to_hf(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> Certificate:
-    """Write a converted folder as Hugging Face shards with an index; the config and tokenizer come from ``hf_config``.
+    """Write a Megatron checkpoint as Hugging Face shards with an index; config and tokenizer come from ``hf_config``.
 
-    Every tensor's bytes are checked against the folder's certificate on the way. Raises MismatchError naming the first
-    that differs, ConversionError where ``hf_config`` describes another model; nothing is left behind.
+    ``megatron_dir``: what the functions above wrote, or a ``torch_dist`` checkpoint of a training run. Where it has a
+    certificate, every tensor is checked on the way. Raises MismatchError naming the first that differs, ConversionError
+    where ``hf_config`` describes another model; nothing is left behind.
     """
-    with ShardedCheckpoint(megatron_dir) as source:
-        side_files = Path(hf_config or megatron_dir)
-        _require_same_model(source.shape, load_model_shape(side_files), side_files)
-        target = dtype or source.certificate.dtype
+    side_files = Path(hf_config or megatron_dir)
+    with open_megatron(megatron_dir, load_model_shape(side_files)) as source:
+        source_dtype, target = _dtypes(source, dtype)
         specs = {
-            n: TensorSpec(dims, TORCH_DTYPES[target])
-            for n, dims in hf_tensors(source.shape).items()
+            n: TensorSpec(spec.shape, TORCH_DTYPES[target]) for n, spec in source.specs.items()
         }
         stored, written = TensorHashes(), TensorHashes()
         writer = ShardedWriter(
@@ -110,13 +149,14 @@ def megatron_to_hf(
             for name, start, rows in blocks(source, specs, progress):
                 stored.update(name, rows)
                 cast = rows.to(TORCH_DTYPES[target])
-                if target != source.certificate.dtype:
+                if target != source_dtype:
                     written.update(name, cast)
                 writer.write_rows(name, start, cast)
             _require_recorded(source, stored.digests())
-            same = target == source.certificate.dtype
-            hashes = (stored if same else written).digests()
-            certificate = Certificate(source.shape, None, target, source.certificate.dtype, hashes)
+            digests = (stored if target == source_dtype else written).digests()
+            certificate = Certificate(
+                "huggingface", source.shape, None, target, source_dtype, digests
+            )
             certificate.save(writer.folder)
     return certificate
 
@@ -138,50 +178,40 @@ def verify(
     first tensor, rank, file and offset that differs.
     """
     shape = load_model_shape(hf_dir)
-    with SafetensorsReader(hf_dir) as original, ShardedCheckpoint(megatron_dir) as converted:
+    with (
+        SafetensorsReader(hf_dir) as original,
+        open_megatron(megatron_dir, shape) as converted,
+        TensorHashes() as hashes,
+    ):
         original.check(shape)
-        _require_same_model(converted.shape, shape, Path(hf_dir))
-        hashes = TensorHashes()
-        with hashes:
-            for name, start, rows in blocks(converted, converted.specs, progress):
-                expected = original.read_rows(name, start, len(rows)).to(converted.dtype)
-                if byte_view(rows) != byte_view(expected):
-                    raise MismatchError(_first_difference(converted, name, start, rows, expected))
-                hashes.update(name, rows)
-            _require_recorded(converted, hashes.digests())
+        for name, start, rows in blocks(converted, converted.specs, progress):
+            expected = original.read_rows(name, start, len(rows)).to(converted.dtype)
+            if byte_view(rows) != byte_view(expected):
+                raise MismatchError(_first_difference(converted, name, start, rows, expected))
+            hashes.update(name, rows)
+        _require_recorded(converted, hashes.digests())
         specs = converted.specs.values()
         return Verified(len(specs), sum(spec.bytes for spec in specs))
 
 
-class TensorHashes:
-    """SHA-256 of tensors that arrive in row blocks, tensor after tensor; computed in a thread, one block behind."""
-
-    def __init__(self) -> None:
-        self._hashes: dict[str, hashlib._Hash] = {}
-        self._pool = ThreadPoolExecutor(1, "hash")
-        self._pending: Future | None = None
-
-    def update(self, name: str, rows: torch.Tensor) -> None:
-        """Add a block to ``name``'s hash; the tensor must not change afterwards."""
-        self._wait()
-        digest = self._hashes.setdefault(name, hashlib.sha256())
-        self._pending = self._pool.submit(digest.update, byte_view(rows))
-
-    def digests(self) -> dict[str, str]:
-        """Hex digests, in the order in which the tensors came."""
-        self._wait()
-        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
-
-    def _wait(self) -> None:
-        if self._pending is not None:
-            self._pending.result()
-            self._pending = None
-
-    def __enter__(self) -> TensorHashes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown()
+def open_megatron(
+    megatron_dir: str | Path, shape: ModelShape
+) -> ShardedCheckpoint | TorchDistCheckpoint:
+    """Open either form of Megatron checkpoint as a model of ``shape``; raises CheckpointError where it is another."""
+    if find_torch_dist(megatron_dir) is not None:
+        return TorchDistCheckpoint(megatron_dir, shape)
+    source = ShardedCheckpoint(megatron_dir)
+    if (source.shape.family, hf_tensors(source.shape)) != (shape.family, hf_tensors(shape)):
+        source.close()
+        names = [
+            f"{k} {v!r} (config.json: {getattr(shape, k)!r})"
+            for k, v in vars(source.shape).items()
+            if v != getattr(shape, k)
+        ]
+        raise CheckpointError(
+            f"{megatron_dir}: is of another model than config.json's: {', '.join(names)}"
+        )
+    return source
 
 
 def blocks(
@@ -195,31 +225,39 @@ def blocks(
             progress(rows.numel() * rows.dtype.itemsize)
 
 
-def _require_recorded(source: ShardedCheckpoint, found: dict[str, str]) -> None:
+@contextmanager
+def _original(hf_dir: str | Path, shape: ModelShape) -> Iterator[SafetensorsReader]:
+    with SafetensorsReader(hf_dir) as reader:
+        reader.check(shape)
+        check_tied_copy(reader, shape, str(hf_dir))
+        yield reader
+
+
+def _dtypes(store: TensorStore, wanted: str | None) -> tuple[str, str]:
+    """Names of the stored dtype, and of the one to write."""
+    stored = str(next(iter(store.specs.values())).dtype).removeprefix("torch.")
+    return stored, wanted or stored
+
+
+def _require_recorded(
+    source: ShardedCheckpoint | TorchDistCheckpoint, found: dict[str, str]
+) -> None:
+    recorded = {} if source.certificate is None else source.certificate.tensors
     for name, digest in found.items():
-        recorded = source.certificate.tensors[name]
-        if digest != recorded:
+        if digest != recorded.get(name, digest):
             ranks = sorted({p.rank for t in source.plan if t.name == name for p in t.pieces})
             raise MismatchError(
-                f"{source.folder}: {name} (ranks {ranks}) has SHA-256 {digest}, conversion.json recorded {recorded}"
+                f"{source.folder}: {name} (ranks {ranks}) has SHA-256 {digest}, "
+                f"conversion.json recorded {recorded[name]}"
             )
 
 
-def _require_same_model(found: ModelShape, expected: ModelShape, where: Path) -> None:
-    """The tensors must agree; the dtype that config.json names may differ."""
-    if (found.family, hf_tensors(found)) != (expected.family, hf_tensors(expected)):
-        names = [
-            f"{k} {v!r} (config.json: {getattr(expected, k)!r})"
-            for k, v in vars(found).items()
-            if v != getattr(expected, k)
-        ]
-        raise CheckpointError(
-            f"{where}: describes another model than was converted: {', '.join(names)}"
-        )
-
-
 def _first_difference(
-    converted: ShardedCheckpoint, name: str, start: int, rows: torch.Tensor, expected: torch.Tensor
+    converted: ShardedCheckpoint | TorchDistCheckpoint,
+    name: str,
+    start: int,
+    rows: torch.Tensor,
+    expected: torch.Tensor,
 ) -> str:
     kind = {2: torch.int16, 4: torch.int32}[rows.dtype.itemsize]
     differs = (rows.view(kind) != expected.view(kind)).reshape(-1)
@@ -228,10 +266,9 @@ def _first_difference(
     for size in reversed(converted.specs[name].shape):
         at, i = divmod(at, size)
         index.insert(0, i)
-    rank, path, offset = converted.locate(name, index)
     place = tuple(i - (start if axis == 0 else 0) for axis, i in enumerate(index))
     return (
-        f"{name}{index}: {rows[place].item()!r} in rank {rank}'s {path} at byte {offset}, "
+        f"{name}{index}: {rows[place].item()!r} in {converted.locate(name, index)}, "
         f"{expected[place].item()!r} in the original ({int(differs.sum())} elements of this block differ)"
     )
 
@@ -242,7 +279,3 @@ def _folder_of(config: Path) -> Path:
 
 def _model_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
     return sum(dims.numel() for dims in hf_tensors(shape).values()) * dtype.itemsize
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

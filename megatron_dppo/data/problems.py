@@ -1,4 +1,4 @@
-"""JSON Lines of problems with answers, read into tokenised ``Problem``s."""
+"""JSON Lines of problems with answers, and of prompt-response pairs, read and tokenised."""
 
 from __future__ import annotations
 
@@ -16,20 +16,14 @@ from megatron_dppo.types import Problem
 
 PROMPT_KEYS = ("prompt", "problem", "question")
 """The first of these that a line has holds its prompt."""
-
-
 Prompt = str | list[dict[str, str]]
 """Text, or chat messages."""
-
-
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
-"""Prompt and response tokens."""
+"""Token ids of a prompt and of its response, the end-of-sequence token last."""
 
 
 class DataError(ValueError):
-    """A data set cannot be used; the message names the file, the line (from 1) and what is wrong
-    with it.
-    """
+    """A data set cannot be used; the message names the file, the line (from 1) and the fault."""
 
 
 @dataclass(frozen=True)
@@ -93,24 +87,21 @@ def load_problems(
 def load_pairs(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool
 ) -> list[Pair]:
-    """Read ``path`` for supervised training: a prompt as in :func:`load_problems`, and a text under
-    ``response``.
+    """Prompt-response pairs to imitate, one JSON object a line.
 
-    A response's tokens end with the tokenizer's end-of-sequence token. Raises DataError.
+    Prompts are read as by ``load_problems``; the response is text under ``response``, and its token
+    ids end with the tokenizer's end-of-sequence token. Raises DataError as ``load_problems`` does.
     """
     records, places, _ = _read_records(Path(path))
     prompts = [_prompt(record, where) for record, where in zip(records, places, strict=True)]
-    for record, where in zip(records, places, strict=True):
-        response = record.get("response")
-        if not isinstance(response, str) or not response:
-            raise DataError(f"{where}: 'response' is {_shorten(response)}, expected text")
+    responses = [_response(record, where) for record, where in zip(records, places, strict=True)]
     if tokenizer.eos_token_id is None:
         raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
     prompt_ids = _tokenise(tokenizer, prompts, apply_chat_template, places)
-    responses = tokenizer([r["response"] for r in records], add_special_tokens=False)["input_ids"]
+    response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
     return [
         (prompt, (*response, tokenizer.eos_token_id))
-        for prompt, response in zip(prompt_ids, responses, strict=True)
+        for prompt, response in zip(prompt_ids, response_ids, strict=True)
     ]
 
 
@@ -177,6 +168,15 @@ def _answer(record: Mapping[str, Any], where: str) -> str:
     if not isinstance(answer, str) or not answer.strip():
         raise DataError(f"{where}: {key!r} is {_shorten(answer)}, expected text or a number")
     return answer
+
+
+def _response(record: Mapping[str, Any], where: str) -> str:
+    if "response" not in record:
+        raise DataError(f"{where}: no response; expected 'response', found {sorted(record)}")
+    response = record["response"]
+    if not isinstance(response, str) or not response.strip():
+        raise DataError(f"{where}: 'response' is {_shorten(response)}, expected text")
+    return response
 
 
 def _tokenise(

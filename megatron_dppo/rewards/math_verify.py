@@ -18,7 +18,8 @@ _SENTENCE_END = re.compile(r"\.(?:\s|$)")
 _STYLE = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|bm|boldsymbol)\s*\{")
 _PARENTHESISED_NUMBER = re.compile(r"\(\s*([+-]?\d+(?:\.\d+)?)\s*\)")
 _INTEGER = re.compile(r"([+-]?)0*(\d+)")
-_AROUND = " \t\n\r$*~.,;:!"
+_BEFORE = " \t\n\r$*~"
+_AFTER = _BEFORE + ".,;:"
 
 
 def math_verify(response: str, answer: str) -> float:
@@ -92,11 +93,11 @@ def _formulas(line: str) -> list[str]:
 
 def _undress(text: str) -> str:
     """Without the fonts, dollar signs and punctuation that stand around the whole of it."""
-    text = text.strip(_AROUND)
+    text = text.lstrip(_BEFORE).rstrip(_AFTER)
     while (match := _STYLE.match(text)) and (inner := _braced(text, match.end())) is not None:
         if match.end() + len(inner) + 1 != len(text):
             break
-        text = inner.strip(_AROUND)
+        text = inner.lstrip(_BEFORE).rstrip(_AFTER)
     number = _PARENTHESISED_NUMBER.fullmatch(text)
     return number[1] if number else text
 

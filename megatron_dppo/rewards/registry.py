@@ -38,8 +38,7 @@ REWARDS: dict[str, Reward] = {
 
 
 def find_reward(name: str) -> Reward:
-    """The reward called ``name`` in the table, or a function of yours as
-    ``package.module:function``.
+    """The reward called ``name`` in the table, or your own ``package.module:function``.
 
     ValueError for any other name lists those there are.
     """

@@ -113,9 +113,7 @@ class Verifier:
         return [scores[i] for i in range(len(pairs))]
 
     def _next_scores(self) -> Iterator[tuple[int, tuple[int, Score]]]:
-        """Wait until a worker says something or a time limit is over; (worker, (task, score)) of
-        those that are done.
-        """
+        """Wait until a worker answers or runs out of time; (worker, (task, score)) of each done."""
         active = [(i, worker) for i, worker in enumerate(self._workers) if not worker.idle]
         with selectors.DefaultSelector() as selector:
             for _, worker in active:
@@ -129,9 +127,7 @@ class Verifier:
 
 
 class _Worker:
-    """One process: starting, idle, or busy with the task it was given last. A ``deadline`` bounds
-    all but idleness.
-    """
+    """One process: starting, idle, or busy with a task; ``deadline`` bounds all but idleness."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s

@@ -1,9 +1,9 @@
-"""The process that runs one reward function for a ``Verifier``: ``python -m
-megatron_dppo.rewards.worker NAME LIMIT``.
+"""The process that runs one reward function for a ``Verifier``.
 
-Reads one JSON ``[response, answer]`` a line on standard input and answers each with one JSON
-number on what was standard output; prints of the reward's libraries go to standard error. Imports
-the reward and nothing heavier. An exception of the reward ends the process with its traceback.
+``python -m megatron_dppo.rewards.worker NAME LIMIT`` reads one JSON ``[response, answer]`` a line
+on standard input and answers each with one JSON number on what was standard output; prints of the
+reward's libraries go to standard error. Imports the reward and nothing heavier. An exception of
+the reward ends the process with its traceback.
 """
 
 from __future__ import annotations

@@ -21,9 +21,7 @@ class IncompleteWeightsError(EngineError, ValueError):
 
 @dataclass
 class _Fused:
-    """One engine tensor on every rank: hashes of the parts so far, and parts that came before their
-    turn.
-    """
+    """One engine tensor on every rank: hashes so far, and parts that came before their turn."""
 
     hashes: list[TensorHash]
     next_part: int = 0
@@ -48,8 +46,9 @@ class ExpectedChecksums:
         self._digests: list[dict[str, str]] = [{} for _ in range(layout.ranks)]
 
     def add(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
-        """Hash the next bucket. Raises IncompleteWeightsError for an unknown, repeated or misshaped
-        tensor.
+        """Hash the next bucket.
+
+        Raises IncompleteWeightsError for an unknown, repeated or misshaped tensor.
         """
         for name, tensor in bucket:
             self._check(name, tensor)
@@ -57,8 +56,9 @@ class ExpectedChecksums:
                 self._place(tensor, part)
 
     def digests(self) -> list[dict[str, str]]:
-        """Checksum by engine tensor, for each engine rank. Raises IncompleteWeightsError naming
-        what never came.
+        """Checksum by engine tensor, for each engine rank.
+
+        Raises IncompleteWeightsError naming what never came.
         """
         if self._missing:
             names = sorted(self._missing)

@@ -34,7 +34,7 @@ class Sha256Hash:
 
     def update(self, part: Tensor) -> None:
         """Hash the next part; the interpreter lock is released meanwhile."""
-        self._hash.update(_bytes(part).cpu().numpy())
+        self._hash.update(_bytes(part).cpu().numpy().data)
 
     def hexdigest(self) -> str:
         """16 hexadecimal digits."""

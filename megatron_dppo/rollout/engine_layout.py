@@ -1,5 +1,4 @@
-"""Where SGLang keeps each Hugging Face tensor: which fused engine tensor, which part of it, which
-slice on which rank.
+"""Where SGLang keeps each Hugging Face tensor: in which fused tensor, as which part, cut how.
 
 SGLang concatenates some tensors (``q_proj | k_proj | v_proj -> qkv_proj``), stacks experts, pads
 the vocabulary and cuts by tensor-parallel rank. Every fused tensor is a sequence of contiguous
@@ -24,9 +23,7 @@ VOCABULARY_MULTIPLE = 64
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
-"""SGLang pads each rank's share of an expert's intermediate dimension with zeros to a multiple of
-this.
-"""
+"""Each rank's share of an expert's intermediate dimension is padded with zeros to a multiple."""
 UNTIED_IN_ENGINE = frozenset({"qwen3_moe"})
 """Families whose SGLang model keeps its own output matrix whatever ``tie_word_embeddings`` says."""
 
@@ -35,8 +32,7 @@ Cut = Callable[[Tensor, int, "EngineLayout"], Tensor]
 
 @dataclass(frozen=True)
 class EnginePart:
-    """One Hugging Face tensor's place: part ``index`` of the ``count`` that make up the engine's
-    ``tensor``.
+    """A Hugging Face tensor's place: part ``index`` of the ``count`` of the engine's ``tensor``.
 
     ``cut(hf_tensor, rank, layout)`` is what of it tensor-parallel ``rank`` holds.
     """
@@ -141,8 +137,7 @@ def vocabulary_rows(tensor: Tensor, rank: int, layout: EngineLayout) -> Tensor:
 
 @dataclass(frozen=True)
 class _Rule:
-    """``pattern`` names an HF tensor, ``tensor`` (a template) the engine's; the rest as in
-    EnginePart.
+    """A row: ``pattern`` names HF tensors, ``tensor`` is the template of the engine's name.
 
     With a group ``expert`` in the pattern, ``index`` and ``parts`` count within one expert.
     """

@@ -1,6 +1,4 @@
-"""The engine's half of a weight update: SGLang's control endpoints, called synchronously, and its
-bucket format.
-"""
+"""The engine's half of a weight update: SGLang's control endpoints and its bucket format."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ _SINGLE = ("pp_size", "dp_size", "ep_size", "moe_dp_size")
 
 @dataclass(frozen=True)
 class WireBucket:
-    """Tensors back to back in one ``uint8`` buffer, and what the engine needs to take them apart
-    again.
-    """
+    """Tensors back to back in one ``uint8`` buffer, and what tells them apart again."""
 
     data: Tensor
     names: tuple[str, ...]
@@ -66,6 +62,7 @@ class EngineWeights:
         self._keys = {"GET": api_key, "POST": admin_api_key or api_key}
         self._timeout = timeout_s
         self._dtype = getattr(torch, dtype)
+        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         info = self._get("/server_info")
         _check_server(url, info, dtype, shape)
         self.device = str(info["device"])
@@ -109,9 +106,7 @@ class EngineWeights:
         return str(self._get("/model_info")["weight_version"])
 
     def open_group(self, address: str, port: int, name: str, backend: str) -> None:
-        """Have every engine rank join the broadcast group ``name``; blocks until rank 0 has joined
-        too.
-        """
+        """Have every engine rank join the group ``name``; blocks until rank 0 has joined too."""
         body = {
             "master_address": address,
             "master_port": port,
@@ -135,23 +130,30 @@ class EngineWeights:
             self._post("/begin_weight_update", {})
 
     def pack(self, bucket: Sequence[tuple[str, Tensor]]) -> WireBucket:
-        """One message of the bucket's tensors (SGLang's ``flattened_bucket``), under the names that
-        the engine loads.
+        """One message of the bucket's tensors: SGLang's ``flattened_bucket``.
 
-        Wider types come first, so that every tensor is aligned.
+        Wider types come first, so that every tensor is aligned. ``data`` lies in one of two buffers
+        that take turns: it holds until the second call after.
         """
         inputs = [(n, t) for name, t in bucket for n in self.layout.engine_inputs(name)]
         inputs.sort(key=lambda item: -item[1].element_size())
+        data = self._message([t.detach().reshape(-1).view(torch.uint8) for _, t in inputs])
         return WireBucket(
-            torch.cat([t.detach().reshape(-1).view(torch.uint8) for _, t in inputs]),
+            data,
             tuple(name for name, _ in inputs),
             tuple(str(t.dtype).removeprefix("torch.") for _, t in inputs),
             tuple(tuple(t.shape) for _, t in inputs),
         )
 
+    def _message(self, parts: list[Tensor]) -> Tensor:
+        size = sum(part.numel() for part in parts)
+        self._buffers.reverse()
+        if self._buffers[0].numel() < size:
+            self._buffers[0] = torch.empty(size, dtype=torch.uint8, device=parts[0].device)
+        return torch.cat(parts, out=self._buffers[0][:size])
+
     def receive(self, bucket: WireBucket, group: str) -> None:
-        """Have the engine take part in the broadcast of ``bucket.data`` and load it; blocks until
-        it has.
+        """Have the engine join the broadcast of ``bucket.data`` and load it; blocks until it has.
 
         The cached keys and values of the old weights are dropped with it.
         """
@@ -170,9 +172,7 @@ class EngineWeights:
         self._post("/end_weight_update", {}, self._timeout)
 
     def checksums(self) -> list[dict[str, str]]:
-        """Checksum by engine tensor name, for each engine rank, of the weights as the engine holds
-        them now.
-        """
+        """Checksum by engine tensor, for each engine rank, of what the engine holds now."""
         answer = self._post("/weights_checker", {"action": "checksum"}, self._timeout)
         by_rank = {
             rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]

@@ -21,17 +21,17 @@ from typing import Any
 
 KEY_FIELDS = ("api_key", "admin_api_key")
 PR_SET_PDEATHSIG = 1
+_PARENT_VARIABLE = "MEGATRON_DPPO_ENGINE_PARENT"
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when ``parent`` dies; exit at once where it is dead
-    already.
-    """
+    """Have the kernel SIGKILL this process when ``parent`` dies; exit where it is dead already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         sys.exit(f"engine launcher: parent process {parent} is gone")
+    os.environ[_PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
 
 
 def redact_keys(configuration: dict[str, Any]) -> dict[str, Any]:
@@ -41,8 +41,7 @@ def redact_keys(configuration: dict[str, Any]) -> dict[str, Any]:
 
 
 def redact_server_args() -> None:
-    """Make ``ServerArgs.resolved_dict``, from which SGLang logs and answers its configuration, hide
-    the keys.
+    """Hide the keys in ``resolved_dict``, from which SGLang logs and answers its configuration.
 
     Needed in the scheduler's process too, which answers ``/server_info`` in part.
     """
@@ -74,5 +73,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # a process that SGLang spawns, before it reads its ServerArgs
+elif __name__ == "__mp_main__":  # a process that SGLang spawns, before it imports anything
+    # SGLang asks for the same signal, but only after imports that take seconds: a parent that dies
+    # meanwhile would leave it behind for ever.
+    die_with_parent(int(os.environ[_PARENT_VARIABLE]))
     redact_server_args()

@@ -99,9 +99,10 @@ def server_environment(config: TrainConfig) -> dict[str, str]:
     }
     if engine_device(config) == "cpu":
         ranks = config.sglang.get("tp_size", 1) * config.sglang.get("dp_size", 1)
-        threads = max(1, len(os.sched_getaffinity(0)) // ranks)
         env["SGLANG_PLATFORM"] = "torch_cpu"
-        env.setdefault("OMP_NUM_THREADS", str(threads))
+        # Two threads that wait for each other while the trainer holds a core are 20 times slower
+        # than one; a large model on cores of its own wants the variable set.
+        env.setdefault("OMP_NUM_THREADS", "1")
         if ranks > 1:
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind_cores(ranks))
     return env

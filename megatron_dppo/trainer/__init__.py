@@ -1,4 +1,4 @@
-"""Training on Megatron-Core. Only this package imports megatron, and only ``platform`` asks for CUDA."""
+"""Training on Megatron-Core. Only this package imports it; only ``platform`` asks for CUDA."""
 
 from megatron_dppo.trainer import platform
 

@@ -12,7 +12,6 @@ Layout of one checkpoint:
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -87,8 +86,7 @@ class CheckpointStore:
         ``state``: plain JSON, the same on every rank (ValueError otherwise). A crash at any point
         leaves the older checkpoints as they were, and no folder that ``latest`` would take for one.
         """
-        text = json.dumps(state, sort_keys=True)
-        agree(hashlib.sha256(text.encode()).hexdigest(), "the run's state (its SHA-256)")
+        agree(state, "the run's state")
         begun = _on_rank_0(lambda: self._folders.begin(step).to_json())
         partial = StoredCheckpoint.from_json(begun)
         try:
@@ -128,19 +126,12 @@ class CheckpointStore:
 
     def _write(self, trainer: Trainer, partial: StoredCheckpoint, state: dict[str, Any]) -> Path:
         rank, folder = trainer.topology.rank, partial.path
-        counted = optimizer_steps(trainer.optimizer)
+        _on_every_rank(lambda: _check_step_count(trainer))
         tensors = _model_state(trainer)
         tensors["optimizer"] = sharded_state(trainer.optimizer, tensors)
         save = ShardedSave(tensors, trainer.topology.data_group)
         needed = sum(all_gather_json(save.own_bytes)) + _SLACK_BYTES
-
-        def check() -> None:
-            if counted - {trainer.step_count}:
-                raise ValueError(
-                    f"the optimizer counts {sorted(counted)} steps, the trainer {trainer.step_count}"
-                )
-            if rank == 0 and shutil.disk_usage(folder).free < needed:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        free = _on_rank_0(lambda: shutil.disk_usage(folder).free)
 
         def write_small_files() -> dict[str, Any]:
             write_file(folder / _rng_file(rank), json.dumps(rng_state()))
@@ -149,16 +140,14 @@ class CheckpointStore:
             return {path.name: file_record(path) for path in _files_of(folder, rank)}
 
         try:
-            _on_every_rank(check)
+            if free < needed:
+                raise CheckpointError(os.strerror(errno.ENOSPC))
             save.write(folder)
             records = all_gather_json(_on_every_rank(write_small_files))
             files = {name: record for part in records for name, record in part.items()}
             manifest = {**_facts(trainer), "state": state, "files": files}
             return Path(_on_rank_0(lambda: str(self._folders.publish(partial, manifest))))
         except CheckpointError as error:
-            free = broadcast_json(
-                _free_bytes(self._folders.directory) if rank == 0 else None, src=0
-            )
             raise CheckpointError(
                 f"can't save step {partial.step} in {self._folders.directory}: {error}; it needs "
                 f"about {needed / MIB:.1f} MiB, {free / MIB:.1f} MiB were free; older checkpoints "
@@ -198,8 +187,12 @@ def _checked_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _free_bytes(directory: Path) -> int:
-    return shutil.disk_usage(directory).free
+def _check_step_count(trainer: Trainer) -> None:
+    counted = optimizer_steps(trainer.optimizer)
+    if counted - {trainer.step_count}:
+        raise ValueError(
+            f"the optimizer counts {sorted(counted)} steps, the trainer {trainer.step_count}"
+        )
 
 
 def _rng_file(rank: int) -> str:

@@ -85,7 +85,8 @@ def gather_buckets(
         if 0 in counts:
             flat[0] = bucket.pack(0, values)
         for request in pending:
-            request.wait()
+            if request is not None:
+                request.wait()
         yield bucket.unpack(flat)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,8 +10,10 @@ import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dppo.checkpoint_conversion.families import has_layer_parameter
 from megatron_dppo.checkpoint_conversion.layout import Layout
 from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
+from megatron_dppo.config.forwarded import megatron_problems
 from megatron_dppo.config.schema import ParallelConfig, PolicyConfig
 from megatron_dppo.trainer import platform
 
@@ -28,27 +29,10 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     },
 }
 
-_QK_NORM = frozenset({"qwen3", "qwen3_moe"})
-_QKV_BIAS = frozenset({"qwen2"})
 
-OWNED_FIELDS = {
-    "tensor_model_parallel_size": "parallel.tensor",
-    "pipeline_model_parallel_size": "parallel.pipeline",
-    "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
-    "expert_model_parallel_size": "parallel.expert",
-    "expert_tensor_parallel_size": "parallel.expert_tensor",
-    "sequence_parallel": "parallel.sequence",
-    "params_dtype": "model.dtype",
-    "pipeline_dtype": "model.dtype",
-    "bf16": "model.dtype",
-    "fp16": "model.dtype",
-    "calculate_per_token_loss": "nothing: the loss is divided once, by the trainer",
-    "variable_seq_lengths": "nothing: packed micro-batches differ in length",
-}
-"""Fields of TransformerConfig that the ``megatron`` table may not set, and what sets them."""
-
-
-def transformer_config(config: PolicyConfig, shape: ModelShape, layout: Layout) -> TransformerConfig:
+def transformer_config(
+    config: PolicyConfig, shape: ModelShape, layout: Layout
+) -> TransformerConfig:
     """TransformerConfig of the run; the ``megatron`` table is merged last.
 
     Raises ValueError for keys of that table which are no fields of TransformerConfig, or which
@@ -100,8 +84,8 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
-        "qk_layernorm": shape.family in _QK_NORM,
-        "add_qkv_bias": shape.family in _QKV_BIAS,
+        "qk_layernorm": has_layer_parameter(shape, "self_attention.q_layernorm.weight"),
+        "add_qkv_bias": has_layer_parameter(shape, "self_attention.linear_qkv.bias"),
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -152,10 +136,12 @@ def _precision_options(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _checked(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    known = {f.name for f in fields(TransformerConfig) if f.init}
-    for key in table:
-        if key not in known:
-            raise ValueError(f"megatron.{key}: TransformerConfig of megatron-core has no such field")
-        if key in OWNED_FIELDS:
-            raise ValueError(f"megatron.{key}: not set here but by {OWNED_FIELDS[key]}")
+    problems = list(megatron_problems(table))
+    if table.get("moe_token_dispatcher_type") == "allgather":
+        problems.append(
+            "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
+            "packed micro-batches differ in length between ranks"
+        )
+    if problems:
+        raise ValueError("\n".join(problems))
     return table

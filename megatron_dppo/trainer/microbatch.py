@@ -34,7 +34,7 @@ def model_inputs(batch: PackedBatch) -> dict[str, Any]:
 
 
 def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
-    """``batch`` with one more sequence at its end, of token 0 and without loss, so that T is ``tokens``."""
+    """``batch`` made ``tokens`` long by one more sequence at its end, of token 0, without loss."""
     missing = tokens - batch.num_tokens
     if missing == 0:
         return batch
@@ -54,7 +54,9 @@ def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
     )
 
 
-def check_micro_batches(batches: list[PackedBatch], *, pad_multiple: int, count_multiple: int) -> None:
+def check_micro_batches(
+    batches: list[PackedBatch], *, pad_multiple: int, count_multiple: int
+) -> None:
     """Raise ValueError unless the batches fit sequence parallelism and the pipeline's schedule."""
     if not batches or len(batches) % count_multiple:
         raise ValueError(

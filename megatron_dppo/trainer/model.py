@@ -1,6 +1,8 @@
-"""The model chunks of this rank: GPTModel with its weights, then the mixed-precision and DDP wrappers."""
+"""The model chunks of this rank: GPTModel, then the mixed-precision and DDP wrappers."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from megatron.core import parallel_state
@@ -40,7 +42,7 @@ def wrap_chunks(
 def unwrap(module: torch.nn.Module) -> GPTModel:
     """The GPTModel inside its wrappers."""
     while not isinstance(module, GPTModel):
-        module = module.module
+        module = cast(torch.nn.Module, module.module)
     return module
 
 

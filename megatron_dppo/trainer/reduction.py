@@ -1,4 +1,4 @@
-"""The one reduction of a step's metrics: over replicas on the last stage, then to the other stages."""
+"""The one reduction of a step's metrics: over replicas on the last stage, then to the others."""
 
 from __future__ import annotations
 

@@ -9,9 +9,11 @@ torch's writer, which reports a failure to all ranks; the files are the same, an
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
@@ -25,7 +27,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
@@ -37,8 +39,23 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, whose errors name the disk's."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            # After a failed write the zip writer complains about its position, as it is closed.
+            cause = error.__context__
+            raise (cause if isinstance(cause, OSError) else error) from None
 
 
 class ShardedSave:
@@ -73,7 +90,7 @@ class ShardedSave:
             dcp.save(
                 mcore_to_pyt_state_dict(self._tensors),
                 # One thread: torch's writer loses the errors of any other.
-                storage_writer=dcp.FileSystemWriter(folder, thread_count=1, sync_files=True),
+                storage_writer=_Writer(folder, thread_count=1, sync_files=True),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             )
         except CheckpointException as error:
@@ -81,7 +98,9 @@ class ShardedSave:
 
     def write_headers(self, folder: Path) -> None:
         """What ``dist_checkpointing.load`` expects beside the tensors. Global rank 0, not collective."""
-        TorchCommonSaveStrategy("torch", 1).save_common(self._common, folder)
+        common = io.BytesIO()  # torch.save to a path says "iostream error" where the disk is full
+        torch.save(self._common, common)
+        (folder / COMMON_STATE_FNAME).write_bytes(common.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 

@@ -44,7 +44,9 @@ class StatsFunction:
     temperature: float
     spec: StatsSpec
 
-    def __call__(self, logits: Tensor, batch: PackedBatch, spec: StatsSpec | None = None) -> PolicyStats:
+    def __call__(
+        self, logits: Tensor, batch: PackedBatch, spec: StatsSpec | None = None
+    ) -> PolicyStats:
         """Statistics of logits [1, T, V / TP]; ``spec`` replaces the run's own."""
         spec = spec or self.spec
         if spec.topk and batch.rollout_topk_ids is None:
@@ -57,6 +59,7 @@ class StatsFunction:
             vocab_size=self.vocab_size,
             topk_ids=batch.rollout_topk_ids if spec.topk else None,
             with_entropy=spec.entropy,
+            raise_on_faults=False,
         )
 
 
@@ -67,6 +70,7 @@ class MicroBatchResults:
     metrics: MetricSums | None = None
     losses: list[Tensor] = field(default_factory=list)
     log_probs: list[Tensor] = field(default_factory=list)
+    faults: list[Tensor] = field(default_factory=list)
 
     def nonfinite(self, batches: list[PackedBatch]) -> list[tuple[int, list[int]]]:
         """(micro-batch, sequences) of each loss that is not finite.
@@ -90,9 +94,9 @@ def forward_backward(
     token_loss: TokenLoss,
     denominator: float,
 ) -> MicroBatchResults:
-    """Accumulate d(sum over tokens of loss / denominator) in the gradient buffers, then reduce them.
+    """Accumulate the gradient of the summed loss / denominator in the buffers, then reduce them.
 
-    Collective over all ranks; on return gradients are summed over replicas and micro-batches.
+    Collective; on return gradients are summed over tokens, micro-batches and replicas.
     """
     results = MicroBatchResults()
 
@@ -102,9 +106,12 @@ def forward_backward(
         loss = sums.loss / denominator
         if not loss.requires_grad:
             raise ValueError("the token loss has no gradient: it does not depend on log_probs")
-        results.metrics = sums.metrics if results.metrics is None else results.metrics + sums.metrics
+        results.metrics = (
+            sums.metrics if results.metrics is None else results.metrics + sums.metrics
+        )
         results.losses.append(loss.detach())
         results.log_probs.append(policy.log_probs.detach())
+        results.faults.append(policy.faults)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
     _run_schedule(chunks, batches, loss_of, forward_only=False)
@@ -115,7 +122,10 @@ def forward_backward(
 def forward_log_probs(
     chunks: list[DistributedDataParallel], batches: list[PackedBatch], stats: StatsFunction
 ) -> list[Tensor]:
-    """log pi of each batch's targets, fp32 [T]; on the last stage only, an empty list elsewhere."""
+    """log pi of each batch's targets, fp32 [T]; on the last stage only, an empty list elsewhere.
+
+    Not checked: an id outside the vocabulary or a NaN in the logits gives NaN.
+    """
     log_probs: list[Tensor] = []
 
     def keep(batch: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -41,8 +41,10 @@ from megatron_dppo.trainer.topology import (
     init_topology,
     layout_of,
 )
+from megatron_dppo.vocab_parallel.arguments import FAULTS, describe
 
 _NONFINITE = "nonfinite_losses"
+_FAULTS = tuple(f"faults/{i}" for i in range(len(FAULTS)))
 _EXPORT_BUCKET_BYTES = 512 * 2**20
 
 
@@ -74,6 +76,10 @@ class Trainer:
 
         Raises ValueError where the layout does not fit the model, the world, or Megatron-Core.
         """
+        if config.router_replay:
+            raise ValueError(
+                "rollout.router_replay is true, but packed micro-batches carry no routed experts"
+            )
         self.config = config
         self.stats_spec = stats_spec or StatsSpec()
         self.shape = load_model_shape(config.model.hf_checkpoint)
@@ -106,11 +112,13 @@ class Trainer:
     def train_mini_batch(
         self, micro_batches: list[PackedBatch], token_loss: TokenLoss, denominator: float
     ) -> StepResult:
-        """One optimiser step; the gradient is that of sum over all replicas' tokens of loss / denominator.
+        """One optimiser step on the sum over all replicas' tokens of ``token_loss``, / denominator.
 
-        ``denominator``: a global count, the same on every rank. Raises NonFiniteLossError on every
-        rank, before the update, where a loss or the gradient norm is not finite.
+        ``denominator``: a global count, the same on every rank. Before the update, and on every
+        rank, raises NonFiniteLossError where a loss or the gradient norm is not finite, and
+        ValueError where ranks disagree or a token id lies outside the vocabulary.
         """
+        agree(denominator, "the loss's denominator")
         batches = self._placed(micro_batches)
         for chunk in self.ddp_chunks:
             chunk.train()
@@ -136,7 +144,9 @@ class Trainer:
         log_probs = forward_log_probs(self.ddp_chunks, batches, self._stats)
         if self.topology.pp_size > 1:
             sizes = [b.num_tokens for b in batches]
-            flat = torch.cat(log_probs) if log_probs else torch.empty(sum(sizes), device=self.device)
+            flat = (
+                torch.cat(log_probs) if log_probs else torch.empty(sum(sizes), device=self.device)
+            )
             dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
             log_probs = list(flat.split(sizes))
         return [x[: b.num_tokens] for x, b in zip(log_probs, micro_batches, strict=True)]
@@ -175,13 +185,13 @@ class Trainer:
         return platform.current().device
 
     def _placed(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
+        # Experts exchange tokens in every micro-batch: a rank with fewer would hang all.
+        agree(len(micro_batches), "the number of micro-batches")
         check_micro_batches(
             micro_batches,
             pad_multiple=self.pad_multiple,
             count_multiple=self.micro_batch_multiple,
         )
-        # Expert parallelism exchanges tokens in every micro-batch: a rank with fewer would hang all.
-        agree(len(micro_batches), "the number of micro-batches")
         if self.layout.chunks > 1:
             # The interleaved schedule sends activations forward and gradients back between the same
             # two ranks; megatron-core 0.16.1 confuses their shapes where micro-batches differ.
@@ -190,13 +200,21 @@ class Trainer:
         return [b.to(self.device) for b in micro_batches]
 
     def _reduce(self, results: MicroBatchResults) -> tuple[MetricSums, bool]:
-        """Metrics over all replicas, and whether any loss is not finite: alike on all ranks."""
+        """Metrics over all replicas, and whether any loss is not finite: alike on all ranks.
+
+        Raises ValueError on all ranks where a token id was outside the vocabulary.
+        """
         metrics = results.metrics
         if metrics is not None:
-            bad = torch.stack(results.losses).isfinite().logical_not().sum()
-            metrics = metrics.add(_NONFINITE, bad)
-        sums = dict((reduced := reduce_metrics(metrics, self.topology)).sums)
-        bad_losses = bool(sums.pop(_NONFINITE) > 0)
+            metrics = metrics.add(_NONFINITE, (~torch.stack(results.losses).isfinite()).sum())
+            for name, count in zip(_FAULTS, torch.stack(results.faults).sum(0), strict=True):
+                metrics = metrics.add(name, count)
+        reduced = reduce_metrics(metrics, self.topology)
+        sums = dict(reduced.sums)
+        *bad_ids, bad_rows = (sums.pop(name) for name in _FAULTS)
+        if problem := describe(bad_ids):
+            raise ValueError(problem)
+        bad_losses = bool(sums.pop(_NONFINITE) + bad_rows > 0)
         return MetricSums(sums, reduced.maxima, reduced.minima), bad_losses
 
     def _culprits(self, results: MicroBatchResults, batches: list[PackedBatch]) -> list[dict]:

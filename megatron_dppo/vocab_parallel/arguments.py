@@ -64,10 +64,17 @@ def _problems(
 
 def id_faults(target_ids: Tensor, topk_ids: Tensor | None, vocab_size: int) -> list[Tensor]:
     """Float32 counts of the first two ``FAULTS``. A Top-K id of -1 means "none" and is no fault."""
-    targets = ((target_ids < 0) | (target_ids >= vocab_size)).sum().float()
-    if topk_ids is None:
-        return [targets, torch.zeros_like(targets)]
-    return [targets, ((topk_ids < -1) | (topk_ids >= vocab_size)).sum().float()]
+    none = torch.zeros((), device=target_ids.device)
+    topk = none if topk_ids is None else _outside(topk_ids, -1, vocab_size)
+    return [_outside(target_ids, 0, vocab_size), topk]
+
+
+def _outside(ids: Tensor, low: int, high: int) -> Tensor:
+    if ids.is_cpu and ids.numel():
+        smallest, largest = ids.aminmax()
+        if smallest >= low and largest < high:  # one pass where all is well
+            return torch.zeros(())
+    return ((ids < low) | (ids >= high)).sum().float()
 
 
 def describe(faults: Sequence[Tensor] | Tensor) -> str | None:

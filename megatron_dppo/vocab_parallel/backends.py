@@ -30,6 +30,12 @@ class RowGradient:
     entropy_value: Tensor | None
 
 
+Rows = tuple[Tensor, Tensor | None, Tensor]
+"""float64 [T]: lse = log sum exp(scale z); float64 [T] or None: sum p log p with p normalised over
+this shard; float32 (float64 for float64 logits) [T, N]: z at the asked columns, 0 at -1.
+"""
+
+
 class Backend(Protocol):
     """Row kernels over one shard ``logits`` [T, C] of which the first ``real`` columns count."""
 
@@ -37,11 +43,9 @@ class Backend(Protocol):
         """Why this backend cannot take ``logits``; None where it can."""
 
     def forward(
-        self, logits: Tensor, real: int, scale: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """float64 [T]: lse = log sum exp(scale z), and sum p log p with p normalised over this
-        shard (or None).
-        """
+        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+    ) -> Rows:
+        """``Rows`` of this shard; ``columns`` int64 [T, N], -1 where another rank owns the id."""
 
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_dppo.vocab_parallel.cpp_build import KernelBuildError, load_kernels
 
 if TYPE_CHECKING:
-    from megatron_dppo.vocab_parallel.backends import RowGradient
+    from megatron_dppo.vocab_parallel.backends import RowGradient, Rows
 
 log = logging.getLogger(__name__)
 DTYPES = (torch.float32, torch.bfloat16)
@@ -32,21 +32,26 @@ class CppBackend:
         return _build_failure()
 
     def forward(
-        self, logits: Tensor, real: int, scale: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+    ) -> Rows:
         """See ``backends.Backend.forward``."""
         lse = torch.empty(len(logits), dtype=torch.float64)
         plogp = torch.empty_like(lse) if with_entropy else None
+        columns = columns.contiguous()
+        values = torch.empty(columns.shape, dtype=torch.float32)
         load_kernels().row_stats_forward(
             logits.dtype == torch.bfloat16,
             _pointer(logits),
             *logits.shape,
             real,
             scale,
+            _pointer(columns),
+            columns.shape[1],
             _pointer(lse),
             _pointer(plogp),
+            _pointer(values),
         )
-        return lse, plogp
+        return lse, plogp, values
 
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor

@@ -103,7 +103,8 @@ def _key() -> str:
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.row_stats_forward.argtypes = [
-        ctypes.c_int, pointer, integer, integer, integer, ctypes.c_double, pointer, pointer,
+        ctypes.c_int, pointer, integer, integer, integer, ctypes.c_double,
+        pointer, integer, pointer, pointer, pointer,
     ]  # fmt: skip
     library.row_stats_backward.argtypes = [
         ctypes.c_int, pointer, pointer, integer, integer, integer, ctypes.c_double,

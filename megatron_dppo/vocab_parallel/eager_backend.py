@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megatron_dppo.vocab_parallel.backends import RowGradient
+    from megatron_dppo.vocab_parallel.backends import RowGradient, Rows
 
 BLOCK_BYTES = 4 << 20
 """Temporary memory of one block of rows; small enough to stay in a CPU's cache."""
@@ -26,8 +26,8 @@ class EagerBackend:
         return None
 
     def forward(
-        self, logits: Tensor, real: int, scale: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+    ) -> Rows:
         """See ``backends.Backend.forward``."""
         lse = logits.new_empty(len(logits), dtype=torch.float64)
         plogp = torch.empty_like(lse) if with_entropy else None
@@ -43,7 +43,7 @@ class EagerBackend:
                 # z = -inf meets a weight of 0: their product is 0, not NaN.
                 weighted = weights.mul_(z.clamp_(min=-1e4)).sum(-1, dtype=torch.float64)
                 plogp[rows] = torch.where(total > 0, weighted / total - total.log(), 0.0)
-        return lse, plogp
+        return lse, plogp, gather_owned(logits, columns)
 
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
@@ -81,6 +81,12 @@ class EagerBackend:
         owned = targets >= 0
         result.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(owned, g, 0.0)[:, None])
         return result.mul_(scale)
+
+
+def gather_owned(logits: Tensor, columns: Tensor) -> Tensor:
+    """``logits`` [T, C] at ``columns`` int64 [T, N], 0 where the column is -1."""
+    values = logits.gather(1, columns.clamp(min=0)).to(_compute_dtype(logits))
+    return values.masked_fill_(columns < 0, 0.0)
 
 
 def _compute_dtype(logits: Tensor) -> torch.dtype:

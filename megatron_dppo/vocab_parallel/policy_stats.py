@@ -58,6 +58,7 @@ def policy_stats(
     with_entropy: bool = False,
     overwrite_logits: bool = True,
     backend: str | None = None,
+    raise_on_faults: bool | None = None,
 ) -> PolicyStats:
     """log softmax(logits / temperature) at ``target_ids`` and ``topk_ids``, and the entropy, over
     the whole vocabulary.
@@ -67,16 +68,18 @@ def policy_stats(
     int64 [T, K] are global ids, the same on every rank; a Top-K id of -1 means "none" and gives
     -inf. ``group``: the tensor-parallel group; None: one rank.
 
-    Cost: one read of the shard, one packed all-reduce, and in the backward pass one read and one
-    write. The gradient dL/dlogits is written over ``logits`` unless ``overwrite_logits`` is False;
-    their reuse then raises, in autograd or as OverwrittenLogitsError. Rows with a zero gradient are
-    written without being read.
+    Cost: one read of the shard, one packed all-reduce (and on CPU groups a header of 56 bytes a
+    rank, which overlaps the read), and in the backward pass one read and one write. The gradient
+    dL/dlogits is written over ``logits`` unless ``overwrite_logits`` is False; their reuse then
+    raises, in autograd or as OverwrittenLogitsError. Rows with a zero gradient are written without
+    being read.
 
     ``backend``: a name in ``backends.BACKENDS``; None: the fastest one that is available.
 
     Raises ValueError, on every rank alike, where shapes, dtypes or numbers are wrong, ids lie
-    outside the vocabulary, rows hold NaN, or ranks disagree. On a GPU what depends on values is not
-    read back: it makes the rows' results NaN and is counted in ``PolicyStats.faults``.
+    outside the vocabulary, rows hold NaN, or ranks disagree. ``raise_on_faults`` False (None: on a
+    GPU): what depends on values is not read back; it makes the rows' results NaN and is counted in
+    ``PolicyStats.faults``, for a caller who stops all ranks together.
     """
     if getattr(logits, "_holds_gradient", False):
         raise OverwrittenLogitsError(
@@ -92,12 +95,13 @@ def policy_stats(
     )
     faults = id_faults(target_ids, topk_ids, vocab_size) if problem is None else []
     on_cpu = logits.device.type == "cpu"
+    raise_now = on_cpu if raise_on_faults is None else raise_on_faults
     agreement = None
-    if on_cpu:
+    if raise_now:
         problem = problem or describe(faults)
-        if group is not None:
-            call = (logits, target_ids, topk_ids, with_entropy, vocab_size)
-            agreement = Agreement(group, _facts(*call) if problem is None else None)
+    if on_cpu and group is not None:
+        call = (logits, target_ids, topk_ids, with_entropy, vocab_size)
+        agreement = Agreement(group, _facts(*call) if problem is None else None)
     if problem is not None:
         raise ValueError(problem)
     log_probs, topk, entropy, bad_rows = _PolicyStats.apply(
@@ -112,10 +116,11 @@ def policy_stats(
             overwrite_logits,
             choose(logits, backend),
             agreement,
+            raise_now,
         ),
     )
     stats = PolicyStats(log_probs, topk, entropy, torch.stack([*faults, bad_rows]))
-    if on_cpu:
+    if raise_now:
         stats.raise_on_faults()
     return stats
 
@@ -131,6 +136,7 @@ class _Call:
     overwrite: bool
     backend: Backend
     agreement: Agreement | None
+    ids_checked: bool
 
 
 class _PolicyStats(torch.autograd.Function):
@@ -139,11 +145,15 @@ class _PolicyStats(torch.autograd.Function):
         ctx: Any, logits: Tensor, call: _Call
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
         shard, values = call.shard, logits.detach()
-        lse, plogp = call.backend.forward(values, shard.real, call.scale, call.with_entropy)
         ids = call.target_ids[:, None]
         if call.topk_ids is not None:
             ids = torch.cat([ids, call.topk_ids], 1)
-        owned = shard.owned_logits(values, ids)
+        columns = shard.local(ids)
+        lse, plogp, owned = call.backend.forward(
+            values, shard.real, call.scale, columns, call.with_entropy
+        )
+        if not call.ids_checked:
+            shard.mark_unknown(owned, ids)
         if call.agreement is not None:
             call.agreement.check()
         reduced = wire.reduce_rows(shard, lse, plogp, owned, call.group)
@@ -153,7 +163,7 @@ class _PolicyStats(torch.autograd.Function):
             topk = log_p[:, 1:].masked_fill(call.topk_ids < 0, -torch.inf)
         entropy = None if reduced.entropy is None else reduced.entropy.to(owned.dtype)
         bad_rows = (~reduced.lse.isfinite()).sum().float()
-        ctx.call, ctx.targets = call, shard.local(call.target_ids)
+        ctx.call, ctx.targets = call, columns[:, 0]
         ctx.save_for_backward(logits, reduced.lse, reduced.entropy)
         ctx.mark_non_differentiable(*(x for x in (topk, bad_rows) if x is not None))
         ctx.set_materialize_grads(False)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_dppo.vocab_parallel.eager_backend import gather_owned
+
 if TYPE_CHECKING:
-    from megatron_dppo.vocab_parallel.backends import RowGradient
+    from megatron_dppo.vocab_parallel.backends import RowGradient, Rows
 
 BLOCK = 4096
 WARPS = 8
@@ -36,12 +38,12 @@ class TritonBackend:
         return None
 
     def forward(
-        self, logits: Tensor, real: int, scale: float, with_entropy: bool
-    ) -> tuple[Tensor, Tensor | None]:
+        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+    ) -> Rows:
         """See ``backends.Backend.forward``."""
         from megatron_dppo.vocab_parallel.kernels.row_stats_triton import forward_kernel
 
-        rows, columns = logits.shape
+        rows = len(logits)
         top = logits.new_empty(rows, dtype=torch.float32)
         total = logits.new_empty(rows, dtype=torch.float64)
         weighted = torch.empty_like(total) if with_entropy else total
@@ -51,7 +53,7 @@ class TritonBackend:
                 top,
                 total,
                 weighted,
-                columns,
+                logits.shape[1],
                 real,
                 scale,
                 BLOCK=BLOCK,
@@ -60,9 +62,10 @@ class TritonBackend:
             )
         log_total = total.log()
         lse = top.double() * scale + log_total
-        if not with_entropy:
-            return lse, None
-        return lse, torch.where(total > 0, weighted / total - log_total, 0.0)
+        plogp = None
+        if with_entropy:
+            plogp = torch.where(total > 0, weighted / total - log_total, 0.0)
+        return lse, plogp, gather_owned(logits, columns)
 
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor

@@ -51,16 +51,9 @@ class Shard:
         owned = (ids >= self.start) & (ids < self.start + self.real)
         return torch.where(owned, ids - self.start, -1)
 
-    def owned_logits(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """``logits`` [T, columns] at global ``ids`` [T, N], 0 where another rank owns the id.
-
-        Ids from ``vocab_size`` on give NaN on every rank. Float32 (float64 for float64 logits).
-        """
-        columns = self.local(ids)
-        dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        values = logits.gather(1, columns.clamp(min=0)).to(dtype)
-        values.masked_fill_(columns < 0, 0.0)
-        return values.masked_fill_(ids >= self.vocab_size, math.nan)
+    def mark_unknown(self, values: Tensor, ids: Tensor) -> None:
+        """Make ``values`` NaN at ids outside the vocabulary, which no rank owns."""
+        values.masked_fill_((ids < 0) | (ids >= self.vocab_size), math.nan)
 
 
 @dataclass(frozen=True)
@@ -149,14 +142,11 @@ class Agreement:
                 )
 
 
-def checksum(*ids: Tensor | None) -> int:
-    """An order-sensitive 61-bit sum of id tensors, for comparison between ranks."""
-    total = 0
-    for x in ids:
-        if x is not None:
-            position = torch.arange(1, x.numel() + 1, dtype=torch.int64) % 8191
-            total = (total * 31 + int((x.flatten() * position).sum())) % ((1 << 61) - 1)
-    return total
+def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:
+    """A sum of the ids, of the targets with their order: for comparison between ranks."""
+    order = torch.arange(1, len(target_ids) + 1)
+    total = int(torch.dot(target_ids, order))
+    return total if topk_ids is None else total + int(topk_ids.sum())
 
 
 def log_softmax_at(logits: Tensor, scale: float, lse: Tensor) -> Tensor:

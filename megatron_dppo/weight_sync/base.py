@@ -18,8 +18,10 @@ Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors with their Hugging Face names."""
 
 Agree = Callable[[str | None], str | None]
-"""A collective over all trainer ranks: each hands in its failure (None: none) and all get the first
-one by rank, or None. For one rank the identity."""
+"""A collective: each trainer rank hands in its failure or None, all get the first by rank, or None.
+
+For one rank the identity.
+"""
 
 
 class WeightSource(Protocol):

@@ -46,9 +46,7 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
 
 def wait_all(futures: list[Future[None]], timeout_s: float, what: str) -> None:
-    """Wait for all of them; raises the first failure as soon as there is one, TransferTimeoutError
-    after ``timeout_s``.
-    """
+    """Wait for all, or raise the first failure at once, TransferTimeoutError after ``timeout_s``."""
     done, pending = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
     for future in futures:
         if future in done:
@@ -58,8 +56,9 @@ def wait_all(futures: list[Future[None]], timeout_s: float, what: str) -> None:
 
 
 def local_address(url: str) -> str:
-    """This machine's address on the network that leads to ``url``; loopback for an engine on the
-    same machine.
+    """This machine's address on the network that leads to ``url``.
+
+    Loopback for an engine on the same machine.
     """
     place = urlsplit(url)
     target = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_DGRAM)[0]
@@ -69,8 +68,7 @@ def local_address(url: str) -> str:
 
 
 class BroadcastGroup:
-    """Rank 0 of a group of ``ranks`` more members, which ``invite(address, port, name, backend)``
-    makes join.
+    """Rank 0 of a group; ``invite(address, port, name, backend)`` makes ``ranks`` others join.
 
     The rendezvous listens on a free port of ``address`` only. Raises what ``invite`` raises,
     TransferTimeoutError.
@@ -87,6 +85,8 @@ class BroadcastGroup:
     ) -> None:
         self.name = f"weights-{uuid.uuid4().hex[:12]}"
         self._timeout = timeout_s
+        # Longer than our own limit, so that the error says what took too long.
+        self._backend_limit = timedelta(seconds=timeout_s + 30)
         self._group: dist.ProcessGroup | None = None
         backend = BACKENDS[device]
         listener = socket.create_server((address, 0), family=_family(address))
@@ -105,7 +105,7 @@ class BroadcastGroup:
         wait_all([invited, joined], timeout_s, f"opening the broadcast group {self.name}")
 
     def _join(self, store: dist.TCPStore, size: int, address: str, backend: str) -> None:
-        limit = timedelta(seconds=self._timeout)
+        limit = self._backend_limit
         # The engine makes its group with this helper, too: both sides must name their keys alike.
         group, _ = c10d._new_process_group_helper(
             size,
@@ -121,18 +121,15 @@ class BroadcastGroup:
         self._group = group
 
     def broadcast(self, data: Tensor, receive: Callable[[], None]) -> Callable[[], None]:
-        """Start sending ``data`` to all members while ``receive`` has them take it; returns the
-        wait for both.
-        """
+        """Start sending ``data`` while ``receive`` has the others take it; returns the wait."""
         assert self._group is not None
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         received = in_background(receive)
         work = self._group.broadcast([data], options)
-        limit = timedelta(seconds=self._timeout)
 
         def finish_work() -> None:
-            work.wait(limit)
+            work.wait(self._backend_limit)
 
         sent = in_background(finish_work)
         return lambda: wait_all(

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.15}
-"""Largest absolute difference of one token's log-probability (nats) that numerics explain, by the
-weights' type.
-"""
+"""Largest difference of a token's log-probability (nats) that numerics explain, by weight type."""
 
 
 class CanaryError(RuntimeError):
@@ -31,8 +29,7 @@ class CanaryReport:
 def compare_canary(
     trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]], tolerance: float
 ) -> CanaryReport:
-    """Compare log-probabilities ``[prompt][token]`` of the same tokens under the same weights at
-    temperature 1.
+    """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1.
 
     Raises CanaryError naming the worst prompt and token where a difference exceeds ``tolerance`` or
     is not a number, ValueError where the two don't hold the same tokens.

@@ -1,5 +1,4 @@
-"""Strategy ``distributed``: each bucket is one broadcast from trainer rank 0 to the engine's ranks
-(gloo or NCCL).
+"""Strategy ``distributed``: each bucket is one gloo or NCCL broadcast to the engine's ranks.
 
 The engine loads a bucket while the trainer gathers and hashes the next: at most one is in flight.
 """
@@ -21,7 +20,10 @@ from megatron_dppo.weight_sync.broadcast import BroadcastGroup, local_address
 
 
 class PackedBucket(Protocol):
-    """A bucket as the engine takes it; ``data`` is a flat ``uint8`` tensor of its own memory."""
+    """A bucket as the engine takes it.
+
+    ``data``: a flat ``uint8`` tensor, unchanged by the next ``pack``, but not by the one after.
+    """
 
     @property
     def data(self) -> Tensor: ...
@@ -85,9 +87,7 @@ class DistributedTransport(Generic[P]):
         self._in_flight: Callable[[], None] | None = None
 
     def prepare(self) -> bool:
-        """Let running requests finish, within ``timeout_s``, then pause; new requests wait in the
-        engine.
-        """
+        """Let running requests finish, then pause; new requests wait in the engine."""
         return self._engine.pause_when_idle(self._timeout)
 
     def begin(self, version: int) -> None:
@@ -106,10 +106,10 @@ class DistributedTransport(Generic[P]):
 
     def send(self, bucket: Bucket) -> int:
         """Wait for the bucket before, then start this one's broadcast; returns its bytes."""
-        self._arrive()
         assert self._group is not None
         name = self._group.name
         packed = self._engine.pack(bucket)
+        self._arrive()
         self._in_flight = self._group.broadcast(
             packed.data, lambda: self._engine.receive(packed, name)
         )
@@ -138,9 +138,7 @@ class DistributedTransport(Generic[P]):
         self._engine.resume()
 
     def abort(self) -> None:
-        """Break the group, which frees an engine that waits in a broadcast; it stays paused and
-        unverified.
-        """
+        """Break the group: frees an engine that waits in a broadcast; it stays paused."""
         self._in_flight = None
         if self._group is not None:
             self._group.abort()

@@ -63,10 +63,10 @@ PROMPTS = [
 ]
 
 
-def run_config(model: Path, **sections) -> TrainConfig:
+def run_config(folder: Path, **sections) -> TrainConfig:
     given = {
-        "run": {"directory": str(model.parent), "steps": 1},
-        "model": {"hf_checkpoint": str(model), "dtype": "float32"},
+        "run": {"directory": str(folder.parent), "steps": 1},
+        "model": {"hf_checkpoint": str(folder), "dtype": "float32"},
         "data": {"train": "unused", "max_prompt_tokens": 64},
         "rollout": {
             "prompts_per_step": 8,
@@ -424,9 +424,9 @@ def test_a_server_dies_with_its_parent(model):
 
 def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client, model):
     """SIGKILL in the middle of generation; a new server answers what is missing, and only that."""
-    short, long = ask(24, max_new_tokens=4), long_requests(12)
+    first, last = ask(24, max_new_tokens=4), long_requests(6)
     requests = [
-        GenerationRequest(key, r.prompt_ids, r.sampling) for key, r in enumerate([*long, *short])
+        GenerationRequest(key, r.prompt_ids, r.sampling) for key, r in enumerate([*first, *last])
     ]
     killed_at: list[float] = []
 
@@ -435,13 +435,13 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
             killed_at.append(time.monotonic())
             os.kill(engine.pid, signal.SIGKILL)
 
-    limits = GenerationLimits(concurrency=36)
+    limits = GenerationLimits(concurrency=32)
     with pytest.raises(GenerationInterruptedError) as caught:
         runner.run(generate_many(client, requests, limits, on_progress=kill_after_some))
     assert time.monotonic() - killed_at[0] < 5
     completed = caught.value.completed
     assert len(completed) >= 12
-    assert set(completed) < set(range(36))
+    assert set(completed) <= set(range(24))  # none of the long ones
     with pytest.raises(EngineLostError):
         runner.run(client.wait_until_healthy(0.5))
     assert engine.poll() == -signal.SIGKILL
@@ -458,12 +458,12 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
         ]
         rest = runner.run(finish(second.url, missing))
         assert not set(rest) & set(completed)
-        assert set(rest) | set(completed) == set(range(36))
+        assert set(rest) | set(completed) == set(range(30))
     finally:
-        second.stop()
+        second.stop(grace_s=120)
     assert second.poll() == 0
 
 
 async def finish(url: str, missing: list[GenerationRequest]) -> Results:
     async with EngineClient(url, API_KEY, ADMIN_KEY) as client:
-        return await generate_many(client, missing, GenerationLimits(concurrency=36))
+        return await generate_many(client, missing, GenerationLimits(concurrency=32))

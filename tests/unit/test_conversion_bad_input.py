@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,12 @@ from megatron_dppo.checkpoint_conversion import (
     safetensors_file,
 )
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, write_hf_checkpoint
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.checkpoint_conversion.streaming import (
+    hf_to_megatron,
+    hf_to_torch_dist,
+    megatron_to_hf,
+    verify,
+)
 from megatron_dppo.convert import main
 from tests.tiny_models import save_tiny_model
 
@@ -178,11 +184,13 @@ def test_bad_megatron_folders_are_refused(moe, tmp_path):
         verify(moe, moe)
     hf_to_megatron(moe, tmp_path / "m", Layout(tensor=2, expert_tensor=2))
     megatron_to_hf(tmp_path / "m", tmp_path / "back")
-    with pytest.raises(CheckpointError, match="expected one in a Megatron layout"):
+    with pytest.raises(
+        CheckpointError, match="is of form huggingface, expected one in a Megatron layout"
+    ):
         verify(moe, tmp_path / "back")
     other = save_tiny_model(tmp_path / "other", "qwen3_moe", layers=2)
     with pytest.raises(
-        CheckpointError, match=r"describes another model .* num_layers 4 \(config.json: 2\)"
+        CheckpointError, match=r"is of another model .* num_layers 4 \(config.json: 2\)"
     ):
         megatron_to_hf(tmp_path / "m", tmp_path / "back2", hf_config=other)
     shutil.copy(
@@ -265,3 +273,38 @@ def test_a_killed_conversion_never_loads_and_a_rerun_starts_clean(moe, tmp_path)
     hf_to_megatron(moe, out, Layout())
     verify(moe, out)
     assert os.listdir(tmp_path) == ["m"]
+
+
+def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
+    hf_to_torch_dist(moe, tmp_path / "m")
+    data = tmp_path / "m" / "release" / "__0_0.distcp"
+    shutil.copytree(tmp_path / "m", tmp_path / "truncated")
+    os.truncate(tmp_path / "truncated" / "release" / data.name, data.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="is not where the metadata says"):
+        verify(moe, tmp_path / "truncated")
+    data.unlink()
+    with pytest.raises(CheckpointError, match="is not where the metadata says"):
+        verify(moe, tmp_path / "m")
+    (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("100")
+    with pytest.raises(CheckpointError, match="iter_0000100 holds no torch_dist checkpoint"):
+        verify(moe, tmp_path / "m")
+    other = save_tiny_model(tmp_path / "other", "qwen3_moe", layers=4, hidden=128)
+    hf_to_torch_dist(other, tmp_path / "m2")
+    with pytest.raises(
+        CheckpointError,
+        match=r"word_embeddings.weight has shape \(512, 128\), config.json says \(512, 64\)",
+    ):
+        verify(moe, tmp_path / "m2")
+
+
+class Harmful:
+    """Pickles into a call of a function that metadata has no use for."""
+
+    def __reduce__(self):
+        return os.system, ("true",)
+
+
+def test_metadata_that_would_run_code_is_refused(moe, tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(CheckpointError, match="system has no place in a checkpoint's metadata"):
+        megatron_to_hf(tmp_path, tmp_path / "back", hf_config=moe)

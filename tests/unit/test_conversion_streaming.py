@@ -26,7 +26,12 @@ from megatron_dppo.checkpoint_conversion import (
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
 from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.checkpoint_conversion.streaming import (
+    hf_to_megatron,
+    hf_to_torch_dist,
+    megatron_to_hf,
+    verify,
+)
 from megatron_dppo.convert import main
 from tests.tiny_models import save_tiny_model
 
@@ -186,7 +191,12 @@ PEAK = """
 import sys
 from pathlib import Path
 from megatron_dppo.checkpoint_conversion import Layout
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
+from megatron_dppo.checkpoint_conversion.streaming import (
+    hf_to_megatron,
+    hf_to_torch_dist,
+    megatron_to_hf,
+    verify,
+)
 import torch; torch.zeros(1000).sum()
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -244,3 +254,33 @@ def test_the_command_line(moe, tmp_path, capsys):
     assert same_bytes(moe, tmp_path / "back")
     assert main(["verify", "--hf", str(tmp_path / "none"), "--megatron", m]) == 2
     assert "none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", {"layers": 3}),
+        ("qwen3", {"tied": True}),
+        ("qwen2", {"vocab_size": 515}),
+        ("llama", {"dtype": torch.bfloat16}),
+    ],
+)
+def test_a_torch_dist_checkpoint_there_and_back(tmp_path, family, options):
+    hf = save_tiny_model(tmp_path / "hf", family, **options)
+    written = hf_to_torch_dist(hf, tmp_path / "m")
+    assert (written.form, written.layout) == ("torch_dist", None)
+    assert (tmp_path / "m" / "latest_checkpointed_iteration.txt").read_text() == "release"
+    assert verify(hf, tmp_path / "m").tensors == len(written.tensors)
+    megatron_to_hf(tmp_path / "m", tmp_path / "back")
+    assert same_bytes(hf, tmp_path / "back")
+    original = tensors_of(hf)
+    with open_checkpoint(tmp_path / "m") as reader:
+        for p in local_parameters(written.shape, Layout(tensor=2, expert_tensor=2, pipeline=1), 1):
+            for s in p.segments:
+                expected = s.of_hf(original[s.hf_name])
+                assert torch.equal(reader.read(s.hf_name, s.dim, s.hf_start, s.length), expected)
+
+
+def test_both_forms_have_the_same_hashes(moe, tmp_path):
+    sharded = hf_to_megatron(moe, tmp_path / "a", Layout.smallest(2, 2, None, 4))
+    assert hf_to_torch_dist(moe, tmp_path / "b").tensors == sharded.tensors

@@ -176,7 +176,9 @@ def test_the_names_are_those_of_the_transformer_engine_spec():
     "sizes", [(2, 2, 1, 2, 1, 2), (4, 2, 1, 4, 2, 2), (1, 2, 1, 4, 1, 4), (2, 1, 2, 4, 1, 2)]
 )
 def test_rank_coordinates_are_megatrons(sizes):
-    from megatron.core.parallel_state import RankGenerator
+    import megatron_dppo.trainer  # noqa: F401  (prepares the platform before megatron is imported)
+
+    from megatron.core.parallel_state import RankGenerator  # isort: skip
 
     tp, pp, cp, ep, etp, dp = sizes
     layout = Layout(tensor=tp, pipeline=pp, context=cp, expert=ep, expert_tensor=etp, data=dp)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from megatron_dppo.data.problems import DataError, load_problems, load_tokenizer
+from megatron_dppo.data.problems import DataError, load_pairs, load_problems, load_tokenizer
 from megatron_dppo.types import Problem
 from tests.tiny_models import tiny_tokenizer
 
@@ -140,3 +140,38 @@ def test_tokenizer_of_a_folder(tmp_path, tokenizer):
     loaded = load_tokenizer(tmp_path)
     assert loaded.encode("12+34=46") == tokenizer.encode("12+34=46")
     assert loaded.chat_template == tokenizer.chat_template
+
+
+def test_pairs_end_with_the_end_token(tmp_path, tokenizer):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "1+1", "response": "2"}\n{"prompt": "1+2", "response": "=3"}\n')
+    encode = tokenizer.encode
+    assert load_pairs(path, tokenizer, apply_chat_template=False) == [
+        (tuple(encode("1+1")), (*encode("2"), tokenizer.eos_token_id)),
+        (tuple(encode("1+2")), (*encode("=3"), tokenizer.eos_token_id)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "1"}', r"no response; expected 'response', found \['prompt'\]"),
+        ('{"prompt": "1", "response": ""}', "'response' is \"\", expected text"),
+        ('{"prompt": "1", "response": 2}', "'response' is 2, expected text"),
+        ('{"response": "2"}', "no prompt"),
+    ],
+)
+def test_a_bad_pair_is_named(tmp_path, tokenizer, line, message):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(line)
+    with pytest.raises(DataError, match=rf"pairs\.jsonl, line 1: {message}"):
+        load_pairs(path, tokenizer, apply_chat_template=False)
+
+
+def test_pairs_want_a_tokenizer_with_an_end(tmp_path):
+    endless = tiny_tokenizer()
+    endless.eos_token = None
+    path = tmp_path / "pairs.jsonl"
+    path.write_text('{"prompt": "1+1", "response": "2"}')
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        load_pairs(path, endless, apply_chat_template=False)

@@ -9,7 +9,6 @@ from megatron_dppo.vocab_parallel import cpp_backend, cpp_build, policy_stats
 from megatron_dppo.vocab_parallel.backends import BACKENDS, choose
 from megatron_dppo.vocab_parallel.dense import dense_policy_stats
 from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError
-from megatron_dppo.vocab_parallel.wire import Shard
 
 T, COLUMNS, V, K = 29, 5003, 4999, 6
 CASES = [(b, d) for b in ("eager", "cpp") for d in (torch.float32, torch.bfloat16)]
@@ -236,14 +235,26 @@ def test_the_fastest_available_backend_is_chosen():
     assert choose(torch.zeros(1, 4), "eager") is BACKENDS["eager"]
 
 
-def test_an_id_that_no_rank_owns_gives_nan_where_nothing_is_read_back():
-    """On a GPU ids are not checked before the pass; this is what a bad one then becomes."""
-    shard = Shard(start=4, columns=4, real=2, vocab_size=6, rank=1, ranks=2)
-    logits = torch.arange(8.0).view(2, 4)
-    values = shard.owned_logits(logits, torch.tensor([[4, 5, 6], [0, -1, 7]]))
-    assert values[0, :2].tolist() == [0.0, 1.0]
-    assert values[1, :2].tolist() == [0.0, 0.0]
-    assert values[:, 2].isnan().all()
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+def test_faults_that_are_not_raised_are_counted_and_make_their_rows_nan(backend):
+    logits = torch.zeros(4, 8)
+    logits[3, 2] = math.nan
+    topk = torch.tensor([[0, -1], [1, 9], [2, 0], [0, 0]])
+    stats = policy_stats(
+        logits, torch.tensor([0, 1, 8, 3]), vocab_size=8, topk_ids=topk, backend=backend,
+        raise_on_faults=False,
+    )  # fmt: skip
+    assert stats.faults.tolist() == [1, 1, 1]
+    assert stats.log_probs.isnan().tolist() == [False, False, True, True]
+    assert stats.topk_log_probs.isnan().tolist() == [
+        [False] * 2,
+        [False, True],
+        [False] * 2,
+        [True] * 2,
+    ]
+    assert stats.topk_log_probs[0, 1] == -math.inf
+    with pytest.raises(ValueError, match="1 target ids outside the vocabulary; 1 Top-K ids"):
+        stats.raise_on_faults()
 
 
 def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, caplog):

@@ -99,6 +99,7 @@ def test_final_answer(response, final):
         (r"\boxed{-7}", "-7"),
         ("Answer: 34", "34"),
         ("34", "34"),
+        (r"\boxed{.5}", r"\frac{1}{2}"),
         ("1/3", r"\frac{2}{6}"),
     ],
 )
@@ -118,6 +119,9 @@ def test_math_verify_accepts(response, answer):
         (r"\boxed{(1, 2)}", "[1,2]"),
         (r"\boxed{0.3}", r"\frac{1}{3}"),
         (r"\boxed{}", "0"),
+        (r"\boxed{.5}", "5"),
+        (r"\boxed{5!}", "5"),
+        ("the answer is not 5", "5"),
         (r"\boxed{204", "5"),
         ("I do not know", "204"),
         ("204 is what I first thought, but \\boxed{17}", "204"),

@@ -32,14 +32,14 @@ def test_order_is_kept_and_workers_share_the_work():
 
 
 def test_a_runaway_check_is_killed_on_time_and_the_others_get_their_scores():
-    with Verifier(planted("loop_on_request"), timeout_s=1.0, workers=2) as verifier:
+    with Verifier(planted("loop_on_request"), timeout_s=2.0, workers=2) as verifier:
         verifier.score([("", "")] * 4)  # both workers have started
         began = time.monotonic()
         scores = verifier.score([("ok", ""), ("loop", ""), ("ok", ""), ("power", ""), ("ok", "")])
         took = time.monotonic() - began
         assert [s.timed_out for s in scores] == [False, True, False, True, False]
         assert [s.value for s in scores] == [1.0, 0.0, 1.0, 0.0, 1.0]
-        assert took < 30.0
+        assert took < 60.0
         assert verifier.timeouts == 2
         assert verifier.score([("ok", "")]) == [Score(1.0)]
 

@@ -112,13 +112,14 @@ def test_the_options_file_is_what_sglang_reads(tmp_path):
 def test_the_environment_hides_the_trainer_and_binds_engine_ranks(tmp_path, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
     env = server_environment(run_config(tmp_path, sglang={"tp_size": 2}))
     assert "RANK" not in env
     assert env["SGLANG_PLATFORM"] == "torch_cpu"
     assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
     assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3"
-    assert env["OMP_NUM_THREADS"] == "2"
+    assert env["OMP_NUM_THREADS"] == "1"
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     assert bind_cores(2) == "0|0"
 

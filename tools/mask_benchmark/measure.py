@@ -59,6 +59,7 @@ class Bench:
         seeded = torch.Generator().manual_seed(0)
         whole = torch.randn(options.tokens, width * self.ranks, generator=seeded)
         whole = whole.mul_(2.5).to(dtype)
+        whole[:, options.vocab :] = -torch.inf  # peers know no true vocabulary: none may count it
         self.checked = whole[:CHECKED_ROWS].double()
         self.logits = whole[:, self.rank * width : (self.rank + 1) * width].contiguous().to(device)
         del whole

@@ -1,64 +1,102 @@
-"""The measurements as console tables and a chart."""
+"""The measurements as console tables, as Markdown and as a chart."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+LEGEND = (
+    "x first: CPU time in units of the first row. % copy: the floor (read; read and write in place) "
+    "over the time, against a measured copy. peak: memory beyond the logits, in units of them. "
+    "all-reduces: of payloads, + of a header of integers."
+)
 
-def show(result: dict[str, Any]) -> None:
-    """Print both tables."""
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of strings; the first column is a name."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def setting(result: dict[str, Any]) -> str:
+    """One line: the machine and the problem."""
     s, m = result["settings"], result["machine"]
-    console = Console(width=200)
-    console.print(
-        f"{s['device']} · {m['processor']} · {m['threads']} thread(s) a rank · torch {m['torch']} · "
-        f"TP{s['tp']} · T={s['tokens']} · V={s['vocab']} · {s['dtype']} · "
-        f"{result['logits_mb']:.0f} MB of logits a rank · {s['repetitions']} interleaved repetitions"
+    return (
+        f"{m['processor']} ({s['device']}, {m['vector_unit']}), {m['threads']} thread(s) a rank, "
+        f"torch {m['torch']}: TP{s['tp']}, T={s['tokens']}, V={s['vocab']}, {s['dtype']}, "
+        f"{result['logits_mb']:.0f} MB of logits a rank, {s['repetitions']} interleaved repetitions"
     )
-    console.print(_implementations(result["implementations"]))
-    console.print(_masks(result["masks"]))
 
 
-def _implementations(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="forward + backward, median ± IQR")
-    for name in ("implementation", "version", "entropy", "Top-K", "fwd ms", "bwd ms", "CPU ms",
-                 "x first", "% copy bw", "peak/logits", "all-reduces", "wire MB", "max|dlogp|",
-                 "grad error"):  # fmt: skip
-        table.add_column(name, justify="left" if name == "implementation" else "right")
+def sheets(result: dict[str, Any]) -> list[Sheet]:
+    """Implementations, then masks."""
+    return [_implementations(result["implementations"]), _masks(result["masks"])]
+
+
+def _implementations(rows: list[dict[str, Any]]) -> Sheet:
+    columns = ("implementation", "version", "entropy", "Top-K", "fwd ms", "bwd ms", "CPU ms",
+               "x first", "% copy", "peak", "all-reduces", "wire MB", "max abs dlogp",
+               "grad error")  # fmt: skip
+    lines = []
     for r in rows:
-        headers = f" + {r['header_all_reduces']} header" if r["header_all_reduces"] else ""
-        table.add_row(
+        header = f" + {r['header_all_reduces']}" if r["header_all_reduces"] else ""
+        lines.append((
             r["name"], r["version"], "yes" if r["entropy"] else "", "yes" if r["topk"] else "",
             f"{r['forward_ms']:.1f} ± {r['forward_ms_iqr']:.1f}",
             f"{r['backward_ms']:.1f} ± {r['backward_ms_iqr']:.1f}",
             f"{r['cpu_ms']:.1f} ± {r['cpu_ms_iqr']:.1f}",
             f"{r['cpu_ms'] / rows[0]['cpu_ms']:.2f}",
             f"{r['floor_share_of_copy_bandwidth']:.0%}", f"{r['peak_extra_over_logits']:.2f}",
-            f"{r['payload_all_reduces']}{headers}", f"{r['wire_mb']:.2f}",
+            f"{r['payload_all_reduces']}{header}", f"{r['wire_mb']:.2f}",
             f"{r['max_log_prob_error']:.1e}", f"{r['relative_gradient_error']:.1e}",
-        )  # fmt: skip
-    table.caption = (
-        "x first: CPU time in units of the first row. % copy bw: the floor (read; read and write in "
-        "place) over the time, against a measured copy. peak: memory beyond the logits themselves."
-    )
-    return table
+        ))  # fmt: skip
+    return Sheet("Forward and backward, median ± interquartile range", columns, lines)
 
 
-def _masks(rows: list[dict[str, Any]]) -> Table:
-    table = Table(title="statistics with entropy + loss + backward: what a mask adds, paired")
-    for name in ("update", "ms", "overhead", "of it in the loss", "all-reduces", "wire MB"):
-        table.add_column(name, justify="left" if name == "update" else "right")
-    for r in rows:
-        table.add_row(
+def _masks(rows: list[dict[str, Any]]) -> Sheet:
+    columns = ("update", "ms", "overhead", "of it in the loss", "all-reduces", "wire MB")
+    lines = [
+        (
             r["name"], f"{r['total_ms']:.1f}",
             f"{r['overhead']:+.2%} ± {r['overhead_iqr']:.2%}",
             f"{r['loss_overhead']:+.2%} ± {r['loss_overhead_iqr']:.2%}",
             f"{r['extra_all_reduces']:+d}", f"{r['extra_wire_mb']:+.2f}",
-        )  # fmt: skip
-    return table
+        )
+        for r in rows
+    ]  # fmt: skip
+    title = "Statistics with entropy, loss and backward: what a mask adds, paired (CPU time)"
+    return Sheet(title, columns, lines)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print both tables."""
+    console = Console(width=200)
+    console.print(setting(result))
+    for sheet in sheets(result):
+        table = Table(title=sheet.title)
+        for i, name in enumerate(sheet.columns):
+            table.add_column(name, justify="right" if i else "left")
+        for row in sheet.rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(LEGEND)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Both tables as Markdown."""
+    blocks = [setting(result)]
+    for sheet in sheets(result):
+        rule = ["---", *["---:"] * (len(sheet.columns) - 1)]
+        lines = [sheet.columns, rule, *sheet.rows]
+        blocks += [f"{sheet.title}:", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n\n".join(blocks) + "\n"
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -71,8 +109,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     rows, masks = result["implementations"][::-1], result["masks"][1:][::-1]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
     names = [r["name"] for r in rows]
-    left.barh(names, [r["forward_ms"] for r in rows], label="forward")
     starts = [r["forward_ms"] for r in rows]
+    left.barh(names, starts, label="forward")
     left.barh(names, [r["backward_ms"] for r in rows], left=starts, label="backward")
     left.set_xlabel("ms, median")
     left.legend()

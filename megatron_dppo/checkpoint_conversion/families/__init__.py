@@ -43,3 +43,10 @@ def load_model_shape(hf_dir: str | Path) -> ModelShape:
 def family_of(shape: ModelShape) -> Family:
     """The table that describes ``shape``."""
     return FAMILIES[shape.family]
+
+
+def has_layer_parameter(shape: ModelShape, name: str) -> bool:
+    """Whether a layer of ``shape`` has Megatron's parameter ``name``, as ``self_attention.linear_qkv.bias``."""
+    return any(
+        rule.megatron == f"decoder.layers.{{layer}}.{name}" for rule in family_of(shape).layer
+    )

@@ -1,1 +1,4 @@
-"""Megatron-Core without CUDA: what replaces the GPU's runtime and Transformer Engine. Imported by trainer/platform.py alone."""
+"""Megatron-Core without CUDA: what replaces the GPU's runtime and Transformer Engine.
+
+Imported by trainer/platform.py alone.
+"""

@@ -5,6 +5,7 @@ Shapes: T packed tokens, S sequences, H query heads and G key/value heads of thi
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -16,14 +17,14 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _SHORT = 32
-"""Tokens; sequences up to this length share one batch whatever the padding: a call costs more than its arithmetic."""
+"""Tokens; up to this length sequences share one batch, however padded: a call costs more."""
 
 
 class Bucket(NamedTuple):
     """Sequences of like length, attended as one padded batch."""
 
     gather: Tensor
-    """int64 [n * longest]; the packed token in each padded place, any token of the pack where there is none."""
+    """int64 [n * longest]; the packed token in each place; in padding, its sequence's first."""
     sequences: int
     longest: int
 
@@ -40,7 +41,7 @@ _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
-    """Plan of the sequences that start and end at ``cu_seqlens`` [S + 1]; kept while that tensor lives.
+    """Plan of the sequences between ``cu_seqlens`` [S + 1]; kept while that tensor lives.
 
     A bucket holds sequences at least half as long as its longest, or all of the short ones.
     """
@@ -51,7 +52,7 @@ def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
 
 
 def _plan(bounds: list[int]) -> AttentionPlan:
-    lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(bounds)]
     order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
     buckets, scatter, rows, first = [], torch.empty(bounds[-1], dtype=torch.int64), 0, 0
     while first < len(order):
@@ -73,24 +74,29 @@ def _plan(bounds: list[int]) -> AttentionPlan:
     return AttentionPlan(tuple(buckets), scatter)
 
 
-def packed_causal_attention(q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None) -> Tensor:
-    """softmax(q k^T * scale, causal within each sequence) v: q [T, H, D], k and v [T, G, D] -> [T, H, D].
+def packed_causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None
+) -> Tensor:
+    """softmax(q k^T * scale, causal in each sequence) v: q [T, H, D], k, v [T, G, D] -> [T, H, D].
 
-    Padding follows the tokens of its sequence, so no token attends to it under the causal mask, and its own output rows
-    are dropped: its gradient is exactly zero.
+    Padding follows the tokens of its sequence, so under the causal mask no token attends to it, and
+    its own output rows are dropped: its gradient is exactly zero.
     """
     outputs = []
     for gather, sequences, longest in plan.buckets:
-        batch = (
-            x.index_select(0, gather).view(sequences, longest, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+        padded_q, padded_k, padded_v = (
+            x.index_select(0, gather).view(sequences, longest, *x.shape[1:]).transpose(1, 2)
+            for x in (q, k, v)
         )  # [n, heads, longest, D]
-        out = F.scaled_dot_product_attention(*batch, is_causal=True, scale=scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            padded_q, padded_k, padded_v, is_causal=True, scale=scale, enable_gqa=True
+        )
         outputs.append(out.transpose(1, 2).reshape(sequences * longest, *q.shape[1:]))
     return torch.cat(outputs).index_select(0, plan.scatter)
 
 
 class TorchAttention(MegatronModule):
-    """Core attention in the place of Transformer Engine's: packed (thd) inputs, causal, no dropout."""
+    """Core attention in place of Transformer Engine's: packed (thd) inputs, causal, no dropout."""
 
     def __init__(
         self,
@@ -104,8 +110,9 @@ class TorchAttention(MegatronModule):
         super().__init__(config)
         if config.context_parallel_size != 1 or config.attention_dropout:
             raise ValueError(
-                "attention without Transformer Engine has no context parallelism and no dropout; got "
-                f"context_parallel_size={config.context_parallel_size}, attention_dropout={config.attention_dropout}"
+                "attention without Transformer Engine has no context parallelism and no dropout; "
+                f"got context_parallel_size={config.context_parallel_size}, "
+                f"attention_dropout={config.attention_dropout}"
             )
         self.scale = softmax_scale
 
@@ -123,4 +130,6 @@ class TorchAttention(MegatronModule):
         if packed_seq_params is None:
             raise ValueError("sequences come packed: packed_seq_params is missing")
         plan = attention_plan(packed_seq_params.cu_seqlens_q)
-        return packed_causal_attention(query, key, value, plan, self.scale).reshape(query.shape[0], -1)
+        return packed_causal_attention(query, key, value, plan, self.scale).reshape(
+            query.shape[0], -1
+        )

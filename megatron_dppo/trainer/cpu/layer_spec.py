@@ -1,8 +1,8 @@
-"""A decoder of torch modules whose parameter names equal those of Megatron-Core's Transformer Engine spec.
+"""A decoder of torch modules whose parameter names equal those of the Transformer Engine spec.
 
-Checkpoints, conversion and weight synchronisation are therefore one code on a CPU and on a GPU. Everything is
-Megatron-Core's own class (TransformerLayer, SelfAttention, MLP, MoELayer, TEGroupedMLP, the tensor-parallel linears) but
-the four modules here and TorchAttention.
+Checkpoints, conversion and weight synchronisation are therefore one code on a CPU and on a GPU.
+Everything is Megatron-Core's own class (TransformerLayer, SelfAttention, MLP, MoELayer,
+TEGroupedMLP, the tensor-parallel linears) but the four modules here and TorchAttention.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import (
     TransformerLayer,
@@ -40,20 +43,25 @@ from megatron_dppo.trainer.cpu.attention import TorchAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight; the weight's gradient is summed over TP under sequence parallelism."""
+    """x / sqrt(mean(x^2) + eps) * weight; under SP its gradient is summed over TP."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
+    ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: RMSNorm, then the linear. Parameters: weight, bias, layer_norm_weight."""
+    """TELayerNormColumnParallelLinear: RMSNorm (``layer_norm_weight``), then the linear."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+    ) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel
+        norm = torch.nn.Parameter(torch.ones(input_size, dtype=config.params_dtype))
+        norm.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.layer_norm_weight = norm
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         normed = F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.config.layernorm_epsilon)
@@ -61,7 +69,7 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class ColumnGroupedLinear(torch.nn.Module):
-    """TEColumnParallelGroupedLinear: one weight for each local expert, ``weight0`` ... [out / ETP, in]."""
+    """TEColumnParallelGroupedLinear: ``weight0`` .. [out / ETP, in], one for each local expert."""
 
     partition_dim: ClassVar[int] = 0
 
@@ -80,7 +88,10 @@ class ColumnGroupedLinear(torch.nn.Module):
     ) -> None:
         super().__init__()
         if bias or not is_expert:
-            raise ValueError(f"grouped linears hold experts without biases; got bias={bias}, is_expert={is_expert}")
+            raise ValueError(
+                "grouped linears hold experts without biases; got "
+                f"bias={bias}, is_expert={is_expert}"
+            )
         self.num_gemms = num_gemms
         self.groups = pg_collection
         shape = [output_size, input_size]
@@ -90,18 +101,20 @@ class ColumnGroupedLinear(torch.nn.Module):
             if config.perform_initialization:
                 init_method(weight)
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
-            weight.allreduce = config.expert_model_parallel_size == 1
+            weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """x [tokens, in], sorted by expert, ``m_splits`` of them for each -> [tokens, out / ETP], no bias."""
+        """x [tokens, in] by expert, ``m_splits`` for each -> [tokens, out / ETP], no bias."""
         parts = x.split(m_splits)
-        return torch.cat([F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]), None
+        return torch.cat(
+            [F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
+        ), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """One sharded tensor for each expert, placed along an expert axis in front, as Transformer Engine's."""
+        """A sharded tensor for each expert along an axis of experts, as Transformer Engine's."""
         n, ep, out = self.num_gemms, self.groups.ep, {}
         for i in range(n):
             expert = (len(sharded_offsets), ep.rank() * n + i, ep.size() * n)
@@ -142,11 +155,15 @@ class TorchSpecProvider(LocalSpecProvider):
     def grouped_mlp_modules(
         self, moe_use_grouped_gemm: bool, moe_use_legacy_grouped_gemm: bool
     ) -> tuple[type, MLPSubmodules]:
-        return TEGroupedMLP, MLPSubmodules(linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear)
+        return TEGroupedMLP, MLPSubmodules(
+            linear_fc1=ColumnGroupedLinear, linear_fc2=RowGroupedLinear
+        )
 
 
-def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """Layers of this pipeline rank's chunk, dense or mixture of experts as ``config.moe_layer_freq`` says."""
+def decoder_spec(
+    config: TransformerConfig, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """Layers of this rank's chunk, dense or with experts as ``config.moe_layer_freq`` says."""
     provider = TorchSpecProvider()
     specs = {moe: _layer_spec(provider, config, moe) for moe in (True, False)}
     frequency = config.moe_layer_freq
@@ -154,8 +171,12 @@ def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> Tran
         frequency = [int(i % frequency == 0) for i in range(config.num_layers)]
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     count = get_num_layers_to_build(config, vp_stage=vp_stage)
-    is_moe = [config.num_moe_experts is not None and bool(f) for f in frequency[offset : offset + count]]
-    return TransformerBlockSubmodules(layer_specs=[specs[m] for m in is_moe], layer_norm=provider.layer_norm())
+    is_moe = [
+        config.num_moe_experts is not None and bool(f) for f in frequency[offset : offset + count]
+    ]
+    return TransformerBlockSubmodules(
+        layer_specs=[specs[m] for m in is_moe], layer_norm=provider.layer_norm()
+    )
 
 
 def _layer_spec(provider: TorchSpecProvider, config: TransformerConfig, moe: bool) -> ModuleSpec:
@@ -173,7 +194,9 @@ def _layer_spec(provider: TorchSpecProvider, config: TransformerConfig, moe: boo
         submodules=MLPSubmodules(linear_fc1=NormColumnParallelLinear, linear_fc2=RowParallelLinear),
     )
     moe_mlp = (
-        get_moe_module_spec_for_backend(provider, num_experts=config.num_moe_experts, moe_grouped_gemm=True)
+        get_moe_module_spec_for_backend(
+            provider, num_experts=config.num_moe_experts, moe_grouped_gemm=True
+        )
         if moe and config.num_moe_experts
         else dense_mlp
     )
@@ -181,7 +204,9 @@ def _layer_spec(provider: TorchSpecProvider, config: TransformerConfig, moe: boo
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             self_attention=ModuleSpec(
-                module=SelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+                module=SelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=attention,
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm if moe and config.num_moe_experts else IdentityOp,

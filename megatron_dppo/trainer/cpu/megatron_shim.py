@@ -1,10 +1,12 @@
-"""Let Megatron-Core run where there is no CUDA. ``install()`` comes before the first import of ``megatron.core``.
+"""Let Megatron-Core run without CUDA: ``install()`` before the first import of ``megatron.core``.
 
-Megatron-Core names its device in literals (``device="cuda"``, ``p.type() == "torch.cuda.FloatTensor"``) and in calls of
-``torch.cuda``. The literals are rewritten in the code objects of megatron's own modules as they are imported, so torch's
-functions stay as they are for everybody else in the process. The torch.cuda functions, which can only raise on such a
-machine, are answered by the CPU. Wrapping torch's factory functions, or a TorchFunctionMode, would be shorter and wrong:
-the first changes results of other libraries, the second is off in other threads and inside backward.
+Megatron-Core names its device in literals (``device="cuda"``, ``"torch.cuda.FloatTensor"``) and in
+calls of ``torch.cuda``. The literals are rewritten in the code objects of megatron's own modules as
+they are imported, so torch's functions stay as they are for everybody else in the process. The
+torch.cuda functions, which can only raise on such a machine, are answered by the CPU.
+
+Wrapping torch's factory functions, or a TorchFunctionMode, would be shorter and wrong: the first
+changes the results of other libraries, the second is off in other threads and inside backward.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,7 +52,10 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+        self,
+        fullname: str,
+        path: Sequence[str] | None = None,
+        target: types.ModuleType | None = None,
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != "megatron.core" and not fullname.startswith("megatron.core."):
             return None
@@ -60,7 +66,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Stream:
-    """A CUDA stream or event on a device that does everything in order: every method does nothing."""
+    """A CUDA stream or event where everything happens in order: every method does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -74,8 +80,8 @@ class _Stream:
     def __enter__(self) -> _Stream:
         return self
 
-    def __exit__(self, *exc: object) -> bool:
-        return False
+    def __exit__(self, *exc: object) -> None:
+        pass
 
 
 def install() -> None:
@@ -83,10 +89,20 @@ def install() -> None:
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core was imported before megatron_dppo.trainer, so its device literals still say cuda")
+        raise RuntimeError(
+            "megatron.core was imported before megatron_dppo.trainer, so its device is still cuda"
+        )
     sys.meta_path.insert(0, _Finder())
+    _silence_warnings()
     _answer_torch_cuda()
     _mend_megatron()
+
+
+def _silence_warnings() -> None:
+    """What megatron.core says at import and in every step of libraries that are absent here."""
+    for message in ("Transformer Engine", "Apex", "CUDA_DEVICE_MAX_CONNECTIONS", "full scope is"):
+        warnings.filterwarnings("ignore", f".*{message}", UserWarning, r"megatron\.core\b.*")
+    warnings.filterwarnings("ignore", r".*`torch\.distributed\.", FutureWarning, r"torch\..*")
 
 
 def _answer_torch_cuda() -> None:
@@ -105,7 +121,7 @@ def _answer_torch_cuda() -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
-    torch.Tensor.cuda = lambda self, *a, **k: self
+    torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
 
 
 def _mend_megatron() -> None:
@@ -115,8 +131,12 @@ def _mend_megatron() -> None:
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     # Without these the states are queued until CUDA starts, and tracker forks silently do nothing.
-    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
+        torch.get_rng_state()
+    )
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
+        state
+    )
     # A name that is only bound where Transformer Engine is.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
@@ -125,7 +145,7 @@ def _mend_megatron() -> None:
     # Gloo gathers and scatters equal parts only; experts' tokens come in unequal ones.
     mappings._gather_along_first_dim = _gathering(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scattering(mappings._reduce_scatter_along_first_dim)
-    # One slice and three views a sequence, in every layer: too slow for hundreds of short sequences.
+    # It slices once a sequence in every layer: too slow for hundreds of short sequences.
     rope_utils._apply_rotary_pos_emb_thd = _rotary_thd
 
 
@@ -183,7 +203,7 @@ def _rotary_thd(
     mscale: float = 1.0,
     cp_group: Any = None,
 ) -> torch.Tensor:
-    """Rotary embedding of packed ``t`` [T, heads, dim] with ``freqs`` [max_seqlen, 1, 1, dim], in one gather."""
+    """Rotary embedding of packed ``t`` [T, heads, dim]; ``freqs`` [max_seqlen, 1, 1, dim]."""
     from megatron.core.models.common.embeddings import rope_utils
 
     lengths = cu_seqlens.diff()

@@ -123,13 +123,16 @@ void backward_row(const T* x, T* out, int64_t n, double scale, double lse, float
 }
 
 template <typename T>
-void forward(const T* x, int64_t rows, int64_t columns, int64_t real, double scale, double* lse, double* plogp) {
+void forward(const T* x, int64_t rows, int64_t columns, int64_t real, double scale, const int64_t* wanted,
+             int64_t wanted_per_row, double* lse, double* plogp, float* values) {
   at::parallel_for(0, rows, 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (plogp != nullptr)
         forward_row<T, true>(x + i * columns, real, scale, lse + i, plogp + i);
       else
         forward_row<T, false>(x + i * columns, real, scale, lse + i, nullptr);
+      for (int64_t k = i * wanted_per_row; k < (i + 1) * wanted_per_row; ++k)  // the row is still in the cache
+        values[k] = wanted[k] < 0 ? 0.0f : load(x[i * columns + wanted[k]]);
     }
   });
 }
@@ -169,11 +172,11 @@ void backward(const T* x, T* out, int64_t rows, int64_t columns, int64_t real, d
 extern "C" {
 
 void row_stats_forward(int bfloat16, const void* x, int64_t rows, int64_t columns, int64_t real, double scale,
-                       double* lse, double* plogp) {
+                       const int64_t* wanted, int64_t wanted_per_row, double* lse, double* plogp, float* values) {
   if (bfloat16)
-    forward(static_cast<const BFloat16*>(x), rows, columns, real, scale, lse, plogp);
+    forward(static_cast<const BFloat16*>(x), rows, columns, real, scale, wanted, wanted_per_row, lse, plogp, values);
   else
-    forward(static_cast<const float*>(x), rows, columns, real, scale, lse, plogp);
+    forward(static_cast<const float*>(x), rows, columns, real, scale, wanted, wanted_per_row, lse, plogp, values);
 }
 
 void row_stats_backward(int bfloat16, const void* x, void* out, int64_t rows, int64_t columns, int64_t real, double scale,

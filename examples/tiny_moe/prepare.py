@@ -1,0 +1,131 @@
+"""Everything that the demo trains on: data, a random model, and the supervised warm start that RL
+begins from.
+
+    python -m examples.tiny_moe.prepare [--seed 1] [--root runs/tiny_moe/material] [key.path=value
+    ...]
+
+Makes ``<root>/seed-<seed>/`` with train.jsonl, held_out.jsonl, warm_start.jsonl, ``random/`` (the
+fresh checkpoint) and ``warm/`` (the policy that RL starts from, a Hugging Face folder). Overrides
+go to the warm start's configuration, warm_start.yaml. Made once: a second call finds the folder
+finished and returns at once, unless what it was made from has changed. Several seeds lie side by
+side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from examples.tiny_moe.make_data import make_data
+
+HERE = Path(__file__).resolve().parent
+ROOT = Path("runs/tiny_moe/material")
+SOURCES = ("make_data.py", "make_model.py", "prepare.py", "warm_start.yaml")
+SUPERVISED = "megatron_dppo.supervised"
+STAMP = "made_from.json"
+"""Written last: a folder without it is unfinished."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """Where the demo's inputs are."""
+
+    folder: Path
+
+    @property
+    def train(self) -> Path:
+        """Problems to train on."""
+        return self.folder / "train.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        """Problems to be evaluated on; none of them is trained on, here or in the warm start."""
+        return self.folder / "held_out.jsonl"
+
+    @property
+    def warm_checkpoint(self) -> Path:
+        """The policy that RL starts from: a Hugging Face folder."""
+        return self.folder / "warm"
+
+
+def prepare(seed: int, root: Path = ROOT, overrides: Sequence[str] = ()) -> Material:
+    """Make what is missing and return where it is. SystemExit where the warm start fails."""
+    folder = root / f"seed-{seed}"
+    made_from = fingerprint(seed, overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(root / f"seed-{seed}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second demo waits instead of making it too
+        if _stamp(folder) == made_from:
+            print(f"material: {folder} is there", flush=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            _make(folder, seed, overrides)
+            (folder / STAMP).write_text(json.dumps(made_from, indent=1) + "\n")
+    return Material(folder)
+
+
+def _make(folder: Path, seed: int, overrides: Sequence[str]) -> None:
+    began = time.monotonic()
+    counts = make_data(folder, seed)
+    lines = ", ".join(f"{name} {count}" for name, count in counts.items())
+    print(f"material: lines of data: {lines}", flush=True)
+    _make_random_model(folder / "random", seed)
+    _warm_start(folder, seed, overrides)
+    print(f"material: {folder} made in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def fingerprint(seed: int, overrides: Sequence[str]) -> dict[str, object]:
+    """What the material depends on: the sources beside this file, the seed and the overrides."""
+    digests = {name: hashlib.sha256((HERE / name).read_bytes()).hexdigest() for name in SOURCES}
+    return {"seed": seed, "overrides": list(overrides), "sources": digests}
+
+
+def _stamp(folder: Path) -> object:
+    path = folder / STAMP
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _make_random_model(folder: Path, seed: int) -> None:
+    from examples.tiny_moe.make_model import make_model  # torch: not where all is there already
+
+    print(f"material: a random Qwen3-MoE of {make_model(folder, seed):,} parameters", flush=True)
+
+
+def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
+    print("material: supervised warm start", flush=True)
+    run = folder / "warm_start"
+    command = [
+        *(sys.executable, "-m", SUPERVISED, str(HERE / "warm_start.yaml")),
+        f"run.directory={run}",
+        f"run.seed={seed}",
+        f"model.hf_checkpoint={folder / 'random'}",
+        f"data.train={folder / 'warm_start.jsonl'}",
+        *overrides,
+    ]
+    code = subprocess.run(command, check=False).returncode
+    if code != 0:
+        raise SystemExit(f"the warm start ended with exit code {code}; its output is above")
+    (run / "hf").rename(folder / "warm")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    arguments = parser.parse_intermixed_args()
+    prepare(arguments.seed, arguments.root, arguments.overrides)
+
+
+if __name__ == "__main__":
+    main()

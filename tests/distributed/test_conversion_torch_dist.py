@@ -1,0 +1,125 @@
+"""Megatron-Core's own loader takes the converter's torch_dist checkpoints, and the converter takes Megatron's.
+
+``megatron.core.dist_checkpointing.load`` fills a model of every layout from a folder written without Megatron; and a
+training run's checkpoint becomes the Hugging Face folder that it began with.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"layers": 4},
+    "qwen2": {"layers": 2},
+    "qwen3": {"layers": 2, "tied": True},
+}
+LAYOUTS: dict[str, list[dict[str, Any]]] = {
+    "qwen3_moe": [
+        {"tensor": 2, "expert_tensor": 2},
+        {"tensor": 2, "expert": 2},
+        {"pipeline": 2, "virtual_pipeline": 2},
+    ],
+    "qwen2": [{"tensor": 2}, {"pipeline": 2}],
+    "qwen3": [{"tensor": 2}, {"pipeline": 2}],
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "TP2 EP2": {"tensor": 2, "expert": 2},
+    "PP2 VPP2": {"pipeline": 2, "virtual_pipeline": 2},
+}
+
+
+def run_config(hf_dir: str, sizes: dict[str, Any]):
+    from megatron_dppo.config import schema as s
+
+    return s.TrainConfig(
+        run=s.RunConfig(directory="unused", steps=1),
+        model=s.ModelConfig(hf_checkpoint=hf_dir, dtype="float32"),
+        data=s.DataConfig(train="unused"),
+        rollout=s.RolloutConfig(prompts_per_step=2, group_size=2, max_response_tokens=64),
+        training=s.TrainingConfig(prompts_per_mini_batch=2, micro_batch_tokens=128),
+        optimizer=s.OptimizerConfig(lr=1e-3),
+        parallel=s.ParallelConfig(world_size=2, **sizes),
+    )
+
+
+def megatron_loads(folder: str) -> list[str]:
+    """Fill zeroed models through Megatron-Core's loader; names of parameters that differ from the original."""
+    from megatron_dppo.trainer.trainer import Trainer  # before megatron: it prepares the platform
+
+    from megatron.core import dist_checkpointing, parallel_state  # isort: skip
+
+    wrong = []
+    for family, layouts in LAYOUTS.items():
+        for sizes in layouts:
+            trainer = Trainer(run_config(f"{folder}/{family}", sizes))
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            metadata = {"dp_cp_group": group}
+            expected = [{n: p.clone() for n, p in c.named_parameters()} for c in trainer.chunks]
+            for p in (p for chunk in trainer.chunks for p in chunk.parameters()):
+                p.data.zero_()
+            state = {
+                str(number): chunk.sharded_state_dict(metadata=metadata)
+                for number, chunk in enumerate(trainer.chunks)
+            }
+            loaded = dist_checkpointing.load(state, f"{folder}/{family} torch_dist/release")
+            for number, chunk in enumerate(trainer.chunks):
+                chunk.load_state_dict(loaded[str(number)], strict=True)
+                wrong += [
+                    f"{family} {sizes} {n}"
+                    for n, p in chunk.named_parameters()
+                    if not torch.equal(p, expected[number][n])
+                ]
+            trainer.close()
+    return wrong
+
+
+def save_run(folder: str) -> None:
+    """A run's checkpoint, weights and optimizer, under each of RUNS."""
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.trainer import Trainer
+
+    for name, sizes in RUNS.items():
+        trainer = Trainer(run_config(f"{folder}/qwen3_moe", sizes))
+        CheckpointStore(f"{folder}/{name}", keep=1).save(trainer, 1, {})
+        trainer.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    from megatron_dppo.checkpoint_conversion.streaming import hf_to_torch_dist
+    from tests.tiny_models import save_tiny_model
+
+    root = Path(tmp_path_factory.mktemp("torch_dist"))
+    for family, options in FAMILIES.items():
+        hf = save_tiny_model(root / family, family, vocab_size=515, **options)
+        hf_to_torch_dist(hf, root / f"{family} torch_dist")
+    return root
+
+
+@pytest.mark.distributed
+def test_megatron_core_loads_what_was_written_without_it(folder):
+    worker = "tests.distributed.test_conversion_torch_dist:megatron_loads"
+    assert run_ranks(worker, 2, str(folder), timeout=600) == [[], []]
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_of_a_training_run_becomes_hugging_faces(folder):
+    from safetensors.torch import load_file
+
+    from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
+
+    run_ranks("tests.distributed.test_conversion_torch_dist:save_run", 2, str(folder), timeout=600)
+    original = load_file(folder / "qwen3_moe" / "model.safetensors")
+    for name in RUNS:
+        (metadata,) = (folder / name).rglob(".metadata")
+        back = folder / f"{name} back"
+        megatron_to_hf(metadata.parent, back, hf_config=folder / "qwen3_moe")
+        found = load_file(back / "model.safetensors")
+        assert found.keys() == original.keys()
+        assert all(torch.equal(found[k], original[k]) for k in original)

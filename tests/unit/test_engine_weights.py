@@ -1,0 +1,173 @@
+"""EngineWeights against a canned HTTP server: refusals, lost servers, keys, the bucket's bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.rollout.engine_weights import EngineWeights
+from megatron_dppo.rollout.errors import (
+    EngineAnswerError,
+    EngineLostError,
+    EngineMismatchError,
+    EngineRequestError,
+)
+from tests.unit.test_engine_checksums import model_shape
+
+SERVER_INFO = {
+    "device": "cpu",
+    "dtype": "float32",
+    "tp_size": 1,
+    "pp_size": 1,
+    "dp_size": 1,
+    "ep_size": 1,
+    "quantization": None,
+}
+
+
+class Engine(ThreadingHTTPServer):
+    """Answers every path with the (status, body) set for it, and remembers what was asked."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answers: dict[str, tuple[int, str]] = {"/server_info": (200, json.dumps(SERVER_INFO))}
+        self.asked: list[tuple[str, str | None]] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def info(self, **changes: Any) -> None:
+        self.answers["/server_info"] = (200, json.dumps(SERVER_INFO | changes))
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Engine
+
+    def do_GET(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        path = self.path.split("?")[0]
+        self.server.asked.append((self.path, self.headers["Authorization"]))
+        status, body = self.server.answers.get(path, (200, "{}"))
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def do_POST(self) -> None:
+        self.do_GET()
+
+    def log_message(self, *_: object) -> None:
+        return
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    server = Engine()
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def weights(engine: Engine) -> EngineWeights:
+    return EngineWeights(
+        engine.url, model_shape(), "float32", api_key="user", admin_api_key="admin", timeout_s=5
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ep_size": 2}, "ep_size is 2; .* expected 1"),
+        ({"dp_size": 4}, "dp_size is 4"),
+        ({"quantization": "fp8"}, "quantization is 'fp8', expected none"),
+        ({"dtype": "bfloat16"}, "the engine's weights are bfloat16, the trainer's float32"),
+    ],
+)
+def test_servers_that_cannot_be_verified_are_refused(
+    engine: Engine, changes: dict[str, Any], message: str
+) -> None:
+    engine.info(**changes)
+    with pytest.raises(EngineMismatchError, match=message):
+        weights(engine)
+
+
+def test_errors_say_whether_the_server_refused_or_is_lost(engine: Engine) -> None:
+    control = weights(engine)
+    engine.answers["/end_weight_update"] = (400, "no session is open")
+    with pytest.raises(EngineRequestError, match="HTTP 400: no session is open") as refused:
+        control.end()
+    assert refused.value.status == 400
+    engine.answers["/end_weight_update"] = (503, "")
+    with pytest.raises(EngineLostError, match="HTTP 503"):
+        control.end()
+    engine.answers["/end_weight_update"] = (200, "<html>")
+    with pytest.raises(EngineAnswerError, match="no JSON object: '<html>'"):
+        control.end()
+    engine.shutdown()
+    engine.server_close()
+    with pytest.raises(EngineLostError, match="end_weight_update"):
+        control.end()
+
+
+def test_keys_go_where_they_belong(engine: Engine) -> None:
+    weights(engine).resume()
+    assert engine.asked == [
+        ("/server_info", "Bearer user"),
+        ("/continue_generation", "Bearer admin"),
+    ]
+
+
+def test_a_version_that_does_not_stick_is_an_error(engine: Engine) -> None:
+    engine.answers["/model_info"] = (200, '{"weight_version": "6"}')
+    control = weights(engine)
+    control.set_version("6")
+    with pytest.raises(EngineAnswerError, match="'6' after it was set to '7'"):
+        control.set_version("7")
+
+
+def test_checksums_come_by_rank_and_completely(engine: Engine) -> None:
+    engine.info(tp_size=2)
+    control = weights(engine)
+
+    def rank(number: int) -> dict[str, Any]:
+        place = [{"tp_rank": number}]
+        return {"checksums": {"a": str(number)}, "parallelism_info": place}
+
+    engine.answers["/weights_checker"] = (200, json.dumps({"ranks": [rank(1), rank(0)]}))
+    assert control.checksums() == [{"a": "0"}, {"a": "1"}]
+    engine.answers["/weights_checker"] = (200, json.dumps({"ranks": [rank(1)]}))
+    with pytest.raises(EngineAnswerError, match=r"ranks \[1\], expected 0 to 1"):
+        control.checksums()
+
+
+def test_busy_engine_is_resumed(engine: Engine) -> None:
+    control = weights(engine)
+    engine.answers["/flush_cache"] = (400, "requests are running")
+    engine.asked.clear()
+    assert not control.pause_when_idle(0)
+    paths = [path.split("?")[0] for path, _ in engine.asked]
+    assert paths == ["/pause_generation", "/flush_cache", "/continue_generation"]
+
+
+def test_a_bucket_is_aligned_bytes_in_two_buffers(engine: Engine) -> None:
+    control = weights(engine)
+    narrow = torch.tensor([1.0, -2.0, 3.0], dtype=torch.bfloat16)
+    wide = torch.tensor([[0.5, 2.0]])
+    first = control.pack([("narrow", narrow), ("wide", wide)])
+    assert first.names == ("wide", "narrow")
+    assert first.dtypes == ("float32", "bfloat16")
+    assert first.shapes == ((1, 2), (3,))
+    # fp32 0.5, 2.0 and bf16 1, -2, 3, little-endian.
+    content = "0000003f 00000040 803f 00c0 4040".replace(" ", "")
+    assert bytes(first.data.tolist()).hex() == content
+    second = control.pack([("narrow", narrow)])
+    assert bytes(first.data.tolist()).hex() == content
+    third = control.pack([("narrow", narrow)])
+    assert third.data.data_ptr() == first.data.data_ptr() != second.data.data_ptr()

@@ -1,0 +1,155 @@
+"""The demo's material: disjoint splits, right answers, a tokenizer that fits, a cache that
+tells.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from examples.tiny_moe import prepare as prepare_module
+from examples.tiny_moe.make_data import (
+    ESTIMATE_RANGE,
+    WORKED_OUT_SHARE,
+    expressions,
+    make_data,
+    running_totals,
+    worked_out,
+)
+from examples.tiny_moe.make_model import make_model, make_tokenizer
+from examples.tiny_moe.prepare import prepare
+from megatron_dppo.data.problems import load_problems, load_tokenizer
+from megatron_dppo.rewards import find_reward
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    make_data(folder, seed=1)
+    return {name: read(folder / f"{name}.jsonl") for name in ("train", "held_out", "warm_start")}
+
+
+def test_running_totals_by_hand():
+    assert running_totals("3+5-2+4") == [8, 6, 10]
+    assert running_totals("5-5+1-1") == [0, 1, 0]
+    assert worked_out("3+5-2+4") == "8 6 = 10"
+
+
+def test_expressions_are_distinct_and_never_negative():
+    everything = list(expressions())
+    assert len(set(everything)) == len(everything) == 2955
+    assert all(min(running_totals(e)) >= 0 for e in everything)
+    assert "1-1-1+5" not in everything
+
+
+def test_splits_are_disjoint_and_answers_right(data):
+    train, held_out = ({r["prompt"] for r in data[name]} for name in ("train", "held_out"))
+    assert len(held_out) == 200
+    assert not train & held_out
+    assert train | held_out == set(expressions())
+    assert {r["prompt"] for r in data["warm_start"]} <= train
+    for record in data["train"] + data["held_out"]:
+        assert record["answer"] == str(eval(record["prompt"]))
+
+
+def test_the_warm_start_mixes_two_writers(data):
+    reward = find_reward("exact_integer")
+    worked = [r for r in data["warm_start"] if not r["response"].startswith("=")]
+    guessed = [r for r in data["warm_start"] if r["response"].startswith("=")]
+    assert len(worked) / len(data["warm_start"]) == pytest.approx(WORKED_OUT_SHARE, abs=0.02)
+    for record in worked:
+        assert reward(record["response"], str(eval(record["prompt"]))) == 1.0
+    errors = [int(r["response"][1:]) - eval(r["prompt"]) for r in guessed]
+    assert {abs(e) for e in errors} == set(range(ESTIMATE_RANGE + 1))
+    assert errors.count(0) / len(errors) < 0.15
+
+
+def test_seeds_give_other_splits(tmp_path, data):
+    make_data(tmp_path / "a", seed=1)
+    make_data(tmp_path / "b", seed=2)
+    assert read(tmp_path / "a" / "held_out.jsonl") == data["held_out"]
+    assert read(tmp_path / "b" / "held_out.jsonl") != data["held_out"]
+
+
+def test_tokenizer_round_trip_and_chat_template(tmp_path, data):
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode("8 6 = 10")
+    assert tokenizer.convert_ids_to_tokens(ids) == ["8", "6", "=", "10"]
+    assert tokenizer.decode([*ids, tokenizer.eos_token_id], skip_special_tokens=True) == "8 6 = 10"
+    for record in data["warm_start"][:500]:
+        assert tokenizer.decode(tokenizer.encode(record["response"])) == record["response"]
+        assert tokenizer.unk_token_id not in tokenizer.encode(record["prompt"])
+    path = tmp_path / "problems.jsonl"
+    path.write_text('{"prompt": "3+5-2+4", "answer": "10"}')
+    (problem,) = load_problems(
+        path, tokenizer, max_prompt_tokens=9, apply_chat_template=True
+    ).problems
+    tokens = tokenizer.convert_ids_to_tokens(list(problem.prompt_ids))
+    assert tokens == ["<user>", "3", "+", "5", "-", "2", "+", "4", "<assistant>"]
+
+
+def test_the_model_is_a_qwen3_moe_in_small(tmp_path):
+    parameters = make_model(tmp_path, seed=1)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    config = model.config
+    assert 1_000_000 <= parameters == sum(p.numel() for p in model.parameters()) <= 4_000_000
+    assert (config.num_experts, config.num_experts_per_tok) == (8, 2)
+    assert config.num_key_value_heads < config.num_attention_heads
+    assert not config.tie_word_embeddings
+    assert config.vocab_size == len(load_tokenizer(tmp_path))
+    assert any("q_norm" in name for name, _ in model.named_parameters())
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The warm starts that were run, stood in for by a folder where its result would be."""
+    made = []
+
+    def stand_in(folder, seed, overrides):
+        made.append((seed, list(overrides)))
+        (folder / "warm").mkdir()
+
+    monkeypatch.setattr(prepare_module, "_warm_start", stand_in)
+    return made
+
+
+def test_material_is_made_once(tmp_path, calls, capsys):
+    material = prepare(1, tmp_path)
+    assert material.train.is_file()
+    assert material.held_out.is_file()
+    assert material.warm_checkpoint.is_dir()
+    assert prepare(1, tmp_path) == material
+    assert calls == [(1, [])]
+    assert "is there" in capsys.readouterr().out
+
+
+def test_another_seed_lies_beside_and_other_overrides_make_it_anew(tmp_path, calls):
+    prepare(1, tmp_path)
+    assert prepare(2, tmp_path).folder != prepare(1, tmp_path).folder
+    assert calls == [(1, []), (2, [])]
+    prepare(1, tmp_path, ["run.steps=5"])
+    prepare(1, tmp_path)
+    assert calls[2:] == [(1, ["run.steps=5"]), (1, [])]
+
+
+def test_material_that_was_interrupted_is_made_again(tmp_path, calls):
+    folder = prepare(1, tmp_path).folder
+    (folder / "made_from.json").unlink()
+    (folder / "rubbish").touch()
+    prepare(1, tmp_path)
+    assert len(calls) == 2
+    assert not (folder / "rubbish").exists()
+
+
+def test_a_failed_warm_start_ends_the_demo_and_leaves_nothing_finished(tmp_path, monkeypatch):
+    monkeypatch.setattr(prepare_module, "SUPERVISED", "megatron_dppo.no_such_module")
+    with pytest.raises(SystemExit, match="the warm start ended with exit code 1"):
+        prepare(1, tmp_path)
+    assert not (tmp_path / "seed-1" / "made_from.json").exists()

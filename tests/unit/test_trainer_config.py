@@ -1,0 +1,110 @@
+"""TransformerConfig of each family and layout, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
+from megatron_dppo.checkpoint_conversion import ModelShape
+from megatron_dppo.config import schema as s
+from megatron_dppo.trainer.megatron_config import sequence_parallel, transformer_config
+from megatron_dppo.trainer.topology import layout_of
+
+MOE = ModelShape(
+    family="qwen3_moe", num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2,
+    head_dim=16, ffn_hidden_size=128, vocab_size=515, tied_embeddings=False, norm_eps=1e-6,
+    rope_theta=1e6, rope_scaling=None, max_position_embeddings=2048, dtype="float32",
+    num_experts=8, experts_per_token=2, moe_ffn_hidden_size=32, norm_topk_prob=True,
+)  # fmt: skip
+DENSE = replace(MOE, family="qwen2", num_experts=0)
+
+
+def config(parallel: dict[str, Any], **sections: Any) -> s.PolicyConfig:
+    return s.PolicyConfig(
+        run=s.RunConfig(directory="unused", steps=1),
+        model=s.ModelConfig(hf_checkpoint="unused", dtype=sections.get("dtype", "float32")),
+        training=s.StepConfig(micro_batch_tokens=64, recompute=sections.get("recompute", "none")),
+        optimizer=s.OptimizerConfig(lr=1e-3),
+        parallel=s.ParallelConfig(**parallel),
+        megatron=sections.get("megatron", {}),
+    )
+
+
+def built(shape: ModelShape, parallel: dict[str, Any], **sections: Any):
+    c = config(parallel, **sections)
+    return transformer_config(c, shape, layout_of(c.parallel, is_moe=shape.is_moe))
+
+
+def test_mixture_of_experts_routes_as_transformers_does() -> None:
+    t = built(MOE, {})
+    assert (t.num_moe_experts, t.moe_router_topk, t.moe_ffn_hidden_size) == (8, 2, 32)
+    assert (t.moe_router_load_balancing_type, t.moe_aux_loss_coeff) == ("none", 0.0)
+    assert (t.moe_router_dtype, t.moe_router_score_function) == ("fp32", "softmax")
+    assert not t.moe_router_pre_softmax
+    assert built(replace(MOE, norm_topk_prob=False), {}).moe_router_pre_softmax
+    assert t.qk_layernorm
+    assert not t.add_qkv_bias
+    assert t.calculate_per_token_loss
+
+
+def test_qwen2_has_biases_and_no_qk_norm() -> None:
+    t = built(DENSE, {})
+    assert t.add_qkv_bias
+    assert not t.qk_layernorm
+    assert t.num_moe_experts is None
+
+
+def test_pipelines() -> None:
+    plain = built(MOE, {"world_size": 2, "pipeline": 2})
+    assert plain.variable_seq_lengths
+    assert plain.deallocate_pipeline_outputs
+    interleaved = built(MOE, {"world_size": 2, "pipeline": 2, "virtual_pipeline": 2})
+    assert not interleaved.variable_seq_lengths
+    assert interleaved.virtual_pipeline_model_parallel_size == 2
+
+
+def test_precision_and_recompute() -> None:
+    t = built(MOE, {}, dtype="bfloat16", recompute="full")
+    assert (t.params_dtype, t.pipeline_dtype, t.bf16) == (torch.bfloat16, torch.bfloat16, True)
+    assert (t.recompute_granularity, t.recompute_method, t.recompute_num_layers) == (
+        "full", "uniform", 1,
+    )  # fmt: skip
+    assert built(MOE, {}, recompute="selective").recompute_modules == ["core_attn"]
+
+
+def test_megatron_table_comes_last_and_is_checked() -> None:
+    assert built(MOE, {}, megatron={"moe_z_loss_coeff": 0.25}).moe_z_loss_coeff == 0.25
+    with pytest.raises(ValueError, match=r"megatron\.moe_z_los"):
+        built(MOE, {}, megatron={"moe_z_los": 0.25})
+    with pytest.raises(ValueError, match=r"parallel\.tensor"):
+        built(MOE, {}, megatron={"tensor_model_parallel_size": 2})
+    with pytest.raises(ValueError, match="differ in length between ranks"):
+        built(MOE, {}, megatron={"moe_token_dispatcher_type": "allgather"})
+
+
+def test_layout_defaults() -> None:
+    def sizes(is_moe: bool, **parallel: Any) -> tuple[int, int]:
+        layout = layout_of(s.ParallelConfig(**parallel), is_moe=is_moe)
+        return layout.expert_tensor, layout.data
+
+    assert sizes(True, world_size=2, tensor=2) == (2, 1)
+    assert sizes(True, world_size=4, tensor=2, expert=2) == (1, 2)
+    assert sizes(True, world_size=8, tensor=2, expert=2, expert_tensor=2) == (2, 4)
+    assert sizes(False, world_size=4, pipeline=2) == (1, 2)
+
+
+def test_layouts_that_train_wrongly_are_refused() -> None:
+    with pytest.raises(ValueError, match="gradients are not synchronised"):
+        layout_of(s.ParallelConfig(world_size=2, tensor=2, expert_tensor=1), is_moe=True)
+    with pytest.raises(ValueError, match="world_size 3 is not a multiple of tensor 2"):
+        layout_of(s.ParallelConfig(world_size=3, tensor=2), is_moe=True)
+    with pytest.raises(ValueError, match="trains only with sequence parallelism"):
+        sequence_parallel(s.ParallelConfig(world_size=2, tensor=2, sequence=False), is_moe=True)
+    with pytest.raises(ValueError, match=r"parallel\.tensor is 1"):
+        sequence_parallel(s.ParallelConfig(sequence=True), is_moe=True)
+    assert sequence_parallel(s.ParallelConfig(world_size=2, tensor=2), is_moe=True)
+    assert not sequence_parallel(s.ParallelConfig(world_size=2, tensor=2), is_moe=False)

@@ -1,0 +1,74 @@
+"""Packed micro-batches as the model and the schedules take them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
+from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.trainer.errors import NonFiniteLossError
+from megatron_dppo.trainer.microbatch import check_micro_batches, model_inputs, pad_to
+
+
+def batch(pad_multiple: int = 1):
+    def sample(index: int, prompt: list[int], response: list[int]) -> TrainingSample:
+        n = len(response)
+        return TrainingSample(
+            prompt_ids=prompt,
+            response_ids=response,
+            advantage=1.0,
+            rollout_log_probs=[-1.0] * n,
+            recomputed_log_probs=None,
+            topk_ids=np.zeros((n, 2), np.int32),
+            topk_log_probs=np.zeros((n, 2), np.float32),
+            index=index,
+        )
+
+    return pack([sample(4, [1], [2, 3]), sample(9, [5, 6], [7])], pad_multiple=pad_multiple)
+
+
+def test_model_inputs_are_one_row_of_packed_sequences() -> None:
+    inputs = model_inputs(batch())
+    assert inputs["input_ids"].tolist() == [[1, 2, 3, 5, 6, 7]]
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
+    packed = inputs["packed_seq_params"]
+    assert packed.qkv_format == "thd"
+    assert packed.cu_seqlens_q.tolist() == [0, 3, 6]
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 3
+    assert inputs["attention_mask"] is None
+
+
+def test_padding_is_one_more_sequence_without_loss() -> None:
+    padded = pad_to(batch(), 10)
+    assert padded.num_tokens == 10
+    assert padded.token_ids.tolist() == [1, 2, 3, 5, 6, 7, 0, 0, 0, 0]
+    assert padded.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3]
+    assert padded.cu_seqlens.tolist() == [0, 3, 6, 10]
+    assert padded.cu_seqlens.dtype == torch.int32
+    assert padded.max_seqlen == 4
+    assert padded.sequence_index.tolist() == [4, 9, -1]
+    assert padded.loss_mask.tolist() == [True, True, False, False, True] + [False] * 5
+    assert padded.rollout_topk_ids.shape == (10, 2)
+    assert not padded.rollout_topk_valid[6:].any()
+    same = batch()
+    assert pad_to(same, 6) is same
+
+
+def test_counts_and_lengths_are_checked() -> None:
+    check_micro_batches([batch(4)] * 4, pad_multiple=4, count_multiple=2)
+    with pytest.raises(ValueError, match="3 micro-batches, expected a positive multiple of 2"):
+        check_micro_batches([batch()] * 3, pad_multiple=1, count_multiple=2)
+    with pytest.raises(ValueError, match="0 micro-batches"):
+        check_micro_batches([], pad_multiple=1, count_multiple=1)
+    with pytest.raises(ValueError, match="micro-batch 0 has 6 tokens, expected a multiple of 4"):
+        check_micro_batches([batch()], pad_multiple=4, count_multiple=1)
+
+
+def test_error_names_the_places() -> None:
+    culprits = [{"dp_rank": 1, "micro_batch": 2, "sequences": [4, 9]}]
+    text = str(NonFiniteLossError(float("nan"), culprits))
+    assert "data-parallel rank 1, micro-batch 2, sequences [4, 9]" in text
+    assert "gradient norm nan" in text
+    assert "every micro-batch's loss is finite" in str(NonFiniteLossError(float("inf"), []))

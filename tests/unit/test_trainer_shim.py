@@ -1,0 +1,78 @@
+"""The shim's rewriting of megatron's modules, in interpreters that see no CUDA."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_dppo.trainer.cpu import megatron_shim
+from tests.ranks import run_ranks
+
+SOURCE = """
+def f():
+    inner = lambda d='cuda': (d, {'cuda', 'other'}, 'torch.cuda.HalfTensor')
+    return 'cuda', inner()
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+def test_literals_are_rewritten_at_any_depth() -> None:
+    scope: dict[str, Any] = {}
+    exec(megatron_shim._on_cpu(compile(SOURCE, "x", "exec")), scope)
+    assert scope["f"]() == ("cpu", ("cpu", {"cpu", "other"}, "torch.HalfTensor"))
+
+
+def worker() -> dict[str, bool]:
+    import megatron_dppo.trainer
+
+    assert megatron_dppo.trainer is not None
+    from megatron.core.jit import jit_fuser, noop_decorator
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer.moe import moe_utils
+
+    tracker = CudaRNGStatesTracker()
+    torch.manual_seed(1)
+    tracker.add("experts", 7)
+    before = torch.get_rng_state()
+    with tracker.fork("experts"):
+        first = torch.rand(3)
+    with tracker.fork("experts"):
+        second = torch.rand(3)
+    outside = torch.get_rng_state()
+    torch.manual_seed(7)
+    return {
+        "nothing is compiled": jit_fuser is noop_decorator,
+        "modules come from the loader": type(moe_utils.__loader__) is megatron_shim._Loader,
+        "the device is the CPU": torch.cuda.current_device() == torch.device("cpu"),
+        "tensors stay": torch.zeros(1).cuda().device.type == "cpu",
+        "a fork leaves the default stream": torch.equal(before, outside),
+        "a fork goes on where it was left": not torch.equal(first, second),
+        "a fork is its own seed's stream": torch.equal(torch.rand(3), first),
+    }
+
+
+def test_megatron_runs_on_the_cpu() -> None:
+    (found,) = run_ranks("tests.unit.test_trainer_shim:worker", 1)
+    assert found == dict.fromkeys(found, True)
+
+
+def test_megatron_imported_before_is_an_error() -> None:
+    script = (
+        "import sys, types\n"
+        "sys.modules['megatron'] = types.ModuleType('megatron')\n"
+        "sys.modules['megatron.core'] = types.ModuleType('megatron.core')\n"
+        "import megatron_dppo.trainer\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 1
+    assert "RuntimeError: megatron.core was imported before megatron_dppo.trainer" in done.stderr
