@@ -19,7 +19,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.local import run_local
-from megatron_dppo.logging import fatal
+from megatron_dppo.logging import configure_logging, fatal
 
 MODULE = "megatron_dppo.supervised"
 
@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return run_local(config, MODULE)
     except (ConfigError, LaunchError) as error:
         fatal(str(error))
+    # First, so that what the libraries say while they are imported goes to the log.
+    configure_logging(config.run.directory, int(os.environ["RANK"]))
     from megatron_dppo.loop.supervised_run import run_supervised_rank
 
     run_supervised_rank(config)

@@ -22,7 +22,7 @@ from megatron_dppo.config import (
     resolved_yaml,
 )
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.logging import fatal
+from megatron_dppo.logging import configure_logging, fatal
 
 MODULE = "megatron_dppo.train"
 INTERRUPTED = 130
@@ -108,6 +108,8 @@ def _check_world(config: TrainConfig, source: str) -> None:
 
 
 def _run_rank(config: TrainConfig) -> int:
+    # First, so that what the libraries say while they are imported goes to the log.
+    configure_logging(config.run.directory, int(os.environ["RANK"]))
     from megatron_dppo.loop import run_rank
 
     run_rank(config)

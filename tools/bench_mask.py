@@ -13,10 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 
@@ -52,7 +54,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
-        codes = [p.wait() for p in start_ranks(options, result_path)]
+        codes = wait_for(start_ranks(options, result_path))
         if any(codes):
             print(f"ranks ended with exit codes {codes}", file=sys.stderr)
             return 1
@@ -67,6 +69,19 @@ def main() -> int:
     if options.png:
         report.draw(result, options.png)
     return 0
+
+
+def wait_for(ranks: list[subprocess.Popen]) -> list[int]:
+    """Exit codes; when one rank fails or this process is told to end, the others are killed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
+            time.sleep(0.1)
+    finally:
+        for p in ranks:
+            if p.poll() is None:
+                p.kill()
+    return [p.wait() for p in ranks]
 
 
 def start_ranks(options: argparse.Namespace, result: Path) -> list[subprocess.Popen]:

@@ -28,7 +28,7 @@ LARGEST_TERM = 5
 LARGEST_TOTAL = TERMS * LARGEST_TERM
 HELD_OUT = 200
 WARM_START_PAIRS = 40_000
-WORKED_OUT_SHARE = 0.45
+WORKED_OUT_SHARE = 0.4
 """Of the warm start's responses; the rest are estimates."""
 ESTIMATE_RANGE = 5
 """An estimate is uniform within this distance of the answer, and never negative."""

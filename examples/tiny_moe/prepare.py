@@ -17,6 +17,7 @@ import argparse
 import fcntl
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -111,7 +112,8 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
         f"data.train={folder / 'warm_start.jsonl'}",
         *overrides,
     ]
-    code = subprocess.run(command, check=False).returncode
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # its matrices are too small for two
+    code = subprocess.run(command, check=False, env=one_thread).returncode
     if code != 0:
         raise SystemExit(f"the warm start ended with exit code {code}; its output is above")
     (run / "hf").rename(folder / "warm")

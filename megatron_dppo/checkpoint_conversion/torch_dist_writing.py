@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import warnings
@@ -39,6 +40,9 @@ from megatron_dppo.checkpoint_conversion.torch_dist import GlobalPlace, global_p
 ReadRows = Callable[[str, int, int], torch.Tensor]
 """(Hugging Face name, first row, rows) -> rows, called once for every row of every tensor, in order."""
 
+RECLAIM_BYTES = 128 << 20
+"""Written bytes after which memory is reclaimed."""
+
 BACKEND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -67,10 +71,19 @@ def write_torch_dist(folder: Path, shape: ModelShape, dtype: torch.dtype, read: 
     empty = io.BytesIO()
     torch.save([None], empty)  # Megatron stores the list of a key's objects
 
+    unreclaimed = 0
+
     def resolve(number: int) -> torch.Tensor | io.BytesIO:
-        if number < len(chunks):
-            return _assemble(chunks[number], dtype, read)
-        return io.BytesIO(empty.getvalue())
+        nonlocal unreclaimed
+        if number >= len(chunks):
+            return io.BytesIO(empty.getvalue())
+        # torch.save leaves each tensor in a reference cycle until the collector runs.
+        if unreclaimed > RECLAIM_BYTES:
+            gc.collect()
+            unreclaimed = 0
+        rows = _assemble(chunks[number], dtype, read)
+        unreclaimed += rows.numel() * rows.dtype.itemsize
+        return rows
 
     items = [_tensor_item(chunk, shape, dtype) for chunk in chunks]
     items += [

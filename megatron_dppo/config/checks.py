@@ -186,17 +186,6 @@ def _topk(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
-def _dispatcher_fits(config: TrainConfig, model: ModelFacts) -> Problems:
-    p, dispatcher = config.parallel, config.megatron.get("moe_token_dispatcher_type")
-    on_cpu = config.engine.device == "cpu"
-    if dispatcher == "alltoall" and p.expert > 1 and p.expert_tensor_size > 1 and on_cpu:
-        yield (
-            "megatron.moe_token_dispatcher_type: got 'alltoall' with expert "
-            f"{p.expert} x expert_tensor {p.expert_tensor_size} on a CPU, expected 'allgather' or "
-            "nothing: gloo's all-to-all fails in this layout"
-        )
-
-
 CHECKS: tuple[Check, ...] = (
     world_problems,
     _mini_batches,
@@ -210,7 +199,6 @@ CHECKS: tuple[Check, ...] = (
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     *LAYOUT_CHECKS,
-    _dispatcher_fits,
     _router_replay,
     _lengths,
     _topk,

@@ -95,7 +95,14 @@ SGLANG_FIXED: Mapping[str, str] = {
 
 def megatron_problems(table: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the ``megatron:`` table."""
-    return _problems("megatron", table, transformer_config_fields, (MEGATRON_OWNED, MEGATRON_FIXED))
+    yield from _problems(
+        "megatron", table, transformer_config_fields, (MEGATRON_OWNED, MEGATRON_FIXED)
+    )
+    if table.get("moe_token_dispatcher_type") == "allgather":
+        yield (
+            "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
+            "packed micro-batches differ in length between ranks"
+        )
 
 
 def sglang_problems(table: Mapping[str, Any], *, required: bool) -> Iterator[str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from megatron_dppo.data.packing import TrainingSample, pack
 from megatron_dppo.loop.batches import BatchLayout
@@ -45,6 +46,7 @@ def transformers_log_probs(
     folder: str | Path, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
 ) -> list[torch.Tensor]:
     """log pi of each response token, fp32, one tensor a sequence."""
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     answers = []
     for prompt, response in sequences:

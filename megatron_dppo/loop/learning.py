@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -57,10 +58,15 @@ class Learner:
         if first is None:
             return {}
         return {
-            **means(total.values()),
+            **_measured(means(total.values())),
             names.GAP_ON_POLICY: means(first.values())[names.GAP],
             names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
             "optimizer/grad_norm_max": max(grad_norms),
             "optimizer/lr": lr,
             "optimizer/steps": len(batches),
         }
+
+
+def _measured(values: dict[str, float]) -> dict[str, float]:
+    """``values`` without the means over no token, such as the masked share of A < 0 where every advantage is 0."""
+    return {name: value for name, value in values.items() if not math.isnan(value)}

@@ -12,26 +12,30 @@ import torch
 
 from megatron_dppo.algorithms.presets import Algorithm, build_algorithm
 from megatron_dppo.checkpoint_conversion import load_model_shape
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import DataError, ProblemSet, load_problems, load_tokenizer
-from megatron_dppo.data.rollout_codec import save_batch
+from megatron_dppo.data.rollout_codec import RolloutFormatError, save_batch
 from megatron_dppo.data.sampler import ProblemSampler
-from megatron_dppo.logging import configure_logging, fatal
+from megatron_dppo.logging import fatal
+from megatron_dppo.loop.endpoint import EngineUnavailableError
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.export_check import max_log_prob_difference
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder
 from megatron_dppo.loop.rollouts import GeneratedRollouts, ReplayedRollouts, RolloutSource
-from megatron_dppo.loop.state import RunState
+from megatron_dppo.loop.state import ResumeError, RunState
 from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.timing import PhaseTimer
-from megatron_dppo.rewards import Verifier
+from megatron_dppo.rewards import Verifier, VerifierError
+from megatron_dppo.rollout.errors import EngineError
 from megatron_dppo.rollout.generation import GenerationJob
 from megatron_dppo.rollout.requests import RoutedShape, SamplingParams
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.distributed import any_rank
+from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.types import Problem, Rollout
@@ -39,17 +43,31 @@ from megatron_dppo.types import Problem, Rollout
 log = logging.getLogger(__name__)
 
 EXPORT_CHECK_SEQUENCES = 16
+EXPECTED_ERRORS = (
+    CheckpointError,
+    DataError,
+    EngineError,
+    EngineUnavailableError,
+    NonFiniteLossError,
+    ResumeError,
+    RolloutFormatError,
+    VerifierError,
+)
+"""What can end a run without a fault in the code: the message says all, a traceback would bury it."""
 
 
 def run_rank(config: TrainConfig) -> None:
     """Train until ``run.steps``, or until a clean stop; then leave a checkpoint behind. Collective over all ranks."""
-    configure_logging(config.run.directory, int(os.environ.get("RANK", "0")))
     stop = StopFlag().install()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        data = RunData(config)
-    except DataError as error:
-        fatal(str(error))
+        _run(config, stop)
+    except EXPECTED_ERRORS as error:
+        fatal(f"{type(error).__name__}: {error}")
+
+
+def _run(config: TrainConfig, stop: StopFlag) -> None:
+    data = RunData(config)
     with ExitStack() as stack:
         run = Run(config, data, stop, stack)
         try:
@@ -115,6 +133,7 @@ class Run:
         )
         self.source = self._rollout_source()
         self.last_batch: list[Rollout] = []
+        self._counted_updates = (0, 0)
 
     # --- the run's story
 
@@ -168,13 +187,13 @@ class Run:
         latest = None if config.resume == "never" else self.store.latest()
         if latest is None:
             if config.resume == "required":
-                raise ValueError(
+                raise ResumeError(
                     f"run.resume: required, but {config.directory}/checkpoints holds no complete checkpoint"
                 )
             return RunState(sampler=self.sampler.state_dict(), data_sha256=self.data.train.sha256)
         state = RunState.from_json(self.store.load(self.trainer, latest))
         if state.data_sha256 != self.data.train.sha256:
-            raise ValueError(
+            raise ResumeError(
                 f"data.train: {self.config.data.train} is not the file that {latest.path} was trained on; "
                 "give back that file, or start another run.directory"
             )
@@ -205,14 +224,16 @@ class Run:
         return [self.data.train.problems[i] for i in positions]
 
     def _update_weights(self) -> dict[str, float]:
+        """Push the weights; what this and recoveries since the last call amount to."""
         if self.engine is None:
             return {}
-        before = self.engine.updates, self.engine.verified_updates
         with self.timer("sync"):
             report = self.engine.update_weights(self.state.step)
+        totals = self.engine.updates, self.engine.verified_updates
+        counted, self._counted_updates = self._counted_updates, totals
         return {
-            names.WEIGHT_UPDATES: self.engine.updates - before[0],
-            names.WEIGHT_UPDATES_VERIFIED: self.engine.verified_updates - before[1],
+            names.WEIGHT_UPDATES: totals[0] - counted[0],
+            names.WEIGHT_UPDATES_VERIFIED: totals[1] - counted[1],
             "weights/bytes": report.bytes,
             **{f"weights/{phase}_s": seconds for phase, seconds in report.seconds.items()},
         }

@@ -6,6 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+class ResumeError(ValueError):
+    """A checkpoint does not belong to the run that it should continue."""
+
+
 @dataclass
 class RunState:
     """Position of a run.
@@ -16,8 +20,6 @@ class RunState:
     """
 
     step: int = 0
-    weight_updates: int = 0
-    weight_updates_verified: int = 0
     sampler: dict[str, Any] = field(default_factory=dict)
     data_sha256: str = ""
 
@@ -27,10 +29,10 @@ class RunState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunState:
-        """Inverse of :meth:`to_json`. Raises ValueError naming fields that are missing or unknown."""
+        """Inverse of :meth:`to_json`. Raises ResumeError naming fields that are missing or unknown."""
         expected = set(cls.__dataclass_fields__)
         if set(values) != expected:
-            raise ValueError(
+            raise ResumeError(
                 f"run state in the checkpoint has fields {sorted(values)}, expected {sorted(expected)}; "
                 "it was written by another version"
             )

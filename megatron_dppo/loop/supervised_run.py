@@ -14,7 +14,7 @@ from megatron_dppo.config.schema import SupervisedConfig
 from megatron_dppo.data.packing import PackedBatch, TrainingSample, pack, plan_mini_batch
 from megatron_dppo.data.problems import DataError, Pair, load_pairs, load_tokenizer
 from megatron_dppo.data.sampler import ProblemSampler
-from megatron_dppo.logging import configure_logging, fatal
+from megatron_dppo.logging import fatal
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
@@ -24,7 +24,6 @@ log = logging.getLogger(__name__)
 
 def run_supervised_rank(config: SupervisedConfig) -> None:
     """``run.steps`` optimiser steps on shuffled pairs, then an export. Collective over all ranks."""
-    configure_logging(config.run.directory, int(os.environ.get("RANK", "0")))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     tokenizer = load_tokenizer(config.model.hf_checkpoint)
     try:

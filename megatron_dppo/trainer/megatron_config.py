@@ -137,11 +137,6 @@ def _precision_options(dtype: torch.dtype) -> dict[str, Any]:
 
 def _checked(table: Mapping[str, Any]) -> Mapping[str, Any]:
     problems = list(megatron_problems(table))
-    if table.get("moe_token_dispatcher_type") == "allgather":
-        problems.append(
-            "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
-            "packed micro-batches differ in length between ranks"
-        )
     if problems:
         raise ValueError("\n".join(problems))
     return table

@@ -30,7 +30,6 @@ class Platform:
     distributed_backend: str
     decoder_spec: Callable[[Any, int | None], Any]
     transformer_options: Mapping[str, Any]
-    synchronize: Callable[[], None]
 
 
 def has_cuda() -> bool:
@@ -83,7 +82,6 @@ def _cuda() -> Platform:
             "moe_permute_fusion": True,
             "batch_p2p_comm": True,
         },
-        synchronize=torch.cuda.synchronize,
     )
 
 
@@ -108,5 +106,4 @@ def _cpu() -> Platform:
             "batch_p2p_comm": False,
             "overlap_p2p_comm": False,
         },
-        synchronize=lambda: None,
     )

@@ -107,8 +107,9 @@ class ShardedSave:
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Fill ``state`` from ``folder``, which may have been written under another layout. Collective.
 
-    Raises CheckpointError where the folder holds other tensors than ``state``. ``.metadata`` is
-    unpickled by torch and common.pt is read with ``weights_only``.
+    Raises CheckpointError where the folder holds other tensors than ``state``. torch unpickles
+    ``.metadata``, so a checkpoint is to be trusted like code; tensors and common.pt are read with
+    ``weights_only``.
     """
     try:
         return dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_ALL)

@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -127,14 +128,9 @@ class BroadcastGroup:
         options.rootRank = options.rootTensor = 0
         received = in_background(receive)
         work = self._group.broadcast([data], options)
-
-        def finish_work() -> None:
-            work.wait(self._backend_limit)
-
-        sent = in_background(finish_work)
-        return lambda: wait_all(
-            [received, sent], self._timeout, f"a broadcast of {data.numel()} bytes"
-        )
+        sent = in_background(partial(_finish, work, self._group, self._backend_limit))
+        what = f"a broadcast of {data.numel()} bytes"
+        return lambda: wait_all([received, sent], self._timeout, what)
 
     def abort(self) -> None:
         """Break the group's connections; both sides' pending broadcasts fail."""
@@ -142,6 +138,11 @@ class BroadcastGroup:
             self._group.abort()
             dist.destroy_process_group(self._group)
             self._group = None
+
+
+def _finish(work: dist.Work, group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Wait for ``work``, holding its ``group``: gloo can't cancel, and blocks who drops a busy one."""
+    work.wait(limit)
 
 
 def _gloo_options(address: str, limit: timedelta) -> Any:

@@ -346,7 +346,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("checkpoints")
     save_tiny_model(folder / "hf", "qwen3_moe", layers=4, vocab_size=515)
-    os.environ.get("NOW") or run_ranks(f"{HERE}:write_worker", 2, str(folder))
+    run_ranks(f"{HERE}:write_worker", 2, str(folder))
     return folder
 
 
@@ -373,7 +373,6 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(checkpoints: Path) -> Non
 @pytest.mark.distributed
 def test_faults_leave_older_checkpoints_and_reach_every_rank(checkpoints: Path) -> None:
     reports = run_ranks(f"{HERE}:faults_worker", 2, str(checkpoints), timeout=120)
-    print(reports)
     for got in reports:
         assert got["none yet"]
         for fault, reason in {

@@ -72,7 +72,11 @@ class TrainingRun:
     def __enter__(self) -> TrainingRun:
         with open(self.output, "wb") as file:
             self.process = subprocess.Popen(
-                self._command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                self._command,
+                cwd=ROOT,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         return self
 
@@ -99,8 +103,10 @@ class TrainingRun:
         """The descendant whose command line or environment has all ``words``."""
         for member in self.family()[:-1]:
             try:
-                told = " ".join(member.cmdline()) + " " + " ".join(
-                    f"{k}={v}" for k, v in member.environ().items()
+                told = (
+                    " ".join(member.cmdline())
+                    + " "
+                    + " ".join(f"{k}={v}" for k, v in member.environ().items())
                 )
             except (psutil.NoSuchProcess, psutil.AccessDenied):
                 continue

@@ -1,4 +1,4 @@
-"""The real loop: Megatron-Core in two processes, the SGLang server, weights moved and verified, and what may go wrong."""
+"""The real loop: Megatron-Core in two processes, the SGLang server, verified weights; and what may go wrong."""
 
 import json
 import signal

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import threading
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from megatron_dppo.checkpoint_conversion.families import load_model_shape
-from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
+from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.rollout.engine_weights import EngineWeights, WireBucket
-from megatron_dppo.rollout.server import EngineProcess, free_port
 from megatron_dppo.weight_sync.base import (
     Bucket,
     ChecksumMismatchError,
@@ -33,71 +24,26 @@ from megatron_dppo.weight_sync.base import (
 from megatron_dppo.weight_sync.canary import CanaryError, compare_canary
 from megatron_dppo.weight_sync.distributed import DistributedTransport
 from megatron_dppo.weight_sync.update import WeightUpdater
+from tests.integration.weight_server import (
+    BUCKET_TENSORS,
+    PROMPT,
+    TIMEOUT_S,
+    Generation,
+    Served,
+    Source,
+    Weights,
+    assert_serves,
+    engine_log_probs,
+    engine_weights,
+    read,
+    reference_log_probs,
+    serve,
+    updater,
+)
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
-
-KEY, ADMIN_KEY = "user-key", "admin-key"
-PROMPT = [19, 13, 20, 31, 45, 61, 7]
-TIMEOUT_S = 60.0
-BUCKET_TENSORS = 7
-Weights = dict[str, Tensor]
-E = TypeVar("E", bound=EngineWeights)
-
-
-@dataclass
-class Served:
-    """A running server and the checkpoint that it started from."""
-
-    process: EngineProcess
-    folder: Path
-
-    def weights(self, kind: type[E] = EngineWeights, **options: Any) -> E:
-        return engine_weights(self.process.url, self.folder, kind, **options)
-
-    def request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
-        request = urllib.request.Request(self.process.url + path, json.dumps(body).encode())
-        request.add_header("Content-Type", "application/json")
-        request.add_header("Authorization", f"Bearer {KEY}")
-        return request
-
-    def post(self, path: str, body: dict[str, Any], timeout: float = 120) -> dict[str, Any]:
-        with urllib.request.urlopen(self.request(path, body), timeout=timeout) as answer:
-            return json.loads(answer.read())
-
-
-def engine_weights(
-    url: str, folder: str | Path, kind: type[E] = EngineWeights, **options: Any
-) -> E:
-    options = {"api_key": KEY, "admin_api_key": ADMIN_KEY, "timeout_s": TIMEOUT_S, **options}
-    return kind(url, load_model_shape(folder), "float32", **options)
-
-
-def serve(folder: Path, **sglang: Any) -> Served:
-    config = TrainConfig.model_validate(
-        {
-            "run": {"directory": str(folder / "run"), "steps": 1},
-            "model": {"hf_checkpoint": str(folder), "dtype": "float32"},
-            "data": {"train": "unused.jsonl"},
-            "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 512},
-            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 1024},
-            "optimizer": {"lr": 1e-5},
-            "engine": {"device": "cpu"},
-            "sglang": sglang,
-        }
-    )
-    process = EngineProcess(
-        config,
-        port=free_port("127.0.0.1"),
-        log_path=folder / "engine.log",
-        seed=1,
-        api_key=KEY,
-        admin_api_key=ADMIN_KEY,
-    )
-    process.start()
-    process.wait_healthy()
-    return Served(process, folder)
 
 
 @pytest.fixture(scope="module")
@@ -111,58 +57,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Another checkpoint of the same shape: what the trainer holds after a step."""
     return save_tiny_model(tmp_path_factory.mktemp("trained"), seed=1)
-
-
-class Source:
-    """Weights in buckets; ``between`` runs before the third one."""
-
-    def __init__(self, weights: Weights, between: Callable[[], None] | None = None) -> None:
-        self.weights = weights
-        self.between = between
-
-    def hf_buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        items = list(self.weights.items())
-        for start in range(0, len(items), BUCKET_TENSORS):
-            if start == 2 * BUCKET_TENSORS and self.between is not None:
-                self.between()
-            yield items[start : start + BUCKET_TENSORS]
-
-
-def updater(
-    engine: EngineWeights, source: Any, timeout_s: float = TIMEOUT_S, **config: Any
-) -> WeightUpdater:
-    transport = DistributedTransport(engine, timeout_s=timeout_s)
-    return WeightUpdater(source, transport, WeightSyncConfig(**config), lambda error: error)
-
-
-def read(folder: Path) -> Weights:
-    return load_file(folder / "model.safetensors")
-
-
-def reference_log_probs(folder: Path, tokens: list[int]) -> list[float]:
-    """log p(token | tokens before) of ``tokens[1:]`` by transformers, fp32."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        logits = model(torch.tensor([tokens])).logits[0, :-1]
-    chosen = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])
-    return chosen[:, 0].tolist()
-
-
-def engine_log_probs(served: Served) -> tuple[list[int], list[float], str]:
-    """Prompt and greedy continuation, the log-prob of every token but the first, weight version."""
-    sampling = {"max_new_tokens": 12, "temperature": 0, "ignore_eos": True}
-    body = {"input_ids": PROMPT, "sampling_params": sampling}
-    answer = served.post("/generate", {**body, "return_logprob": True, "logprob_start_len": 0})
-    info = answer["meta_info"]
-    entries = info["input_token_logprobs"][1:] + info["output_token_logprobs"]
-    return PROMPT + answer["output_ids"], [e[0] for e in entries], info["weight_version"]
-
-
-def assert_serves(served: Served, folder: Path, version: int) -> None:
-    tokens, log_probs, label = engine_log_probs(served)
-    assert label == str(version)
-    report = compare_canary([reference_log_probs(folder, tokens)], [log_probs], 1e-5)
-    assert report.tokens == len(PROMPT) - 1 + 12
 
 
 def test_the_engine_runs_the_new_weights(served: Served, trained: Path) -> None:
@@ -277,31 +171,6 @@ def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) ->
     updates.close()
 
 
-class Generation(threading.Thread):
-    """One streamed request; ``begun`` is set at its first token, ``info`` holds its meta_info."""
-
-    def __init__(self, served: Served, tokens: int) -> None:
-        super().__init__(daemon=True)
-        sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
-        body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
-        self._request = served.request("/generate", body)
-        self.begun = threading.Event()
-        self.info: dict[str, Any] = {}
-        self.start()
-
-    def run(self) -> None:
-        with urllib.request.urlopen(self._request, timeout=120) as answer:
-            for line in answer:
-                if line.startswith(b"data: {"):
-                    self.info = json.loads(line[6:])["meta_info"]
-                    self.begun.set()
-
-    def versions(self) -> list[str]:
-        self.join(120)
-        assert self.info["finish_reason"]["type"] == "length"
-        return [span["version"] for span in self.info["weight_versions"]]
-
-
 def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trained: Path) -> None:
     updates = updater(served.weights(), Source(read(served.folder)))
     updates.update(40)
@@ -337,7 +206,7 @@ def test_a_hung_engine_fails_in_time_and_recovers(served: Served, trained: Path)
     try:
         with pytest.raises(WeightUpdateError, match="took longer than 5 s"):
             updates.update(50)
-        assert time.monotonic() - start < 40
+        assert time.monotonic() - start < 20
     finally:
         os.killpg(group, signal.SIGCONT)
     updates.attach(DistributedTransport(served.weights(), timeout_s=TIMEOUT_S))

@@ -113,7 +113,7 @@ def test_the_sglang_table_of_a_server_elsewhere_needs_no_sglang(check, monkeypat
 
 def test_forwarded_tables_that_fit(check):
     check(
-        "megatron.moe_token_dispatcher_type=allgather",
+        "megatron.moe_token_dispatcher_type=flex",
         "megatron.moe_z_loss_coeff=1",
         "megatron.recompute_modules=[core_attn]",
         "megatron.attention_backend=flash",

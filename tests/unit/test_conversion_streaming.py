@@ -206,6 +206,7 @@ hf, out, back = sys.argv[1:]
 hf_to_megatron(hf, out, Layout.smallest(2, 1, None, 4))
 verify(hf, out)
 megatron_to_hf(out, back)
+hf_to_torch_dist(hf, out + "_dist")
 print(peak() - before)
 """
 

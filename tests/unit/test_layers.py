@@ -52,11 +52,18 @@ def test_imports_point_down(path):
     here = part_of(path)
     for name in imported(path):
         parts = name.split(".")
-        if parts[0] != "megatron_dppo" or len(parts) < 2 or parts[1] not in LEVEL or parts[1] == here:
+        if (
+            parts[0] != "megatron_dppo"
+            or len(parts) < 2
+            or parts[1] not in LEVEL
+            or parts[1] == here
+        ):
             continue
         there = parts[1]
         down = LEVEL[there] < LEVEL[here] or (here, there) in SIBLINGS_ALLOWED
-        assert down, f"{path.relative_to(PACKAGE)} ({here}) imports {name}: {there} is not below {here}"
+        assert down, (
+            f"{path.relative_to(PACKAGE)} ({here}) imports {name}: {there} is not below {here}"
+        )
 
 
 @pytest.mark.parametrize("library", sorted(OWNERS))
