@@ -16,12 +16,14 @@ class BatchLayout:
 
     ``count_multiple``: the interleaved schedule takes micro-batches in rounds of the pipeline's size.
     ``pad_multiple``: sequence parallelism splits a packed micro-batch evenly over tensor ranks.
+    ``topk``: K of TopK(mu) in the rollouts, which an empty micro-batch must have too; 0: none.
     """
 
     dp_rank: int
     dp_size: int
     count_multiple: int = 1
     pad_multiple: int = 1
+    topk: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def mini_batches(
             layout.count_multiple,
         )
         packed = [
-            pack([part[i] for i in rows], pad_multiple=layout.pad_multiple)
+            pack([part[i] for i in rows], pad_multiple=layout.pad_multiple, topk=layout.topk)
             for rows in plan[layout.dp_rank]
         ]
         yield MiniBatch(packed, denominator)

@@ -18,9 +18,11 @@ from megatron_dppo.vocab_parallel.token_loss import make_token_loss
 
 
 class Learner:
-    """Turns rollout batches into optimiser steps by ``algorithm``."""
+    """Turns rollout batches into optimiser steps by ``algorithm``. ``topk``: K of the batches' TopK(mu), 0: none."""
 
-    def __init__(self, config: TrainConfig, trainer: Trainer, algorithm: Algorithm) -> None:
+    def __init__(
+        self, config: TrainConfig, trainer: Trainer, algorithm: Algorithm, topk: int
+    ) -> None:
         self._config = config
         self._trainer = trainer
         self._algorithm = algorithm
@@ -30,6 +32,7 @@ class Learner:
             dp_size=trainer.topology.dp_size,
             count_multiple=trainer.micro_batch_multiple,
             pad_multiple=trainer.pad_multiple,
+            topk=topk,
         )
 
     def learn(self, rollouts: Sequence[Rollout]) -> dict[str, float]:

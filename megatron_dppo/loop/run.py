@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -127,7 +128,7 @@ class Run:
         self.verifier = stack.enter_context(
             Verifier(config.reward.name, config.reward.timeout_s, config.reward.workers)
         )
-        self.learner = Learner(config, self.trainer, algorithm)
+        self.learner = Learner(config, self.trainer, algorithm, self.topk)
         self.recorder = stack.enter_context(
             Recorder(config, self.trainer.topology.rank, first_step=self.state.step)
         )
@@ -260,6 +261,7 @@ class Run:
     def _export(self) -> float | None:
         folder = Path(self.config.run.directory) / "hf"
         with self.timer("export"):
+            self._clear_previous_export(folder)
             self.trainer.export_hf(folder)
             if not self.config.checkpoint.verify_export:
                 return None
@@ -271,6 +273,12 @@ class Run:
                 sequences,
                 self.config.rollout.temperature,
             )
+
+    def _clear_previous_export(self, folder: Path) -> None:
+        """Remove what an earlier, shorter run of this directory exported; its weights live on in the checkpoints."""
+        if self.trainer.topology.rank == 0 and folder.exists():
+            shutil.rmtree(folder)
+        any_rank(False)  # nobody goes on before it is gone
 
     def _sequences_to_check(self) -> list[tuple[Sequence[int], Sequence[int]]]:
         """Prompts and responses of the last batch; a run that had nothing left to do takes its prompts."""
