@@ -1,13 +1,14 @@
 """Run a function in several gloo processes and hand back what each returned.
 
-``run_ranks("tests.distributed.test_x:worker", 2, arg, key=...)`` starts two interpreters that import the module and call
-``worker(arg, key=...)`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set. Arguments travel as JSON; results as
-``torch.save`` files of tensors and plain values, read with ``weights_only``. When a rank fails, the others are killed and
-the failing rank's output is the error.
+``run_ranks("tests.distributed.test_x:worker", 2, arg, key=...)`` starts two interpreters that import
+the module and call ``worker(arg, key=...)`` with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
+Arguments travel as JSON; results as ``torch.save`` files of tensors and plain values, read with
+``weights_only``. When a rank fails, the others are killed and the failing rank's output is the error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -34,7 +35,9 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def run_ranks(target: str, world_size: int, *args: Any, timeout: float = 300, **kwargs: Any) -> list[Any]:
+def run_ranks(
+    target: str, world_size: int, *args: Any, timeout: float = 300, **kwargs: Any
+) -> list[Any]:
     """Results of ``target`` ("package.module:function") by rank. Raises RankFailedError."""
     import torch
 
@@ -46,7 +49,9 @@ def run_ranks(target: str, world_size: int, *args: Any, timeout: float = 300, **
             _kill(processes)
         if any(code != 0 for code in codes):
             raise RankFailedError(_report(codes, Path(folder)))
-        return [torch.load(Path(folder) / f"result{r}.pt", weights_only=True) for r in range(world_size)]
+        return [
+            torch.load(Path(folder) / f"result{r}.pt", weights_only=True) for r in range(world_size)
+        ]
 
 
 def _start(target: str, world_size: int, call: str, folder: Path) -> list[subprocess.Popen]:
@@ -87,10 +92,8 @@ def _wait(processes: list[subprocess.Popen], timeout: float) -> list[int | None]
 
 def _kill(processes: list[subprocess.Popen]) -> None:
     for p in processes:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(p.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         p.wait()
 
 

@@ -1,4 +1,4 @@
-"""Tiny random Hugging Face checkpoints of the supported families, with a byte-level BPE tokenizer. No hub, no download."""
+"""Tiny random Hugging Face checkpoints of the supported families, with a byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -35,8 +35,12 @@ def tiny_tokenizer(vocab_size: int = 512) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    bpe.train_from_iterator([f"{a}+{b}={a + b}. The answer is {a + b}." for a in range(60) for b in range(60)], trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    bpe.train_from_iterator(
+        [f"{a}+{b}={a + b}. The answer is {a + b}." for a in range(60) for b in range(60)], trainer
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
 
@@ -59,13 +63,26 @@ def save_tiny_model(
     """
     folder = Path(folder)
     common = {
-        "vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "tie_word_embeddings": tied,
-        "eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None,
-    }  # fmt: skip
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": tied,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
     rope = {"rope_theta": 1e6}
     head = {"head_dim": 16}
-    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    moe = {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    }
     builders = {
         "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, {**head, **moe}),
         "qwen3": (Qwen3Config, Qwen3ForCausalLM, head),
@@ -78,7 +95,9 @@ def save_tiny_model(
     with torch.no_grad():
         for name, p in model.named_parameters():
             scale = 0.2 if "mlp.gate." in name else 0.08
-            p.copy_(1 + 0.1 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * scale)
+            p.copy_(
+                1 + 0.1 * torch.randn_like(p) if "norm" in name else torch.randn_like(p) * scale
+            )
     model = model.to(dtype)
     model.config.dtype = dtype
     model.save_pretrained(folder)

@@ -33,6 +33,9 @@ from megatron_dppo.checkpoint_conversion.streaming import (
     verify,
 )
 
+COPY_BYTES = 1 << 20
+"""The plain copy's buffer: the fastest of 64 KiB to 32 MiB where this was tried."""
+
 
 def make(config: Path, layers: int, folder: Path) -> None:
     """A checkpoint of random bytes of ``config``'s shape with ``layers`` layers."""
@@ -55,7 +58,7 @@ def copy(root: Path, layout: Layout) -> None:
     (root / "copy").mkdir()
     for path in sorted((root / "hf").iterdir()):
         with open(path, "rb") as source, open(root / "copy" / path.name, "wb") as target:
-            shutil.copyfileobj(source, target, 32 << 20)
+            shutil.copyfileobj(source, target, COPY_BYTES)
     sync_folder(root / "copy")
 
 

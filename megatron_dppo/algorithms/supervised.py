@@ -11,8 +11,8 @@ from megatron_dppo.metrics.sums import MetricSums
 def negative_log_likelihood(log_probs: Tensor, loss_mask: Tensor) -> LossSums:
     """-sum of log pi over the tokens that train, nats; the gradient flows through ``log_probs``.
 
-    ``log_probs`` float ``[T]``, ``loss_mask`` bool ``[T]``. Metrics: the sum itself under ``loss/sum`` and the number of
-    tokens under ``policy/tokens``.
+    ``log_probs`` float ``[T]``, ``loss_mask`` bool ``[T]``. Metrics: the sum under
+    ``loss/sum``, the number of tokens under ``policy/tokens``.
     """
     loss = -(log_probs * loss_mask).sum()
     sums = {"loss/sum": loss.detach().double(), "policy/tokens": loss_mask.sum().double()}

@@ -27,7 +27,7 @@ from megatron_dppo.checkpoint_conversion.layout import Layout, check_layout
 from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
 from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.checkpoint_conversion.publishing import StagedFolder, copy_side_files
-from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec, byte_view
+from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
 from megatron_dppo.checkpoint_conversion.sharded_checkpoint import (
     ShardedCheckpoint,
     ShardedCheckpointWriter,
@@ -186,7 +186,7 @@ def verify(
         original.check(shape)
         for name, start, rows in blocks(converted, converted.specs, progress):
             expected = original.read_rows(name, start, len(rows)).to(converted.dtype)
-            if byte_view(rows) != byte_view(expected):
+            if not torch.equal(_as_integers(rows), _as_integers(expected)):
                 raise MismatchError(_first_difference(converted, name, start, rows, expected))
             hashes.update(name, rows)
         _require_recorded(converted, hashes.digests())
@@ -259,8 +259,7 @@ def _first_difference(
     rows: torch.Tensor,
     expected: torch.Tensor,
 ) -> str:
-    kind = {2: torch.int16, 4: torch.int32}[rows.dtype.itemsize]
-    differs = (rows.view(kind) != expected.view(kind)).reshape(-1)
+    differs = (_as_integers(rows) != _as_integers(expected)).reshape(-1)
     at = int(differs.nonzero()[0]) + start * (rows.numel() // len(rows))
     index: list[int] = []
     for size in reversed(converted.specs[name].shape):
@@ -271,6 +270,11 @@ def _first_difference(
         f"{name}{index}: {rows[place].item()!r} in {converted.locate(name, index)}, "
         f"{expected[place].item()!r} in the original ({int(differs.sum())} elements of this block differ)"
     )
+
+
+def _as_integers(rows: torch.Tensor) -> torch.Tensor:
+    """The same bytes, for which equal means identical (NaN, -0)."""
+    return rows.view({2: torch.int16, 4: torch.int32}[rows.dtype.itemsize])
 
 
 def _folder_of(config: Path) -> Path:

@@ -34,8 +34,8 @@ def load_as(schema: type[C], path: str | Path, overrides: Sequence[str] = ()) ->
     field by itself.
 
     An override's value is a YAML scalar or a flow list; nothing after ``=`` means null; a missing
-    table is made. ``{key.path}`` in ``run.directory`` stands for that value. Checks across sections are :mod:`megatron_dppo.config.checks`'s. Raises
-    ConfigError.
+    table is made. ``{key.path}`` in ``run.directory`` stands for that value. Checks across sections
+    are :mod:`megatron_dppo.config.checks`'s. Raises ConfigError.
     """
     tree = _read_tree(Path(path), schema)
     problems = _apply_overrides(tree, overrides)

@@ -37,7 +37,6 @@ fi
 say "installing $(grep -vc '^#' "${pins[0]}") pinned packages (about 2 GB; two to five minutes)"
 "${pip[@]}" install --no-deps "${extra[@]}" -r "${pins[0]}" -r "${pins[1]}" 2> >(grep -v 'is neither a file nor a directory' >&2)
 say "installing megatron_dppo itself"
-"${pip[@]}" install --no-deps setuptools wheel 2> >(grep -v 'is neither a file nor a directory' >&2)
 "${pip[@]}" install --no-deps --no-build-isolation -e . 2>/dev/null || "${pip[@]}" install --no-deps --no-build-isolation -e .
 echo "$want" > "$stamp"
 say "ready"
