@@ -1,8 +1,9 @@
 """What each rank of an SGLang engine holds: its fused parameters, as blocks of Hugging Face tensors.
 
-The same tables and splits as the trainer's, with the rows that SGLang 0.5 fuses otherwise: Q, K and V are stacked
+The same tables and splits as the trainer's, with the rows that SGLang 0.5.23 fuses otherwise: Q, K and V are stacked
 (K and V heads repeated where there are fewer of them than ranks), experts are stacked into ``w13_weight`` and
-``w2_weight``.
+``w2_weight``. Unquantised, with the canonical (Triton or native) layout of experts. The resharding proof reads it, and
+so do the checksums that a weight update compares with the engine's own.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ from megatron_dppo.checkpoint_conversion.splits import Block, Dims, Shard
 
 VOCABULARY_PADDING = 64
 """SGLang pads the vocabulary to a multiple of this, or of this times TP where TP does not divide the result."""
+
+
+UNTIED_FAMILIES = frozenset({"qwen3_moe"})
+"""Families whose SGLang model keeps an output matrix of its own whatever ``tie_word_embeddings`` says."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +137,19 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
     return list(_parameters(shape, engine, rank))
 
 
+def keeps_untied_output(shape: ModelShape) -> bool:
+    """Whether the engine holds a tied model's embedding a second time, as its output matrix."""
+    return shape.tied_embeddings and shape.family in UNTIED_FAMILIES
+
+
+def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
+    """Names under which the engine must be sent ``hf_name``'s tensor."""
+    family = family_of(shape)
+    embedding, output = (rule.sources[0].name for rule in (family.embedding, family.output))
+    is_twice = hf_name == embedding and keeps_untied_output(shape)
+    return [embedding, output] if is_twice else [hf_name]
+
+
 def _parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> Iterator[LocalParameter]:
     family = family_of(shape)
     ep_rank, etp_rank = divmod(rank, engine.expert_tensor)
@@ -152,6 +170,8 @@ def _parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> Iterator[
     yield made(engine_rule(family.final_norm))
     if not shape.tied_embeddings:
         yield made(engine_rule(family.output))
+    elif keeps_untied_output(shape):
+        yield made(Rule(family.output.sources[0].name, padded_vocabulary, family.embedding.sources))
 
 
 def _parameter(

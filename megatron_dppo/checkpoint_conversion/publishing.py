@@ -84,13 +84,21 @@ class StagedFolder:
 
 
 def sync_folder(folder: Path, *, files: bool = True) -> None:
-    """Put a folder's entries, and its ``files``, on the disk."""
-    for path in [*(p for p in folder.iterdir() if files and p.is_file()), folder]:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    """Put a folder's entries, and with ``files`` all that is in it, on the disk."""
+    for path in folder.iterdir() if files else ():
+        if path.is_dir():
+            sync_folder(path)
+        else:
+            _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:

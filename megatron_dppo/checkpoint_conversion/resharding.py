@@ -17,6 +17,9 @@ from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.checkpoint_conversion.proof import ProofError, check_filled, check_sources
 from megatron_dppo.checkpoint_conversion.splits import Dims
 
+_Landing = tuple[int, str, Segment]
+"""Engine rank, its parameter's name, the block that lands there."""
+
 
 @dataclass(frozen=True)
 class ReshardingReport:
@@ -59,8 +62,10 @@ def prove_resharding(
         _check_copies(tensor, wanted)
         for piece in tensor.pieces:
             holds[piece.rank] += piece.elements
-            direct[piece.rank] += sum(_overlap(tensor.shape, piece.segment, s) for _, s in wanted)
-        for rank, segment in wanted:
+            direct[piece.rank] += sum(
+                _overlap(tensor.shape, piece.segment, segment) for *_, segment in wanted
+            )
+        for rank, _, segment in wanted:
             received[rank] += _elements(tensor.shape, segment)
     if direct.total() != received.total():
         raise ProofError(
@@ -74,25 +79,23 @@ def prove_resharding(
     )
 
 
-def _engine_segments(
-    shape: ModelShape, engine: EngineLayout
-) -> dict[str, list[tuple[int, Segment]]]:
-    """For each Hugging Face tensor: (engine rank, block that lands there). Proves that every rank is filled."""
+def _engine_segments(shape: ModelShape, engine: EngineLayout) -> dict[str, list[_Landing]]:
+    """For each Hugging Face tensor: where its blocks land. Proves that every rank is filled."""
     tensors = hf_tensors(shape)
-    landed: dict[str, list[tuple[int, Segment]]] = defaultdict(list)
+    landed: dict[str, list[_Landing]] = defaultdict(list)
     for rank in range(engine.tensor):
         for parameter in engine_parameters(shape, engine, rank):
             check_filled(f"engine rank {rank}: {parameter.name}", parameter, tensors)
             for segment in parameter.segments:
-                landed[segment.hf_name].append((rank, segment))
+                landed[segment.hf_name].append((rank, parameter.name, segment))
     return landed
 
 
-def _check_copies(tensor: TensorSources, landed: list[tuple[int, Segment]]) -> None:
-    """Blocks along one dimension cover the tensor everywhere equally often, and no rank twice."""
+def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
+    """Blocks along one dimension cover the tensor everywhere equally often, and no parameter of a rank twice."""
     if not landed:
         raise ProofError(f"{tensor.name}: no engine rank receives it")
-    intervals = Counter((s.dim, s.hf_start, s.length) for _, s in landed)
+    intervals = Counter((s.dim, s.hf_start, s.length) for *_, s in landed)
     if len(set(intervals.values())) != 1 or len({dim for dim, *_ in intervals}) != 1:
         raise ProofError(f"{tensor.name}: the engine's blocks overlap unevenly: {dict(intervals)}")
     end = 0
@@ -102,10 +105,10 @@ def _check_copies(tensor: TensorSources, landed: list[tuple[int, Segment]]) -> N
                 f"{tensor.name}: index {min(start, end)} lands {'twice' if start < end else 'nowhere'}"
             )
         end = start + length
-    if end != tensor.shape[landed[0][1].dim]:
+    if end != tensor.shape[landed[0][-1].dim]:
         raise ProofError(f"{tensor.name}: lands up to {end} of {tensor.shape}")
-    if len({(rank, s.hf_start) for rank, s in landed}) != len(landed):
-        raise ProofError(f"{tensor.name}: a block lands twice on one engine rank")
+    if len({(rank, name, s.hf_start) for rank, name, s in landed}) != len(landed):
+        raise ProofError(f"{tensor.name}: a block lands twice in a parameter of an engine rank")
 
 
 def _elements(dims: Dims, segment: Segment) -> int:

@@ -6,7 +6,6 @@ experts along a second. So one folder loads under every layout, and a parameter 
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import re
@@ -20,6 +19,7 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
+from megatron_dppo.checkpoint_conversion.saved_tensor import find_saved_tensor
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
@@ -176,14 +176,14 @@ class TorchDistFolder:
                 fd = self._files.get(info.relative_path)
                 if fd is None:
                     fd = self._files[info.relative_path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                offset, size = _record(_Span(fd, info.offset, info.length))
+                offset, size = find_saved_tensor(fd, info.offset, info.length)
             except (OSError, zipfile.BadZipFile, StopIteration) as error:
                 raise CheckpointError(
                     f"{path}: {key} is not where the metadata says ({error!r})"
                 ) from error
             if size != item_bytes * torch.Size(chunk.sizes).numel():
                 raise CheckpointError(f"{path}: {key} at {place[1]} is stored in {size} bytes")
-            self._data[place] = (fd, info.offset + offset)
+            self._data[place] = (fd, offset)
         return self._data[place]
 
     def close(self) -> None:
@@ -191,40 +191,3 @@ class TorchDistFolder:
         for fd in self._files.values():
             os.close(fd)
         self._files = {}
-
-
-class _Span(io.RawIOBase):
-    """Bytes ``start .. start + length`` of an open file, as a file."""
-
-    def __init__(self, fd: int, start: int, length: int) -> None:
-        self._fd, self._start, self._length, self._at = fd, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
-        self._at = base + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[: max(0, self._length - self._at)]
-        got = os.preadv(self._fd, [view], self._start + self._at) if view else 0
-        self._at += got
-        return got
-
-
-def _record(stream: _Span) -> tuple[int, int]:
-    """Offset and size of the tensor's bytes in a torch.save stream."""
-    with zipfile.ZipFile(stream) as archive:
-        entry = next(e for e in archive.infolist() if e.filename.endswith("/data/0"))
-        stream.seek(entry.header_offset)
-        header = stream.read(30) or b""
-        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        return entry.header_offset + 30 + names, entry.file_size

@@ -2,46 +2,39 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import json
-import warnings
+import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, save
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-)
-from torch.distributed.checkpoint.planner import (
-    BytesIOWriteData,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
+    TensorStorageMetadata,
 )
 
 from megatron_dppo.checkpoint_conversion.layout import Layout
 from megatron_dppo.checkpoint_conversion.mapping import LocalParameter, local_parameters
 from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
+from megatron_dppo.checkpoint_conversion.saved_tensor import write_saved_tensor
 from megatron_dppo.checkpoint_conversion.tensor_store import row_blocks
 from megatron_dppo.checkpoint_conversion.torch_dist import GlobalPlace, global_places
 
 ReadRows = Callable[[str, int, int], torch.Tensor]
 """(Hugging Face name, first row, rows) -> rows, called once for every row of every tensor, in order."""
 
-RECLAIM_BYTES = 128 << 20
-"""Written bytes after which memory is reclaimed."""
+DATA = "__0_0.distcp"
+"""The file that holds every chunk, under the name that torch.distributed.checkpoint gives a single writer's."""
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -62,41 +55,26 @@ class _Chunk:
 
 
 def write_torch_dist(folder: Path, shape: ModelShape, dtype: torch.dtype, read: ReadRows) -> None:
-    """Fill ``folder`` (which exists, empty). Memory: a few chunks; a chunk is a layer's matrix or a block of rows.
+    """Fill ``folder`` (which exists, empty). Memory: one chunk, which is a layer's matrix or a block of rows.
 
     Beside the weights it holds the empty extra states that Transformer Engine's modules look for when they load.
     """
-    chunks = list(_chunks(shape, dtype))
-    states = list(_extra_states(shape))
-    empty = io.BytesIO()
-    torch.save([None], empty)  # Megatron stores the list of a key's objects
-
-    unreclaimed = 0
-
-    def resolve(number: int) -> torch.Tensor | io.BytesIO:
-        nonlocal unreclaimed
-        if number >= len(chunks):
-            return io.BytesIO(empty.getvalue())
-        # torch.save leaves each tensor in a reference cycle until the collector runs.
-        if unreclaimed > RECLAIM_BYTES:
-            gc.collect()
-            unreclaimed = 0
-        rows = _assemble(chunks[number], dtype, read)
-        unreclaimed += rows.numel() * rows.dtype.itemsize
-        return rows
-
-    items = [_tensor_item(chunk, shape, dtype) for chunk in chunks]
-    items += [
-        WriteItem(
-            MetadataIndex(key), WriteItemType.BYTE_IO, BytesIOWriteData(len(empty.getvalue()))
-        )
-        for key in states
-    ]
-    # No copies ahead: chunks are asked for in the plan's order, one at a time.
-    writer = FileSystemWriter(str(folder), thread_count=1, per_thread_copy_ahead=0)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save({}, storage_writer=writer, planner=_StreamingPlanner(items, resolve), no_dist=True)
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    stored: dict[MetadataIndex, _StorageInfo] = {}
+    with open(folder / DATA, "xb") as file:
+        for chunk in _chunks(shape, dtype):
+            start = file.tell()
+            write_saved_tensor(file, _assemble(chunk, dtype, read))
+            index = _record_chunk(tensors, chunk, shape, dtype)
+            stored[index] = _StorageInfo(DATA, start, file.tell() - start)
+        empty = io.BytesIO()
+        torch.save([None], empty)  # Megatron stores the list of a key's objects
+        for key in _extra_states(shape):
+            tensors[key] = BytesStorageMetadata()
+            stored[MetadataIndex(key)] = _StorageInfo(DATA, file.tell(), len(empty.getvalue()))
+            file.write(empty.getvalue())
+    metadata = Metadata(tensors, None, stored, StorageMeta(), CURRENT_DCP_VERSION)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(BACKEND))
 
@@ -132,17 +110,21 @@ def _assemble(chunk: _Chunk, dtype: torch.dtype, read: ReadRows) -> torch.Tensor
     return rows.to(dtype).reshape(*lead, *rows.shape)
 
 
-def _tensor_item(chunk: _Chunk, shape: ModelShape, dtype: torch.dtype) -> WriteItem:
+def _record_chunk(
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata],
+    chunk: _Chunk,
+    shape: ModelShape,
+    dtype: torch.dtype,
+) -> MetadataIndex:
+    """Add a chunk to its stacked tensor's description; says what the chunk is stored as."""
     index, dims = chunk.place.index, chunk.parameter.shape
     stacked = (shape.num_layers, shape.num_experts)[: len(index)]
     offsets = torch.Size((*index, chunk.start, *(0 for _ in dims[1:])))
     sizes = torch.Size((*(1 for _ in index), chunk.count, *dims[1:]))
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(offsets, sizes),
-        properties=TensorProperties(dtype=dtype),
-        size=torch.Size((*stacked, *dims)),
-    )
-    return WriteItem(MetadataIndex(chunk.place.key, offsets), WriteItemType.SHARD, tensor_data=data)
+    whole = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size((*stacked, *dims)), [])
+    tensor = cast(TensorStorageMetadata, tensors.setdefault(chunk.place.key, whole))
+    tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
+    return MetadataIndex(chunk.place.key, offsets, len(tensor.chunks) - 1)
 
 
 def _extra_states(shape: ModelShape) -> Iterator[str]:
@@ -163,34 +145,3 @@ def _extra_states(shape: ModelShape) -> Iterator[str]:
             if key not in seen:
                 seen.add(key)
                 yield key
-
-
-class _StreamingPlanner(SavePlanner):
-    """Hands torch.distributed.checkpoint one item at a time, made when it is written."""
-
-    def __init__(
-        self, items: list[WriteItem], resolve: Callable[[int], torch.Tensor | io.BytesIO]
-    ) -> None:
-        self._items = items
-        self._resolve = resolve
-        self._numbers = {(i.index.fqn, i.index.offset): n for n, i in enumerate(items)}
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Nothing to set up: the plan is known."""
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(self._items)
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        return self._resolve(self._numbers[(write_item.index.fqn, write_item.index.offset)])

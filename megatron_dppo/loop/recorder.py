@@ -64,7 +64,17 @@ class Recorder:
             self._writer.write(step, {**record, "weight_version": step})
         self._console.step(step, record)
 
-    def describe(
+    def write_step(
+        self,
+        step: int,
+        rollouts: Sequence[Rollout],
+        measured: Mapping[str, float],
+        seconds: Mapping[str, float],
+    ) -> None:
+        """Record a trained step: its rollout batch, what was ``measured``, and ``seconds`` by phase."""
+        self.write(step, {**self._describe(rollouts, seconds), **measured, **seconds})
+
+    def _describe(
         self, rollouts: Sequence[Rollout], seconds: Mapping[str, float]
     ) -> dict[str, float]:
         """The rollout batch in figures, over all replicas."""

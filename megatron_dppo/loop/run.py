@@ -158,13 +158,15 @@ class Run:
         self.state.sampler = self.sampler.state_dict()
         self.last_batch = batch
         self._save_batch(step, batch)
-        update = self._update_weights()
-        accuracies = self._evaluate() if self._is_due(self.config.evaluation.every) else {}
+        measured = dict(learned)
+        try:
+            measured |= self._update_weights()
+            if self._is_due(self.config.evaluation.every):
+                measured |= self._evaluate()
+        finally:  # a stop in the middle leaves a checkpoint of this step, so its record too
+            self.recorder.write_step(step, batch, measured, self.timer.finish_step())
         if self._is_due(self.config.checkpoint.every):
             self._save_checkpoint()
-        seconds = self.timer.finish_step()
-        rollouts = self.recorder.describe(batch, seconds)
-        self.recorder.write(step, {**rollouts, **learned, **update, **accuracies, **seconds})
         if any_rank(self.should_stop()):
             raise RunStoppedError(f"stopped after step {step}")
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch import Tensor, dtype
+from torch import Tensor, dtype, zeros
 
 from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
 from megatron_dppo.rollout.engine_hash import HASHES, TensorHash
-from megatron_dppo.rollout.engine_layout import EngineLayout, EnginePart
+from megatron_dppo.rollout.engine_tensors import EnginePart, EngineTensors
 from megatron_dppo.rollout.errors import EngineError
 
 
@@ -20,30 +20,34 @@ class IncompleteWeightsError(EngineError, ValueError):
 
 
 @dataclass
-class _Fused:
-    """One engine tensor on every rank: hashes so far, and parts that came before their turn."""
+class _Hashing:
+    """One engine tensor on one rank: the hash so far, and parts that came before their turn."""
 
-    hashes: list[TensorHash]
+    hash: TensorHash
     next_part: int = 0
-    early: dict[int, tuple[Tensor, EnginePart]] = field(default_factory=dict)
+    early: dict[int, Tensor] = field(default_factory=dict)
 
 
 class ExpectedChecksums:
     """Checksums of a complete stream of Hugging Face tensors, as the engine computes them.
 
-    The layout's device decides on the hash. ``weights_dtype``: of every weight. Memory: a tensor
+    The engine's device decides on the hash. ``weights_dtype``: of every weight. Memory: a tensor
     that comes out of its fused tensor's order is kept until its turn, so at most one fused tensor's
     bytes for each that is under way; nothing where the stream follows the checkpoint's order
     (q, k, v; gate, up, expert by expert).
     """
 
-    def __init__(self, layout: EngineLayout, weights_dtype: dtype) -> None:
-        self._layout = layout
-        self._new_hash = HASHES[layout.device]
+    def __init__(self, tensors: EngineTensors, weights_dtype: dtype) -> None:
+        self._tensors = tensors
+        self._new_hash = HASHES[tensors.device]
         self._dtype = weights_dtype
-        self._missing = dict(hf_tensors(layout.shape))
-        self._fused: dict[str, _Fused] = {}
-        self._digests: list[dict[str, str]] = [{} for _ in range(layout.ranks)]
+        self._missing = dict(hf_tensors(tensors.shape))
+        self._under_way: dict[tuple[int, str], _Hashing] = {}
+        self._digests: list[dict[str, str]] = [{} for _ in range(tensors.ranks)]
+        for rank, name, size in tensors.padding:
+            padding = self._new_hash()
+            padding.update(zeros(size, dtype=weights_dtype))
+            self._digests[rank][name] = padding.hexdigest()
 
     def add(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
         """Hash the next bucket.
@@ -52,7 +56,7 @@ class ExpectedChecksums:
         """
         for name, tensor in bucket:
             self._check(name, tensor)
-            for part in self._layout.parts(name):
+            for part in self._tensors.parts[name]:
                 self._place(tensor, part)
 
     def digests(self) -> list[dict[str, str]]:
@@ -81,21 +85,19 @@ class ExpectedChecksums:
             )
 
     def _place(self, tensor: Tensor, part: EnginePart) -> None:
-        fused = self._fused.get(part.tensor)
-        if fused is None:
-            fused = self._fused[part.tensor] = _Fused([self._new_hash() for _ in self._digests])
-        if part.index != fused.next_part:
-            fused.early[part.index] = (tensor.clone(), part)
+        key = (part.rank, part.tensor)
+        state = self._under_way.get(key)
+        if state is None:
+            state = self._under_way[key] = _Hashing(self._new_hash())
+        held = part.cut(tensor)
+        if part.index != state.next_part:
+            state.early[part.index] = held.clone()
             return
-        self._hash(fused, tensor, part)
-        while fused.next_part in fused.early:
-            self._hash(fused, *fused.early.pop(fused.next_part))
-        if fused.next_part == part.count:
-            for digests, ready in zip(self._digests, fused.hashes, strict=True):
-                digests[part.tensor] = ready.hexdigest()
-            del self._fused[part.tensor]
-
-    def _hash(self, fused: _Fused, tensor: Tensor, part: EnginePart) -> None:
-        for rank, rank_hash in enumerate(fused.hashes):
-            rank_hash.update(part.cut(tensor, rank, self._layout))
-        fused.next_part += 1
+        state.hash.update(held)
+        state.next_part += 1
+        while state.next_part in state.early:
+            state.hash.update(state.early.pop(state.next_part))
+            state.next_part += 1
+        if state.next_part == self._tensors.counts[part.rank][part.tensor]:
+            self._digests[part.rank][part.tensor] = state.hash.hexdigest()
+            del self._under_way[key]

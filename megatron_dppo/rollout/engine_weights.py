@@ -13,9 +13,10 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor
 
+from megatron_dppo.checkpoint_conversion.engine_layout import engine_inputs
 from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.rollout.engine_checksums import ExpectedChecksums
-from megatron_dppo.rollout.engine_layout import EngineLayout
+from megatron_dppo.rollout.engine_tensors import EngineTensors
 from megatron_dppo.rollout.errors import (
     EngineAnswerError,
     EngineLostError,
@@ -66,12 +67,12 @@ class EngineWeights:
         info = self._get("/server_info")
         _check_server(url, info, dtype, shape)
         self.device = str(info["device"])
-        self.layout = EngineLayout(shape, int(info["tp_size"]), self.device)
+        self.tensors = EngineTensors(shape, int(info["tp_size"]), self.device)
 
     @property
     def ranks(self) -> int:
         """Engine ranks that join a broadcast group, as ranks 1, 2, ... after the trainer's rank 0."""
-        return self.layout.ranks
+        return self.tensors.ranks
 
     def pause_when_idle(self, timeout_s: float) -> bool:
         """Let running requests finish, then hold back new ones; none is aborted or cut in two.
@@ -135,7 +136,7 @@ class EngineWeights:
         Wider types come first, so that every tensor is aligned. ``data`` lies in one of two buffers
         that take turns: it holds until the second call after.
         """
-        inputs = [(n, t) for name, t in bucket for n in self.layout.engine_inputs(name)]
+        inputs = [(n, t) for name, t in bucket for n in engine_inputs(self.tensors.shape, name)]
         inputs.sort(key=lambda item: -item[1].element_size())
         data = self._message([t.detach().reshape(-1).view(torch.uint8) for _, t in inputs])
         return WireBucket(
@@ -185,7 +186,7 @@ class EngineWeights:
 
     def expected(self) -> ExpectedChecksums:
         """An empty accumulator of what ``checksums`` must say after the next complete update."""
-        return ExpectedChecksums(self.layout, self._dtype)
+        return ExpectedChecksums(self.tensors, self._dtype)
 
     def _flush(self, wait_s: float) -> bool:
         """Flush the cache; False where requests still run after ``wait_s``."""

@@ -14,7 +14,7 @@ from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
 from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.rollout.engine_checksums import ExpectedChecksums, IncompleteWeightsError
 from megatron_dppo.rollout.engine_hash import Sha256Hash, TiledHash
-from megatron_dppo.rollout.engine_layout import EngineLayout, vocabulary_rows
+from megatron_dppo.rollout.engine_tensors import EngineTensors
 
 
 def model_shape(family: str = "qwen3_moe", *, tied: bool = False, vocab: int = 100) -> ModelShape:
@@ -44,7 +44,7 @@ def weights(shape: ModelShape) -> dict[str, Tensor]:
 
 
 def digests(shape: ModelShape, tensors: dict[str, Tensor], ranks: int = 1) -> list[dict[str, str]]:
-    expected = ExpectedChecksums(EngineLayout(shape, ranks, "cpu"), torch.float32)
+    expected = ExpectedChecksums(EngineTensors(shape, ranks, "cpu"), torch.float32)
     for item in tensors.items():
         expected.add([item])
     return expected.digests()
@@ -119,7 +119,7 @@ def test_fused_tensors_of_a_mixture_on_one_rank() -> None:
 def test_a_cuda_engine_pads_no_experts() -> None:
     shape = model_shape()
     hf = weights(shape)
-    expected = ExpectedChecksums(EngineLayout(shape), torch.float32)
+    expected = ExpectedChecksums(EngineTensors(shape), torch.float32)
     expected.add(hf.items())
     mlp = "model.layers.0.mlp."
     down = torch.stack([hf[f"{mlp}experts.{e}.down_proj.weight"] for e in range(3)])
@@ -170,14 +170,12 @@ def test_four_ranks_share_two_key_value_heads() -> None:
 
 def test_vocabulary_padding_grows_where_ranks_do_not_divide_it() -> None:
     # 100 rows pad to 128, which 3 ranks don't divide; to a multiple of 192 instead.
-    layout = EngineLayout(
-        replace(model_shape(), num_attention_heads=6, moe_ffn_hidden_size=6, num_query_groups=3), 3
-    )
-    embedding = torch.randn(100, 8)
-    assert [vocabulary_rows(embedding, r, layout).shape[0] for r in range(3)] == [64, 64, 64]
-    assert torch.equal(vocabulary_rows(embedding, 1, layout)[:36], embedding[64:])
-    assert not vocabulary_rows(embedding, 1, layout)[36:].any()
-    assert not vocabulary_rows(embedding, 2, layout).any()
+    shape = replace(model_shape(), num_attention_heads=6, moe_ffn_hidden_size=6, num_query_groups=3)
+    hf = weights(shape)
+    got = digests(shape, hf, ranks=3)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        held = [hf[name][:64], torch.cat([hf[name][64:], torch.zeros(28, 8)]), torch.zeros(64, 8)]
+        assert [rank[name] for rank in got] == [sha(tensor) for tensor in held]
 
 
 def test_order_of_arrival_does_not_matter() -> None:
@@ -191,7 +189,7 @@ def test_order_of_arrival_does_not_matter() -> None:
 def test_early_parts_survive_a_source_that_reuses_its_memory() -> None:
     shape = model_shape()
     hf = weights(shape)
-    expected = ExpectedChecksums(EngineLayout(shape, 1, "cpu"), torch.float32)
+    expected = ExpectedChecksums(EngineTensors(shape, 1, "cpu"), torch.float32)
     for name in reversed(list(hf)):
         lent = hf[name].clone()
         expected.add([(name, lent)])
@@ -205,20 +203,20 @@ def test_incomplete_streams_are_refused() -> None:
     lost = "model.layers.0.mlp.experts.1.up_proj.weight"
     with pytest.raises(IncompleteWeightsError, match=f"1 tensors were never sent: {lost}"):
         digests(shape, {n: t for n, t in hf.items() if n != lost})
-    expected = ExpectedChecksums(EngineLayout(shape, 1, "cpu"), torch.float32)
+    expected = ExpectedChecksums(EngineTensors(shape, 1, "cpu"), torch.float32)
     with pytest.raises(IncompleteWeightsError, match=r"model.norm.weight came twice"):
         expected.add([("model.norm.weight", hf["model.norm.weight"])] * 2)
+    with pytest.raises(IncompleteWeightsError, match="is no tensor of this model"):
+        expected.add([("model.layers.0.mlp.bias", torch.ones(8))])
     with pytest.raises(IncompleteWeightsError, match=r"\(7,\) torch.float32, expected \(8,\)"):
         digests(shape, {**hf, "model.norm.weight": torch.ones(7)})
     with pytest.raises(IncompleteWeightsError, match=r"torch.bfloat16, expected"):
         digests(shape, {**hf, "model.norm.weight": torch.ones(8, dtype=torch.bfloat16)})
 
 
-def test_layouts_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="attention heads is 4, not divisible by the engine's 3"):
-        EngineLayout(model_shape(), 3)
-    with pytest.raises(ValueError, match=r"loads no 'model.layers.0.mlp.bias'"):
-        EngineLayout(model_shape()).parts("model.layers.0.mlp.bias")
+def test_ranks_that_do_not_divide_the_model_are_refused() -> None:
+    with pytest.raises(ValueError, match="4 attention heads into tensor 3"):
+        EngineTensors(model_shape(), 3)
 
 
 def test_sha256_is_cut_to_16_digits() -> None:
