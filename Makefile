@@ -10,8 +10,8 @@ help:  ## what can be made
 setup:  ## the virtual environment .venv (done once)
 	@tools/environment/setup.sh
 
-demo: setup  ## the whole loop on a tiny model: report in runs/demo (SEED=2 for another seed)
-	@$(PYTHON_IN_VENV) -m examples.tiny_moe.demo $(if $(SEED),--seed $(SEED)) $(OVERRIDES)
+demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2, DIRECTORY=..., OVERRIDES="key=value ...")
+	@$(PYTHON_IN_VENV) -m examples.tiny_moe.demo $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
 
 test: lint types  ## every check: lint, types, unit, distributed and integration tests
 	@$(PYTHON_IN_VENV) -m pytest tests

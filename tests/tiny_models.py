@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -103,3 +104,25 @@ def save_tiny_model(
     model.save_pretrained(folder)
     tiny_tokenizer(vocab_size).save_pretrained(folder)
     return folder
+
+
+def save_hollow_model(folder: str | Path, **changes: object) -> Path:
+    """A qwen3_moe checkpoint in bfloat16 whose weights are a hole in its file: zeros of any size that take no disk.
+
+    ``changes``: to the config.json of a tiny model of one layer.
+    """
+    from megatron_dppo.checkpoint_conversion import hf_tensors, load_model_shape
+    from megatron_dppo.checkpoint_conversion.safetensors_file import (
+        SafetensorsFileWriter,
+        TensorSpec,
+    )
+
+    folder = save_tiny_model(folder, layers=1)
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "bfloat16"} | changes))
+    tensors = hf_tensors(load_model_shape(folder))
+    weights.unlink()
+    with SafetensorsFileWriter(
+        weights, {n: TensorSpec(d, torch.bfloat16) for n, d in tensors.items()}
+    ):
+        return folder

@@ -20,12 +20,18 @@ from rich.table import Table
 from examples.tiny_moe.prepare import prepare
 
 CONFIG = "examples/tiny_moe/config.yaml"
+FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}
 CONSOLE = Console(highlight=False)
 
 
 def main() -> int:
     """Exit code of the training run, or 1 where the summary tells of a broken promise."""
-    words = _parser().parse_args()
+    parser = _parser()
+    words = parser.parse_intermixed_args()
+    for override in words.overrides:
+        flag = FLAGS.get(override.partition("=")[0])
+        if flag:
+            parser.error(f"{override}: give {flag} instead, which the material depends on too")
     started = time.monotonic()
     material = prepare(seed=words.seed)
     directory = Path(words.directory)

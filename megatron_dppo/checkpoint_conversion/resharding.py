@@ -7,7 +7,9 @@ that tile every tensor as often as it is replicated there; and the bytes that th
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_dppo.checkpoint_conversion.engine_layout import EngineLayout, engine_parameters
 from megatron_dppo.checkpoint_conversion.gather_plan import TensorSources, gather_plan
@@ -79,7 +81,8 @@ def prove_resharding(
     )
 
 
-def _engine_segments(shape: ModelShape, engine: EngineLayout) -> dict[str, list[_Landing]]:
+@lru_cache(maxsize=1)
+def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, list[_Landing]]:
     """For each Hugging Face tensor: where its blocks land. Proves that every rank is filled."""
     tensors = hf_tensors(shape)
     landed: dict[str, list[_Landing]] = defaultdict(list)

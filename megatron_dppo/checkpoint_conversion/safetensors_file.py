@@ -126,7 +126,11 @@ def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
 
 
 class SafetensorsFileWriter:
-    """A file of known tensors, filled in any order. Bytes that nobody writes are zero."""
+    """A file of known tensors, filled in any order. Bytes that nobody writes are zero.
+
+    The header's length, with which the file begins, is written when the ``with`` block ends without an error: until
+    then nothing reads it as safetensors.
+    """
 
     def __init__(self, path: str | Path, tensors: Mapping[str, TensorSpec]) -> None:
         self.path = Path(path)
@@ -141,13 +145,14 @@ class SafetensorsFileWriter:
             at += spec.bytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
+        self._length = len(text).to_bytes(8, "little")
         base = 8 + len(text)
         self.entries = {
             name: Entry(s.shape, s.dtype, base + begin) for name, (s, begin) in entries.items()
         }
         self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         os.ftruncate(self._fd, base + at)
-        _write_all(self._fd, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        _write_all(self._fd, memoryview(text), len(self._length))
 
     def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
         """Put ``rows`` (contiguous or not, of the entry's dtype) at row ``start`` of a tensor."""
@@ -172,7 +177,11 @@ class SafetensorsFileWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._fd)
+        try:
+            if error is None:
+                _write_all(self._fd, memoryview(self._length), 0)
+        finally:
+            os.close(self._fd)
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:

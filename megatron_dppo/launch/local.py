@@ -22,6 +22,7 @@ from megatron_dppo.rollout.errors import EngineStartError
 from megatron_dppo.rollout.server import EngineProcess, free_port, require_free_port
 
 _LOOPBACK = "127.0.0.1"
+_SEEDS_PER_START = 10_007
 
 
 def run_local(config: PolicyConfig, module: str) -> int:
@@ -59,6 +60,8 @@ def _outputs(config: PolicyConfig, directory: RunDirectory) -> list[Path]:
 def _engine_keeper(config: TrainConfig, directory: RunDirectory) -> EngineKeeper:
     if config.engine.port is not None:
         _require_engine_port(config.engine.host, config.engine.port)
+    # A resumed run, or a restarted engine, must not draw the samples of its beginning once more.
+    seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
     api_key, admin_api_key = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
 
     def make_engine(incarnation: int) -> Engine:
@@ -66,7 +69,7 @@ def _engine_keeper(config: TrainConfig, directory: RunDirectory) -> EngineKeeper
             config,
             port=config.engine.port or free_port(config.engine.host),
             log_path=directory.engine_log(incarnation),
-            seed=config.run.seed + incarnation - 1,
+            seed=seed + incarnation - 1,
             api_key=api_key,
             admin_api_key=admin_api_key,
         )

@@ -5,6 +5,7 @@
       lock                   held (flock) by the supervisor; holds its process id
       engine/keys.json       {api_key, admin_api_key}, readable by the owner alone
       engine/endpoint.json   {url, incarnation, pid}: there only while the engine is healthy
+      starts                 how often the run was started, for the engine's seed
       logs/rank<N>.out       what rank N wrote to its standard output and error
       logs/engine<I>.log     the engine's output in its I-th incarnation
 
@@ -79,6 +80,13 @@ class RunDirectory:
         assert self._lock_descriptor is not None
         os.close(self._lock_descriptor)
         self._lock_descriptor = None
+
+    def count_start(self) -> int:
+        """How many supervisors have started this run before; counts this one."""
+        path = self.path / "starts"
+        before = int(path.read_text()) if path.exists() else 0
+        _publish(path, f"{before + 1}\n", 0o644)
+        return before
 
     def write_config(self, text: str) -> None:
         """Put ``config.yaml`` there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import filecmp
 import json
 import os
 import pickle
@@ -10,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ from megatron_dppo.checkpoint_conversion import (
     safetensors_file,
 )
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, write_hf_checkpoint
+from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+from megatron_dppo.checkpoint_conversion.safetensors_file import SafetensorsFile
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
     hf_to_torch_dist,
@@ -32,7 +36,7 @@ from megatron_dppo.checkpoint_conversion.streaming import (
     verify,
 )
 from megatron_dppo.convert import main
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import save_hollow_model, save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -244,35 +248,68 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(moe, tmp
     assert os.listdir(tmp_path) == []
 
 
-STALL = """
-import os, sys, time
-from megatron_dppo.checkpoint_conversion import Layout
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
-def stall(count):
-    print("writing", flush=True)
-    time.sleep(60)
-hf_to_megatron(sys.argv[1], sys.argv[2], Layout(), progress=stall)
-"""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """308 MB: a conversion lasts long enough to be interrupted."""
+    folder = tmp_path_factory.mktemp("large")
+    return save_hollow_model(folder / "hf", hidden_size=1024, vocab_size=70_000)
 
 
-def test_a_killed_conversion_never_loads_and_a_rerun_starts_clean(moe, tmp_path):
-    out = tmp_path / "m"
-    process = subprocess.Popen(
-        [sys.executable, "-c", STALL, str(moe), str(out)], stdout=subprocess.PIPE
-    )
-    assert process.stdout.readline() == b"writing\n"
-    with pytest.raises(CheckpointError, match="another process is writing it now"):
-        hf_to_megatron(moe, out, Layout())
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
+def to_sharded(hf: Path, folder: Path) -> list[str]:
+    return ["hf-to-megatron", "--hf", str(hf), "--ep", "2"]
+
+
+def to_torch_dist(hf: Path, folder: Path) -> list[str]:
+    return ["hf-to-megatron", "--hf", str(hf), "--format", "torch_dist"]
+
+
+def to_hf(hf: Path, folder: Path) -> list[str]:
+    hf_to_megatron(hf, folder / "m", Layout())
+    return ["megatron-to-hf", "--megatron", str(folder / "m")]
+
+
+def bytes_on_disk(folder: Path) -> int:
+    return sum(512 * p.stat().st_blocks for p in folder.rglob("*") if p.is_file())
+
+
+@pytest.mark.parametrize("command", [to_sharded, to_torch_dist, to_hf], ids=lambda c: c.__name__)
+def test_a_killed_command_leaves_nothing_that_loads_and_a_rerun_starts_clean(
+    large, tmp_path, command
+):
+    out, partial = tmp_path / "out", tmp_path / ".out.partial"
+    arguments = [*command(large, tmp_path), "--out", str(out)]
+    process = subprocess.Popen([sys.executable, "-m", "megatron_dppo.convert", *arguments])
+    try:
+        while not partial.exists() or bytes_on_disk(partial) < 20e6:
+            assert process.poll() is None, "ended before it could be killed"
+            time.sleep(0.002)
+    finally:
+        process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
     assert not out.exists()
-    assert os.listdir(tmp_path) == [".m.partial"]
+    for path in partial.glob("*.safetensors"):
+        with pytest.raises(CheckpointError, match="header"):
+            SafetensorsFile(path)
+    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+        load_model_shape(partial)
+    with pytest.raises(CheckpointError):
+        open_checkpoint(partial)
     with pytest.raises(CheckpointError, match="not a finished conversion"):
-        verify(moe, tmp_path / ".m.partial")
-    hf_to_megatron(moe, out, Layout())
-    verify(moe, out)
-    assert os.listdir(tmp_path) == ["m"]
+        verify(large, partial)
+    assert main(arguments) == 0
+    assert not partial.exists()
+    if command is to_hf:
+        assert filecmp.cmp(large / "model.safetensors", out / "model.safetensors", shallow=False)
+    else:
+        verify(large, out)
+
+
+def test_two_conversions_do_not_write_to_one_place(moe, tmp_path):
+    with (
+        publishing.StagedFolder(tmp_path / "m", 0),
+        pytest.raises(CheckpointError, match="another process is writing it now"),
+    ):
+        hf_to_megatron(moe, tmp_path / "m", Layout())
 
 
 def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):

@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""Which tokens of a saved rollout batch the mask blocks, which it lets train, and why.
+
+    python tools/explain_mask.py runs/demo --step 3 --csv tokens.csv --html tokens.html
+
+The run must have been started with ``rollout.save=true``. The policy that is explained is the run's
+export, ``<run>/hf``, or any Hugging Face folder (``--policy``): the mask is the one that the next
+update on this batch would meet. With ``--rollout-policy`` (the weights that sampled the batch; for
+step 1 the model that the run began with) pi', TopK(mu) and the exact divergences are recomputed
+where the batch lacks them. Both run by transformers, in float32 on the CPU, one response at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.yaml_core import parse_scalar
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
+    parser.add_argument("--step", type=int, help="whose batch; default: the last saved one")
+    parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: RUN/hf")
+    parser.add_argument("--rollout-policy", type=Path, help="Hugging Face folder of mu's weights")
+    parser.add_argument("--algorithm", help="a preset's name; default: the run's")
+    parser.add_argument(
+        "--option", action="append", default=[], metavar="KEY=VALUE", help="a preset's number"
+    )
+    parser.add_argument("--limit", type=int, default=64, help="responses at most (64); 0: all")
+    parser.add_argument("--rows", type=int, default=30, help="token rows on the console (30)")
+    parser.add_argument("--csv", type=Path, help="write every token here")
+    parser.add_argument("--html", type=Path, help="write a page with coloured tokens here")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Explain, print, write; 2 where the input can't be used."""
+    options = parse(arguments)
+    try:
+        explain(options, load_config(options.run / "config.yaml"))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def explain(options: argparse.Namespace, config: TrainConfig) -> None:
+    """Read the batch and the policies, explain every token, and write what was asked for."""
+    from mask_explanation import page, summary
+    from mask_explanation.explanation import explain_response
+    from mask_explanation.policies import Policy, TokenTexts
+    from megatron_dppo.algorithms.presets import build_algorithm
+    from megatron_dppo.data.problems import load_tokenizer
+    from megatron_dppo.data.rollout_codec import load_batch
+    from megatron_dppo.metrics.progress import progress
+
+    algorithm = build_algorithm(*chosen_algorithm(options, config))
+    step = saved_step(options.run / "rollouts", options.step)
+    batch = load_batch(options.run / "rollouts", step)
+    chosen, skipped = chosen_responses(batch, config, options.limit)
+    policy_folder = options.policy or options.run / "hf"
+    policy = Policy(policy_folder)
+    rollout_policy = Policy(options.rollout_policy) if options.rollout_policy else None
+    texts = TokenTexts(load_tokenizer(policy_folder))
+    responses = []
+    with progress("explaining", len(chosen)) as bar:
+        for index in chosen:
+            logits = policy.logits(batch[index])
+            rollout_logits = rollout_policy.logits(batch[index]) if rollout_policy else None
+            responses.append(
+                explain_response(
+                    index, batch[index], algorithm, logits, rollout_logits,
+                    temperature=config.temperature, texts=texts,
+                )
+            )  # fmt: skip
+            bar.advance()
+    numbers = ", ".join(f"{k} {v:g}" for k, v in algorithm.numbers.items())
+    facts = [
+        f"{algorithm.name}: {numbers}",
+        f"policy {policy_folder}, rollout policy {options.rollout_policy or 'not given'}; "
+        f"temperature {config.temperature:g}",
+        f"{len(chosen)} of {len(batch)} responses; {skipped}",
+    ]
+    title = f"Masks of {options.run}, batch of step {step}"
+    tables = summary.sheets(algorithm.name, responses)
+    rows = summary.notable(algorithm.name, summary.all_tokens(responses), options.rows)
+    show(title, facts, [*tables, rows] if options.rows else tables)
+    if options.csv:
+        summary.write_csv(options.csv, responses)
+        print(f"{options.csv}: every token")
+    if options.html:
+        html = page.render(title, facts, tables, algorithm.name, responses)
+        options.html.write_text(html, encoding="utf-8")
+        print(f"{options.html}: every response, tokens coloured")
+
+
+def chosen_algorithm(
+    options: argparse.Namespace, config: TrainConfig
+) -> tuple[str, dict[str, Any]]:
+    """Name and numbers: the run's, unless another name is given; ``--option`` wins over both."""
+    name = options.algorithm or config.algorithm.name
+    numbers = dict(config.algorithm.options) if name == config.algorithm.name else {}
+    for option in options.option:
+        key, separator, value = option.partition("=")
+        if not separator:
+            raise ValueError(f"--option {option}: expected KEY=VALUE")
+        try:
+            numbers[key] = parse_scalar(value)
+        except yaml.YAMLError as error:
+            raise ValueError(f"--option {option}: the value can't be read: {error}") from error
+    return name, numbers
+
+
+def saved_step(folder: Path, asked: int | None) -> int:
+    """The step to explain. ValueError where no batch was saved for it."""
+    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
+    if not saved:
+        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
+    if asked is not None and asked not in saved:
+        raise ValueError(
+            f"{folder}: no batch of step {asked}; saved are {saved[0]} to {saved[-1]}"
+            f" ({len(saved)} batches)"
+        )
+    return saved[-1] if asked is None else asked
+
+
+def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list[int], str]:
+    """Positions of the first ``limit`` responses that have a gradient, and a line on the others."""
+    from megatron_dppo.loop.batches import trains
+
+    if limit < 0:
+        raise ValueError(f"--limit {limit}: expected 0 (all) or more")
+    training = [i for i, r in enumerate(batch) if r.response_ids and trains(r, config.algorithm)]
+    useful = [i for i in training if batch[i].advantage != 0]
+    if not useful:
+        raise ValueError(f"none of the {len(batch)} responses has a gradient: nothing to explain")
+    chosen = useful[:limit] if limit else useful
+    return chosen, (
+        f"left out: {len(batch) - len(training)} dropped, {len(training) - len(useful)} without "
+        f"advantage, {len(useful) - len(chosen)} beyond --limit"
+    )
+
+
+def show(title: str, facts: Sequence[str], tables: Sequence[Any]) -> None:
+    """Print everything; wide where the output is not a terminal."""
+    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
+    console.print(title, style="bold")
+    for fact in facts:
+        console.print(fact)
+    for sheet in tables:
+        if not sheet.rows:
+            console.print(sheet.title)
+            continue
+        table = Table(title=sheet.title, title_justify="left")
+        for i, name in enumerate(sheet.columns):
+            left = i in (0, len(sheet.columns) - 1)
+            table.add_column(name, justify="left" if left else "right")
+        for row in sheet.rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""Every response token with what its mask saw and decided; the numbers are the package's own.
+
+Legend: P, R = prompt and response tokens; V = vocabulary; K = ids of TopK(mu).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from mask_explanation.policies import TokenTexts
+from megatron_dppo.algorithms import divergence, masks
+from megatron_dppo.algorithms.diagnostics import PPO_CLIP, token_metrics
+from megatron_dppo.algorithms.inputs import TokenInputs, rollout
+from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.algorithms.weights import importance_ratio
+from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.types import Rollout
+from megatron_dppo.vocab_parallel import policy_stats
+from megatron_dppo.vocab_parallel.exact import exact_divergence
+from megatron_dppo.vocab_parallel.token_loss import inputs_from
+
+DEFAULT_TOPK = 20
+"""K where neither the batch nor the algorithm says: the paper's."""
+
+
+@dataclass(frozen=True)
+class Token:
+    """One response token. ``mu``, ``pi`` and ``recomputed`` are probabilities; divergences compare
+    pi with mu; KL and entropy in nats; None where it is not known.
+    """
+
+    response: int
+    """Position of the response in the batch."""
+    position: int
+    """Of the token in the response, from 0."""
+    token_id: int
+    text: str
+    advantage: float
+    mu: float
+    pi: float
+    ratio: float
+    """pi / mu."""
+    weight: float
+    """min(w, C): what the gradient of log pi is multiplied with, beside A, where the token trains."""
+    binary_tv: float
+    binary_kl: float
+    topk_tv: float | None
+    topk_kl: float | None
+    exact_tv: float | None
+    exact_kl: float | None
+    recomputed: float | None
+    """pi' of the rollout's weights by transformers; minus mu it is the trainer-engine mismatch."""
+    entropy: float
+    threshold: str
+    """The bounds that hold for a token with this sign of A."""
+    trains: bool
+    ppo_trains: bool
+    """Whether PPO's Clip-Higher would let it train."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response, the tokens explained, and the sums of the package's metrics over them."""
+
+    index: int
+    rollout: Rollout
+    prompt: str
+    tokens: tuple[Token, ...]
+    metrics: MetricSums
+
+
+def explain_response(
+    index: int,
+    sampled: Rollout,
+    algorithm: Algorithm,
+    logits: Tensor,
+    rollout_logits: Tensor | None,
+    *,
+    temperature: float,
+    texts: TokenTexts,
+) -> Response:
+    """What ``algorithm`` does to each token of a response under the policy of ``logits``.
+
+    ``logits`` and ``rollout_logits`` [P + R, V]: of the policy to explain and, where it is at hand,
+    of the rollout policy, which then gives pi', the exact divergences, and TopK(mu) where the batch
+    has none (the whole vocabulary for an algorithm that asks for it). ValueError where the
+    algorithm needs what is missing.
+    """
+    vocab_size = logits.shape[1]
+    log_mu = None
+    if rollout_logits is not None:
+        if rollout_logits.shape != logits.shape:
+            raise ValueError(
+                f"the rollout policy's vocabulary has {rollout_logits.shape[1]} tokens, the "
+                f"policy's {vocab_size}: they are different models"
+            )
+        predicting = slice(len(sampled.prompt_ids) - 1, -1)
+        log_mu = (rollout_logits[predicting] / temperature).log_softmax(-1)
+    sample = _with_topk(_sample(index, sampled, log_mu), algorithm, vocab_size, log_mu)
+    batch = pack([sample])
+    stats = policy_stats(
+        logits, batch.target_ids, vocab_size=vocab_size, temperature=temperature,
+        topk_ids=batch.rollout_topk_ids, with_entropy=True,
+    )  # fmt: skip
+    inputs = inputs_from(stats, batch)
+    if algorithm.needs_recomputed and inputs.recomputed_log_probs is None:
+        raise ValueError(
+            f"{algorithm.name} compares pi with log-probabilities recomputed at the rollout's "
+            "weights: give these weights with --rollout-policy"
+        )
+    trains = algorithm.mask(inputs)
+    weight = algorithm.weight(inputs)
+    columns = _columns(inputs, trains, weight.clamp(max=algorithm.ratio_cap))
+    columns |= _exact(columns, sample, logits, rollout_logits, vocab_size, temperature)
+    metrics = token_metrics(inputs, trains & inputs.loss_mask, weight, algorithm.ratio_cap)
+    values = {
+        name: [None] * len(sampled.response_ids) if c is None else c[inputs.loss_mask].tolist()
+        for name, c in columns.items()
+    }
+    threshold = threshold_text(algorithm, sampled.advantage > 0)
+    tokens = tuple(
+        Token(
+            response=index, position=i, token_id=token_id, text=texts[token_id],
+            advantage=sampled.advantage, threshold=threshold,
+            **{name: column[i] for name, column in values.items()},
+        )
+        for i, token_id in enumerate(sampled.response_ids)
+    )  # fmt: skip
+    return Response(index, sampled, texts.joined(sampled.prompt_ids), tokens, metrics)
+
+
+def _sample(index: int, sampled: Rollout, log_mu: Tensor | None) -> TrainingSample:
+    """The response as the trainer would take it; pi' from the rollout policy's ``log_mu`` [R, V]."""
+    recomputed = None
+    if log_mu is not None:
+        recomputed = log_mu.gather(1, torch.tensor(sampled.response_ids)[:, None])[:, 0].tolist()
+    return TrainingSample(
+        prompt_ids=sampled.prompt_ids,
+        response_ids=sampled.response_ids,
+        advantage=sampled.advantage,
+        rollout_log_probs=sampled.rollout_log_probs,
+        recomputed_log_probs=recomputed,
+        topk_ids=sampled.topk_ids,
+        topk_log_probs=sampled.topk_log_probs,
+        index=index,
+    )
+
+
+def _with_topk(
+    sample: TrainingSample, algorithm: Algorithm, vocab_size: int, log_mu: Tensor | None
+) -> TrainingSample:
+    """``sample`` with a TopK(mu) wide enough for the algorithm: the engine's, else the rollout
+    policy's.
+    """
+    carried = 0 if sample.topk_ids is None else sample.topk_ids.shape[1]
+    wanted = vocab_size if algorithm.needs_full_distribution else 1
+    if carried >= wanted:
+        return sample
+    if log_mu is not None:
+        k = vocab_size if algorithm.needs_full_distribution else algorithm.topk or DEFAULT_TOPK
+        top = log_mu.topk(min(k, vocab_size))
+        ids = top.indices.to(torch.int32).numpy()
+        return replace(sample, topk_ids=ids, topk_log_probs=top.values.numpy())
+    if algorithm.topk or algorithm.needs_full_distribution:
+        raise ValueError(
+            f"{algorithm.name} needs TopK(mu) with K >= {wanted}, the batch has K = {carried}: "
+            "record it with rollout.topk_log_probs, or give the rollout's weights with "
+            "--rollout-policy"
+        )
+    return sample
+
+
+def _columns(inputs: TokenInputs, trains: Tensor, weight: Tensor) -> dict[str, Tensor | None]:
+    """Fields of ``Token`` for every row of the pack."""
+    pi, mu, recomputed = inputs.log_probs, inputs.rollout_log_probs, inputs.recomputed_log_probs
+    topk_tv = topk_kl = None
+    if inputs.topk_log_probs is not None:
+        topk = (inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid)
+        topk_tv, topk_kl = divergence.topk_tv(*topk), divergence.topk_kl(*topk)
+    return {
+        "mu": mu.exp(),
+        "pi": pi.exp(),
+        "ratio": importance_ratio(inputs, rollout),
+        "weight": weight,
+        "binary_tv": divergence.binary_tv(pi, mu),
+        "binary_kl": divergence.binary_kl(pi, mu),
+        "topk_tv": topk_tv,
+        "topk_kl": topk_kl,
+        "recomputed": None if recomputed is None else recomputed.exp(),
+        "entropy": inputs.entropy,
+        "trains": trains,
+        "ppo_trains": masks.ratio_clip(inputs, rollout, **PPO_CLIP),
+    }
+
+
+def _exact(
+    columns: dict[str, Tensor | None],
+    sample: TrainingSample,
+    logits: Tensor,
+    rollout_logits: Tensor | None,
+    vocab_size: int,
+    temperature: float,
+) -> dict[str, Tensor | None]:
+    """The divergences over the whole vocabulary: Top-K's where K is all of it, else recomputed."""
+    if sample.topk_ids is not None and sample.topk_ids.shape[1] == vocab_size:
+        return {"exact_tv": columns["topk_tv"], "exact_kl": columns["topk_kl"]}
+    if rollout_logits is None:
+        return {"exact_tv": None, "exact_kl": None}
+    exact = exact_divergence(logits, rollout_logits, vocab_size=vocab_size, temperature=temperature)
+    return {"exact_tv": exact.tv, "exact_kl": exact.kl}
+
+
+BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
+    "tv_threshold": lambda bound, positive: f"TV > {bound:g}",
+    "kl_threshold": lambda bound, positive: f"KL > {bound:g}",
+    "clip_low": lambda bound, positive: None if positive else f"r < {1 - bound:g}",
+    "clip_high": lambda bound, positive: f"r > {1 + bound:g}" if positive else None,
+    "max_drop": lambda bound, positive: None if positive else f"drop >= {bound:g}",
+    "rare_below": lambda bound, positive: f"relaxed where mu < {bound:g}",
+    "mismatch_low": lambda bound, positive: f"pi'/mu < {bound:g}",
+    "mismatch_high": lambda bound, positive: f"pi'/mu > {bound:g}",
+}
+"""A preset's number -> the bound that it sets for a token with A > 0, or A < 0; None: none."""
+
+
+def threshold_text(algorithm: Algorithm, positive: bool) -> str:
+    """The algorithm's bounds for this sign of A; empty where it blocks nothing."""
+    bounds = [
+        text
+        for name, value in algorithm.numbers.items()
+        if name in BOUNDS and (text := BOUNDS[name](value, positive)) is not None
+    ]
+    anchor = " (against pi')" if algorithm.needs_recomputed and bounds else ""
+    return ", ".join(bounds) + anchor

@@ -1,0 +1,121 @@
+"""The explanation as one HTML file: no script, nothing loaded from elsewhere, all text escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from mask_explanation.explanation import Response, Token
+from mask_explanation.summary import Sheet, number, quoted, verdict_of, verdicts
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em;
+  color: #1b1b1b; background: #fff }
+h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
+table { border-collapse: collapse; margin: .5em 0 1.5em }
+caption { text-align: left; font-weight: 600; padding: .3em 0 }
+th, td { padding: .15em .7em; text-align: right; border-bottom: 1px solid #ddd }
+th:first-child, td:first-child, td:last-child { text-align: left }
+.response { border-top: 1px solid #ddd; padding: .6em 0 }
+.about { color: #555; font-size: .85em } .up { color: #00691f } .down { color: #a3000f }
+.prompt, .tokens { font-family: ui-monospace, monospace; white-space: pre-wrap;
+  overflow-wrap: anywhere }
+.prompt { color: #777 }
+.tokens span, .legend span { unicode-bidi: isolate; border-radius: 3px; padding: 0 1px;
+  margin-right: 1px; border: 1px solid transparent }
+.legend span { margin-right: 1em; padding: .1em .4em }
+.train { background: rgba(90, 90, 90, var(--tv, 0)) }
+.both { background: #c9a6f5; border-color: #6a2bc2 !important }
+.own { background: #ffb3a8; border-color: #c22b14 !important }
+.ppo { background: #a9d4ff; border-color: #1466b8 !important }
+.tokens span:hover { outline: 2px solid #000 }
+"""
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def render(
+    title: str, facts: Sequence[str], tables: Sequence[Sheet], name: str, responses: Sequence[Response]
+) -> str:
+    """The page. ``facts``: lines above the tables; ``name``: the algorithm's."""
+    blocks = [
+        f"<h1>{escape(title)}</h1>",
+        *(f"<div>{escape(fact)}</div>" for fact in facts),
+        "<h2>Summary</h2>",
+        *map(_table, tables),
+        "<h2>Responses</h2>",
+        _legend(name),
+        *(_response(name, r) for r in responses),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(blocks)
+        + "\n</body></html>\n"
+    )
+
+
+def _table(sheet: Sheet) -> str:
+    if not sheet.rows:
+        return f"<table><caption>{escape(sheet.title)}</caption></table>"
+    head = "".join(f"<th>{escape(name)}</th>" for name in sheet.columns)
+    body = "\n".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in sheet.rows
+    )
+    return f"<table><caption>{escape(sheet.title)}</caption><tr>{head}</tr>\n{body}</table>"
+
+
+def _legend(name: str) -> str:
+    keys = "".join(f'<span class="{v.css}">{escape(v.words)}</span>' for v in verdicts(name))
+    return (
+        f'<p class="legend">{keys}</p><p class="about">A token that trains is the darker the larger '
+        "its Binary TV. A token whose update brings pi back towards mu trains under either mask, "
+        "however large its divergence. Point at a token for its numbers.</p>"
+    )
+
+
+def _response(name: str, response: Response) -> str:
+    r, first = response.rollout, response.tokens[0]
+    sign = "up" if first.advantage > 0 else "down"
+    about = f"response {response.index}: problem {r.problem_id}, sample {r.sample_index}, "
+    reward = f"reward {r.reward:g}, {r.finish_reason}"
+    spans = "".join(_span(name, token) for token in response.tokens)
+    return (
+        f'<div class="response"><div class="about">{about}'
+        f'<b class="{sign}">A = {first.advantage:+.3g}</b>, {reward}</div>'
+        f'<div class="prompt">{escape(visible(response.prompt))}</div>'
+        f'<div class="tokens">{spans}</div></div>'
+    )
+
+
+def _span(name: str, token: Token) -> str:
+    verdict = verdict_of(name, token)
+    shade = f' style="--tv:{token.binary_tv:.2f}"' if verdict.css == "train" else ""
+    hover = escape(numbers(name, token)).replace("\n", "&#10;")
+    return f'<span class="{verdict.css}"{shade} title="{hover}">{escape(visible(token.text))}</span>'
+
+
+def numbers(name: str, token: Token) -> str:
+    """What one sees on pointing at a token."""
+    pairs = [
+        f"{quoted(token.text)}, id {token.token_id}, token {token.position}",
+        verdict_of(name, token).words,
+        f"A {token.advantage:+.4g}; blocked where {token.threshold or 'never'}",
+        f"mu {number(token.mu)}, pi {number(token.pi)}, r {number(token.ratio)}, "
+        f"weight {number(token.weight)}",
+        f"Binary: TV {number(token.binary_tv)}, KL {number(token.binary_kl)}",
+    ]
+    if token.topk_tv is not None:
+        pairs.append(f"Top-K: TV {number(token.topk_tv)}, KL {number(token.topk_kl)}")
+    if token.exact_tv is not None:
+        pairs.append(f"exact: TV {number(token.exact_tv)}, KL {number(token.exact_kl)}")
+    if token.recomputed is not None:
+        pairs.append(f"pi' (trainer at the rollout's weights) {number(token.recomputed)}")
+    return "\n".join([*pairs, f"entropy {number(token.entropy)} nats"])
+
+
+def visible(text: str) -> str:
+    """Line ends marked, other characters that don't print as escapes."""
+    return "".join(
+        "\u23ce\n" if c == "\n" else c if c.isprintable() else repr(c)[1:-1] for c in text
+    )

@@ -1,0 +1,67 @@
+"""A policy as a Hugging Face folder, on the CPU: its logits for one response."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from megatron_dppo.types import Rollout
+
+
+class Policy:
+    """The model in ``folder`` by transformers, in float32 whatever it was saved in.
+
+    Raises OSError or ValueError where the folder holds no model that transformers can load.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder}: expected a Hugging Face folder, found no config.json")
+        disable_progress_bar()
+        self.folder = folder
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        ).eval()
+        self.vocab_size = int(self._model.config.vocab_size)
+
+    @torch.no_grad()
+    def logits(self, rollout: Rollout) -> Tensor:
+        """float32 [P + R, vocabulary]: row t predicts token t + 1. ValueError for an id that the
+        model does not know.
+        """
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
+        if int(ids.max()) >= self.vocab_size:
+            raise ValueError(
+                f"{self.folder}: the batch holds token id {int(ids.max())}, but this model's "
+                f"vocabulary has {self.vocab_size}: it is another model's batch"
+            )
+        return self._model(ids).logits[0].float()
+
+
+class TokenTexts:
+    """Token ids as text. A token that is only part of a character goes by its name in the
+    vocabulary, an id that the tokenizer does not know by its number.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        if token_id not in self._known:
+            self._known[token_id] = self._text(token_id)
+        return self._known[token_id]
+
+    def joined(self, token_ids: list[int]) -> str:
+        """The text of a whole sequence, special tokens included."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _text(self, token_id: int) -> str:
+        text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        if text and "\ufffd" not in text:
+            return text
+        return self._tokenizer.convert_ids_to_tokens(token_id) or f"<id {token_id}>"
