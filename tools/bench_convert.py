@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 """Time and peak memory of converting real layer shapes, beside a plain copy of the same bytes on the same disk.
 
-Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then in turn copies it, converts it
-to a Megatron layout, verifies it and converts it back. Every phase starts with the source's pages dropped and ends with
-its output on the disk (fsync), in a process of its own.
+Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then in turn converts it to a Megatron
+layout and to torch_dist, verifies it and converts it back. Right before each of these comes a plain copy of the same
+bytes, with which it is compared: on a virtual machine the cost of fresh memory drifts by more than what is measured.
+Everything starts with the source's pages dropped and ends with its output on the disk (fsync), in a process of its own;
+outputs are removed as soon as nothing reads them.
 
     python tools/bench_convert.py --model examples/model_configs/qwen3-30b-a3b --layers 1 --folder /tmp/bench
 """
@@ -62,22 +64,24 @@ def copy(root: Path, layout: Layout) -> None:
     sync_folder(root / "copy")
 
 
+COPY = "plain copy"
+CONVERTED = "m"
 PHASES: dict[str, tuple[Callable[[Path, Layout], object], str, str]] = {
-    "plain copy": (copy, "hf", "copy"),
+    COPY: (copy, "hf", "copy"),
     "hf-to-megatron": (
-        lambda root, layout: hf_to_megatron(root / "hf", root / "m", layout),
+        lambda root, layout: hf_to_megatron(root / "hf", root / CONVERTED, layout),
         "hf",
-        "m",
+        CONVERTED,
     ),
     "to torch_dist": (
         lambda root, layout: hf_to_torch_dist(root / "hf", root / "dist"),
         "hf",
         "dist",
     ),
-    "verify": (lambda root, layout: verify(root / "hf", root / "m"), "m", ""),
+    "verify": (lambda root, layout: verify(root / "hf", root / CONVERTED), CONVERTED, ""),
     "megatron-to-hf": (
-        lambda root, layout: megatron_to_hf(root / "m", root / "back"),
-        "m",
+        lambda root, layout: megatron_to_hf(root / CONVERTED, root / "back"),
+        CONVERTED,
         "back",
     ),
 }
@@ -146,21 +150,33 @@ def measure(arguments: argparse.Namespace) -> None:
     print(f"{arguments.model.name}, {arguments.layers} layer(s): {size / 1e9:.2f} GB")
     results: dict[str, list[dict[str, float]]] = {name: [] for name in PHASES}
     for _ in range(arguments.repeat):
-        for name, (_, source, _) in PHASES.items():
-            drop_pages(root / source)
-            command = [sys.executable, __file__, *sys.argv[1:], "--phase", name]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-            results[name].append(json.loads(output))
-        for _, _, target in PHASES.values():
-            if target:
-                shutil.rmtree(root / target)
-    copied = _median(results["plain copy"], "seconds")
+        for name in PHASES:
+            if name == COPY:
+                continue
+            copied = timed(COPY, root)
+            facts = timed(name, root)
+            results[COPY].append(copied | {"ratio": 1.0})
+            results[name].append(facts | {"ratio": facts["seconds"] / copied["seconds"]})
+        shutil.rmtree(root / CONVERTED)
     for name, runs in results.items():
-        seconds, busy, peak = (_median(runs, k) for k in ("seconds", "busy", "peak_mib"))
-        print(
-            f"{name:15} {seconds:7.2f} s {size / seconds / 1e6:7.0f} MB/s "
-            f"{seconds / copied:5.2f} x copy {busy:6.2f} s of processor {peak:5.0f} MiB over the start"
+        seconds, busy, peak, ratio = (
+            _median(runs, key) for key in ("seconds", "busy", "peak_mib", "ratio")
         )
+        print(
+            f"{name:15} {seconds:7.2f} s {size / seconds / 1e6:7.0f} MB/s {ratio:5.2f} x copy "
+            f"{busy:6.2f} s of processor {peak:5.0f} MiB over the start"
+        )
+
+
+def timed(name: str, root: Path) -> dict[str, float]:
+    """Run a phase in a process of its own; its output is removed, but for what later phases read."""
+    _, source, target = PHASES[name]
+    drop_pages(root / source)
+    command = [sys.executable, __file__, *sys.argv[1:], "--phase", name]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    if target not in ("", CONVERTED):
+        shutil.rmtree(root / target)
+    return json.loads(output)
 
 
 def _median(runs: list[dict[str, float]], key: str) -> float:

@@ -156,6 +156,8 @@ def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list
 
 def show(title: str, facts: Sequence[str], tables: Sequence[Any]) -> None:
     """Print everything; wide where the output is not a terminal."""
+    from mask_explanation.summary import LEFT_ALIGNED
+
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
     console.print(title, style="bold")
     for fact in facts:
@@ -165,9 +167,8 @@ def show(title: str, facts: Sequence[str], tables: Sequence[Any]) -> None:
             console.print(sheet.title)
             continue
         table = Table(title=sheet.title, title_justify="left")
-        for i, name in enumerate(sheet.columns):
-            left = i in (0, len(sheet.columns) - 1)
-            table.add_column(name, justify="left" if left else "right")
+        for name in sheet.columns:
+            table.add_column(name, justify="left" if name in LEFT_ALIGNED else "right")
         for row in sheet.rows:
             table.add_row(*map(Text, row))
         console.print(table)

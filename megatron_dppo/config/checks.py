@@ -152,6 +152,11 @@ def _forwarded(config: TrainConfig) -> Problems:
 
 
 def _router_replay(config: TrainConfig, model: ModelFacts) -> Problems:
+    if config.rollout.router_replay and model.mixture_of_experts:
+        yield (
+            "rollout.router_replay: got true, expected false: the engine records its routing, but "
+            "the trainer of this version does not replay it"
+        )
     if config.rollout.router_replay and not model.mixture_of_experts:
         yield (
             f"rollout.router_replay: got true, expected false: {model.model_type} is a dense "

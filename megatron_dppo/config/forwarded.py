@@ -64,6 +64,11 @@ MEGATRON_FIXED: Mapping[str, str] = {
     "context_parallel_size": "context parallelism is not supported",
     "hidden_dropout": "with dropout pi would differ between two passes over the same tokens",
     "attention_dropout": "with dropout pi would differ between two passes over the same tokens",
+    **dict.fromkeys(
+        ("moe_router_load_balancing_type", "moe_aux_loss_coeff", "moe_z_loss_coeff"),
+        "Megatron scales auxiliary losses by the tokens of a micro-batch and expects a division "
+        "that the policy loss, divided by a global count already, does not make",
+    ),
 }
 """Field of TransformerConfig that nothing sets -> why."""
 
@@ -89,6 +94,10 @@ SGLANG_FIXED: Mapping[str, str] = {
     "api_key": "the run makes its own keys",
     "admin_api_key": "the run makes its own keys",
     "weight_version": "the run counts the weights' versions itself",
+    **dict.fromkeys(
+        ("dp_size", "pp_size", "ep_size", "moe_dp_size", "quantization"),
+        "weight updates are verified for tensor-parallel engines of unquantised weights",
+    ),
 }
 """Field of ServerArgs that nothing sets -> why."""
 

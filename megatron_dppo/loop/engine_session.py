@@ -63,7 +63,7 @@ class _Outcome(IntEnum):
 
 
 class EngineSession:
-    """Connected on construction; a context manager that leaves the engine in peace.
+    """``connect`` first; a context manager that leaves the engine in peace.
 
     ``version`` is the weight version that the engine has committed; None before the first update.
     """
@@ -79,7 +79,6 @@ class EngineSession:
         self.version: int | None = None
         self.updates = 0
         self.verified_updates = 0
-        self._connect()
 
     def __enter__(self) -> Self:
         return self
@@ -96,6 +95,10 @@ class EngineSession:
             self._runner.run(self._client.close())
         self._runner.close()
 
+    def connect(self) -> None:
+        """Wait for the engine and attach to it. Raises RunStoppedError, EngineUnavailableError."""
+        self._connect()
+
     # --- weights
 
     def update_weights(self, version: int) -> UpdateReport:
@@ -110,7 +113,9 @@ class EngineSession:
                 self._count_failure(str(error))
                 self._connect()
                 continue
-            self._failures = 0
+            # A push that only restores the same version is no progress: the loss may come again.
+            if version != self.version:
+                self._failures = 0
             self.version = version
             self.updates += 1
             self.verified_updates += report.verified
@@ -125,14 +130,17 @@ class EngineSession:
         """
         done: dict[Hashable, GenerationResult] = {}
         while True:
+            before = len(done)
             outcome, reason = self._generate_missing(job, done, description)
-            answers = all_gather_json([int(outcome), reason])
+            answers = all_gather_json([int(outcome), reason, len(done) > before])
             worst = max(_Outcome(answer[0]) for answer in answers)
             if worst is _Outcome.STOPPED:
                 raise RunStoppedError("stopped while generating")
             if worst is _Outcome.DONE:
                 self._failures = 0
                 return job.rollouts(done)
+            if any(answer[2] for answer in answers):
+                self._failures = 0
             self._count_failure(next(a[1] for a in answers if a[0] == _Outcome.LOST))
             self._restore()
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.console import StepConsole
+from megatron_dppo.metrics.records import (
+    RECORDS_FILE,
+    Record,
+    encode_record,
+    mean_accuracy,
+    read_records,
+    step_of,
+    write_text_atomically,
+)
 from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.run_info import RunInfo
 from megatron_dppo.metrics.summary import write_summary
@@ -18,6 +29,12 @@ from megatron_dppo.metrics.writer import MetricsWriter
 from megatron_dppo.types import Rollout
 
 log = logging.getLogger(__name__)
+
+COUNTS = (names.WEIGHT_UPDATES, names.WEIGHT_UPDATES_VERIFIED)
+
+
+class RecordingError(RuntimeError):
+    """What a run has to tell can't be written, for one because the disk is full."""
 
 
 class Recorder:
@@ -46,13 +63,28 @@ class Recorder:
     ) -> None:
         self._stack.close()
 
+    def lacks_last_evaluation(self) -> bool:
+        """Whether the run's last step is recorded without its evaluation: a stop came in between."""
+        if self._writer is None or not self._config.data.evaluation:
+            return False
+        last = read_records(self._config.run.directory)[-1]
+        return step_of(last) == self._config.run.steps and mean_accuracy(last) is None
+
+    def complete(self, values: Mapping[str, float]) -> None:
+        """Add ``values`` to the last record: what a stop kept the run from measuring. Counts add up."""
+        if self._writer is None:
+            return
+        records = read_records(self._config.run.directory)
+        last = records[-1]
+        for name, value in values.items():
+            before = last.get(name) if name in COUNTS else None
+            last[name] = value + (before or 0)
+        lines = [encode_record(step_of(r), _finite(r)) + "\n" for r in records]
+        write_text_atomically(Path(self._config.run.directory) / RECORDS_FILE, "".join(lines))
+
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Counts that belong to the next record: a resumed run has no record of its own start."""
-        self._carried = {
-            k: values[k]
-            for k in (names.WEIGHT_UPDATES, names.WEIGHT_UPDATES_VERIFIED)
-            if k in values
-        }
+        self._carried = {k: values[k] for k in COUNTS if k in values}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Record ``step`` (0: before training)."""
@@ -61,7 +93,11 @@ class Recorder:
             record[name] = record.get(name, 0) + count
         self._carried = {}
         if self._writer is not None:
-            self._writer.write(step, {**record, "weight_version": step})
+            try:
+                self._writer.write(step, {**record, "weight_version": step})
+            except OSError as error:
+                where = self._config.run.directory
+                raise RecordingError(f"metrics in {where}: {error.strerror}") from error
         self._console.step(step, record)
 
     def write_step(
@@ -106,3 +142,8 @@ class Recorder:
             hf_export_max_logprob_diff=hf_export_max_logprob_diff,
         )
         log.info("done: %d steps; report in %s", summary.steps, report)
+
+
+def _finite(record: Record) -> dict[str, float]:
+    """A record as it can be written again: what was not finite stays so."""
+    return {name: math.nan if value is None else value for name, value in record.items()}

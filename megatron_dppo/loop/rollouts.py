@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron_dppo.algorithms.advantages import group_relative
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.rollout_codec import decode, encode, load_batch
+from megatron_dppo.data.rollout_codec import RolloutFormatError, decode, encode, load_batch
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.rewards import Verifier
@@ -29,16 +29,27 @@ class RolloutSource(Protocol):
 class ReplayedRollouts:
     """Batches that an earlier run saved (``rollout.save``)."""
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, group_size: int) -> None:
         self._folder = Path(folder)
+        self._group_size = group_size
 
     def collect(self, step: int, problems: Sequence[Problem]) -> list[Rollout]:
-        """The saved batch of ``step``. Raises ValueError where it answers other problems."""
-        rollouts = load_batch(self._folder, step)
+        """The saved batch of ``step``. Raises RolloutFormatError where it is not there or another's."""
+        try:
+            rollouts = load_batch(self._folder, step)
+        except FileNotFoundError as error:
+            raise RolloutFormatError(
+                f"rollout.replay_from: no batch of step {step} in {self._folder} ({error.filename})"
+            ) from error
+        if len(rollouts) != len(problems) * self._group_size:
+            raise RolloutFormatError(
+                f"rollout.replay_from: the batch of step {step} in {self._folder} has {len(rollouts)} "
+                f"responses, expected {len(problems)} prompts x group_size {self._group_size}"
+            )
         found = list(dict.fromkeys(r.problem_id for r in rollouts))
         expected = list(dict.fromkeys(p.problem_id for p in problems))
         if found != expected:
-            raise ValueError(
+            raise RolloutFormatError(
                 f"rollout.replay_from: the batch of step {step} in {self._folder} answers problems "
                 f"{found[:5]}..., expected {expected[:5]}...: it was saved with other data or another seed"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,11 +25,12 @@ from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.export_check import max_log_prob_difference
 from megatron_dppo.loop.learning import Learner
-from megatron_dppo.loop.recorder import Recorder
+from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.rollouts import GeneratedRollouts, ReplayedRollouts, RolloutSource
-from megatron_dppo.loop.state import ResumeError, RunState
+from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
+from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.rollout.errors import EngineError
@@ -50,6 +52,8 @@ EXPECTED_ERRORS = (
     EngineError,
     EngineUnavailableError,
     NonFiniteLossError,
+    RecordingError,
+    RecordsError,
     ResumeError,
     RolloutFormatError,
     VerifierError,
@@ -121,18 +125,20 @@ class Run:
             self.sampler = ProblemSampler(
                 len(data.train), config.run.seed, shuffle=config.data.shuffle
             )
+            self.saved_step = 0
             self.state = self._resume()
-            self.engine: EngineSession | None = None
-            if config.rollout.replay_from is None:
-                self.engine = stack.enter_context(EngineSession(config, self.trainer, stop))
-        self.verifier = stack.enter_context(
-            Verifier(config.reward.name, config.reward.timeout_s, config.reward.workers)
-        )
+        self.engine: EngineSession | None = None
+        if config.rollout.replay_from is None:
+            self.engine = stack.enter_context(EngineSession(config, self.trainer, stop))
+        self.verifier = Verifier(config.reward.name, config.reward.timeout_s, config.reward.workers)
+        if self.trainer.topology.is_leader:  # nobody else scores, so nobody else needs workers
+            stack.enter_context(self.verifier)
         self.learner = Learner(config, self.trainer, algorithm, self.topk)
         self.recorder = stack.enter_context(
             Recorder(config, self.trainer.topology.rank, first_step=self.state.step)
         )
         self.source = self._rollout_source()
+        self._counted_failures = (0, 0)
         self.last_batch: list[Rollout] = []
         self._counted_updates = (0, 0)
 
@@ -140,10 +146,15 @@ class Run:
 
     def begin(self) -> None:
         """Bring the engine to the trainer's weights and measure where the run starts."""
+        if self.engine is not None:
+            with self.timer("start"):
+                self.engine.connect()
         update = self._update_weights()
         if self.state.step == 0:
             accuracies = self._evaluate()
             self.recorder.write(0, {**update, **accuracies, **self.timer.finish_step()})
+        elif any_rank(self.recorder.lacks_last_evaluation()):
+            self.recorder.complete({**update, **self._evaluate()})
         else:
             self.recorder.carry_over(update)
 
@@ -164,6 +175,7 @@ class Run:
             if self._is_due(self.config.evaluation.every):
                 measured |= self._evaluate()
         finally:  # a stop in the middle leaves a checkpoint of this step, so its record too
+            measured |= self._failed_checks()
             self.recorder.write_step(step, batch, measured, self.timer.finish_step())
         if self._is_due(self.config.checkpoint.every):
             self._save_checkpoint()
@@ -177,37 +189,43 @@ class Run:
 
     def stop(self, reason: str) -> None:
         """Leave a checkpoint of the last completed step."""
-        latest = self.store.latest()
-        if self.state.step > 0 and (latest is None or latest.step != self.state.step):
+        if self.state.step > self.saved_step:
             self._save_checkpoint()
-        log.info("%s; the same command resumes at step %d", reason, self.state.step + 1)
+        log.info("%s; the same command resumes after step %d", reason, self.state.step)
 
     # --- its parts
 
     def _resume(self) -> RunState:
         """The newest checkpoint's state, loaded into the trainer and the sampler; a fresh one where there is none."""
         config = self.config.run
-        latest = None if config.resume == "never" else self.store.latest()
+        identity = identity_of(self.config, self.data.train.sha256)
+        if config.resume == "never":
+            self._set_checkpoints_aside()
+        latest = self.store.latest()
         if latest is None:
             if config.resume == "required":
                 raise ResumeError(
                     f"run.resume: required, but {config.directory}/checkpoints holds no complete checkpoint"
                 )
-            return RunState(sampler=self.sampler.state_dict(), data_sha256=self.data.train.sha256)
+            return RunState(sampler=self.sampler.state_dict(), identity=identity)
         state = RunState.from_json(self.store.load(self.trainer, latest))
-        if state.data_sha256 != self.data.train.sha256:
-            raise ResumeError(
-                f"data.train: {self.config.data.train} is not the file that {latest.path} was trained on; "
-                "give back that file, or start another run.directory"
-            )
+        state.check_identity(identity, str(latest.path))
+        self.saved_step = state.step
         self.sampler.load_state_dict(state.sampler)
         log.info("resumed from %s", latest.path)
         return state
 
+    def _set_checkpoints_aside(self) -> None:
+        """Rename an earlier run's checkpoints, so that the next plain start can't resume from them."""
+        folder = Path(self.config.run.directory) / "checkpoints"
+        if self.trainer.topology.rank == 0 and folder.exists():
+            folder.rename(folder.with_name(f"checkpoints-{time.strftime('%Y%m%d-%H%M%S')}"))
+        any_rank(False)  # nobody looks before it is done
+
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout
         if rollout.replay_from is not None:
-            return ReplayedRollouts(rollout.replay_from)
+            return ReplayedRollouts(rollout.replay_from, rollout.group_size)
         assert self.engine is not None
         routed = (
             RoutedShape.of_model(self.config.model.hf_checkpoint) if rollout.router_replay else None
@@ -249,16 +267,32 @@ class Run:
                 self.data.held_out, self.config, self.trainer.topology, self.engine, self.verifier
             )
 
+    def _failed_checks(self) -> dict[str, float]:
+        """Reward checks that were killed or died since the last call, over all leaders."""
+        totals = self.verifier.timeouts, self.verifier.crashes
+        counted, self._counted_failures = self._counted_failures, totals
+        if not self.trainer.topology.is_leader:
+            return {}
+        return {
+            "reward/timeouts": totals[0] - counted[0],
+            "reward/crashes": totals[1] - counted[1],
+        }
+
     def _is_due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.config.run.steps
 
     def _save_batch(self, step: int, batch: list[Rollout]) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
-            save_batch(Path(self.config.run.directory) / "rollouts", step, batch)
+            folder = Path(self.config.run.directory) / "rollouts"
+            try:
+                save_batch(folder, step, batch)
+            except OSError as error:
+                raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error
 
     def _save_checkpoint(self) -> None:
         with self.timer("checkpoint"):
             self.store.save(self.trainer, self.state.step, self.state.to_json())
+        self.saved_step = self.state.step
 
     def _export(self) -> float | None:
         folder = Path(self.config.run.directory) / "hf"

@@ -90,12 +90,27 @@ def test_a_dead_rank_ends_the_run_and_the_next_start_resumes_until_ctrl_c(config
         run.interrupt()
         run.finish(code=130, timeout=60)
         assert "resumed from" in run.text
-        assert "the same command resumes at step" in run.text
+        assert "the same command resumes after step" in run.text
     recorded = steps_of(directory)
     assert recorded == list(range(len(recorded)))
     saved = sorted((directory / "checkpoints").iterdir())
     assert saved[-1].name == f"step_{recorded[-1]:06d}"
     assert_every_response_counted_once(directory, recorded[-1])
+
+
+def test_ctrl_c_while_the_engine_starts_is_a_clean_stop(config, tmp_path):
+    with TrainingRun(config, f"run.directory={tmp_path / 'early'}") as run:
+        run.wait_for(lambda: "waiting for the engine" in run.text)
+        run.interrupt()
+        run.finish(code=130, timeout=60)
+        assert "Traceback" not in run.text
+
+
+def test_another_algorithm_does_not_continue_a_run(config, disturbed):
+    overrides = (f"run.directory={disturbed.directory}", "algorithm.name=grpo", "run.steps=5")
+    with TrainingRun(config, *overrides) as run:
+        run.finish(code=1)
+        assert "algorithm.name: 'dppo-binary-tv' there, 'grpo' now" in run.text
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(config, disturbed, tmp_path):

@@ -134,6 +134,9 @@ REFUSED = [
         ["megatron.moe_token_dispatcher_type=allgather"],
         "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex'",
     ),
+    (["rollout.router_replay=true"], "rollout.router_replay: got true, expected false: the engine"),
+    (["megatron.moe_aux_loss_coeff=0.01"], "megatron.moe_aux_loss_coeff: got 0.01"),
+    (["sglang.dp_size=2"], "sglang.dp_size: got 2"),
     (
         ["training.prompts_per_mini_batch=3"],
         "training.prompts_per_mini_batch: got 3, expected a divisor of rollout.prompts_per_step = "

@@ -54,8 +54,8 @@ FORWARDED = [
         "megatron.moe_grouped_gemm: got 1 (int), expected true or false, as TransformerConfig",
     ),
     (
-        "megatron.moe_z_loss_coeff=x",
-        "megatron.moe_z_loss_coeff: got 'x' (str), expected a number or null",
+        "megatron.moe_input_jitter_eps=x",
+        "megatron.moe_input_jitter_eps: got 'x' (str), expected a number or null",
     ),
     (
         "megatron.moe_router_dtype=fp8",
@@ -114,10 +114,9 @@ def test_the_sglang_table_of_a_server_elsewhere_needs_no_sglang(check, monkeypat
 def test_forwarded_tables_that_fit(check):
     check(
         "megatron.moe_token_dispatcher_type=flex",
-        "megatron.moe_z_loss_coeff=1",
+        "megatron.moe_input_jitter_eps=0",
         "megatron.recompute_modules=[core_attn]",
         "megatron.attention_backend=flash",
-        "megatron.moe_aux_loss_coeff=1e-3",
         "megatron.deterministic_mode=true",
         "sglang.mem_fraction_static=0.5",
         "sglang.tp_size=2",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from mask_explanation.explanation import Response, Token
-from mask_explanation.summary import Sheet, number, quoted, verdict_of, verdicts
+from mask_explanation.summary import LEFT_ALIGNED, Sheet, number, quoted, verdict_of, verdicts
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em;
@@ -15,7 +15,7 @@ h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
 table { border-collapse: collapse; margin: .5em 0 1.5em }
 caption { text-align: left; font-weight: 600; padding: .3em 0 }
 th, td { padding: .15em .7em; text-align: right; border-bottom: 1px solid #ddd }
-th:first-child, td:first-child, td:last-child { text-align: left }
+th.words, td.words { text-align: left }
 .response { border-top: 1px solid #ddd; padding: .6em 0 }
 .about { color: #555; font-size: .85em } .up { color: #00691f } .down { color: #a3000f }
 .prompt, .tokens { font-family: ui-monospace, monospace; white-space: pre-wrap;
@@ -34,7 +34,11 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render(
-    title: str, facts: Sequence[str], tables: Sequence[Sheet], name: str, responses: Sequence[Response]
+    title: str,
+    facts: Sequence[str],
+    tables: Sequence[Sheet],
+    name: str,
+    responses: Sequence[Response],
 ) -> str:
     """The page. ``facts``: lines above the tables; ``name``: the algorithm's."""
     blocks = [
@@ -58,11 +62,14 @@ def render(
 def _table(sheet: Sheet) -> str:
     if not sheet.rows:
         return f"<table><caption>{escape(sheet.title)}</caption></table>"
-    head = "".join(f"<th>{escape(name)}</th>" for name in sheet.columns)
-    body = "\n".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in sheet.rows
-    )
-    return f"<table><caption>{escape(sheet.title)}</caption><tr>{head}</tr>\n{body}</table>"
+    kinds = [' class="words"' if name in LEFT_ALIGNED else "" for name in sheet.columns]
+
+    def line(tag: str, cells: Sequence[str]) -> str:
+        made = (f"<{tag}{kind}>{escape(c)}</{tag}>" for kind, c in zip(kinds, cells, strict=True))
+        return f"<tr>{''.join(made)}</tr>"
+
+    lines = "\n".join([line("th", sheet.columns), *(line("td", row) for row in sheet.rows)])
+    return f"<table><caption>{escape(sheet.title)}</caption>\n{lines}</table>"
 
 
 def _legend(name: str) -> str:
@@ -92,7 +99,9 @@ def _span(name: str, token: Token) -> str:
     verdict = verdict_of(name, token)
     shade = f' style="--tv:{token.binary_tv:.2f}"' if verdict.css == "train" else ""
     hover = escape(numbers(name, token)).replace("\n", "&#10;")
-    return f'<span class="{verdict.css}"{shade} title="{hover}">{escape(visible(token.text))}</span>'
+    return (
+        f'<span class="{verdict.css}"{shade} title="{hover}">{escape(visible(token.text))}</span>'
+    )
 
 
 def numbers(name: str, token: Token) -> str:

@@ -14,6 +14,8 @@ from megatron_dppo.metrics.sums import MetricSums
 
 FREQUENT = 12
 """Tokens in a table of the most frequent ones."""
+LEFT_ALIGNED = frozenset({"", "token", "metric", "meaning", "blocked where", "verdict"})
+"""Columns of words; the others hold numbers."""
 METRICS = (
     "policy/tokens",
     "policy/abs_prob_gap",

@@ -1,0 +1,304 @@
+"""``tools/explain_mask.py`` on a tiny model: rows worked by hand, TopK(mu) and exact divergences,
+the reports, and inputs that can't be used.
+"""
+
+import csv
+import math
+import sys
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.rollout_codec import save_batch
+from megatron_dppo.types import Rollout
+from tests.ranks import ROOT
+from tests.tiny_models import save_tiny_model
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import explain_mask
+from mask_explanation import page, summary
+from mask_explanation.explanation import explain_response, threshold_text
+
+TEMPERATURE = 0.5
+PROMPT, RESPONSES = [20, 21, 22], [([30, 31, 32, 33], 0.5), ([30, 34, 35, 36], -0.5)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_tiny_model(tmp_path_factory.mktemp("explain") / "hf", "qwen2", hidden=16, layers=1)
+
+
+@pytest.fixture(scope="module")
+def log_pi(model):
+    """[R, V] of each response, by transformers."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    found = []
+    for ids, _ in RESPONSES:
+        with torch.no_grad():
+            logits = policy(torch.tensor([PROMPT + ids])).logits[0, 2:-1]
+        found.append((logits.double() / TEMPERATURE).log_softmax(-1))
+    return found
+
+
+def rollout(ids, advantage, log_probs, number=0, **more):
+    return Rollout(7, number, PROMPT, ids, log_probs, "stop", "", advantage=advantage, **more)
+
+
+def write_run(folder, model, rollouts, **algorithm):
+    config = TrainConfig.model_validate(
+        {
+            "run": {"directory": str(folder), "steps": 1},
+            "model": {"hf_checkpoint": str(model)},
+            "data": {"train": "unused.jsonl"},
+            "rollout": {
+                "prompts_per_step": 1, "group_size": 2, "max_response_tokens": 8,
+                "temperature": TEMPERATURE,
+            },
+            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 64},
+            "optimizer": {"lr": 1e-5},
+            "algorithm": algorithm,
+        }
+    )  # fmt: skip
+    folder.mkdir(exist_ok=True)
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    save_batch(folder / "rollouts", 3, rollouts)
+    return folder
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def explained(run, model, tmp_path, *arguments):
+    out = tmp_path / "tokens.csv"
+    common = [str(run), "--policy", str(model), "--csv", str(out)]
+    assert explain_mask.main([*common, *arguments]) == 0
+    return rows_of(out)
+
+
+class Far:
+    """Responses whose pi / mu at each token is known: mu is pi over the ratio."""
+
+    ratios = ([1.0, 1.5, 0.5, 1.2], [1.0, 0.5, 1.5, 0.9])
+
+    @classmethod
+    def rollouts(cls, log_pi):
+        made = []
+        for n, ((ids, advantage), ratios, log_p) in enumerate(
+            zip(RESPONSES, cls.ratios, log_pi, strict=True)
+        ):
+            own = log_p[range(len(ids)), ids] - torch.tensor(ratios).double().log()
+            made.append(rollout(ids, advantage, own.tolist(), n, reward=float(advantage > 0)))
+        return made
+
+
+def test_rows_by_hand(model, log_pi, tmp_path, capsys):
+    """Clip-Higher holds r in [0.8, 1.28]: token 1 of both responses is outward and beyond it; 0.5 at
+    A > 0 and 1.5 at A < 0 lead back to mu.
+    """
+    run = write_run(tmp_path / "run", model, Far.rollouts(log_pi))
+    rows = explained(run, model, tmp_path, "--algorithm", "grpo", "--option", "clip_high=0.1")
+    assert [int(r["token_id"]) for r in rows] == [i for ids, _ in RESPONSES for i in ids]
+    for row, ratio in zip(rows, Far.ratios[0] + Far.ratios[1], strict=True):
+        assert float(row["ratio"]) == pytest.approx(ratio, rel=1e-4)
+        mu, pi = float(row["mu"]), float(row["pi"])
+        assert float(row["binary_tv"]) == pytest.approx(abs(pi - mu), rel=1e-4, abs=1e-8)
+        assert row["topk_tv"] == row["exact_tv"] == row["recomputed"] == ""
+    own = log_pi[0][range(4), RESPONSES[0][0]].exp().tolist()
+    assert [float(r["pi"]) for r in rows[:4]] == pytest.approx(own, rel=1e-4)
+    trains = [[r["trains"], r["ppo_trains"]] for r in rows]
+    # clip_high 0.1 also blocks 1.2, which Clip-Higher's 0.28 lets train.
+    assert trains == [
+        ["True", "True"], ["False", "False"], ["True", "True"], ["False", "True"],
+        ["True", "True"], ["False", "False"], ["True", "True"], ["True", "True"],
+    ]  # fmt: skip
+    assert {r["threshold"] for r in rows} == {"r > 1.1", "r < 0.8"}
+    out = capsys.readouterr().out
+    assert "Most often blocked by grpo: 3 tokens, 3 different" in out
+    assert "only grpo blocks: 1 tokens" in out
+    assert "only Clip-Higher would block: 0 tokens" in out
+
+
+def test_dppo_lets_rare_tokens_train_that_the_clip_blocks(model, log_pi, tmp_path):
+    run = write_run(tmp_path / "run", model, Far.rollouts(log_pi), options={"tv_threshold": 0.0})
+    strict = explained(run, model, tmp_path)
+    # Any outward step is beyond 0: both tokens with r > 1 at A > 0, both with r < 1 at A < 0.
+    assert [r["trains"] for r in strict][1:4] == ["False", "True", "False"]
+    assert [r["trains"] for r in strict][5:] == ["False", "True", "False"]
+    loose = explained(run, model, tmp_path, "--option", "tv_threshold=1")
+    assert {r["trains"] for r in loose} == {"True"}
+    assert [r["ppo_trains"] for r in loose] == [r["ppo_trains"] for r in strict]
+    assert loose[1]["ppo_trains"] == loose[5]["ppo_trains"] == "False"
+
+
+def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tmp_path):
+    """mu is another policy: Binary <= Top-K <= exact, and K of the whole vocabulary is exact."""
+    other = save_tiny_model(tmp_path / "mu", "qwen2", hidden=16, layers=1, seed=5)
+    policy = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+    sampled, exact = [], []
+    for n, (ids, advantage) in enumerate(RESPONSES):
+        with torch.no_grad():
+            logits = policy(torch.tensor([PROMPT + ids])).logits[0, 2:-1] / TEMPERATURE
+        log_mu = logits.log_softmax(-1)
+        top = log_mu.topk(4)
+        arrays = {"topk_ids": top.indices.int().numpy(), "topk_log_probs": top.values.numpy()}
+        sampled.append(rollout(ids, advantage, log_mu[range(4), ids].tolist(), n, **arrays))
+        exact += (0.5 * (log_mu.double().exp() - log_pi[n].exp()).abs().sum(-1)).tolist()
+    run = write_run(tmp_path / "run", model, sampled, name="dppo-topk-tv")
+    rows = explained(run, model, tmp_path)
+    assert all(r["exact_tv"] == "" for r in rows)
+    known = explained(run, model, tmp_path, "--rollout-policy", str(other))
+    full = explained(
+        run, model, tmp_path, "--rollout-policy", str(other), "--algorithm", "dppo-exact-kl"
+    )
+    for row, with_mu, all_of_it, expected in zip(rows, known, full, exact, strict=True):
+        assert row["topk_tv"] == with_mu["topk_tv"]
+        binary, topk = float(row["binary_tv"]), float(row["topk_tv"])
+        assert float(with_mu["exact_tv"]) == pytest.approx(expected, abs=1e-6)
+        assert binary - 1e-7 <= topk <= expected + 1e-6
+        assert float(all_of_it["topk_tv"]) == pytest.approx(expected, abs=1e-6)
+        assert float(with_mu["recomputed"]) == pytest.approx(float(row["mu"]), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_preset_trains_everything_on_policy(name, model, log_pi):
+    """pi = mu = pi': nothing is blocked, every weight is 1 and every divergence 0."""
+    from mask_explanation.policies import Policy, TokenTexts
+    from megatron_dppo.data.problems import load_tokenizer
+
+    ids, advantage = RESPONSES[0]
+    sampled = rollout(ids, advantage, log_pi[0][range(4), ids].tolist())
+    logits = Policy(model).logits(sampled)
+    texts = TokenTexts(load_tokenizer(model))
+    response = explain_response(
+        0, sampled, build_algorithm(name), logits, logits.clone(),
+        temperature=TEMPERATURE, texts=texts,
+    )  # fmt: skip
+    for token in response.tokens:
+        assert token.trains
+        assert token.ppo_trains
+        assert token.weight == pytest.approx(1, abs=1e-5)
+        assert max(token.binary_tv, token.topk_tv, token.exact_tv) < 1e-5
+    assert response.metrics.values()["policy/tokens"] == 4
+
+
+def test_thresholds_in_words():
+    assert threshold_text(build_algorithm("dppo-binary-tv"), True) == "TV > 0.15"
+    assert threshold_text(build_algorithm("minirl"), True) == "r > 1.28 (against pi')"
+    assert threshold_text(build_algorithm("mask-0.5"), False) == "drop >= 0.5"
+    assert threshold_text(build_algorithm("mask-0.5"), True) == ""
+    assert threshold_text(build_algorithm("drpo"), True) == ""
+
+
+class Spans(HTMLParser):
+    """Class, title and text of every token on the page."""
+
+    def __init__(self):
+        super().__init__()
+        self.found, self._inside = [], False
+
+    def handle_starttag(self, tag, attrs):
+        assert tag not in {"script", "link", "img", "iframe"}
+        given = dict(attrs)
+        self._inside = tag == "span" and "title" in given
+        if self._inside:
+            self.found.append([given["class"], given["title"], ""])
+
+    def handle_data(self, data):
+        if self._inside:
+            self.found[-1][2] += data
+
+    def handle_endtag(self, tag):
+        self._inside = False
+
+
+class Hostile:
+    """Texts that would break a page which does not escape."""
+
+    texts = ("</span><script>alert(1)</script>", '" onmouseover="x', "a\nb", "\x1b[31m")
+
+    def __getitem__(self, token_id):
+        return self.texts[token_id - 30]
+
+    def joined(self, token_ids):
+        return "<b>prompt</b>"
+
+
+def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
+    from mask_explanation.policies import Policy
+
+    sampled = Far.rollouts(log_pi)[0]
+    algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})
+    response = explain_response(
+        0, sampled, algorithm, Policy(model).logits(sampled), None,
+        temperature=TEMPERATURE, texts=Hostile(),
+    )  # fmt: skip
+    tables = [
+        *summary.sheets("dppo-binary-tv", [response]),
+        summary.notable("dppo-binary-tv", response.tokens, 9),
+    ]
+    html = page.render("a <title>", ["<fact>"], tables, "dppo-binary-tv", [response])
+    spans = Spans()
+    spans.feed(html)
+    classes, titles, texts = zip(*spans.found, strict=True)
+    assert classes == ("train", "both", "train", "own")
+    assert texts == (Hostile.texts[0], Hostile.texts[1], "a\u23ce\nb", "\\x1b[31m")
+    assert "blocked where TV > 0" in titles[1]
+    assert "r 1.5" in titles[1]
+    assert "<b>" not in html.replace('<b class="up">', "")
+    assert "http:" not in html
+    assert "https:" not in html
+    assert "&lt;b&gt;prompt&lt;/b&gt;" in html
+    counts = {row[0]: row[1:4] for row in tables[0].rows}
+    assert counts["blocked by dppo-binary-tv alone"] == ("1", "0", "1")
+    assert "\x1b" not in str(tables)
+
+
+def test_responses_without_a_gradient_are_left_out(model, log_pi, tmp_path, capsys):
+    first, second = Far.rollouts(log_pi)
+    even = rollout([30], 0.0, [-1.0], 2)
+    cut = rollout([31], 0.5, [-1.0], 3)
+    cut.finish_reason = "length"
+    run = write_run(tmp_path / "run", model, [even, cut, first, second], truncated_responses="drop")
+    rows = explained(run, model, tmp_path, "--limit", "1")
+    assert {r["response"] for r in rows} == {"2"}
+    expected = "1 of 4 responses; left out: 1 dropped, 1 without advantage, 1 beyond --limit"
+    assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "2"], "no batch of step 2; saved are 3 to 3"),
+        (["--algorithm", "dppo"], "unknown algorithm 'dppo'"),
+        (["--option", "tv_threshold"], "expected KEY=VALUE"),
+        (["--option", "clip_low=0.1"], "has no option 'clip_low'"),
+        (["--algorithm", "minirl"], "give these weights with --rollout-policy"),
+        (["--algorithm", "dppo-topk-kl"], "the batch has K = 0"),
+        (["--policy", "nowhere"], "nowhere: expected a Hugging Face folder"),
+        (["--limit", "-1"], "expected 0 (all) or more"),
+    ],
+)
+def test_unusable_input_is_one_message(arguments, message, model, log_pi, tmp_path, capsys):
+    run = write_run(tmp_path / "run", model, Far.rollouts(log_pi))
+    assert explain_mask.main([str(run), "--policy", str(model), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_missing_runs_and_other_models(model, log_pi, tmp_path, capsys):
+    assert explain_mask.main([str(tmp_path / "none")]) == 2
+    assert "config.yaml" in capsys.readouterr().err
+    run = write_run(tmp_path / "run", model, [rollout([600], 1.0, [math.log(0.5)])])
+    assert explain_mask.main([str(run), "--policy", str(model)]) == 2
+    assert "token id 600, but this model's vocabulary has 512" in capsys.readouterr().err
+    save_batch(run / "rollouts", 3, [rollout([30], 0.0, np.log([0.5]).tolist())])
+    assert explain_mask.main([str(run), "--policy", str(model)]) == 2
+    assert "nothing to explain" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""What a run remembers and tells, without a trainer or an engine."""
+
+import json
+
+import pytest
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.loop.recorder import Recorder
+from megatron_dppo.loop.state import ResumeError, RunState, identity_of
+from megatron_dppo.types import Rollout
+from tests.unit.config_files import minimal
+
+
+def config(tmp_path, **run) -> TrainConfig:
+    tree = minimal(tmp_path)
+    tree["run"] = {"directory": str(tmp_path), "steps": 2, **run}
+    tree["data"]["evaluation"] = {"sums": "x.jsonl"}
+    return TrainConfig.model_validate(tree)
+
+
+def rollout(reward: float, tokens: int, reason: str = "stop") -> Rollout:
+    return Rollout(0, 0, [1], [2] * tokens, [-0.5] * tokens, reason, "", reward=reward)  # type: ignore[arg-type]
+
+
+def test_a_step_is_described_by_its_rollouts(tmp_path):
+    settings = config(tmp_path)
+    size = settings.rollout.group_size
+    batch = [rollout(1.0, 2)] * size + [rollout(0.0, 4, "length")] * (size - 1) + [rollout(1.0, 4)]
+    with Recorder(settings, 0, 0) as recorder:
+        recorder.write(0, {})
+        recorder.write_step(1, batch, {"loss/sum": 0.5}, {"time/generate_s": 2.0})
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
+    assert record["reward/mean"] == (size + 1) / (2 * size)
+    assert record["reward/groups_without_spread"] == 0.5
+    assert record["rollout/response_length"] == 3.0
+    assert record["rollout/truncated"] == (size - 1) / (2 * size)
+    assert record["rollout/tokens_per_second"] == 6 * size / 2.0
+    assert (record["step"], record["weight_version"], record["loss/sum"]) == (1, 1, 0.5)
+
+
+def test_updates_of_a_resumed_start_are_counted_in_the_next_record(tmp_path):
+    with Recorder(config(tmp_path), 0, 1) as recorder:
+        recorder.carry_over({"weights/updates": 2, "weights/verified": 1, "weights/bytes": 9})
+        recorder.write(2, {"weights/updates": 1, "weights/verified": 1})
+    record = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (record["weights/updates"], record["weights/verified"]) == (3, 2)
+    assert "weights/bytes" not in record
+
+
+def test_an_evaluation_that_a_stop_prevented_is_made_up(tmp_path):
+    settings = config(tmp_path)
+    with Recorder(settings, 0, 0) as recorder:
+        recorder.write(0, {"evaluation/sums/accuracy": 0.25})
+        recorder.write(2, {"weights/updates": 1, "policy/kl": float("nan")})
+    with Recorder(settings, 0, 2) as recorder:
+        assert recorder.lacks_last_evaluation()
+        recorder.complete({"weights/updates": 1, "evaluation/sums/accuracy": 0.5})
+        assert not recorder.lacks_last_evaluation()
+    first, last = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first["evaluation/sums/accuracy"] == 0.25
+    assert last["evaluation/sums/accuracy"] == 0.5
+    assert last["weights/updates"] == 2
+    assert last["policy/kl"] is None
+
+
+def test_other_ranks_write_nothing(tmp_path):
+    with Recorder(config(tmp_path), 1, 0) as recorder:
+        recorder.write(0, {})
+        assert not recorder.lacks_last_evaluation()
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
+    state = RunState(3, {}, identity_of(config(tmp_path), "abc"))
+    state.check_identity(identity_of(config(tmp_path), "abc"), "step_3")
+    with pytest.raises(ResumeError) as caught:
+        state.check_identity(identity_of(config(tmp_path, seed=9), "xyz"), "step_3")
+    assert "step_3 belongs to another run" in str(caught.value)
+    assert "data.train (SHA-256): 'abc' there, 'xyz' now; run.seed: 1 there, 9 now" in str(
+        caught.value
+    )
+
+
+def test_a_state_of_another_version_is_refused():
+    assert RunState.from_json(RunState(3, {"a": 1}, {}).to_json()) == RunState(3, {"a": 1}, {})
+    with pytest.raises(ResumeError, match="fields"):
+        RunState.from_json({"step": 3})
