@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Time and peak memory of converting real layer shapes, beside a plain copy of the same bytes on the same disk.
 
-Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then in turn converts it to a Megatron
-layout and to torch_dist, verifies it and converts it back. Right before each of these comes a plain copy of the same
-bytes, with which it is compared: on a virtual machine the cost of fresh memory drifts by more than what is measured.
-Everything starts with the source's pages dropped and ends with its output on the disk (fsync), in a process of its own;
-outputs are removed as soon as nothing reads them.
+Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then in turn converts it to a
+Megatron layout and to torch_dist, verifies it and converts it back. Right before each of these comes a plain copy of
+the same bytes, with which it is compared: on a virtual machine the cost of fresh memory drifts by more than what is
+measured. Everything starts with the files' pages dropped and ends with its output on the disk (fsync), in a process of
+its own; outputs are removed as soon as nothing reads them.
 
     python tools/bench_convert.py --model examples/model_configs/qwen3-30b-a3b --layers 1 --folder /tmp/bench
 """
@@ -66,26 +66,20 @@ def copy(root: Path, layout: Layout) -> None:
 
 COPY = "plain copy"
 CONVERTED = "m"
-PHASES: dict[str, tuple[Callable[[Path, Layout], object], str, str]] = {
-    COPY: (copy, "hf", "copy"),
+PHASES: dict[str, tuple[Callable[[Path, Layout], object], str]] = {
+    COPY: (copy, "copy"),
     "hf-to-megatron": (
         lambda root, layout: hf_to_megatron(root / "hf", root / CONVERTED, layout),
-        "hf",
         CONVERTED,
     ),
-    "to torch_dist": (
-        lambda root, layout: hf_to_torch_dist(root / "hf", root / "dist"),
-        "hf",
-        "dist",
-    ),
-    "verify": (lambda root, layout: verify(root / "hf", root / CONVERTED), CONVERTED, ""),
+    "to torch_dist": (lambda root, layout: hf_to_torch_dist(root / "hf", root / "dist"), "dist"),
+    "verify": (lambda root, layout: verify(root / "hf", root / CONVERTED), ""),
     "megatron-to-hf": (
         lambda root, layout: megatron_to_hf(root / CONVERTED, root / "back"),
-        CONVERTED,
         "back",
     ),
 }
-"""Name -> (what it does, the folder it reads, the folder it writes)."""
+"""Name -> (what it does, the folder it writes)."""
 
 
 def run_phase(name: str, root: Path, layout: Layout) -> None:
@@ -109,8 +103,8 @@ def peak_mib() -> float:
 
 
 def drop_pages(folder: Path) -> None:
-    """Ask the kernel to forget a folder's cached pages."""
-    for path in folder.iterdir():
+    """Ask the kernel to forget a folder's cached pages; a folder that is not there has none."""
+    for path in folder.glob("*"):
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
@@ -170,8 +164,9 @@ def measure(arguments: argparse.Namespace) -> None:
 
 def timed(name: str, root: Path) -> dict[str, float]:
     """Run a phase in a process of its own; its output is removed, but for what later phases read."""
-    _, source, target = PHASES[name]
-    drop_pages(root / source)
+    target = PHASES[name][1]
+    for folder in (root / "hf", root / CONVERTED):
+        drop_pages(folder)
     command = [sys.executable, __file__, *sys.argv[1:], "--phase", name]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     if target not in ("", CONVERTED):

@@ -62,6 +62,7 @@ def explain(options: argparse.Namespace, config: TrainConfig) -> None:
     from mask_explanation import page, summary
     from mask_explanation.explanation import explain_response
     from mask_explanation.policies import Policy, TokenTexts
+
     from megatron_dppo.algorithms.presets import build_algorithm
     from megatron_dppo.data.problems import load_tokenizer
     from megatron_dppo.data.rollout_codec import load_batch

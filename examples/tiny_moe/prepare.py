@@ -19,19 +19,21 @@ import hashlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from examples.tiny_moe.children import run_to_the_end
 from examples.tiny_moe.make_data import make_data
 
 HERE = Path(__file__).resolve().parent
 ROOT = Path("runs/tiny_moe/material")
 SOURCES = ("make_data.py", "make_model.py", "prepare.py", "warm_start.yaml")
 SUPERVISED = "megatron_dppo.supervised"
+INTERRUPTED = 130
+"""Exit code of a run that Ctrl-C stopped."""
 STAMP = "made_from.json"
 """Written last: a folder without it is unfinished."""
 
@@ -113,7 +115,9 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
         *overrides,
     ]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # its matrices are too small for two
-    code = subprocess.run(command, check=False, env=one_thread).returncode
+    code = run_to_the_end(command, env=one_thread)
+    if code == INTERRUPTED:
+        raise SystemExit(INTERRUPTED)
     if code != 0:
         raise SystemExit(f"the warm start ended with exit code {code}; its output is above")
     (run / "hf").rename(folder / "warm")

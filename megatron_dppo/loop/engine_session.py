@@ -213,7 +213,8 @@ class EngineSession:
 
     def _transport(self, endpoint: Endpoint) -> DistributedTransport:
         config = self._config
-        if config.engine.url is not None:
+        if config.engine.url is not None and self.version is None:
+            # Once: it asks for a token, which an engine that a failed update left paused would not give.
             assert self._client is not None
             self._runner.run(check_engine(config, self._client))
         weights = EngineWeights(

@@ -10,12 +10,14 @@ import torch
 
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.supervised import negative_log_likelihood
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import SupervisedConfig
 from megatron_dppo.data.packing import PackedBatch, TrainingSample, pack, plan_mini_batch
 from megatron_dppo.data.problems import DataError, Pair, load_pairs, load_tokenizer
 from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
@@ -25,13 +27,20 @@ log = logging.getLogger(__name__)
 def run_supervised_rank(config: SupervisedConfig) -> None:
     """``run.steps`` optimiser steps on shuffled pairs, then an export. Collective over all ranks."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    tokenizer = load_tokenizer(config.model.hf_checkpoint)
     try:
-        pairs = load_pairs(
-            config.data.train, tokenizer, apply_chat_template=config.data.apply_chat_template
-        )
-    except DataError as error:
-        fatal(str(error))
+        _run(config)
+    except (CheckpointError, DataError, NonFiniteLossError) as error:
+        fatal(f"{type(error).__name__}: {error}")
+
+
+def _run(config: SupervisedConfig) -> None:
+    out = Path(config.run.directory) / "hf"
+    if out.exists():
+        raise CheckpointError(f"{out}: there already; remove it, or name another run.directory")
+    tokenizer = load_tokenizer(config.model.hf_checkpoint)
+    pairs = load_pairs(
+        config.data.train, tokenizer, apply_chat_template=config.data.apply_chat_template
+    )
     trainer = Trainer(config)
     sampler = ProblemSampler(len(pairs), config.run.seed)
     first = last = 0.0
@@ -41,7 +50,7 @@ def run_supervised_rank(config: SupervisedConfig) -> None:
             last = _step(trainer, config, chosen)
             first = last if step == 0 else first
             bar.update(completed=step + 1, note=f"{last:.3f} nats a token")
-    trainer.export_hf(Path(config.run.directory) / "hf")
+    trainer.export_hf(out)
     log.info("supervised: %.3f -> %.3f nats a token in %d steps", first, last, config.run.steps)
 
 

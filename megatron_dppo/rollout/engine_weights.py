@@ -24,6 +24,8 @@ from megatron_dppo.rollout.errors import (
     EngineRequestError,
 )
 
+_CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+"""By the URL's scheme: an https engine never sees a key in clear text."""
 _CONTROL_TIMEOUT_S = 60.0
 _IDLE_WAIT_S = 5.0
 _CONNECTION_SLACK_S = 10.0
@@ -217,14 +219,15 @@ class EngineWeights:
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> str:
         place = urlsplit(self.url)
-        connection = http.client.HTTPConnection(
+        connect = _CONNECTIONS[place.scheme]
+        connection = connect(
             place.hostname or "", place.port, timeout=timeout_s + _CONNECTION_SLACK_S
         )
         headers = {"Content-Type": "application/json"}
         if key := self._keys[method]:
             headers["Authorization"] = f"Bearer {key}"
         try:
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
+            connection.request(method, place.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
             answer = connection.getresponse()
             text = answer.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:

@@ -5,6 +5,7 @@ The engine loads a bucket while the trainer gathers and hashes the next: at most
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
@@ -17,6 +18,8 @@ from megatron_dppo.weight_sync.base import (
     compare_checksums,
 )
 from megatron_dppo.weight_sync.broadcast import BroadcastGroup, local_address
+
+log = logging.getLogger(__name__)
 
 
 class PackedBucket(Protocol):
@@ -145,9 +148,12 @@ class DistributedTransport(Generic[P]):
             self._group = None
 
     def close(self) -> None:
-        """Leave an engine that still answers, and have it leave the group."""
+        """Have the engine leave the group; one that is gone has left already. Never raises."""
         if self._group is not None:
-            self._engine.close_group(self._group.name)
+            try:
+                self._engine.close_group(self._group.name)
+            except (OSError, RuntimeError) as error:
+                log.info("the engine did not leave the weight group: %s", error)
         self.abort()
 
     def _arrive(self) -> None:

@@ -171,3 +171,15 @@ def test_a_bucket_is_aligned_bytes_in_two_buffers(engine: Engine) -> None:
     assert bytes(first.data.tolist()).hex() == content
     third = control.pack([("narrow", narrow)])
     assert third.data.data_ptr() == first.data.data_ptr() != second.data.data_ptr()
+
+
+def test_a_path_prefix_of_the_url_is_kept(engine: Engine) -> None:
+    engine.answers["/fleet/a/server_info"] = engine.answers["/server_info"]
+    EngineWeights(f"{engine.url}/fleet/a/", model_shape(), "float32", api_key="user")
+    assert engine.asked == [("/fleet/a/server_info", "Bearer user")]
+
+
+def test_no_key_travels_in_clear_text_to_an_https_engine(engine: Engine) -> None:
+    with pytest.raises(EngineLostError, match="SSL"):
+        EngineWeights(engine.url.replace("http:", "https:"), model_shape(), "float32", api_key="k")
+    assert engine.asked == []

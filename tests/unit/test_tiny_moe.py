@@ -5,11 +5,16 @@ tells.
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from examples.tiny_moe import prepare as prepare_module
+from examples.tiny_moe.demo import promises, set_aside
 from examples.tiny_moe.make_data import (
     ESTIMATE_RANGE,
     WORKED_OUT_SHARE,
@@ -153,3 +158,84 @@ def test_a_failed_warm_start_ends_the_demo_and_leaves_nothing_finished(tmp_path,
     with pytest.raises(SystemExit, match="the warm start ended with exit code 1"):
         prepare(1, tmp_path)
     assert not (tmp_path / "seed-1" / "made_from.json").exists()
+
+
+SLOW_TO_STOP = """
+import signal, sys, time
+stopped = []
+signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+print("ready", flush=True)
+while not stopped:
+    time.sleep(0.05)
+time.sleep(1.5)  # as long as a checkpoint takes
+print("saved", flush=True)
+sys.exit(130)
+"""
+
+
+def test_ctrl_c_lets_a_child_end_in_its_own_way():
+    code = (
+        "import sys; from examples.tiny_moe.children import run_to_the_end; "
+        f"sys.exit(run_to_the_end([sys.executable, '-c', {SLOW_TO_STOP!r}]))"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    os.killpg(parent.pid, signal.SIGINT)
+    assert parent.stdout.read() == "saved\n"
+    assert parent.wait(30) == 130
+
+
+SUMMARY = {
+    "steps": 40,
+    "eval_accuracy_start": 0.35,
+    "eval_accuracy_end": 0.7,
+    "train_reward_start": 0.4,
+    "train_reward_end": 0.8,
+    "mean_abs_prob_gap": 1e-7,
+    "weight_updates": 41,
+    "weight_updates_verified": 41,
+    "hf_export_max_logprob_diff": 1e-6,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdicts"),
+    [
+        ({}, [True, None, True, True, True]),
+        ({"eval_accuracy_end": 0.59}, [False, None, True, True, True]),
+        ({"steps": 39, "eval_accuracy_end": 0.4}, [None, None, True, True, True]),
+        ({"mean_abs_prob_gap": 2e-4}, [True, None, False, True, True]),
+        ({"weight_updates_verified": 40}, [True, None, True, False, True]),
+        (
+            {"weight_updates": 40, "weight_updates_verified": 40},
+            [True, None, True, False, True],
+        ),
+        ({"hf_export_max_logprob_diff": None}, [True, None, True, True, False]),
+    ],
+)
+def test_the_demo_judges_its_promises(changes, verdicts):
+    assert [p.holds for p in promises(SUMMARY | changes, recipe_steps=40)] == verdicts
+
+
+def test_a_demo_goes_on_or_is_set_aside(tmp_path):
+    directory = tmp_path / "demo"
+
+    def started(seed, algorithm):
+        directory.mkdir(exist_ok=True)
+        config = {"run": {"seed": seed}, "algorithm": {"name": algorithm}}
+        (directory / "config.yaml").write_text(json.dumps(config))
+
+    started(1, "dppo-binary-tv")
+    set_aside(directory, 1, [])
+    assert directory.exists()
+    set_aside(directory, 1, ["algorithm.name=grpo"])
+    assert not directory.exists()
+    started(2, "dppo-binary-tv")
+    set_aside(directory, 2, ["run.steps=3"])
+    assert directory.exists()
+    (directory / "summary.json").write_text("{}")
+    set_aside(directory, 2, [])
+    assert not directory.exists()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ def explain_response(
     columns = _columns(inputs, trains, weight.clamp(max=algorithm.ratio_cap))
     columns |= _exact(columns, sample, logits, rollout_logits, vocab_size, temperature)
     metrics = token_metrics(inputs, trains & inputs.loss_mask, weight, algorithm.ratio_cap)
-    values = {
+    values: dict[str, list[Any]] = {
         name: [None] * len(sampled.response_ids) if c is None else c[inputs.loss_mask].tolist()
         for name, c in columns.items()
     }

@@ -76,8 +76,8 @@ def _legend(name: str) -> str:
     keys = "".join(f'<span class="{v.css}">{escape(v.words)}</span>' for v in verdicts(name))
     return (
         f'<p class="legend">{keys}</p><p class="about">A token that trains is the darker the larger '
-        "its Binary TV. A token whose update brings pi back towards mu trains under either mask, "
-        "however large its divergence. Point at a token for its numbers.</p>"
+        "its Binary TV. Neither a clip nor a divergence mask blocks a token whose update brings pi "
+        "back towards mu, however far apart they are. Point at a token for its numbers.</p>"
     )
 
 

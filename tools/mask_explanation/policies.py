@@ -64,4 +64,5 @@ class TokenTexts:
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
         if text and "\ufffd" not in text:
             return text
-        return self._tokenizer.convert_ids_to_tokens(token_id) or f"<id {token_id}>"
+        name = self._tokenizer.convert_ids_to_tokens(token_id)
+        return f"<id {token_id}>" if name is None else str(name)

@@ -64,7 +64,7 @@ class Sheet:
 
     title: str
     columns: tuple[str, ...]
-    rows: list[tuple[str, ...]]
+    rows: Sequence[tuple[str, ...]]
 
 
 def all_tokens(responses: Iterable[Response]) -> list[Token]:

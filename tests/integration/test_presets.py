@@ -1,0 +1,259 @@
+"""Every preset in the real loop: one engine run records a batch with TopK(mu) of the whole
+vocabulary, and each preset then trains on that batch through ``rollout.replay_from``.
+
+The replays differ in nothing but the algorithm. At the first mini-batch pi = mu, so they take the
+same step; at the second one all that weigh by pi / mu still hold the same weights, so that their
+masks can be compared token by token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.torch import load_file, save_file
+
+from examples.tiny_moe.make_model import WORDS, make_model
+from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.data.rollout_codec import load_batch, save_batch
+from tests.integration.runs import TrainingRun, records_of, summary_of
+from tests.ranks import run_ranks
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+VOCABULARY = len(WORDS)
+PROMPTS, GROUP, MINI_BATCHES, TOPK = 4, 8, 2, 20
+TOKENS = "policy/tokens"
+BLOCKED, PPO_ONLY, OWN_ONLY = "mask/masked", "mask/ppo_only", "mask/dppo_only"
+OTHER_WEIGHTS = {"gspo", "drpo"}
+"""Presets whose weight is not pi / mu."""
+SAME_RATIO = [name for name in PRESETS if name not in OTHER_WEIGHTS]
+CARRIED = {name: "whole" if p.needs_full_distribution else "topk" if p.topk else "none"
+           for name, p in PRESETS.items()}  # fmt: skip
+"""What of TopK(mu) the batch has that a preset is replayed on."""
+
+
+def settings(folder: Path) -> dict[str, Any]:
+    """A run on a random MoE with a vocabulary of 36, vocab-parallel over two ranks."""
+    model, file = folder / "model", folder / "model" / "model.safetensors"
+    make_model(model, seed=1)
+    weights = load_file(file)
+    weights["lm_head.weight"] *= 4  # a fresh model is close to uniform: no token could move far
+    save_file(weights, file, {"format": "pt"})
+    rng = random.Random(0)
+    pairs = [(rng.randrange(1, 4), rng.randrange(1, 4)) for _ in range(16)]
+    lines = [json.dumps({"prompt": f"{a}+{b}", "answer": str(a + b)}) for a, b in pairs]
+    (folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    return {
+        "run": {"directory": str(folder / "recorded"), "steps": 2},
+        "model": {"hf_checkpoint": str(model), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 16},
+        "rollout": {
+            "prompts_per_step": PROMPTS, "group_size": GROUP, "max_response_tokens": 12,
+            "topk_log_probs": VOCABULARY, "save": True,
+        },
+        "reward": {"name": "exact_integer"},
+        "algorithm": {"name": "dppo-topk-tv", "truncated_responses": "as-verified"},
+        "parallel": {"world_size": 2, "tensor": 2},
+        "training": {"prompts_per_mini_batch": PROMPTS // MINI_BATCHES, "micro_batch_tokens": 512},
+        "optimizer": {"lr": 1e-2},
+        "checkpoint": {"every": 100, "export_hf": False},
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory) -> dict[str, Any]:
+    """The settings of a finished run of ``dppo-topk-tv`` on the engine's TopK(mu)."""
+    folder = tmp_path_factory.mktemp("presets")
+    config = settings(folder)
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    with TrainingRun(path) as run:
+        run.finish()
+    return config
+
+
+@pytest.fixture(scope="module")
+def batches(recorded) -> dict[str, str]:
+    """Folders with the first recorded batch, its advantages planted: half of each group rises."""
+    directory = Path(recorded["run"]["directory"])
+    batch = load_batch(directory / "rollouts", 1)
+    for i, rollout in enumerate(batch):
+        rollout.advantage = 0.5 if i % 2 else -0.5
+    widths = {"none": None, "topk": TOPK, "whole": VOCABULARY}
+    for name, k in widths.items():
+        cut = [
+            replace(
+                r,
+                topk_ids=None if k is None else r.topk_ids[:, :k],
+                topk_log_probs=None if k is None else r.topk_log_probs[:, :k],
+            )
+            for r in batch
+        ]
+        save_batch(directory.parent / name, 1, cut)
+    return {name: str(directory.parent / name) for name in widths}
+
+
+def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
+    """What each preset did in one step: calls of log_probs, and every mini-batch's figures."""
+    import torch
+
+    from megatron_dppo.config.schema import TrainConfig
+    from megatron_dppo.loop.run import Run, RunData
+    from megatron_dppo.loop.stopping import StopFlag
+    from megatron_dppo.trainer.trainer import Trainer
+
+    torch.set_num_threads(1)
+    seen: dict[str, Any] = {}
+    train_mini_batch, log_probs = Trainer.train_mini_batch, Trainer.log_probs
+
+    def watched_train(self, micro_batches, token_loss, denominator):
+        result = train_mini_batch(self, micro_batches, token_loss, denominator)
+        weights = hashlib.sha256()
+        for chunk in self.chunks:
+            for parameter in chunk.parameters():
+                weights.update(parameter.detach().numpy().tobytes())
+        figures = {**result.metrics.values(), "grad_norm": result.grad_norm}
+        seen["mini_batches"].append({**figures, "weights": weights.hexdigest()})
+        return result
+
+    def watched_log_probs(self, micro_batches):
+        seen["recomputed"] += 1
+        return log_probs(self, micro_batches)
+
+    Trainer.train_mini_batch, Trainer.log_probs = watched_train, watched_log_probs
+    found = {}
+    for name, carried in CARRIED.items():
+        own = {
+            **config,
+            "run": {"directory": f"{config['run']['directory']}-{name}", "steps": 1},
+            "algorithm": {**config["algorithm"], "name": name},
+            "rollout": {
+                **config["rollout"],
+                "topk_log_probs": 0,
+                "save": False,
+                "replay_from": batches[carried],
+            },
+        }
+        seen = {"recomputed": 0, "mini_batches": []}
+        parsed = TrainConfig.model_validate(own)
+        with ExitStack() as stack:
+            run = Run(parsed, RunData(parsed), StopFlag(), stack)
+            run.begin()
+            run.step()
+            run.trainer.close()
+        found[name] = {**seen, "record": records_of(Path(own["run"]["directory"]))[-1]}
+    return found
+
+
+@pytest.fixture(scope="module")
+def replayed(recorded, batches) -> dict[str, Any]:
+    """``worker``'s result, which both ranks agree on but for the weights' shards."""
+    target = "tests.integration.test_presets:worker"
+    return run_ranks(target, 2, recorded, batches, timeout=600)[0]
+
+
+@pytest.fixture
+def second(replayed) -> dict[str, dict[str, float]]:
+    """The second mini-batch by preset: one optimiser step away from mu."""
+    return {name: found["mini_batches"][1] for name, found in replayed.items()}
+
+
+def test_topk_of_the_engine_reaches_the_loss(recorded):
+    """``dppo-topk-tv`` from the engine to the update, TopK(mu) here being the whole vocabulary."""
+    directory = Path(recorded["run"]["directory"])
+    steps = records_of(directory)[1:]
+    assert [r["step"] for r in steps] == [1, 2]
+    for record in steps:
+        assert record["policy/topk_mass"] == pytest.approx(1, abs=1e-5)
+        assert record["policy/abs_prob_gap_on_policy"] < 1e-5
+        assert 0 < record["optimizer/grad_norm"] < 1e3
+    summary = summary_of(directory)
+    assert summary["weight_updates"] == summary["weight_updates_verified"] == 3
+
+
+def test_topk_of_the_engine_is_ordered_and_sums_to_one(recorded):
+    """So that its first K columns are what it would have answered for K."""
+    for rollout in load_batch(Path(recorded["run"]["directory"]) / "rollouts", 2):
+        assert rollout.topk_ids.shape == (len(rollout.response_ids), VOCABULARY)
+        assert (np.sort(rollout.topk_ids, 1) == np.arange(VOCABULARY)).all()
+        assert (np.diff(rollout.topk_log_probs, axis=1) <= 0).all()
+        np.testing.assert_allclose(np.exp(rollout.topk_log_probs).sum(1), 1, atol=1e-5)
+        at = rollout.topk_ids == np.array(rollout.response_ids)[:, None]
+        np.testing.assert_allclose(rollout.topk_log_probs[at], rollout.rollout_log_probs, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_preset_trains_in_the_real_loop(name, replayed):
+    found, algorithm = replayed[name], build_algorithm(name)
+    assert len(found["mini_batches"]) == MINI_BATCHES
+    assert found["recomputed"] == (MINI_BATCHES if algorithm.needs_recomputed else 0)
+    figures = {**found["record"], **{k: v for k, v in found["mini_batches"][0].items()}}
+    del figures["weights"]
+    assert all(np.isfinite(v) for v in figures.values() if isinstance(v, int | float))
+    assert figures["grad_norm"] > 0
+    carries_topk = bool(algorithm.topk or algorithm.needs_full_distribution)
+    assert ("policy/topk_mass" in figures) == carries_topk
+    assert found["record"]["optimizer/steps"] == MINI_BATCHES
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_nothing_is_blocked_where_pi_is_mu(name, replayed):
+    first, reference = replayed[name]["mini_batches"][0], replayed["pg-is"]["mini_batches"][0]
+    assert first["policy/abs_prob_gap"] / first[TOKENS] < 1e-5
+    assert (first[BLOCKED], first["mask/cap_hit"], first[PPO_ONLY]) == (0, 0, 0)
+    assert first["grad_norm"] == pytest.approx(reference["grad_norm"], rel=1e-3)
+    if name in SAME_RATIO:
+        assert first["weights"] == reference["weights"]
+
+
+def test_the_second_mini_batch_is_off_policy_and_masks_act(second):
+    assert second["pg-is"]["policy/abs_prob_gap"] / second["pg-is"][TOKENS] > 0.01
+    acting = ("grpo", "grpo-clip-higher", "minirl", "dppo-binary-tv", "dppo-topk-kl", "gspo")
+    assert all(second[name][BLOCKED] > 0 for name in acting), second
+    assert all(second[name][BLOCKED] == 0 for name in ("pg-is", "pg-tis", "cispo", "drpo"))
+
+
+def test_masks_that_contain_each_other(second):
+    """A larger threshold, a relaxed bound or a coarser divergence never blocks more."""
+    chains = [
+        ("grpo-clip-higher", "grpo"),
+        ("relax-both", "relax-low", "grpo-clip-higher"),
+        ("relax-both", "relax-high", "grpo-clip-higher"),
+        ("mask-0.8", "mask-0.5"),
+        ("dppo-topk-tv", "dppo-exact-tv"),
+        ("dppo-binary-kl", "dppo-topk-kl", "dppo-exact-kl"),
+    ]
+    for chain in chains:
+        blocked = [second[name][BLOCKED] for name in chain]
+        assert blocked == sorted(blocked), (chain, blocked)
+    assert second["ppo"] == second["grpo"]
+
+
+def test_masks_on_recomputed_log_probs_agree_where_engine_and_trainer_do(second):
+    pairs = {
+        "minirl": "grpo-clip-higher",
+        "icepop": "grpo",
+        "dppo-decoupled-binary-tv": "dppo-binary-tv",
+        "dppo-decoupled-binary-kl": "dppo-binary-kl",
+        "mask-0.5-recompute": "mask-0.5",
+    }
+    for name, twin in pairs.items():
+        assert second[name][BLOCKED] == second[twin][BLOCKED]
+        assert second[name]["weights"] == second[twin]["weights"]
+
+
+@pytest.mark.parametrize("name", SAME_RATIO)
+def test_disagreements_with_ppo_add_up(name, second):
+    """What this mask blocks, and Clip-Higher's own, less what each blocks alone, is the overlap."""
+    found, clip = second[name], second["grpo-clip-higher"]
+    assert found[BLOCKED] - found[OWN_ONLY] == clip[BLOCKED] - found[PPO_ONLY]
+    assert (clip[PPO_ONLY], clip[OWN_ONLY]) == (0, 0)
