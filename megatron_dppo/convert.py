@@ -19,7 +19,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron_dppo.checkpoint_conversion import ConversionError, Layout, load_model_shape
+from megatron_dppo.checkpoint_conversion import (
+    ConversionError,
+    Layout,
+    hf_tensors,
+    load_model_shape,
+)
 from megatron_dppo.checkpoint_conversion.model_shape import ITEM_BYTES
 
 PLAIN_INTERVAL_S = 10.0
@@ -153,7 +158,8 @@ def _hf_to_megatron(arguments: argparse.Namespace) -> int:
 def _megatron_to_hf(arguments: argparse.Namespace) -> int:
     from megatron_dppo.checkpoint_conversion.streaming import megatron_to_hf
 
-    with _bytes_progress("converting", _stored_bytes(arguments.megatron)) as progress:
+    total = _stored_bytes(arguments.megatron, arguments.hf_config)
+    with _bytes_progress("converting", total) as progress:
         result = megatron_to_hf(
             arguments.megatron,
             arguments.out,
@@ -169,7 +175,7 @@ def _megatron_to_hf(arguments: argparse.Namespace) -> int:
 def _verify(arguments: argparse.Namespace) -> int:
     from megatron_dppo.checkpoint_conversion.streaming import verify
 
-    with _bytes_progress("verifying", _stored_bytes(arguments.megatron)) as progress:
+    with _bytes_progress("verifying", _stored_bytes(arguments.megatron, arguments.hf)) as progress:
         result = verify(arguments.hf, arguments.megatron, progress=progress)
     print(f"identical: {result.tensors} tensors, {result.bytes:,} bytes, hashes as recorded")
     return 0
@@ -187,8 +193,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _stored_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+def _stored_bytes(folder: Path, config: Path | None = None) -> int:
+    """Bytes of a checkpoint's weights; of a torch_dist folder, which may hold more, by its model's config.json."""
+    files = list(folder.glob("*.safetensors"))
+    if files:
+        return sum(path.stat().st_size for path in files)
+    shape = load_model_shape(config or folder)
+    return ITEM_BYTES[shape.dtype] * sum(dims.numel() for dims in hf_tensors(shape).values())
 
 
 @contextmanager

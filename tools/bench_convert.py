@@ -153,13 +153,13 @@ def measure(arguments: argparse.Namespace) -> None:
             results[name].append(facts | {"ratio": facts["seconds"] / copied["seconds"]})
         shutil.rmtree(root / CONVERTED)
     for name, runs in results.items():
-        seconds, busy, peak, ratio = (
-            _median(runs, key) for key in ("seconds", "busy", "peak_mib", "ratio")
-        )
+        seconds, busy, peak = (_median(runs, key) for key in ("seconds", "busy", "peak_mib"))
+        ratios = sorted(run["ratio"] for run in runs)
         print(
-            f"{name:15} {seconds:7.2f} s {size / seconds / 1e6:7.0f} MB/s {ratio:5.2f} x copy "
-            f"{busy:6.2f} s of processor {peak:5.0f} MiB over the start"
+            f"{name:15} {seconds:6.2f} s {size / seconds / 1e6:6.0f} MB/s   {_median(runs, 'ratio'):5.2f} x copy "
+            f"({ratios[0]:.2f} to {ratios[-1]:.2f})  {busy:5.2f} s of processor  {peak:3.0f} MiB over the start"
         )
+    print("load average (1, 5, 15 minutes):", *(f"{load:.1f}" for load in os.getloadavg()))
 
 
 def timed(name: str, root: Path) -> dict[str, float]:

@@ -16,7 +16,7 @@ BLOCK_BYTES = 4 << 20
 """Bytes that are read or written at a time: what streaming holds in memory, a few times over.
 
 Small enough that the allocator hands the same pages out again: a block of 32 MiB is mapped and zeroed anew each time,
-which cost two thirds of a conversion's time where this was measured.
+which took more than half of a conversion's time where this was measured.
 """
 
 

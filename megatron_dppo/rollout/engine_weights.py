@@ -227,7 +227,12 @@ class EngineWeights:
         if key := self._keys[method]:
             headers["Authorization"] = f"Bearer {key}"
         try:
-            connection.request(method, place.path.rstrip("/") + path, None if body is None else json.dumps(body), headers)
+            connection.request(
+                method,
+                place.path.rstrip("/") + path,
+                None if body is None else json.dumps(body),
+                headers,
+            )
             answer = connection.getresponse()
             text = answer.read().decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:

@@ -250,7 +250,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(moe, tmp
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
-    """308 MB: a conversion lasts long enough to be interrupted."""
+    """289 MB: a conversion lasts long enough to be interrupted."""
     folder = tmp_path_factory.mktemp("large")
     return save_hollow_model(folder / "hf", hidden_size=1024, vocab_size=70_000)
 
