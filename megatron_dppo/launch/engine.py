@@ -1,4 +1,4 @@
-"""Keeps one engine alive: starts it, publishes where it is, starts it again when it dies."""
+"""Keeps one engine alive: starts it, publishes where it is, starts it again when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -87,7 +87,10 @@ class EngineKeeper:
         self._starting = self._waiter.submit(self._engine.wait_healthy, self._progress)
 
     def check(self) -> None:
-        """Publish an engine that became healthy; restart one that died.
+        """Publish an engine that became healthy; restart one that died, or was reported lost.
+
+        A hung process runs on, so only its clients can tell; a report on an earlier incarnation
+        comes too late and is dropped.
 
         Raises EngineGivenUpError when the first start failed, or the restarts are used up.
         """
@@ -99,6 +102,9 @@ class EngineKeeper:
         if code is not None:
             tail = self._engine.log_tail(_RESTART_TAIL_LINES)
             self._restart(f"the engine {describe_exit(code)}; the end of its log:\n{tail}")
+        elif self._directory.take_lost_report() == self.incarnation:
+            tail = self._engine.log_tail(_RESTART_TAIL_LINES)
+            self._restart(f"the engine runs but does not answer; the end of its log:\n{tail}")
 
     def stop(self, *, at_once: bool) -> None:
         """End the engine, by force where ``at_once``, and withdraw its endpoint."""

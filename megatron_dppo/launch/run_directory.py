@@ -5,6 +5,7 @@
       lock                   held (flock) by the supervisor; holds its process id
       engine/keys.json       {api_key, admin_api_key}, readable by the owner alone
       engine/endpoint.json   {url, incarnation, pid}: there only while the engine is healthy
+      engine/lost.json       {incarnation}: of the engine that rank 0 wants replaced, as it hangs
       starts                 how often the run was started, for the engine's seed
       logs/rank<N>.out       what rank N wrote to its standard output and error
       logs/engine<I>.log     the engine's output in its I-th incarnation
@@ -36,6 +37,7 @@ class RunDirectory:
         self.config = self.path / "config.yaml"
         self.keys = self.path / "engine" / "keys.json"
         self.endpoint = self.path / "engine" / "endpoint.json"
+        self.lost = self.path / "engine" / "lost.json"
         self._lock = self.path / "lock"
         self._lock_descriptor: int | None = None
 
@@ -101,8 +103,18 @@ class RunDirectory:
         _publish(self.endpoint, json.dumps(endpoint), 0o644)
 
     def withdraw_endpoint(self) -> None:
-        """Remove ``endpoint.json``: no engine is healthy."""
+        """Remove ``endpoint.json``, no engine is healthy, and what was reported of that one."""
         self.endpoint.unlink(missing_ok=True)
+        self.lost.unlink(missing_ok=True)
+
+    def take_lost_report(self) -> int | None:
+        """Remove ``lost.json``; the incarnation that it named, None where there was none."""
+        try:
+            report = json.loads(self.lost.read_text())
+        except FileNotFoundError:
+            return None
+        self.lost.unlink()
+        return int(report["incarnation"])
 
 
 def _publish(path: Path, text: str, mode: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,6 +35,17 @@ def read_endpoint(run_directory: str | Path) -> Endpoint | None:
     return Endpoint(
         place["url"], int(place["incarnation"]), keys.get("api_key"), keys.get("admin_api_key")
     )
+
+
+def report_lost(run_directory: str | Path, endpoint: Endpoint) -> None:
+    """Ask the supervisor to replace this incarnation, which runs on but doesn't answer.
+
+    It sees by itself when one has exited, and drops a report on an incarnation before the present.
+    """
+    path = Path(run_directory) / "engine" / "lost.json"
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps({"incarnation": endpoint.incarnation}))
+    temporary.replace(path)
 
 
 def wait_for_endpoint(

@@ -18,7 +18,12 @@ from typing import Self
 import torch
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.endpoint import Endpoint, EngineUnavailableError, wait_for_endpoint
+from megatron_dppo.loop.endpoint import (
+    Endpoint,
+    EngineUnavailableError,
+    report_lost,
+    wait_for_endpoint,
+)
 from megatron_dppo.loop.stopping import RunStoppedError
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rollout.async_runner import AsyncRunner
@@ -74,6 +79,7 @@ class EngineSession:
         self._stop = stop
         self._runner = AsyncRunner()
         self._client: EngineClient | None = None
+        self._endpoint: Endpoint | None = None
         self._updater = WeightUpdater(trainer, None, config.weight_sync, first_failure)
         self._failures = 0
         self.version: int | None = None
@@ -195,7 +201,7 @@ class EngineSession:
 
     def _connect(self) -> None:
         """Wait for the published endpoint and attach to it; its weights count as unknown."""
-        endpoint = self._agree_on_endpoint()
+        self._endpoint = endpoint = self._agree_on_endpoint()
         if self._client is not None:
             self._runner.run(self._client.close())
         self._client = EngineClient(endpoint.url, endpoint.api_key, endpoint.admin_api_key)
@@ -213,8 +219,7 @@ class EngineSession:
 
     def _transport(self, endpoint: Endpoint) -> DistributedTransport:
         config = self._config
-        if config.engine.url is not None and self.version is None:
-            # Once: it asks for a token, which an engine that a failed update left paused would not give.
+        if config.engine.url is not None:
             assert self._client is not None
             self._runner.run(check_engine(config, self._client))
         weights = EngineWeights(
@@ -236,6 +241,7 @@ class EngineSession:
 
     def _wait(self) -> Endpoint | None:
         engine = self._config.engine
+        self._report_if_hung()
         attached = engine.url and Endpoint(
             engine.url,
             0,
@@ -251,9 +257,18 @@ class EngineSession:
                 stop=self._stop,
             )
 
+    def _report_if_hung(self) -> None:
+        """Have the supervisor replace the engine that was lost, unless it still answers."""
+        if self._endpoint is None or self._config.engine.url is not None:
+            return
+        if not self._is_healthy(self._endpoint):
+            report_lost(self._config.run.directory, self._endpoint)
+
     def _is_healthy(self, endpoint: Endpoint) -> bool:
         async def ask() -> bool:
-            async with EngineClient(endpoint.url) as client:
+            async with EngineClient(endpoint.url, endpoint.api_key) as client:
+                if self._config.engine.url is not None:
+                    return await client.answers(timeout_s=5.0)
                 return await client.health(timeout_s=5.0)
 
         return self._runner.run(ask())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.rollout.client import EngineClient
 from megatron_dppo.rollout.errors import EngineMismatchError, EngineRequestError
 
+log = logging.getLogger(__name__)
+
 SGLANG_VERSION = "0.5.23"
 """The release whose protocol this package speaks; requirements pin it."""
 
@@ -20,14 +23,18 @@ async def check_engine(config: TrainConfig, client: EngineClient) -> None:
     """Compare the server's release, model, vocabulary, type, room and routing capture with the
     run's.
 
-    Needed for a server that was started elsewhere (``engine.url``), harmless for our own. Raises
+    Needed for a server that was started elsewhere (``engine.url``), harmless for our own. A paused one,
+    which a failed weight update leaves, would hold the request that tells the vocabulary: there
+    that comparison is left to the weight update, which a wrong vocabulary makes fail. Raises
     EngineMismatchError with every difference, and the client's errors.
     """
     info, model_info = await client.server_info(), await client.model_info()
     differences = compare_server(config, info, model_info)
-    model = _hf_config(config)
-    if not differences and not await _serves_vocabulary(client, model["vocab_size"]):
-        differences.append(f"vocabulary: the engine's is not {model['vocab_size']} tokens")
+    size = _hf_config(config)["vocab_size"]
+    if not differences and not await client.ready():
+        log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
+    elif not differences and not await _serves_vocabulary(client, size):
+        differences.append(f"vocabulary: the engine's is not {size} tokens")
     if differences:
         raise EngineMismatchError(
             f"the engine at {client.url} does not fit this run:\n  " + "\n  ".join(differences)

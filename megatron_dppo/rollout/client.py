@@ -147,6 +147,27 @@ class EngineClient:
             return False
         return True
 
+    async def ready(self, timeout_s: float = 10.0) -> bool:
+        """Whether the server takes new requests: False while it is paused, and would hold them."""
+        try:
+            await self.request("GET", "/ready", timeout_s=timeout_s)
+        except EngineLostError:
+            return False
+        return True
+
+    async def answers(self, timeout_s: float = 10.0) -> bool:
+        """Whether the server answers at all, be it with a refusal.
+
+        A stock server's ``/health`` generates a token, so that a paused one fails it.
+        """
+        try:
+            await self.request("GET", "/model_info", timeout_s=timeout_s)
+        except EngineRequestError:
+            return True
+        except EngineLostError:
+            return False
+        return True
+
     async def wait_until_healthy(self, timeout_s: float, poll_s: float = 0.5) -> None:
         """Wait for ``health``. Raises EngineLostError after ``timeout_s``."""
         loop = asyncio.get_running_loop()

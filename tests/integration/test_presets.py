@@ -78,7 +78,7 @@ def sharpen(file: Path) -> None:
     weights["lm_head.weight"] *= 4
     weights["model.embed_tokens.weight"][:, 0] = 0.5
     weights["lm_head.weight"][:, 0] = 0
-    weights["lm_head.weight"][END, 0] = 1.0
+    weights["lm_head.weight"][END, 0] = 2.5
     save_file(weights, file, {"format": "pt"})
 
 

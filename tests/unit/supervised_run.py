@@ -4,7 +4,8 @@ start and kill.
 ``python -m tests.unit.supervised_run SPEC`` with SPEC a JSON object: ``directory``; ``rank``:
 Python code of every rank; ``world_size``; ``engine``: Python code of each incarnation, the last one
 again and again (empty: no engine); ``max_restarts``. The code sees ``RANK`` in its environment and
-may call ``note(text)``, which appends a line to ``<directory>/notes``; engines see ``INCARNATION``.
+may call ``note(text)``, which appends a line to ``<directory>/notes``, and
+``report_lost(incarnation)``; engines see ``INCARNATION``.
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ def wait_for(path):
 def read(path):
     with open(os.path.join({directory!r}, path)) as file:
         return file.read()
+def report_lost(incarnation):
+    path = os.path.join({directory!r}, "engine", "lost.json")
+    with open(path + ".new", "w") as file:
+        file.write('{{"incarnation": %d}}' % incarnation)
+    os.replace(path + ".new", path)
 """
 
 

@@ -276,6 +276,46 @@ def test_restarts_are_bounded(start):
     assert gone(family)
 
 
+def test_a_hung_engine_is_replaced_when_it_is_reported_lost(start):
+    rank = (
+        "wait_for('engine/endpoint.json'); report_lost(1)\n"
+        "wait_for('healthy2'); wait_for('engine/endpoint.json')\n"
+        "note(read('engine/endpoint.json')); note(str(exists('engine/lost.json')))"
+    )
+    hangs = HEALTHY + "note(f'pid {os.getpid()}'); os.kill(os.getpid(), signal.SIGSTOP)"
+    run = start(rank, hangs, STAYS_UP, world_size=1)
+    assert run.end() == 0
+    pid, endpoint, left = run.notes()
+    assert json.loads(endpoint)["incarnation"] == 2
+    assert left == "False"
+    assert not psutil.pid_exists(int(pid.split()[1]))
+    assert "the engine runs but does not answer" in run.errors()
+    assert "restart 1 of 1" in run.errors()
+
+
+def test_a_report_on_an_earlier_engine_is_dropped(start):
+    rank = (
+        "wait_for('engine/endpoint.json'); report_lost(0)\n"
+        "while exists('engine/lost.json'): time.sleep(0.02)\n"
+        "time.sleep(0.3); note(read('engine/endpoint.json'))"
+    )
+    run = start(rank, STAYS_UP, world_size=1)
+    assert run.end() == 0
+    assert json.loads(run.notes()[0])["incarnation"] == 1
+    assert "restart" not in run.errors()
+
+
+def test_replacements_of_hung_engines_are_bounded(start):
+    rank = (
+        "for i in (1, 2):\n"
+        "    wait_for(f'healthy{i}'); wait_for('engine/endpoint.json'); report_lost(i)\n" + SLEEP
+    )
+    run = start(rank, STAYS_UP, world_size=1)
+    assert run.end() == 1
+    assert not (run.directory / "healthy3").exists()
+    assert "giving up after 1 restarts (engine.max_restarts)" in run.errors()
+
+
 def test_an_engine_that_never_starts_is_not_tried_again(start):
     run = start(RANK + SLEEP, "sys.exit('no such model')", max_restarts=3)
     assert run.end() == 1

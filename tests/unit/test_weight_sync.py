@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.rollout.errors import EngineLostError, EngineRequestError
 from megatron_dppo.weight_sync.base import (
     Bucket,
     ChecksumMismatch,
@@ -26,6 +27,7 @@ from megatron_dppo.weight_sync.broadcast import (
     wait_all,
 )
 from megatron_dppo.weight_sync.canary import CanaryError, compare_canary
+from megatron_dppo.weight_sync.distributed import DistributedTransport
 from megatron_dppo.weight_sync.update import WeightUpdater
 
 BUCKETS: list[Bucket] = [[("a", torch.ones(2))], [("b", torch.ones(3)), ("c", torch.ones(1))]]
@@ -242,6 +244,44 @@ def test_waits_end_with_the_first_failure_or_in_time() -> None:
     assert time.monotonic() - start < 10
     never.set()
     wait_all([stuck], 10, "a test")
+
+
+class LeavingEngine:
+    """As much of a receiver as ``close`` needs; ``error`` is what leaving the group raises."""
+
+    url, device, ranks = "http://127.0.0.1:1", "cpu", 1
+
+    def __init__(self, error: Exception | None) -> None:
+        self.error = error
+        self.left: list[str] = []
+
+    def expected(self) -> None:
+        return None
+
+    def close_group(self, name: str) -> None:
+        self.left.append(name)
+        if self.error is not None:
+            raise self.error
+
+
+class Group:
+    name = "weights-1"
+    aborted = 0
+
+    def abort(self) -> None:
+        self.aborted += 1
+
+
+@pytest.mark.parametrize(
+    "error", [None, EngineLostError("refused"), EngineRequestError(400, "?"), OSError("reset")]
+)
+def test_closing_never_fails_on_the_engine(error: Exception | None) -> None:
+    engine, group = LeavingEngine(error), Group()
+    transport = DistributedTransport(engine, timeout_s=1)
+    transport._group = group
+    transport.close()
+    transport.close()  # there is nothing left to leave
+    assert (engine.left, group.aborted) == (["weights-1"], 1)
 
 
 def test_local_address_of_a_local_engine_is_loopback() -> None:

@@ -1,0 +1,72 @@
+"""check_engine with the real client against a canned server: what it asks, and of whom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.rollout.async_runner import AsyncRunner
+from megatron_dppo.rollout.check_engine import SGLANG_VERSION, check_engine
+from megatron_dppo.rollout.client import EngineClient
+from megatron_dppo.rollout.errors import EngineMismatchError
+from tests.unit.test_engine_weights import Engine, engine
+from tests.unit.test_rollout_server import MODEL, run_config
+
+__all__ = ["engine"]  # a fixture
+
+
+@pytest.fixture
+def fitting(engine: Engine) -> Engine:
+    engine.info(
+        enable_return_routed_experts=False, version=SGLANG_VERSION, max_total_num_tokens=128
+    )
+    engine.answers["/model_info"] = (200, json.dumps(MODEL))
+    return engine
+
+
+def check(folder: Path, url: str) -> None:
+    async def connect_and_check() -> None:
+        async with EngineClient(url) as client:
+            await check_engine(run_config(folder), client)
+
+    with AsyncRunner() as runner:
+        runner.run(connect_and_check())
+
+
+def asked(engine: Engine) -> list[str]:
+    return [path for path, _ in engine.asked]
+
+
+def test_the_vocabulary_is_asked_of_an_engine_that_takes_requests(fitting, tmp_path):
+    # This one scores any token id: its vocabulary is larger than the run's.
+    with pytest.raises(EngineMismatchError, match="vocabulary: the engine's is not 512 tokens"):
+        check(tmp_path, fitting.url)
+    assert asked(fitting) == ["/server_info", "/model_info", "/ready", "/generate", "/generate"]
+
+
+def test_nothing_is_generated_on_a_paused_engine(fitting, tmp_path):
+    """It would hold the request until the run gives it up for lost."""
+    fitting.answers["/ready"] = (503, "")
+    check(tmp_path, fitting.url)
+    assert asked(fitting) == ["/server_info", "/model_info", "/ready"]
+
+
+def test_other_differences_are_told_of_a_paused_engine_too(fitting, tmp_path):
+    fitting.answers["/ready"] = (503, "")
+    fitting.info(version="0.5.22", max_total_num_tokens=128)
+    with pytest.raises(EngineMismatchError, match=r"sglang version: '0.5.22'"):
+        check(tmp_path, fitting.url)
+
+
+@pytest.mark.parametrize(("status", "answers"), [(200, True), (401, True), (503, False)])
+def test_an_engine_that_refuses_does_answer(engine: Engine, status: int, answers: bool) -> None:
+    engine.answers["/model_info"] = (status, "{}")
+
+    async def ask() -> bool:
+        async with EngineClient(engine.url) as client:
+            return await client.answers()
+
+    with AsyncRunner() as runner:
+        assert runner.run(ask()) is answers
