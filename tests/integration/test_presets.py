@@ -64,7 +64,7 @@ def settings(folder: Path) -> dict[str, Any]:
         "algorithm": {"name": "dppo-topk-tv", "truncated_responses": "as-verified"},
         "parallel": {"world_size": 2, "tensor": 2},
         "training": {"prompts_per_mini_batch": PROMPTS // MINI_BATCHES, "micro_batch_tokens": 512},
-        "optimizer": {"lr": 1e-2},
+        "optimizer": {"lr": 1e-4},
         "checkpoint": {"every": 100, "export_hf": False},
     }  # fmt: skip
 
