@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import filecmp
 import json
 import os
 import pickle
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -23,20 +17,15 @@ from megatron_dppo.checkpoint_conversion import (
     Layout,
     LayoutError,
     load_model_shape,
-    publishing,
-    safetensors_file,
 )
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, write_hf_checkpoint
-from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
-from megatron_dppo.checkpoint_conversion.safetensors_file import SafetensorsFile
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
     hf_to_torch_dist,
     megatron_to_hf,
     verify,
 )
-from megatron_dppo.convert import main
-from tests.tiny_models import save_hollow_model, save_tiny_model
+from tests.tiny_models import save_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -223,93 +212,6 @@ def test_a_layout_that_does_not_divide_writes_nothing(moe, tmp_path):
     with pytest.raises(LayoutError, match="8 experts into expert 3"):
         hf_to_megatron(moe, tmp_path / "m", Layout.smallest(expert=3))
     assert os.listdir(tmp_path) == []
-
-
-def test_a_disk_that_fills_up_leaves_nothing(moe, tmp_path, monkeypatch, capsys):
-    real_pwrite, left = os.pwrite, [20]
-
-    def full(*arguments):
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real_pwrite(*arguments)
-
-    monkeypatch.setattr(safetensors_file.os, "pwrite", full)
-    assert main(["hf-to-megatron", "--hf", str(moe), "--out", str(tmp_path / "m")]) == 2
-    assert "No space left on device" in capsys.readouterr().err
-    assert os.listdir(tmp_path) == []
-
-
-def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(moe, tmp_path, monkeypatch):
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(publishing.shutil, "disk_usage", lambda _: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"needs \d+ bytes, its disk has 1000 bytes free"):
-        hf_to_megatron(moe, tmp_path / "m", Layout())
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
-    """289 MB: a conversion lasts long enough to be interrupted."""
-    folder = tmp_path_factory.mktemp("large")
-    return save_hollow_model(folder / "hf", hidden_size=1024, vocab_size=70_000)
-
-
-def to_sharded(hf: Path, folder: Path) -> list[str]:
-    return ["hf-to-megatron", "--hf", str(hf), "--ep", "2"]
-
-
-def to_torch_dist(hf: Path, folder: Path) -> list[str]:
-    return ["hf-to-megatron", "--hf", str(hf), "--format", "torch_dist"]
-
-
-def to_hf(hf: Path, folder: Path) -> list[str]:
-    hf_to_megatron(hf, folder / "m", Layout())
-    return ["megatron-to-hf", "--megatron", str(folder / "m")]
-
-
-def bytes_on_disk(folder: Path) -> int:
-    return sum(512 * p.stat().st_blocks for p in folder.rglob("*") if p.is_file())
-
-
-@pytest.mark.parametrize("command", [to_sharded, to_torch_dist, to_hf], ids=lambda c: c.__name__)
-def test_a_killed_command_leaves_nothing_that_loads_and_a_rerun_starts_clean(
-    large, tmp_path, command
-):
-    out, partial = tmp_path / "out", tmp_path / ".out.partial"
-    arguments = [*command(large, tmp_path), "--out", str(out)]
-    process = subprocess.Popen([sys.executable, "-m", "megatron_dppo.convert", *arguments])
-    try:
-        while not partial.exists() or bytes_on_disk(partial) < 20e6:
-            assert process.poll() is None, "ended before it could be killed"
-            time.sleep(0.002)
-    finally:
-        process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert not out.exists()
-    for path in partial.glob("*.safetensors"):
-        with pytest.raises(CheckpointError, match="header"):
-            SafetensorsFile(path)
-    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
-        load_model_shape(partial)
-    with pytest.raises(CheckpointError):
-        open_checkpoint(partial)
-    with pytest.raises(CheckpointError, match="not a finished conversion"):
-        verify(large, partial)
-    assert main(arguments) == 0
-    assert not partial.exists()
-    if command is to_hf:
-        assert filecmp.cmp(large / "model.safetensors", out / "model.safetensors", shallow=False)
-    else:
-        verify(large, out)
-
-
-def test_two_conversions_do_not_write_to_one_place(moe, tmp_path):
-    with (
-        publishing.StagedFolder(tmp_path / "m", 0),
-        pytest.raises(CheckpointError, match="another process is writing it now"),
-    ):
-        hf_to_megatron(moe, tmp_path / "m", Layout())
 
 
 def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
