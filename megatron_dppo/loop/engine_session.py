@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Hashable
-from dataclasses import asdict
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from types import TracebackType
 from typing import Self
@@ -39,6 +40,7 @@ from megatron_dppo.rollout.generation import (
     GenerationJob,
     GenerationLimits,
     GenerationProgress,
+    Results,
     generate_many,
 )
 from megatron_dppo.rollout.requests import GenerationResult
@@ -57,6 +59,7 @@ MAX_FAILURES = 5
 The supervisor bounds the restarts of its own server (``engine.max_restarts``); this bounds the patience
 with one that is attached by URL.
 """
+_REDRAW_SECONDS = 0.2
 
 
 class _Outcome(IntEnum):
@@ -65,6 +68,26 @@ class _Outcome(IntEnum):
     DONE = 0
     LOST = 1
     STOPPED = 2
+
+
+@dataclass
+class Generation:
+    """A job that runs in the background: ``done`` holds what earlier attempts finished."""
+
+    job: GenerationJob
+    description: str
+    done: dict[Hashable, GenerationResult] = field(default_factory=dict)
+    running: Future[Results] | None = None
+    latest: GenerationProgress | None = None
+
+    @property
+    def total(self) -> int:
+        """Responses that the job asks for."""
+        return len(self.job.problems) * self.job.group_size
+
+    def report(self, progress: GenerationProgress) -> None:
+        """Keep the newest progress, for whoever looks."""
+        self.latest = progress
 
 
 class EngineSession:
@@ -134,51 +157,70 @@ class EngineSession:
 
         Raises RunStoppedError on every rank when a clean stop was asked for meanwhile.
         """
-        done: dict[Hashable, GenerationResult] = {}
+        return self.finish(self.start(job, description))
+
+    def start(self, job: GenerationJob, description: str) -> Generation:
+        """Ask for the responses of ``job`` and return at once; they come while this rank does other work.
+
+        Until ``finish``, weights must not be updated: an update waits for running requests. Not collective.
+        """
+        generation = Generation(job, description)
+        self._resume(generation)
+        return generation
+
+    def finish(self, generation: Generation) -> list[Rollout]:
+        """As ``generate``, of what ``start`` began; shows progress while it waits."""
         while True:
-            before = len(done)
-            outcome, reason = self._generate_missing(job, done, description)
-            answers = all_gather_json([int(outcome), reason, len(done) > before])
+            before = len(generation.done)
+            outcome, reason = self._await(generation)
+            answers = all_gather_json([int(outcome), reason, len(generation.done) > before])
             worst = max(_Outcome(answer[0]) for answer in answers)
             if worst is _Outcome.STOPPED:
                 raise RunStoppedError("stopped while generating")
             if worst is _Outcome.DONE:
                 self._failures = 0
-                return job.rollouts(done)
+                return generation.job.rollouts(generation.done)
             if any(answer[2] for answer in answers):
                 self._failures = 0
             self._count_failure(next(a[1] for a in answers if a[0] == _Outcome.LOST))
             self._restore()
+            self._resume(generation)
 
-    def _generate_missing(
-        self, job: GenerationJob, done: dict[Hashable, GenerationResult], description: str
-    ) -> tuple[_Outcome, str]:
-        requests = job.requests(done)
+    def _resume(self, generation: Generation) -> None:
+        """Have what is still missing generated in the background."""
+        requests = generation.job.requests(generation.done)
+        generation.latest = None
         if not requests:
-            return (_Outcome.STOPPED if self._stop() else _Outcome.DONE), ""
+            generation.running = None
+            return
         assert self._client is not None
-        total = len(job.problems) * job.group_size
+        generation.running = self._runner.submit(
+            generate_many(
+                self._client,
+                requests,
+                GenerationLimits.of(self._config.rollout),
+                on_progress=generation.report,
+                stop=self._stop,
+            )
+        )
+
+    def _await(self, generation: Generation) -> tuple[_Outcome, str]:
+        running, done = generation.running, generation.done
+        if running is None:
+            return (_Outcome.STOPPED if self._stop() else _Outcome.DONE), ""
         already = len(done)
-        with progress(description, total) as bar:
-
-            def show(p: GenerationProgress) -> None:
-                bar.update(completed=already + p.done, note=f"{p.tokens_per_second:.0f} tokens/s")
-
-            try:
-                done |= self._runner.run(
-                    generate_many(
-                        self._client,
-                        requests,
-                        GenerationLimits.of(self._config.rollout),
-                        on_progress=show,
-                        stop=self._stop,
-                    )
-                )
-            except GenerationInterruptedError as interruption:
-                done |= interruption.completed
-                return _Outcome.LOST, str(interruption)
-            except StopRequestedError:
-                return _Outcome.STOPPED, ""
+        with progress(generation.description, generation.total) as bar:
+            while not wait([running], _REDRAW_SECONDS).done:
+                if (now := generation.latest) is not None:
+                    speed = f"{now.tokens_per_second:.0f} tokens/s"
+                    bar.update(completed=already + now.done, note=speed)
+        try:
+            done |= running.result()
+        except GenerationInterruptedError as interruption:
+            done |= interruption.completed
+            return _Outcome.LOST, str(interruption)
+        except StopRequestedError:
+            return _Outcome.STOPPED, ""
         return _Outcome.DONE, ""
 
     # --- connection

@@ -1,23 +1,31 @@
-"""Synchronous code's door to the asynchronous client: one event loop that lives between calls."""
+"""Synchronous code's door to the asynchronous client: one event loop, in a thread of its own.
+
+Connections stay open between calls, and what was submitted goes on while the caller does other work.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 
 
 class AsyncRunner:
-    """Runs coroutines in the calling thread on one event loop, so that connections stay open
-    between calls.
+    """Runs coroutines on one event loop; ``run`` waits for the result, ``submit`` doesn't.
 
-    Use it as a context manager, from one thread.
+    A context manager. Threads that wait may be several, the loop's own thread must not.
     """
 
     def __init__(self) -> None:
-        self._runner = asyncio.Runner()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(
+            target=self._loop.run_forever, name="engine-io", daemon=True
+        )
+        self._thread.start()
 
     def __enter__(self) -> Self:
         return self
@@ -25,10 +33,32 @@ class AsyncRunner:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start ``coroutine``; cancelling the future cancels it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The coroutine's result, or its exception."""
-        return self._runner.run(coroutine)
+        """The coroutine's result, or its exception; it is cancelled where the wait is broken off."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     def close(self) -> None:
-        """Cancel what is left on the loop and close it."""
-        self._runner.close()
+        """Cancel what is left on the loop, let it clean up, and end the thread. Harmless twice."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.get_running_loop().shutdown_asyncgens()
