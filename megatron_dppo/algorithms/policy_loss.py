@@ -16,11 +16,13 @@ from megatron_dppo.metrics.sums import MetricSums
 @dataclass(frozen=True)
 class LossSums:
     """``loss``: scalar, a SUM over tokens, undivided, with the gradient. ``metrics``: sums of the
-    same tokens, without.
+    same tokens, without. ``blocked``: bool [T], the tokens in ``loss_mask`` that a mask keeps from
+    training; None where the loss has no mask.
     """
 
     loss: Tensor
     metrics: MetricSums
+    blocked: Tensor | None = None
 
 
 def policy_loss(algorithm: Algorithm, inputs: TokenInputs) -> LossSums:
@@ -42,4 +44,5 @@ def policy_loss(algorithm: Algorithm, inputs: TokenInputs) -> LossSums:
     # 1 + log pi - stop(log pi) has the value 1 and log pi's gradient: the loss reads as the
     # surrogate, not as A log pi.
     loss = -(coefficient * (1 + used - used.detach())).sum()
-    return LossSums(loss, metrics.add("loss/sum", loss.detach()))
+    blocked = inputs.loss_mask & ~trains
+    return LossSums(loss, metrics.add("loss/sum", loss.detach()), blocked)

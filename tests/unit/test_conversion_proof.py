@@ -102,6 +102,21 @@ def test_qwen3_30b_a3b(layout):
     prove_rank_filled(shape, layout, layout.world_size - 1)
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_all_of_qwen3_30b_a3b_on_every_layout_of_a_grid(tp):
+    """The whole model, 18,867 tensors; the engine's half of the proof does not depend on the trainer's layout."""
+    shape = real("qwen3-30b-a3b")
+    layouts = [
+        Layout.smallest(tp, pp, vpp, ep, etp)
+        for pp, vpp in ((1, None), (2, 3), (8, 2), (16, None))
+        for ep, etp in ((1, 1), (4, 1), (8, 2), (32, 4))
+    ]
+    for layout in layouts:
+        prove_produced_once(shape, layout)
+        prove_rank_filled(shape, layout, layout.world_size - 1)
+    assert len(set(layouts)) == 16
+
+
 def test_every_layout_of_a_grid_with_the_widths_of_qwen3_30b_a3b():
     """Two layers a chunk and 16 experts of the real width, so that hundreds of layouts take seconds."""
     checked = 0
