@@ -11,6 +11,10 @@ if TYPE_CHECKING:
 FinishReason = Literal["stop", "length"]
 
 
+UNVERIFIED_VERSION = "unverified-"
+"""An engine's weight version begins so while an update is under way, and for good where it failed."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One line of a data set, tokenised.

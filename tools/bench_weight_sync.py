@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Time verified weight updates of a real SGLang server beside a plain gloo broadcast of the bytes.
+"""Time weight updates of a real SGLang server beside a plain gloo broadcast of the same bytes.
 
 Starts a CPU server for the checkpoint, then in turn pushes the weights through the whole
-transaction and broadcasts one flat tensor of the same size to a process that copies it. Prints
-medians by phase, and what the checksums cost for each GB.
+transaction, with and without verification, and broadcasts one flat tensor of the same size to a
+process that copies it. The weights lie in Megatron's layout (one rank), as a trainer holds them.
+Prints medians by phase, and what the checksums cost for each GB.
 
-    python tools/bench_weight_sync.py HF_CHECKPOINT [--rounds 7] [--bucket-mib 512]
+    python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy distributed] [--rounds 9]
+        [--bucket-mib 64]
 """
 
 from __future__ import annotations
@@ -17,50 +19,76 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.families import load_model_shape
+from megatron_dppo.checkpoint_conversion.gather_plan import Bucket, ParameterKey, hf_buckets_plan
+from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
-from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
+from megatron_dppo.checkpoint_conversion.layout import Layout
+from megatron_dppo.checkpoint_conversion.mapping import local_parameters
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
+from megatron_dppo.rollout.child_server import free_port
 from megatron_dppo.rollout.engine_weights import EngineWeights
-from megatron_dppo.rollout.server import EngineProcess, free_port
-from megatron_dppo.weight_sync.base import Bucket, UpdateReport
-from megatron_dppo.weight_sync.distributed import DistributedTransport
+from megatron_dppo.rollout.server import EngineProcess
+from megatron_dppo.weight_sync.base import UpdateReport
+from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.update import WeightUpdater
 
 ADMIN_KEY = "bench"
 TIMEOUT_S = 600.0
 
 
-class Checkpoint:
-    """A checkpoint's weights in memory, as the trainer hands them out."""
+class Weights:
+    """A checkpoint in memory as a trainer of one rank holds it."""
+
+    rank = 0
 
     def __init__(self, folder: Path) -> None:
         self.shape = load_model_shape(folder)
+        self.vocab_size = self.shape.vocab_size
+        self._values: dict[ParameterKey, Tensor] = {}
+        self._buffers = Buffers()
         with SafetensorsReader(folder) as reader:
-            self.weights = {
-                name: reader.read(name, 0, 0, size[0])
-                for name, size in hf_tensors(self.shape).items()
-            }
-        self.bytes = sum(t.nbytes for t in self.weights.values())
+            for parameter in local_parameters(self.shape, Layout(), 0):
+                parts = [
+                    (s, reader.read(s.hf_name, s.dim, s.hf_start, s.length))
+                    for s in parameter.segments
+                ]
+                held = torch.zeros(parameter.shape, dtype=parts[0][1].dtype)
+                for segment, part in parts:
+                    segment.of_local(held).copy_(part)
+                self._values[parameter.chunk, parameter.name] = held
+        self.dtype = next(iter(self._values.values())).dtype
+        self.dtype_name = str(self.dtype).removeprefix("torch.")
+        self.bytes = sum(t.nbytes for t in self._values.values())
 
-    def hf_buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Buckets of at most ``bucket_bytes``, in model order."""
-        bucket: list[tuple[str, Tensor]] = []
-        held = 0
-        for name, tensor in self.weights.items():
-            if bucket and held + tensor.nbytes > bucket_bytes:
-                yield bucket
-                bucket, held = [], 0
-            bucket.append((name, tensor))
-            held += tensor.nbytes
-        yield bucket
+    def plan(self, bucket_bytes: int, *, spread: bool) -> list[Bucket]:
+        """All weights in buckets."""
+        item = self.dtype.itemsize
+        return hf_buckets_plan(self.shape, Layout(), bucket_bytes, item, spread=spread)
+
+    def gather(self, plan: Sequence[Bucket]) -> Iterator[Gathered]:
+        """As a trainer gathers them."""
+        return gather(plan, 0, self._values, self._buffers)
+
+    def gather_bound(self) -> int:
+        """One rank exchanges nothing."""
+        return 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Of one rank."""
+        return [value]
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """There is no model here: the canary is off."""
+        raise ValueError("this source holds weights only")
 
 
 def start_server(folder: Path, dtype: str, log: Path) -> EngineProcess:
@@ -108,63 +136,79 @@ def broadcast(message: Tensor) -> float:
     return time.perf_counter() - start
 
 
-def hash_seconds_per_gb(engine: EngineWeights, source: Checkpoint) -> float:
+def hash_seconds_per_gb(engine: EngineWeights, source: Weights) -> float:
     """Of the trainer's half of the checksums."""
-    expected = engine.expected()
-    start = time.perf_counter()
-    expected.add(source.weights.items())
-    return (time.perf_counter() - start) / source.bytes * 1e9
+    expected, seconds = engine.expected(), 0.0
+    for gathered in source.gather(source.plan(source.bytes, spread=False)):
+        start = time.perf_counter()
+        expected.add(gathered.tensors)
+        seconds += time.perf_counter() - start
+    return seconds / source.bytes * 1e9
 
 
 def report(
-    updates: list[UpdateReport], fast: list[UpdateReport], plain: list[float], hashing: float
+    verified: list[UpdateReport], fast: list[UpdateReport], plain: list[float], hashing: float
 ) -> None:
     """Print medians; the first update and broadcast, which open connections, don't count."""
     reference = statistics.median(plain[1:])
-    print(f"weights sent       {updates[-1].bytes / 1e6:10.2f} MB")
-    print(f"plain broadcast    {reference * 1e3:10.2f} ms")
-    for what, kind in (("without checksums", fast), ("with checksums", updates)):
-        total = statistics.median(sum(u.seconds.values()) for u in kind[1:])
-        print(f"{what:18} {total * 1e3:10.2f} ms  ({total / reference:.2f} x plain), by phase:")
+    low, _, high = statistics.quantiles(plain[1:])
+    print(f"weights sent       {verified[-1].bytes / 1e6:10.2f} MB")
+    print(
+        f"plain broadcast    {reference * 1e3:10.2f} ms  (quartiles {low * 1e3:.0f}-{high * 1e3:.0f})"
+    )
+    for what, kind in (("without checksums", fast), ("with checksums", verified)):
+        totals = [sum(u.seconds.values()) for u in kind[1:]]
+        total = statistics.median(totals)
+        paired = statistics.median(t / p for t, p in zip(totals, plain[1:], strict=True))
+        print(f"{what:18} {total * 1e3:10.2f} ms, by phase:")
         for phase in kind[-1].seconds:
             median = statistics.median(u.seconds[phase] for u in kind[1:])
             print(f"  {phase:16} {median * 1e3:10.2f}")
+        best = min(totals) / min(plain[1:])
+        print(
+            f"  x plain          {paired:10.2f}     (median of pairs; fastest/fastest {best:.2f})"
+        )
     print(f"checksums, trainer {hashing:10.2f} s/GB")
 
 
-def bench(folder: Path, rounds: int, bucket_mib: int) -> None:
+def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
     """Alternate updates and plain broadcasts, so that both meet the same machine."""
-    source = Checkpoint(folder)
-    dtype = str(next(iter(source.weights.values())).dtype).removeprefix("torch.")
+    source = Weights(folder)
     with tempfile.TemporaryDirectory() as scratch:
-        server = start_server(folder, dtype, Path(scratch) / "engine.log")
+        server = start_server(folder, source.dtype_name, Path(scratch) / "engine.log")
         port = free_port("127.0.0.1")
         arguments = [f"--receive={port},{source.bytes},{rounds}"]
         peer = subprocess.Popen([sys.executable, os.path.abspath(__file__), *arguments])
         try:
             _join(port, rank=0)
             engine = EngineWeights(
-                server.url, source.shape, dtype, admin_api_key=ADMIN_KEY, timeout_s=TIMEOUT_S
+                server.url,
+                source.shape,
+                source.dtype_name,
+                admin_api_key=ADMIN_KEY,
+                timeout_s=TIMEOUT_S,
             )
-            transport = DistributedTransport(engine, timeout_s=TIMEOUT_S)
             verified, unverified = (
                 WeightUpdater(
                     source,
-                    transport,
-                    WeightSyncConfig(bucket_mib=bucket_mib, verify_every=every),
+                    WeightSyncConfig(verify_every=every, canary_every=0, **settings),
                     lambda error: error,
+                    lambda url: engine,
                 )
                 for every in (1, 2 * rounds)
             )
-            message = torch.cat([t.reshape(-1).view(torch.uint8) for t in source.weights.values()])
+            for updater in (verified, unverified):
+                updater.attach([server.url])
+            message = torch.zeros(source.bytes, dtype=torch.uint8)
             unverified.update(0)
             updates, fast, plain = [], [], []
             for version in range(rounds):
                 updates.append(verified.update(version))
-                fast.append(unverified.update(version))
                 plain.append(broadcast(message))
+                fast.append(unverified.update(version))
             report(updates, fast, plain, hash_seconds_per_gb(engine, source))
-            transport.close()
+            for updater in (verified, unverified):
+                updater.close()
         finally:
             peer.kill()
             server.kill()
@@ -174,8 +218,9 @@ def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, nargs="?", help="a Hugging Face folder")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--bucket-mib", type=int, default=512)
+    parser.add_argument("--strategy", choices=sorted(STRATEGIES), default="distributed")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--bucket-mib", type=int, default=64)
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.receive:
@@ -183,7 +228,8 @@ def main() -> None:
         return
     if options.checkpoint is None:
         parser.error("which checkpoint?")
-    bench(options.checkpoint, options.rounds, options.bucket_mib)
+    settings = {"strategy": options.strategy, "bucket_mib": options.bucket_mib}
+    bench(options.checkpoint, options.rounds, settings)
 
 
 if __name__ == "__main__":

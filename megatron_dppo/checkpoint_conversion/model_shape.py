@@ -53,6 +53,11 @@ class ModelShape:
         """Whether every layer's MLP is a mixture of experts."""
         return self.num_experts > 0
 
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers, from 0, whose MLP is a mixture of experts."""
+        return tuple(range(self.num_layers)) if self.is_moe else ()
+
     def sizes(self) -> dict[str, int]:
         """Elements of each symbolic dimension that a family's table uses."""
         return {

@@ -14,7 +14,11 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.forwarded import megatron_problems, sglang_problems
+from megatron_dppo.config.forwarded import (
+    megatron_problems,
+    replay_problems,
+    sglang_problems,
+)
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
 from megatron_dppo.config.model_facts import ModelFacts, read_model_facts
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
@@ -131,33 +135,59 @@ def _replay_folder(config: TrainConfig) -> Problems:
         )
 
 
+def _staleness(config: TrainConfig) -> Problems:
+    if config.rollout.replay_from is not None and config.rollout.max_staleness:
+        yield (
+            f"rollout.max_staleness: got {config.rollout.max_staleness} with rollout.replay_from, "
+            "expected 0: nothing is generated, so nothing can overlap"
+        )
+
+
+def _oversampling(config: TrainConfig) -> Problems:
+    rollout = config.rollout
+    if rollout.oversampling > 1 and not rollout.drop_groups_without_spread:
+        yield (
+            f"rollout.oversampling: got {rollout.oversampling}, expected 1 without "
+            "rollout.drop_groups_without_spread: the surplus would be generated for nothing"
+        )
+
+
 def _run_directory(config: TrainConfig) -> Problems:
     path = Path(config.run.directory)
     if path.exists() and not path.is_dir():
         yield f"run.directory: got {config.run.directory!r}, which is a file, expected a folder"
 
 
-def _engine_url(config: TrainConfig) -> Problems:
-    if config.engine.url is None:
-        return
-    parts = urlsplit(config.engine.url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        yield f"engine.url: got {config.engine.url!r}, expected http://host:port"
+def _engine_urls(config: TrainConfig) -> Problems:
+    urls = [url.rstrip("/") for url in config.engine.urls]
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield f"engine.urls: got {url!r}, expected http://host:port"
+    if len(set(urls)) < len(urls):
+        yield f"engine.urls: got {urls}, expected each server once"
+
+
+def _engine_ports(config: TrainConfig) -> Problems:
+    engine = config.engine
+    if engine.port is not None and engine.port + engine.started > 65536:
+        yield (
+            f"engine.port: got {engine.port} for {engine.started} servers, expected at most "
+            f"{65536 - engine.started}: they count on from it"
+        )
 
 
 def _forwarded(config: TrainConfig) -> Problems:
     yield from megatron_problems(config.megatron)
-    runs_elsewhere = config.engine.url is not None or config.rollout.replay_from is not None
-    yield from sglang_problems(config.sglang, required=not runs_elsewhere)
+    starts_servers = config.engine.started > 0 and config.rollout.replay_from is None
+    yield from sglang_problems(config.sglang, required=starts_servers)
 
 
 def _router_replay(config: TrainConfig, model: ModelFacts) -> Problems:
-    if config.rollout.router_replay and model.mixture_of_experts:
-        yield (
-            "rollout.router_replay: got true, expected false: the engine records its routing, but "
-            "the trainer of this version does not replay it"
-        )
-    if config.rollout.router_replay and not model.mixture_of_experts:
+    if not config.rollout.router_replay:
+        return
+    yield from replay_problems(config.megatron)
+    if not model.mixture_of_experts:
         yield (
             f"rollout.router_replay: got true, expected false: {model.model_type} is a dense "
             "model, "
@@ -191,6 +221,15 @@ def _topk(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
+def _stop_tokens(config: TrainConfig, model: ModelFacts) -> Problems:
+    unknown = [t for t in config.rollout.stop_token_ids if not 0 <= t < model.vocab_size]
+    if unknown:
+        yield (
+            f"rollout.stop_token_ids: got {unknown}, expected ids below the vocabulary's "
+            f"{model.vocab_size}"
+        )
+
+
 CHECKS: tuple[Check, ...] = (
     world_problems,
     _mini_batches,
@@ -198,8 +237,11 @@ CHECKS: tuple[Check, ...] = (
     _aggregation,
     _data_files,
     _replay_folder,
+    _staleness,
+    _oversampling,
     _run_directory,
-    _engine_url,
+    _engine_urls,
+    _engine_ports,
     _forwarded,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
@@ -207,4 +249,5 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     _router_replay,
     _lengths,
     _topk,
+    _stop_tokens,
 )

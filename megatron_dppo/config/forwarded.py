@@ -72,6 +72,16 @@ MEGATRON_FIXED: Mapping[str, str] = {
 }
 """Field of TransformerConfig that nothing sets -> why."""
 
+_GRAPH = "a captured graph would go on with the routing that it was captured with"
+MEGATRON_WITHOUT_REPLAY: Mapping[str, str] = {
+    "moe_router_fusion": "the fused router takes no recorded choice",
+    "overlap_moe_expert_parallel_comm": "two micro-batches would be in one layer at a time",
+    "cuda_graph_impl": _GRAPH,
+    "enable_cuda_graph": _GRAPH,
+    "external_cuda_graph": _GRAPH,
+}
+"""Field of TransformerConfig that router replay can't have -> why."""
+
 SGLANG_OWNED: Mapping[str, str] = {
     "model_path": "model.hf_checkpoint",
     "tokenizer_path": "model.hf_checkpoint",
@@ -112,6 +122,16 @@ def megatron_problems(table: Mapping[str, Any]) -> Iterator[str]:
             "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
             "packed micro-batches differ in length between ranks"
         )
+
+
+def replay_problems(table: Mapping[str, Any]) -> Iterator[str]:
+    """What in the ``megatron:`` table ``rollout.router_replay`` excludes."""
+    for key, reason in MEGATRON_WITHOUT_REPLAY.items():
+        if table.get(key, False) not in (False, None, "none"):
+            yield (
+                f"megatron.{key}: got {given(table[key])} with rollout.router_replay, expected "
+                f"nothing: {reason}"
+            )
 
 
 def sglang_problems(table: Mapping[str, Any], *, required: bool) -> Iterator[str]:

@@ -76,6 +76,9 @@ class RolloutConfig(Section):
     """Must be 1: the engine's log-probabilities ignore the truncation, the samples do not."""
     top_k: int = -1
     """Must be -1 (off), for the same reason."""
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """Tokens that end a response beside the model's own, in training and evaluation; like those
+    they belong to it and are trained on."""
     topk_log_probs: int = Field(default=0, ge=0)
     """K of the engine's TopK(mu) to carry for Top-K divergences; 0: as the algorithm asks."""
     max_concurrent_requests: int = Field(default=256, gt=0)
@@ -85,6 +88,17 @@ class RolloutConfig(Section):
     responses_per_call: int = Field(default=1, gt=0)
     """Responses that share one HTTP call. More saves the engine work where responses are a few
     dozen tokens; they then finish, time out and are lost together."""
+    max_staleness: Literal[0, 1] = 0
+    """Weight versions that a response may lag behind the trainer. 0: generate, then train. 1: step
+    n+1 is generated while step n is trained on; see docs/staleness.md."""
+    drop_groups_without_spread: bool = False
+    """Replace groups whose responses all earn the same, which have no advantage, by groups of
+    further prompts."""
+    oversampling: float = Field(default=1.0, ge=1)
+    """Groups that a round asks for, over those that still lack; above 1 only where groups are
+    dropped."""
+    max_generation_rounds: int = Field(default=3, gt=0)
+    """Rounds of asking where groups are dropped; then groups without spread fill the batch up."""
     save: bool = False
     """Keep every rollout batch under ``<directory>/rollouts``."""
     replay_from: str | None = None
@@ -193,29 +207,64 @@ class OptimizerConfig(Section):
 
 
 class EngineConfig(Section):
-    """The SGLang server."""
+    """The fleet of SGLang servers; docs/fleet.md tells how it works."""
 
-    url: str | None = None
-    """Use a server that runs elsewhere instead of starting one."""
+    servers: int | None = Field(default=None, ge=0)
+    """Servers to start on this machine, each with ``sglang.tp_size`` ranks. Empty: one, or none
+    where ``urls`` names some."""
+    urls: list[str] = Field(default_factory=list)
+    """Servers that run elsewhere, used beside those that are started here."""
     host: str = "127.0.0.1"
     """Interface to bind; private by default."""
     port: int | None = Field(default=None, gt=0, lt=65536)
-    """Empty: a free one."""
+    """Of the first server, the next ones count on from it. Empty: free ones."""
+    router: bool | None = None
+    """Send generation through a router (smg) on this machine. Empty: where there are several
+    servers."""
+    router_policy: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hashing"] = (
+        "power_of_two"
+    )
+    """How the router chooses: the less loaded of two, the one that knows the prompt's beginning, in
+    turn, or by the prompt's hash."""
     start_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest start of a server, and longest wait for one where none is left."""
+    hang_timeout_s: float = Field(default=60.0, gt=0)
+    """A server that generates nothing for so long, not even for a health check, counts as lost."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of a dead server in one run before the run gives up."""
+    """Restarts of each dead server in one run before it is given up; the run is, with the last."""
     device: Literal["cpu", "cuda"] | None = None
     """Empty: cuda where there is one."""
+
+    @property
+    def started(self) -> int:
+        """Servers to start here, the default filled in."""
+        if self.servers is not None:
+            return self.servers
+        return 0 if self.urls else 1
+
+    @property
+    def uses_router(self) -> bool:
+        """``router`` with its default filled in."""
+        return self.started + len(self.urls) > 1 if self.router is None else self.router
 
 
 class WeightSyncConfig(Section):
     """Trainer to engine."""
 
+    strategy: Literal["distributed", "tensor", "disk"] = "distributed"
+    """``distributed``: broadcasts over NCCL or gloo; ``tensor``: memory shared on one host; ``disk``: a
+    folder that the engines read."""
     bucket_mib: int = Field(default=512, gt=0)
-    """MiB of weights in one broadcast."""
+    """MiB of weights in one message."""
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update."""
+    canary_every: int = Field(default=1, ge=0)
+    """Compare fixed prompts' log-probabilities in trainer and engines at every n-th update; 0: never."""
+    directory: str | None = None
+    """Where strategy ``disk`` writes; trainer and engines must see it under the same path. Empty:
+    ``/dev/shm``, for engines on the trainer's host."""
     timeout_s: float = Field(default=600.0, gt=0)
+    """Seconds that one request to an engine may take: loading a bucket, hashing its weights, going idle."""
 
 
 class EvaluationConfig(Section):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.data.balancing import partition_by_length, plan_micro_batches, plan_mini_batch
+from megatron_dppo.data.routing import routing_columns
 
 __all__ = [
     "PackedBatch",
@@ -35,7 +36,8 @@ class TrainingSample:
     the trainer's own at the rollout's weights. ``topk_ids`` int32 / ``topk_log_probs`` float32 [R,
     K]: TopK(mu) at each response position, an id below 0 where the engine gave fewer than K.
     ``index``: position in the rollout batch. ``train=False``: the sample is carried without a
-    gradient. ``routed_experts``: as in ``Rollout``.
+    gradient. ``routed_experts``: as in ``Rollout``; ``routed_valid`` bool [P + R - 1]: the rows of it
+    to replay, None for all.
 
     Raises ValueError where lengths disagree, or where the prompt is empty: nothing predicts the
     first token.
@@ -51,6 +53,7 @@ class TrainingSample:
     index: int
     train: bool = True
     routed_experts: np.ndarray | None = None
+    routed_valid: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) == 0:
@@ -65,6 +68,13 @@ class TrainingSample:
                 raise ValueError(
                     f"sample {self.index}: {len(column)} rows of {name} for "
                     f"{len(self.response_ids)} response tokens"
+                )
+        for name in ("routed_experts", "routed_valid"):
+            column = getattr(self, name)
+            if column is not None and len(column) != self.length - 1:
+                raise ValueError(
+                    f"sample {self.index}: {len(column)} rows of {name} for {self.length} tokens, "
+                    f"expected {self.length - 1}: all but the last token's"
                 )
 
     @property
@@ -102,11 +112,17 @@ class PackedBatch:
     rollout_topk_log_probs: torch.Tensor | None
     rollout_topk_valid: torch.Tensor | None
     sequence_index: torch.Tensor
+    routed_experts: torch.Tensor | None = None
+    routed_valid: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
         """T, the padding included."""
         return self.token_ids.shape[0]
+
+    def without_routing(self) -> PackedBatch:
+        """The same batch without recorded routing."""
+        return replace(self, routed_experts=None, routed_valid=None)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with every tensor on ``device``."""
@@ -130,7 +146,8 @@ def pack(
     ``pack([])`` is a pad-only batch of ``pad_multiple`` tokens that trains nothing, for a rank
     which must take part in a micro-batch it has no sequence for; ``topk`` and ``recomputed`` say
     which optional columns its peers' packs have, and apply to it alone. Raises ValueError where
-    only some samples carry recomputed log-probs or Top-K, or where K differs.
+    only some samples carry recomputed log-probs or Top-K, or where K differs. Recordings of routing
+    may be there for some samples alone.
     """
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple must be at least 1, got {pad_multiple}")
@@ -159,6 +176,7 @@ def pack(
 
     topk_ids, topk_log_probs, topk_valid = _topk_columns(samples, topk, column)
     own = _present(samples, "recomputed_log_probs") if samples else [[]] * recomputed
+    routed_experts, routed_valid = routing_columns(samples, starts, tokens)
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(starts, lengths)),
@@ -177,6 +195,8 @@ def pack(
         sequence_index=torch.tensor(
             [s.index for s in samples] + [-1] * bool(padding), dtype=torch.int64
         ),
+        routed_experts=routed_experts,
+        routed_valid=routed_valid,
     )
 
 

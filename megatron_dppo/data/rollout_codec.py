@@ -12,6 +12,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from megatron_dppo.data.routing import check_recording
 from megatron_dppo.types import FinishReason, Rollout, VersionSpan
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
@@ -37,11 +38,16 @@ def encode(rollouts: Sequence[Rollout]) -> bytes:
         "scores": np.array([(r.reward, r.advantage) for r in rollouts], dtype=np.float64).reshape(-1, 2),
         "weight_versions": np.array(spans, dtype=np.int64).reshape(-1, 3),
     }  # fmt: skip
-    for name in ("topk_ids", "topk_log_probs", "routed_experts"):
+    for name in ("topk_ids", "topk_log_probs"):
         rows = [getattr(r, name) for r in rollouts]
         if any(row is not None for row in rows):
             arrays[name] = _stack(name, rows)
-    return save(arrays)
+    recorded = [r.routed_experts for r in rollouts if r.routed_experts is not None]
+    if recorded:  # of some rollouts or of all
+        arrays["routed_experts"] = np.concatenate(recorded)
+        arrays["routed"] = np.array([r.routed_experts is not None for r in rollouts])
+    # save() writes the memory as it lies: an array in another order would come back garbled.
+    return save({name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
 def decode(blob: bytes) -> list[Rollout]:
@@ -54,10 +60,10 @@ def decode(blob: bytes) -> list[Rollout]:
         log_probs = _split(arrays["rollout_log_probs"], counts[:, 3])
         spans = _split(arrays["weight_versions"], counts[:, 5])
         scores = arrays["scores"]
+        routing = _routing(arrays, counts)
     except (SafetensorError, KeyError, ValueError, IndexError) as error:
         raise RolloutFormatError(f"not a rollout batch: {error!r}") from error
     rows_of = {"topk_ids": counts[:, 3], "topk_log_probs": counts[:, 3]}
-    rows_of["routed_experts"] = counts[:, 2] + counts[:, 3] - 1
     extras = {k: _split(arrays[k], n) for k, n in rows_of.items() if k in arrays}
     return [
         Rollout(
@@ -71,6 +77,7 @@ def decode(blob: bytes) -> list[Rollout]:
             weight_versions=[VersionSpan(*map(int, s)) for s in spans[i]],
             reward=float(scores[i, 0]),
             advantage=float(scores[i, 1]),
+            routed_experts=routing[i],
             **{name: parts[i] for name, parts in extras.items()},
         )
         for i, count in enumerate(counts)
@@ -112,6 +119,21 @@ def _stack(name: str, rows: Sequence[np.ndarray | None]) -> np.ndarray:
             f"{name}: {missing} of {len(rows)} rollouts have none, expected all or none of them"
         )
     return np.concatenate([row for row in rows if row is not None])
+
+
+def _routing(arrays: dict[str, np.ndarray], counts: np.ndarray) -> list[np.ndarray | None]:
+    """Each rollout's recorded routing, checked as far as that needs no model."""
+    if "routed_experts" not in arrays:
+        return [None] * len(counts)
+    recorded = arrays["routed"]
+    rows = np.where(recorded, counts[:, 2] + counts[:, 3] - 1, 0)
+    parts = _split(arrays["routed_experts"], rows)
+    for index in np.flatnonzero(recorded):
+        try:
+            check_recording(parts[index], np.iinfo(parts[index].dtype).max + 1)
+        except ValueError as error:
+            raise ValueError(f"rollout {index}: {error}") from error
+    return [part if there else None for part, there in zip(parts, recorded, strict=True)]
 
 
 def _split(flat: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:

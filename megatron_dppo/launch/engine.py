@@ -1,4 +1,4 @@
-"""Keeps one engine alive: starts it, publishes where it is, starts it again when it dies or hangs."""
+"""Keeps one server alive: starts it, publishes where it is, starts it again when it dies or hangs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 from megatron_dppo.launch.errors import EngineGivenUpError
 from megatron_dppo.launch.processes import describe_exit
-from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.rollout.membership import FleetFolder, Server
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ _RESTART_TAIL_LINES = 10
 
 
 class Engine(Protocol):
-    """One start of the server, as ``megatron_dppo.rollout.server.EngineProcess`` is one."""
+    """One start of a server, as ``megatron_dppo.rollout.child_server.ChildServer`` is one."""
 
     @property
     def url(self) -> str: ...
@@ -47,28 +47,30 @@ class Engine(Protocol):
 
 
 class EngineKeeper:
-    """The engine of a run, through its incarnations 1, 2, ...: at most ``max_restarts`` beyond the
-    first.
+    """One server of a run, or its router, through its incarnations 1, 2, ...: at most
+    ``max_restarts`` beyond the first.
 
-    ``make_engine(incarnation)`` makes one that was not started. ``keys``: what clients must show,
-    published beside the endpoint. All methods are called from the main thread.
+    ``make_engine(incarnation)`` makes one that was not started. ``name``: under which it is
+    published; ``what``: its name in messages. All methods are called from the main thread.
     """
 
     def __init__(
         self,
+        name: str,
         make_engine: Callable[[int], Engine],
-        directory: RunDirectory,
+        folder: FleetFolder,
         *,
-        keys: dict[str, str | None],
         max_restarts: int,
+        what: str = "the engine",
     ) -> None:
+        self.name = name
+        self.what = what
         self._make_engine = make_engine
-        self._directory = directory
-        self._keys = keys
+        self._folder = folder
         self._max_restarts = max_restarts
         self._engine: Engine | None = None
         self._starting: Future[float] | None = None
-        self._waiter = ThreadPoolExecutor(1, "engine-start")
+        self._waiter = ThreadPoolExecutor(1, f"start-{name}")
         self._next_progress = 0.0
         self.incarnation = 0
 
@@ -87,7 +89,7 @@ class EngineKeeper:
         self._starting = self._waiter.submit(self._engine.wait_healthy, self._progress)
 
     def check(self) -> None:
-        """Publish an engine that became healthy; restart one that died, or was reported lost.
+        """Publish a server that became healthy; restart one that died, or was reported lost.
 
         A hung process runs on, so only its clients can tell; a report on an earlier incarnation
         comes too late and is dropped.
@@ -101,14 +103,16 @@ class EngineKeeper:
         code = self._engine.poll()
         if code is not None:
             tail = self._engine.log_tail(_RESTART_TAIL_LINES)
-            self._restart(f"the engine {describe_exit(code)}; the end of its log:\n{tail}")
-        elif self._directory.take_lost_report() == self.incarnation:
+            self._restart(f"{self.what} {describe_exit(code)}; the end of its log:\n{tail}")
+        elif self._folder.take_report(self.name) == self.incarnation:
             tail = self._engine.log_tail(_RESTART_TAIL_LINES)
-            self._restart(f"the engine runs but does not answer; the end of its log:\n{tail}")
+            self._restart(
+                f"{self.what} runs but was reported lost by the trainer; the end of its log:\n{tail}"
+            )
 
     def stop(self, *, at_once: bool) -> None:
-        """End the engine, by force where ``at_once``, and withdraw its endpoint."""
-        self._directory.withdraw_endpoint()
+        """End the server, by force where ``at_once``, and withdraw it."""
+        self._folder.withdraw(self.name)
         if self._engine is not None:
             if at_once or self._starting is not None:
                 self._engine.kill()
@@ -122,21 +126,18 @@ class EngineKeeper:
         self._starting = None
         error = starting.exception()
         if error is None:
-            self._directory.publish_keys(self._keys)
-            self._directory.publish_endpoint(
-                {"url": engine.url, "incarnation": self.incarnation, "pid": engine.pid}
-            )
-            log.info("engine ready after %.0f s at %s", starting.result(), engine.url)
+            self._folder.publish(Server(self.name, engine.url, self.incarnation, engine.pid))
+            log.info("%s ready after %.0f s at %s", self.what, starting.result(), engine.url)
             return
         if not isinstance(error, RuntimeError):
             raise error
         if self.incarnation == 1:
-            raise EngineGivenUpError(f"the engine did not start: {error}")
-        self._restart(f"the engine did not start again: {error}")
+            raise EngineGivenUpError(f"{self.what} did not start: {error}")
+        self._restart(f"{self.what} did not start again: {error}")
 
     def _restart(self, reason: str) -> None:
         assert self._engine is not None
-        self._directory.withdraw_endpoint()
+        self._folder.withdraw(self.name)
         self._engine.kill()
         if self.incarnation > self._max_restarts:
             raise EngineGivenUpError(
@@ -148,4 +149,4 @@ class EngineKeeper:
     def _progress(self, seconds: float, line: str) -> None:
         if seconds >= self._next_progress:
             self._next_progress = seconds + _PROGRESS_S
-            log.info("engine starting, %.0f s: %s", seconds, line.strip()[:100])
+            log.info("%s is starting, %.0f s: %s", self.what, seconds, line.strip()[:100])

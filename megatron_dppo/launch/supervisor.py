@@ -1,6 +1,6 @@
-"""One machine's run: an engine and the trainer's ranks, from start to end, and nothing left behind.
+"""One machine's run: its servers and the trainer's ranks, from start to end, and nothing left behind.
 
-A rank's error ends the run. A dead engine is started again. One Ctrl-C (or SIGTERM, or SIGHUP) asks
+A rank's error ends the run. A dead server is started again. One Ctrl-C (or SIGTERM, or SIGHUP) asks
 the ranks to stop cleanly with SIGTERM, a second one ends everything at once.
 """
 
@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from megatron_dppo.launch.engine import EngineKeeper
 from megatron_dppo.launch.errors import EngineGivenUpError
+from megatron_dppo.launch.fleet import FleetKeeper
 from megatron_dppo.launch.processes import adopt_orphans, kill_descendants
 from megatron_dppo.launch.ranks import RankFailure, RankGroup
 
@@ -27,12 +27,12 @@ _FAILURE_GRACE_S = 2.0
 
 
 class Supervisor:
-    """Runs an engine (or none) and ranks until they end. Owns the process's signals and all of its
+    """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its
     descendants."""
 
-    def __init__(self, ranks: RankGroup, engine: EngineKeeper | None) -> None:
+    def __init__(self, ranks: RankGroup, fleet: FleetKeeper | None) -> None:
         self._ranks = ranks
-        self._engine = engine
+        self._fleet = fleet
         self._received: list[int] = []
         self._handled = 0
 
@@ -43,8 +43,8 @@ class Supervisor:
         code = FAILED
         with self._signals():
             try:
-                if self._engine is not None:
-                    self._engine.start()
+                if self._fleet is not None:
+                    self._fleet.start()
                 self._ranks.start()
                 code = self._watch()
             except EngineGivenUpError as error:
@@ -66,8 +66,8 @@ class Supervisor:
                     log.warning("ending at once; the run resumes from its last checkpoint")
                     return self._stop_code()
                 self._ask_to_stop()
-            if self._engine is not None and not self._handled:
-                self._engine.check()
+            if self._fleet is not None and not self._handled:
+                self._fleet.check()
             time.sleep(_POLL_S)
 
     def _ask_to_stop(self) -> None:
@@ -91,8 +91,8 @@ class Supervisor:
 
     def _end(self, *, at_once: bool) -> None:
         self._ranks.kill()
-        if self._engine is not None:
-            self._engine.stop(at_once=at_once)
+        if self._fleet is not None:
+            self._fleet.stop(at_once=at_once)
         left = kill_descendants()
         if left:
             log.error("processes %s do not end; the kernel holds them", left)

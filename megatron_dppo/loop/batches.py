@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.data.packing import PackedBatch, TrainingSample, pack, plan_mini_batch
+from megatron_dppo.data.routing import usable_rows
 from megatron_dppo.types import Rollout
 
 
@@ -27,6 +28,21 @@ class BatchLayout:
 
 
 @dataclass(frozen=True)
+class MiniBatchPlan:
+    """Who trains on what in one optimiser step.
+
+    ``positions``: in the rollout batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch.
+    """
+
+    positions: list[list[list[int]]]
+    denominator: float
+
+    def of_rank(self, dp_rank: int) -> set[int]:
+        """Positions that the replica ``dp_rank`` trains on."""
+        return {position for rows in self.positions[dp_rank] for position in rows}
+
+
+@dataclass(frozen=True)
 class MiniBatch:
     """This rank's micro-batches of one optimiser step, and the global number that divides the summed loss."""
 
@@ -39,22 +55,23 @@ def trains(rollout: Rollout, config: AlgorithmConfig) -> bool:
     return not (rollout.truncated and config.truncated_responses == "drop")
 
 
-def _token_mean(samples: Sequence[TrainingSample], constant: float) -> float:
-    return float(sum(len(s.response_ids) for s in samples if s.train))
+def _token_mean(trained: Sequence[Rollout], constant: float) -> float:
+    return float(sum(len(r.response_ids) for r in trained))
 
 
-def _sequence_mean(samples: Sequence[TrainingSample], constant: float) -> float:
-    return sum(s.train for s in samples) * constant
+def _sequence_mean(trained: Sequence[Rollout], constant: float) -> float:
+    return len(trained) * constant
 
 
-DENOMINATORS: dict[str, Callable[[Sequence[TrainingSample], float], float]] = {
+DENOMINATORS: dict[str, Callable[[Sequence[Rollout], float], float]] = {
     "token-mean": _token_mean,
     "sequence-mean-with-constant": _sequence_mean,
 }
 
 
-def training_samples(rollouts: Sequence[Rollout], config: AlgorithmConfig) -> list[TrainingSample]:
-    """One sample a rollout, in the same order."""
+def training_samples(rollouts: Sequence[Rollout], config: TrainConfig) -> list[TrainingSample]:
+    """One sample a rollout, in the same order; with its recorded routing where that is replayed."""
+    replayed = [r.routed_experts if config.router_replay else None for r in rollouts]
     return [
         TrainingSample(
             prompt_ids=r.prompt_ids,
@@ -64,38 +81,49 @@ def training_samples(rollouts: Sequence[Rollout], config: AlgorithmConfig) -> li
             recomputed_log_probs=None,
             topk_ids=r.topk_ids,
             topk_log_probs=r.topk_log_probs,
-            routed_experts=r.routed_experts,
             index=index,
-            train=trains(r, config),
+            train=trains(r, config.algorithm),
+            routed_experts=routed,
+            routed_valid=None if routed is None else usable_rows(r),
         )
-        for index, r in enumerate(rollouts)
+        for index, (r, routed) in enumerate(zip(rollouts, replayed, strict=True))
     ]
 
 
-def mini_batches(
+def plan_mini_batches(
     rollouts: Sequence[Rollout], config: TrainConfig, layout: BatchLayout
-) -> Iterator[MiniBatch]:
-    """Cut a rollout batch, groups adjacent, into optimiser steps and this rank's packed share of each.
+) -> list[MiniBatchPlan]:
+    """Cut a rollout batch, groups adjacent, into optimiser steps. Reads no recorded routing.
 
     Every rank computes the same plan from the same rollouts; the denominator counts all ranks' samples, so the
     gradient does not depend on the layout or on the packing. A mini-batch in which nothing trains is left out.
     """
-    samples = training_samples(rollouts, config.algorithm)
     size = config.training.prompts_per_mini_batch * config.rollout.group_size
     constant = config.algorithm.aggregation_constant or config.rollout.max_response_tokens
-    for start in range(0, len(samples), size):
-        part = samples[start : start + size]
-        denominator = DENOMINATORS[config.algorithm.aggregation](part, constant)
+    denominator_of = DENOMINATORS[config.algorithm.aggregation]
+    plans = []
+    for start in range(0, len(rollouts), size):
+        part = rollouts[start : start + size]
+        denominator = denominator_of([r for r in part if trains(r, config.algorithm)], constant)
         if denominator == 0:
             continue
         plan = plan_mini_batch(
-            [len(s.prompt_ids) + len(s.response_ids) for s in part],
+            [r.length for r in part],
             layout.dp_size,
             config.training.micro_batch_tokens,
             layout.count_multiple,
         )
-        packed = [
-            pack([part[i] for i in rows], pad_multiple=layout.pad_multiple, topk=layout.topk)
-            for rows in plan[layout.dp_rank]
-        ]
-        yield MiniBatch(packed, denominator)
+        positions = [[[start + i for i in rows] for rows in rank] for rank in plan]
+        plans.append(MiniBatchPlan(positions, denominator))
+    return plans
+
+
+def pack_mini_batch(
+    samples: Sequence[TrainingSample], plan: MiniBatchPlan, layout: BatchLayout
+) -> MiniBatch:
+    """This rank's share of ``plan``. ``samples``: of the whole rollout batch."""
+    packed = [
+        pack([samples[i] for i in rows], pad_multiple=layout.pad_multiple, topk=layout.topk)
+        for rows in plan.positions[layout.dp_rank]
+    ]
+    return MiniBatch(packed, plan.denominator)

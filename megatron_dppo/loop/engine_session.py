@@ -1,99 +1,58 @@
-"""The engine as a run sees it: generation and weight updates that survive the server's death.
+"""The fleet as a run sees it: generation and weight updates that survive the death of servers.
 
-Every public method is collective over all trainer ranks. When the server is lost, the ranks agree on
-it, wait for the next incarnation that the supervisor publishes, restore the current weights there,
-verified, and ask only for what is still missing.
+Every public method is collective over all trainer ranks, but ``start``. Servers serve with committed
+weights only: at each weight update the ranks agree who takes part (``fleet_membership``), and the
+update reaches all of them or fails. When the last server is lost in generation, the ranks agree on
+it, wait for another, restore the current weights there, verified, and ask only for what is still
+missing.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future, wait
-from dataclasses import asdict, dataclass, field
-from enum import IntEnum
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
 import torch
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.endpoint import (
-    Endpoint,
+from megatron_dppo.loop.fleet_membership import (
     EngineUnavailableError,
-    report_lost,
-    wait_for_endpoint,
+    Roster,
+    member_from_json,
+    member_to_json,
 )
+from megatron_dppo.loop.generation_in_background import Generation, Outcome
 from megatron_dppo.loop.stopping import RunStoppedError
-from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.check_engine import check_engine
-from megatron_dppo.rollout.client import EngineClient
 from megatron_dppo.rollout.engine_weights import EngineWeights
-from megatron_dppo.rollout.errors import (
-    EngineLostError,
-    GenerationInterruptedError,
-    StopRequestedError,
-)
-from megatron_dppo.rollout.generation import (
-    GenerationJob,
-    GenerationLimits,
-    GenerationProgress,
-    Results,
-    generate_many,
-)
-from megatron_dppo.rollout.requests import GenerationResult
-from megatron_dppo.trainer.distributed import all_gather_json, broadcast_json
+from megatron_dppo.rollout.fleet import FleetClient
+from megatron_dppo.rollout.fleet_member import Member
+from megatron_dppo.rollout.generation import GenerationJob, GenerationLimits
+from megatron_dppo.rollout.membership import FleetFolder, Keys, Server
+from megatron_dppo.rollout.router_link import RouterLink
+from megatron_dppo.trainer.distributed import all_gather_json, any_rank, broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
+from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.types import Rollout
 from megatron_dppo.weight_sync.base import UpdateReport, WeightUpdateError
-from megatron_dppo.weight_sync.distributed import DistributedTransport
 from megatron_dppo.weight_sync.update import WeightUpdater
 
 log = logging.getLogger(__name__)
 
 MAX_FAILURES = 5
-"""Losses of the engine in a row, without a response or an update in between, before a run gives up.
+"""Losses of the whole fleet in a row, without a response or an update in between, before a run gives up.
 
-The supervisor bounds the restarts of its own server (``engine.max_restarts``); this bounds the patience
-with one that is attached by URL.
+The supervisor bounds the restarts of its own servers (``engine.max_restarts``); this bounds the patience
+with those that are attached by URL.
 """
-_REDRAW_SECONDS = 0.2
-
-
-class _Outcome(IntEnum):
-    """How a rank's share of a generation ended; the worst of all ranks counts."""
-
-    DONE = 0
-    LOST = 1
-    STOPPED = 2
-
-
-@dataclass
-class Generation:
-    """A job that runs in the background: ``done`` holds what earlier attempts finished."""
-
-    job: GenerationJob
-    description: str
-    done: dict[Hashable, GenerationResult] = field(default_factory=dict)
-    running: Future[Results] | None = None
-    latest: GenerationProgress | None = None
-
-    @property
-    def total(self) -> int:
-        """Responses that the job asks for."""
-        return len(self.job.problems) * self.job.group_size
-
-    def report(self, progress: GenerationProgress) -> None:
-        """Keep the newest progress, for whoever looks."""
-        self.latest = progress
 
 
 class EngineSession:
-    """``connect`` first; a context manager that leaves the engine in peace.
+    """``connect`` first; a context manager that leaves the servers in peace.
 
-    ``version`` is the weight version that the engine has committed; None before the first update.
+    ``version`` is the weight version that the fleet has committed; None before the first update.
     """
 
     def __init__(self, config: TrainConfig, trainer: Trainer, stop: Callable[[], bool]) -> None:
@@ -101,9 +60,19 @@ class EngineSession:
         self._trainer = trainer
         self._stop = stop
         self._runner = AsyncRunner()
-        self._client: EngineClient | None = None
-        self._endpoint: Endpoint | None = None
-        self._updater = WeightUpdater(trainer, None, config.weight_sync, first_failure)
+        self._folder = FleetFolder(config.run.directory)
+        router = None
+        if config.engine.uses_router:
+            router = RouterLink(self._find_router, registers=trainer.topology.rank == 0)
+        self._fleet = FleetClient(self._report_lost, router)
+        self._roster: Roster | None = None
+        if trainer.topology.rank == 0:
+            self._roster = Roster(config, self._runner, self._open_weights, stop)
+        self._members: list[Member] = []
+        self._attached = False
+        self._updater = WeightUpdater(
+            TrainerWeights(trainer), config.weight_sync, first_failure, self._open_engine
+        )
         self._failures = 0
         self.version: int | None = None
         self.updates = 0
@@ -120,35 +89,45 @@ class EngineSession:
     ) -> None:
         if kind is None:
             self._updater.close()
-        if self._client is not None:
-            self._runner.run(self._client.close())
+        self._runner.cancel_all()  # while there are clients that can abort it on the servers
+        self._runner.run(self._fleet.close())
         self._runner.close()
 
     def connect(self) -> None:
-        """Wait for the engine and attach to it. Raises RunStoppedError, EngineUnavailableError."""
-        self._connect()
+        """Wait for the servers and attach to them. Raises RunStoppedError, EngineUnavailableError."""
+        self._admit()
 
     # --- weights
 
     def update_weights(self, version: int) -> UpdateReport:
-        """Bring the trainer's weights to the engine as ``version``; returns when they are committed.
+        """Bring the trainer's weights to the fleet as ``version``; returns when they are committed.
 
-        Raises RunStoppedError, EngineUnavailableError.
+        Here restarted and new servers join, and those that fail the update are left out of it. Raises
+        RunStoppedError, EngineUnavailableError.
         """
         while True:
+            self._admit()
             try:
                 report = self._updater.update(version)
             except WeightUpdateError as error:
-                self._count_failure(str(error))
-                self._connect()
+                self._blame(error)
                 continue
-            # A push that only restores the same version is no progress: the loss may come again.
-            if version != self.version:
-                self._failures = 0
-            self.version = version
-            self.updates += 1
-            self.verified_updates += report.verified
+            self._commit(version, report)
             return report
+
+    def _commit(self, version: int, report: UpdateReport) -> None:
+        # A push that only restores the same version is no progress: the loss may come again.
+        if version != self.version:
+            self._failures = 0
+        self.version = version
+        self.updates += 1
+        self.verified_updates += report.verified
+        if self._roster is not None:
+            self._roster.commit(self._members, version)
+            self._runner.run(self._fleet.serve(self._members, version))
+        any_rank(False)  # rank 0 has told the router, which the others ask
+        if self._roster is None:
+            self._runner.run(self._fleet.serve(self._members, version))
 
     # --- generation
 
@@ -168,70 +147,84 @@ class EngineSession:
         self._resume(generation)
         return generation
 
-    def finish(self, generation: Generation) -> list[Rollout]:
-        """As ``generate``, of what ``start`` began; shows progress while it waits."""
+    def finish(self, generation: Generation, held: int | None = None) -> list[Rollout]:
+        """As ``generate``, of what ``start`` began; shows progress while it waits.
+
+        ``held``: version of the weights that the trainer has by now (None: those that the fleet has). Where the
+        whole fleet was lost, the next server gets them under that name, and draws what is missing from them.
+        """
         while True:
             before = len(generation.done)
-            outcome, reason = self._await(generation)
+            outcome, reason = generation.wait(self._stop)
             answers = all_gather_json([int(outcome), reason, len(generation.done) > before])
-            worst = max(_Outcome(answer[0]) for answer in answers)
-            if worst is _Outcome.STOPPED:
+            worst = max(Outcome(answer[0]) for answer in answers)
+            if worst is Outcome.STOPPED:
                 raise RunStoppedError("stopped while generating")
-            if worst is _Outcome.DONE:
+            if worst is Outcome.DONE:
                 self._failures = 0
                 return generation.job.rollouts(generation.done)
             if any(answer[2] for answer in answers):
                 self._failures = 0
-            self._count_failure(next(a[1] for a in answers if a[0] == _Outcome.LOST))
-            self._restore()
+            self._count_failure(next(a[1] for a in answers if a[0] == Outcome.LOST))
+            self._restore(held)
             self._resume(generation)
 
     def _resume(self, generation: Generation) -> None:
-        """Have what is still missing generated in the background."""
-        requests = generation.job.requests(generation.done)
-        generation.latest = None
-        if not requests:
-            generation.running = None
-            return
-        assert self._client is not None
-        generation.running = self._runner.submit(
-            generate_many(
-                self._client,
-                requests,
-                GenerationLimits.of(self._config.rollout),
-                on_progress=generation.report,
-                stop=self._stop,
-            )
-        )
+        limits = GenerationLimits.of(self._config)
+        generation.resume(self._runner, self._fleet, limits, self._stop)
 
-    def _await(self, generation: Generation) -> tuple[_Outcome, str]:
-        running, done = generation.running, generation.done
-        if running is None:
-            return (_Outcome.STOPPED if self._stop() else _Outcome.DONE), ""
-        already = len(done)
-        with progress(generation.description, generation.total) as bar:
-            while not wait([running], _REDRAW_SECONDS).done:
-                if (now := generation.latest) is not None:
-                    speed = f"{now.tokens_per_second:.0f} tokens/s"
-                    bar.update(completed=already + now.done, note=speed)
-        try:
-            done |= running.result()
-        except GenerationInterruptedError as interruption:
-            done |= interruption.completed
-            return _Outcome.LOST, str(interruption)
-        except StopRequestedError:
-            return _Outcome.STOPPED, ""
-        return _Outcome.DONE, ""
+    # --- membership
 
-    # --- connection
-
-    def _restore(self) -> None:
-        """A healthy engine with the weights of the version that the run is at."""
-        version = self.version
-        self._connect()
+    def _restore(self, held: int | None) -> None:
+        """A healthy fleet with the trainer's weights: version ``held``, or the one that it had."""
+        version = self.version if held is None else held
+        self._attached = False
+        self._admit()
         if version is not None:
             self.update_weights(version)
             log.info("engine restored at weight version %d", version)
+
+    def _admit(self) -> None:
+        """Attach to the servers that may serve, where they are others than before or were lost; the
+        weights of all count as unknown then."""
+        while True:
+            members = self._agree_on_members()
+            if self._attached and members == self._members:
+                return
+            self._members = members
+            try:
+                self._updater.attach([member.server.url for member in members])
+            except WeightUpdateError as error:
+                self._blame(error)
+                continue
+            self._attached = True
+            return
+
+    def _agree_on_members(self) -> list[Member]:
+        suspended = {
+            name: reason
+            for part in all_gather_json(self._fleet.take_losses())
+            for name, reason in part.items()
+        }
+        chosen = None
+        if self._roster is not None:
+            members = self._roster.choose(self._members, suspended)
+            chosen = None if members is None else [member_to_json(m) for m in members]
+        shared = broadcast_json(chosen, src=0)
+        if shared is None:
+            raise RunStoppedError("stopped while waiting for the engine")
+        return [member_from_json(value) for value in shared]
+
+    def _blame(self, error: WeightUpdateError) -> None:
+        """An update failed, or a server could not be attached; the next attempt is without those at
+        fault, unless nobody would be left."""
+        self._attached = False
+        if 0 < len(error.engines) < len(self._members):
+            log.warning("%s", error)
+        else:
+            self._count_failure(str(error))
+        if self._roster is not None:
+            self._roster.blame(self._members, error.engines, str(error))
 
     def _count_failure(self, reason: str) -> None:
         self._failures += 1
@@ -241,79 +234,27 @@ class EngineSession:
                 f"the engine was lost {self._failures} times in a row; the last time: {reason}"
             )
 
-    def _connect(self) -> None:
-        """Wait for the published endpoint and attach to it; its weights count as unknown."""
-        self._endpoint = endpoint = self._agree_on_endpoint()
-        if self._client is not None:
-            self._runner.run(self._client.close())
-        self._client = EngineClient(endpoint.url, endpoint.api_key, endpoint.admin_api_key)
-        transport, error = None, None
-        if self._trainer.topology.rank == 0:
-            try:
-                transport = self._transport(endpoint)
-            except EngineLostError as lost:
-                error = str(lost)
-        if (reason := first_failure(error)) is not None:
-            self._count_failure(reason)
-            self._connect()
-            return
-        self._updater.attach(transport)
+    def _open_engine(self, url: str) -> EngineWeights:
+        """The weight control of a member; called on rank 0 and on every rank that sends weights."""
+        return self._open_weights(next(m for m in self._members if m.server.url == url))
 
-    def _transport(self, endpoint: Endpoint) -> DistributedTransport:
-        config = self._config
-        if config.engine.url is not None:
-            assert self._client is not None
-            self._runner.run(check_engine(config, self._client))
-        weights = EngineWeights(
-            endpoint.url,
+    def _open_weights(self, member: Member) -> EngineWeights:
+        return EngineWeights(
+            member.server.url,
             self._trainer.shape,
-            config.model.dtype,
-            api_key=endpoint.api_key,
-            admin_api_key=endpoint.admin_api_key,
-            timeout_s=config.weight_sync.timeout_s,
+            self._config.model.dtype,
+            api_key=member.keys.api,
+            admin_api_key=member.keys.admin,
+            timeout_s=self._config.weight_sync.timeout_s,
         )
-        return DistributedTransport(weights, timeout_s=config.weight_sync.timeout_s)
 
-    def _agree_on_endpoint(self) -> Endpoint:
-        found = self._wait() if self._trainer.topology.rank == 0 else None
-        shared = broadcast_json(asdict(found) if found else None, src=0)
-        if shared is None:
-            raise RunStoppedError("stopped while waiting for the engine")
-        return Endpoint(**shared)
+    def _find_router(self) -> tuple[Server, Keys] | None:
+        router = self._folder.router()
+        return None if router is None else (router, self._folder.keys(router))
 
-    def _wait(self) -> Endpoint | None:
-        engine = self._config.engine
-        self._report_if_hung()
-        attached = engine.url and Endpoint(
-            engine.url,
-            0,
-            os.environ.get("MEGATRON_DPPO_API_KEY"),
-            os.environ.get("MEGATRON_DPPO_ADMIN_API_KEY"),
-        )
-        with progress("waiting for the engine"):
-            return wait_for_endpoint(
-                self._config.run.directory,
-                self._is_healthy,
-                attached=attached or None,
-                timeout_s=engine.start_timeout_s,
-                stop=self._stop,
-            )
-
-    def _report_if_hung(self) -> None:
-        """Have the supervisor replace the engine that was lost, unless it still answers."""
-        if self._endpoint is None or self._config.engine.url is not None:
-            return
-        if not self._is_healthy(self._endpoint):
-            report_lost(self._config.run.directory, self._endpoint)
-
-    def _is_healthy(self, endpoint: Endpoint) -> bool:
-        async def ask() -> bool:
-            async with EngineClient(endpoint.url, endpoint.api_key) as client:
-                if self._config.engine.url is not None:
-                    return await client.answers(timeout_s=5.0)
-                return await client.health(timeout_s=5.0)
-
-        return self._runner.run(ask())
+    def _report_lost(self, server: Server) -> None:
+        if server.replaceable:
+            self._folder.report_lost(server)
 
 
 def first_failure(error: str | None) -> str | None:

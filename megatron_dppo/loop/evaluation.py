@@ -29,6 +29,7 @@ def evaluate(
         max_new_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
+        stop_token_ids=tuple(config.rollout.stop_token_ids),
     )
     accuracies = {}
     for name, problems in sets.items():

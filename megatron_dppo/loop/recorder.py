@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +13,8 @@ from typing import Self
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.console import StepConsole
+from megatron_dppo.metrics.masked_tokens import MaskedToken
+from megatron_dppo.metrics.masked_tokens_file import MaskedTokensFile
 from megatron_dppo.metrics.records import (
     RECORDS_FILE,
     Record,
@@ -26,7 +28,6 @@ from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.run_info import RunInfo
 from megatron_dppo.metrics.summary import write_summary
 from megatron_dppo.metrics.writer import MetricsWriter
-from megatron_dppo.types import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +39,26 @@ class RecordingError(RuntimeError):
 
 
 class Recorder:
-    """Silent on every rank but 0. ``first_step``: the last step that is recorded already, 0 for a fresh run."""
+    """Silent on every rank but 0. ``first_step``: the last step that is recorded already, 0 for a fresh run.
 
-    def __init__(self, config: TrainConfig, rank: int, first_step: int) -> None:
+    ``text_of``: what a token id reads as, in ``masked_tokens.jsonl``.
+    """
+
+    def __init__(
+        self, config: TrainConfig, rank: int, first_step: int, text_of: Callable[[int], str] = str
+    ) -> None:
         self._config = config
         self._info = RunInfo.of_config(config.model_dump())
         self._carried: dict[str, float] = {}
         self._stack = ExitStack()
         self._writer: MetricsWriter | None = None
+        self._masked: MaskedTokensFile | None = None
         if rank == 0:
+            resume_step = first_step + 1 if first_step else 0
             self._writer = self._stack.enter_context(
-                MetricsWriter(config.run.directory, resume_step=first_step + 1 if first_step else 0)
+                MetricsWriter(config.run.directory, resume_step=resume_step)
             )
+            self._masked = MaskedTokensFile(config.run.directory, resume_step, text_of)
         self._console = StepConsole(config.model.dtype, config.run.steps)
 
     def __enter__(self) -> Self:
@@ -100,35 +109,15 @@ class Recorder:
                 raise RecordingError(f"metrics in {where}: {error.strerror}") from error
         self._console.step(step, record)
 
-    def write_step(
-        self,
-        step: int,
-        rollouts: Sequence[Rollout],
-        measured: Mapping[str, float],
-        seconds: Mapping[str, float],
-    ) -> None:
-        """Record a trained step: its rollout batch, what was ``measured``, and ``seconds`` by phase."""
-        self.write(step, {**self._describe(rollouts, seconds), **measured, **seconds})
-
-    def _describe(
-        self, rollouts: Sequence[Rollout], seconds: Mapping[str, float]
-    ) -> dict[str, float]:
-        """The rollout batch in figures, over all replicas."""
-        size = self._config.rollout.group_size
-        groups = [rollouts[i : i + size] for i in range(0, len(rollouts), size)]
-        flat = sum(all(r.reward == g[0].reward for r in g) for g in groups)
-        tokens = sum(len(r.response_ids) for r in rollouts)
-        values = {
-            names.REWARD: sum(r.reward for r in rollouts) / len(rollouts),
-            names.GROUPS_WITHOUT_SPREAD: flat / len(groups),
-            names.RESPONSE_LENGTH: tokens / len(rollouts),
-            names.TRUNCATED: sum(r.truncated for r in rollouts) / len(rollouts),
-            "rollout/tokens": tokens,
-        }
-        generating = seconds.get(names.phase_seconds("generate"), 0.0)
-        if generating > 0:
-            values[names.TOKENS_PER_SECOND] = tokens / generating
-        return values
+    def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
+        """Record the tokens that the step's mask blocked most often."""
+        if self._masked is None:
+            return
+        try:
+            self._masked.write(step, tokens)
+        except OSError as error:
+            where = self._config.run.directory
+            raise RecordingError(f"masked tokens in {where}: {error.strerror}") from error
 
     def finish(self, hf_export_max_logprob_diff: float | None) -> None:
         """Write ``report.png`` and ``summary.json``."""

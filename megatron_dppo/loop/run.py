@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,17 +14,22 @@ from megatron_dppo.algorithms.presets import Algorithm, build_algorithm
 from megatron_dppo.checkpoint_conversion import load_model_shape
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.problems import DataError, ProblemSet, load_problems, load_tokenizer
+from megatron_dppo.data.problems import DataError
 from megatron_dppo.data.rollout_codec import RolloutFormatError, save_batch
 from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.logging import fatal
-from megatron_dppo.loop.endpoint import EngineUnavailableError
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
-from megatron_dppo.loop.export_check import max_log_prob_difference
+from megatron_dppo.loop.exporting import export
+from megatron_dppo.loop.fleet_membership import EngineUnavailableError
+from megatron_dppo.loop.generated import GeneratedRollouts
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError
-from megatron_dppo.loop.rollouts import GeneratedRollouts, ReplayedRollouts, RolloutSource
+from megatron_dppo.loop.replay import ReplayedRollouts
+from megatron_dppo.loop.rollouts import ProblemFeed, RolloutSource
+from megatron_dppo.loop.routing_exchange import RoutingExchangeError
+from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.loop.staleness import STALE_ANCHOR, StalenessError, with_gap_named
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
@@ -41,11 +44,13 @@ from megatron_dppo.trainer.distributed import any_rank
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.types import Problem, Rollout
+from megatron_dppo.types import Rollout
 
 log = logging.getLogger(__name__)
 
-EXPORT_CHECK_SEQUENCES = 16
+ENGINE_WHOLE_VOCABULARY = 4096
+"""Tokens of a vocabulary up to which the engine is asked for its whole distribution: 8 bytes each, for every token."""
+
 EXPECTED_ERRORS = (
     CheckpointError,
     DataError,
@@ -56,6 +61,8 @@ EXPECTED_ERRORS = (
     RecordsError,
     ResumeError,
     RolloutFormatError,
+    RoutingExchangeError,
+    StalenessError,
     VerifierError,
 )
 """What can end a run without a fault in the code: the message says all, a traceback would bury it."""
@@ -84,27 +91,6 @@ def _run(config: TrainConfig, stop: StopFlag) -> None:
             run.stop(str(stopped))
 
 
-class RunData:
-    """The training and the held-out problems, tokenised. Raises DataError naming file and line."""
-
-    def __init__(self, config: TrainConfig) -> None:
-        tokenizer = load_tokenizer(config.model.hf_checkpoint)
-
-        def load(path: str) -> ProblemSet:
-            problems = load_problems(
-                path,
-                tokenizer,
-                max_prompt_tokens=config.data.max_prompt_tokens,
-                apply_chat_template=config.data.apply_chat_template,
-            )
-            if problems.dropped:
-                log.warning("%s: %d prompts are too long and were left out", path, problems.dropped)
-            return problems
-
-        self.train = load(config.data.train)
-        self.held_out = {name: load(path).problems for name, path in config.data.evaluation.items()}
-
-
 class Run:
     """Everything a step needs, opened on construction and closed by ``stack``."""
 
@@ -118,7 +104,8 @@ class Run:
         algorithm = build_algorithm(config.algorithm.name, config.algorithm.options)
         self.topk = carried_topk(config, algorithm)
         with self.timer("start"):
-            self.trainer = Trainer(config, StatsSpec(topk=self.topk > 0, entropy=True))
+            topk = self.topk > 0 or algorithm.needs_full_distribution
+            self.trainer = Trainer(config, StatsSpec(topk=topk, entropy=True))
             self.store = CheckpointStore(
                 Path(config.run.directory) / "checkpoints", config.checkpoint.keep
             )
@@ -133,9 +120,11 @@ class Run:
         self.verifier = Verifier(config.reward.name, config.reward.timeout_s, config.reward.workers)
         if self.trainer.topology.is_leader:  # nobody else scores, so nobody else needs workers
             stack.enter_context(self.verifier)
+        if algorithm.needs_recomputed and config.rollout.max_staleness:
+            log.warning(STALE_ANCHOR, config.algorithm.name)
         self.learner = Learner(config, self.trainer, algorithm, self.topk)
         self.recorder = stack.enter_context(
-            Recorder(config, self.trainer.topology.rank, first_step=self.state.step)
+            Recorder(config, self.trainer.topology.rank, self.state.step, text_of=data.text_of)
         )
         self.source = self._rollout_source()
         self._counted_failures = (0, 0)
@@ -161,22 +150,24 @@ class Run:
     def step(self) -> None:
         """One rollout batch, trained on; the engine then holds the new weights."""
         step = self.state.step + 1
-        problems = self._next_problems()
-        batch = self.source.collect(step, problems)
+        batch = self.source.collect(step)
         with self.timer("train"):
-            learned = self.learner.learn(batch)
+            learned = self.learner.learn(batch.rollouts)
         self.state.step = step
-        self.state.sampler = self.sampler.state_dict()
-        self.last_batch = batch
-        self._save_batch(step, batch)
-        measured = dict(learned)
+        self.state.sampler = batch.sampler
+        self.last_batch = batch.rollouts
+        self._save_batch(step, batch.rollouts)
+        self.recorder.write_masked_tokens(step, self.learner.most_masked)
+        measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
         try:
+            self.source.settle(step)
             measured |= self._update_weights()
             if self._is_due(self.config.evaluation.every):
                 measured |= self._evaluate()
+            self.source.run_ahead()
         finally:  # a stop in the middle leaves a checkpoint of this step, so its record too
             measured |= self._failed_checks()
-            self.recorder.write_step(step, batch, measured, self.timer.finish_step())
+            self.recorder.write(step, {**measured, **self.timer.finish_step()})
         if self._is_due(self.config.checkpoint.every):
             self._save_checkpoint()
         if any_rank(self.should_stop()):
@@ -184,7 +175,15 @@ class Run:
 
     def finish(self) -> None:
         """Export the policy, compare the export with the trainer, and write report and summary."""
-        difference = self._export() if self.config.checkpoint.export_hf else None
+        difference = None
+        if self.config.checkpoint.export_hf:
+            with self.timer("export"):
+                difference = export(
+                    self.config,
+                    self.trainer,
+                    self.learner.layout,
+                    self.last_batch or self.data.train.problems,
+                )
         self.recorder.finish(difference)
 
     def stop(self, reason: str) -> None:
@@ -224,8 +223,10 @@ class Run:
 
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout
+        problems = self.data.train.problems
+        feed = ProblemFeed(problems, self.sampler)
         if rollout.replay_from is not None:
-            return ReplayedRollouts(rollout.replay_from, rollout.group_size)
+            return ReplayedRollouts(rollout, feed, problems)
         assert self.engine is not None
         routed = (
             RoutedShape.of_model(self.config.model.hf_checkpoint) if rollout.router_replay else None
@@ -233,16 +234,18 @@ class Run:
         job = GenerationJob(
             (),
             rollout.group_size,
-            SamplingParams(rollout.max_response_tokens, temperature=rollout.temperature),
+            SamplingParams(
+                rollout.max_response_tokens,
+                temperature=rollout.temperature,
+                stop_token_ids=tuple(rollout.stop_token_ids),
+            ),
             topk_log_probs=self.topk,
             routed_experts=routed,
         )
         topology = self.trainer.topology
-        return GeneratedRollouts(self.config, topology, self.engine, self.verifier, job, self.timer)
-
-    def _next_problems(self) -> list[Problem]:
-        positions = self.sampler.next(self.config.rollout.prompts_per_step)
-        return [self.data.train.problems[i] for i in positions]
+        return GeneratedRollouts(
+            self.config, topology, self.engine, self.verifier, job, feed, self.timer
+        )
 
     def _update_weights(self) -> dict[str, float]:
         """Push the weights; what this and recoveries since the last call amount to."""
@@ -255,8 +258,7 @@ class Run:
         return {
             names.WEIGHT_UPDATES: totals[0] - counted[0],
             names.WEIGHT_UPDATES_VERIFIED: totals[1] - counted[1],
-            "weights/bytes": report.bytes,
-            **{f"weights/{phase}_s": seconds for phase, seconds in report.seconds.items()},
+            **report.metrics(),
         }
 
     def _evaluate(self) -> dict[str, float]:
@@ -294,39 +296,13 @@ class Run:
             self.store.save(self.trainer, self.state.step, self.state.to_json())
         self.saved_step = self.state.step
 
-    def _export(self) -> float | None:
-        folder = Path(self.config.run.directory) / "hf"
-        with self.timer("export"):
-            self._clear_previous_export(folder)
-            self.trainer.export_hf(folder)
-            if not self.config.checkpoint.verify_export:
-                return None
-            sequences = self._sequences_to_check()
-            return max_log_prob_difference(
-                self.trainer,
-                self.learner.layout,
-                folder,
-                sequences,
-                self.config.rollout.temperature,
-            )
-
-    def _clear_previous_export(self, folder: Path) -> None:
-        """Remove what an earlier, shorter run of this directory exported; its weights live on in the checkpoints."""
-        if self.trainer.topology.rank == 0 and folder.exists():
-            shutil.rmtree(folder)
-        any_rank(False)  # nobody goes on before it is gone
-
-    def _sequences_to_check(self) -> list[tuple[Sequence[int], Sequence[int]]]:
-        """Prompts and responses of the last batch; a run that had nothing left to do takes its prompts."""
-        if self.last_batch:
-            chosen = self.last_batch[:EXPORT_CHECK_SEQUENCES]
-            return [(r.prompt_ids, r.response_ids) for r in chosen]
-        prompts = self.data.train.problems[:EXPORT_CHECK_SEQUENCES]
-        return [(p.prompt_ids[:1], p.prompt_ids[1:]) for p in prompts]
-
 
 def carried_topk(config: TrainConfig, algorithm: Algorithm) -> int:
-    """K of TopK(mu) that the engine returns: as configured, else as the algorithm asks."""
+    """K of TopK(mu) that the engine returns: as configured, else as the algorithm asks.
+
+    All of the vocabulary for an exact divergence, unless that is large: 0 then, and the learner recomputes it.
+    """
     if algorithm.needs_full_distribution:
-        return load_model_shape(config.model.hf_checkpoint).vocab_size
+        size = load_model_shape(config.model.hf_checkpoint).vocab_size
+        return size if size <= ENGINE_WHOLE_VOCABULARY else 0
     return config.rollout.topk_log_probs or algorithm.topk

@@ -23,6 +23,7 @@ TOKENS = "policy/tokens"
 POSITIVE = "mask/tokens_positive"
 NEGATIVE = "mask/tokens_negative"
 MASKED = "mask/masked"
+COMPARED = "r3/compared"
 
 DEFINITIONS: dict[str, Definition] = {
     TOKENS: Definition("tokens that train: loss_mask is True"),
@@ -55,6 +56,10 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "mask/dppo_only": Definition(
         "share of tokens that this mask blocks and Clip-Higher would not", TOKENS
+    ),
+    COMPARED: Definition("recorded tokens x layers: their natural routing is compared"),
+    "r3/agreement": Definition(
+        "share of recorded tokens x layers whose natural routing is the engine's", COMPARED
     ),
 }
 

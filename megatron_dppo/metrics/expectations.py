@@ -69,6 +69,14 @@ EXPECTATIONS: tuple[Expectation, ...] = (
         high_bf16=5e-3,
     ),
     Expectation(
+        names.ROUTING_AGREEMENT,
+        "natural routing as the engine's",
+        "The trainer's routers would choose other experts than the engine recorded. Rounding in "
+        "bfloat16 moves up to a tenth of the choices; far fewer matches mean recordings of other "
+        "layers, tokens or weights. Chosen bound.",
+        low=0.75,
+    ),
+    Expectation(
         names.GAP,
         "mean |pi-mu| of the step",
         "The policy moves far within one rollout batch (stable DPPO runs stay near 0.004): a "

@@ -101,6 +101,20 @@ def _plot_quantities(
     return handles
 
 
+def _plot_on_the_right(
+    axes: Axes, runs: list[Run], quantity: Quantity, limits: tuple[float, float], unit: str
+) -> list[Line2D]:
+    """A quantity on an axis of its own, at least from and to ``limits``; none where not recorded."""
+    if not any(series(run.records, quantity.metric)[0] for run in runs):
+        return []
+    right = axes.twinx()
+    handles = _plot_quantities(right, runs, [quantity])
+    right.set_ylim(limits[0], max(limits[1], right.get_ylim()[1]))
+    right.set_ylabel(unit)
+    right.spines[["top"]].set_visible(False)
+    return handles
+
+
 def _handle(name: str, runs: list[Run], colour: str, style: LineStyle, marker: str = "") -> Line2D:
     """A legend entry; grey where colours stand for runs."""
     shade = "#444444" if len(runs) > 1 else colour
@@ -173,7 +187,7 @@ def draw_reward(axes: Axes, runs: list[Run]) -> None:
 
 
 def draw_gap(axes: Axes, runs: list[Run]) -> None:
-    """Mean |pi - mu| under equal weights and over the whole step."""
+    """Mean |pi - mu| under equal weights and over the whole step; right: agreement of routing."""
     quantities = [
         Quantity("equal weights", names.GAP_ON_POLICY, BLUE),
         Quantity("whole step", names.GAP, VERMILION, "--"),
@@ -184,6 +198,10 @@ def draw_gap(axes: Axes, runs: list[Run]) -> None:
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom / 3, top * 3)
         handles += _band(axes, runs, quantities[0].metric, 1.0, "")
+    agreement = Quantity("routing", names.ROUTING_AGREEMENT, PINK, scale=100)
+    handles += _plot_on_the_right(
+        axes, runs, agreement, (0, 101), "routed alike, % of tokens x layers"
+    )
     mark_empty(axes, handles)
     finish(axes, "Mean |pi - mu| (trainer against engine)", "probability, log axis", handles)
 
@@ -218,11 +236,6 @@ def draw_length(axes: Axes, runs: list[Run]) -> None:
     if handles:
         axes.set_ylim(0, axes.get_ylim()[1])
     truncated = Quantity("truncated (right axis)", names.TRUNCATED, VERMILION, "--", 100)
-    if any(series(run.records, truncated.metric)[0] for run in runs):
-        right = axes.twinx()
-        handles += _plot_quantities(right, runs, [truncated])
-        right.set_ylim(0, max(5.0, right.get_ylim()[1]))
-        right.set_ylabel("% truncated")
-        right.spines[["top"]].set_visible(False)
+    handles += _plot_on_the_right(axes, runs, truncated, (0, 5), "% truncated")
     mark_empty(axes, handles)
     finish(axes, "Response length and truncation", "tokens", handles)

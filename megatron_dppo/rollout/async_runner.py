@@ -46,11 +46,16 @@ class AsyncRunner:
             future.cancel()
             raise
 
+    def cancel_all(self) -> None:
+        """Cancel what is left on the loop, and wait until it has cleaned up."""
+        self.run(_cancel_others())
+
     def close(self) -> None:
-        """Cancel what is left on the loop, let it clean up, and end the thread. Harmless twice."""
+        """As ``cancel_all``, and end the thread. Harmless twice."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+        self.cancel_all()
+        self.run(self._loop.shutdown_asyncgens())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -61,4 +66,3 @@ async def _cancel_others() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await asyncio.get_running_loop().shutdown_asyncgens()

@@ -7,22 +7,55 @@ in time): the server is; AbortedError: only this response is. Nothing is retried
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any, Literal, Self
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn, Self
 
 import aiohttp
 import orjson
 
 from megatron_dppo.rollout.errors import EngineLostError, EngineRequestError
-from megatron_dppo.rollout.protocol import parse_answers, request_body
+from megatron_dppo.rollout.protocol import parse_answers, request_body, request_ids
 from megatron_dppo.rollout.requests import GenerationRequest, GenerationResult
 
+Method = Literal["GET", "POST", "DELETE"]
 PauseMode = Literal["abort", "retract", "in_place"]
 
 _KEEP_ALIVE_SECONDS = 3.0  # below the 5 s after which a stock SGLang closes an idle connection
 _CONTROL_TIMEOUT_SECONDS = 60.0
 _CONNECT_SECONDS = 30.0
+_WATCH_SECONDS = 5.0
 _JSON = {"Content-Type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server answered, whatever its status."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+    @property
+    def reason(self) -> str:
+        """The server's message, out of one of the shapes in which it comes, or else the text."""
+        error = self._error()
+        if error is None:
+            return self.body[:500].decode(errors="replace")
+        return str(error.get("message", error) if isinstance(error, dict) else error)[:500]
+
+    @property
+    def code(self) -> str:
+        """The word by which a router says what is wrong; empty where there is none."""
+        error = self._error()
+        return str(error.get("code", "")) if isinstance(error, dict) else ""
+
+    def _error(self) -> Any:
+        try:
+            answer = orjson.loads(self.body)
+        except orjson.JSONDecodeError:
+            return None
+        return answer.get("error", answer) if isinstance(answer, dict) else answer
 
 
 class EngineClient:
@@ -40,6 +73,7 @@ class EngineClient:
         self._api_headers = _bearer(api_key)
         self._admin_headers = _bearer(admin_api_key or api_key)
         self._session: aiohttp.ClientSession | None = None
+        self._last_life = 0.0
 
     async def __aenter__(self) -> Self:
         return self
@@ -55,18 +89,17 @@ class EngineClient:
 
     # --- transport
 
-    async def request(
+    async def exchange(
         self,
-        method: Literal["GET", "POST"],
+        method: Method,
         path: str,
         body: bytes | None = None,
         *,
         admin: bool = False,
         timeout_s: float | None = _CONTROL_TIMEOUT_SECONDS,
-    ) -> bytes:
-        """The body of a 2xx answer; ``timeout_s`` None waits for ever.
-
-        Raises EngineRequestError for a 4xx, EngineLostError for a 5xx or none in time.
+    ) -> Answer:
+        """The answer of any status; ``timeout_s`` None waits for ever. Raises EngineLostError where
+        none comes in time.
         """
         headers = self._admin_headers if admin else self._api_headers
         try:
@@ -77,20 +110,33 @@ class EngineClient:
                 headers=headers | _JSON if body is not None else headers,
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SECONDS),
             ) as answer:
-                payload = await answer.read()
-                status = answer.status
+                return Answer(answer.status, answer.headers, await answer.read())
         except TimeoutError as error:
             limit = _CONNECT_SECONDS if timeout_s is None else timeout_s
             raise EngineLostError(f"{self.url}{path}: no answer within {limit} s") from error
         except (aiohttp.ClientError, ConnectionError) as error:
             raise EngineLostError(f"{self.url}{path}: {error or type(error).__name__}") from error
-        if status >= 500:
-            raise EngineLostError(f"{self.url}{path} answered {status}: {_reason(payload)}")
-        if status >= 400:
-            raise EngineRequestError(
-                status, f"{self.url}{path} answered {status}: {_reason(payload)}"
-            )
-        return payload
+
+    async def request(
+        self,
+        method: Method,
+        path: str,
+        body: bytes | None = None,
+        *,
+        admin: bool = False,
+        timeout_s: float | None = _CONTROL_TIMEOUT_SECONDS,
+    ) -> bytes:
+        """The body of a 2xx answer.
+
+        Raises EngineRequestError for a 4xx, EngineLostError for a 5xx or none in time.
+        """
+        answer = await self.exchange(method, path, body, admin=admin, timeout_s=timeout_s)
+        if answer.status >= 400:
+            what = f"{self.url}{path} answered {answer.status}: {answer.reason}"
+            if answer.status >= 500:
+                raise EngineLostError(what)
+            raise EngineRequestError(answer.status, what)
+        return answer.body
 
     async def get_json(self, path: str, *, timeout_s: float = _CONTROL_TIMEOUT_SECONDS) -> Any:
         """Decoded answer of an information endpoint."""
@@ -117,21 +163,25 @@ class EngineClient:
     # --- generation
 
     async def generate(
-        self, requests: Sequence[GenerationRequest], rids: Sequence[str]
+        self, requests: Sequence[GenerationRequest], rid: str, version: int | None = None
     ) -> list[GenerationResult]:
-        """Draw ``requests`` in one call under the ids ``rids``, without a time limit.
+        """Draw ``requests`` in one call under the id ``rid``, without a time limit.
 
-        ``rids`` must be new, and none may be the beginning of another: SGLang aborts by prefix.
-        Raises AbortedError, EngineAnswerError and ``request``'s errors.
+        ``rid`` must be new, and not the beginning of another: SGLang aborts by prefix. ``version``:
+        the weights that it must come from. Raises AbortedError, EngineAnswerError,
+        StaleWeightsError and ``request``'s errors.
         """
         payload = await self.request(
-            "POST", "/generate", request_body(requests, rids), timeout_s=None
+            "POST", "/generate", request_body(requests, rid), timeout_s=None
         )
-        return parse_answers(payload, requests)
+        self.note_life()
+        return parse_answers(payload, requests, version)
 
-    async def abort(self, rids: Sequence[str]) -> None:
-        """End requests early; their callers get AbortedError. Unknown ids are ignored."""
-        await asyncio.gather(*(self.control("/abort_request", {"rid": rid}) for rid in rids))
+    async def abort(self, rid: str, count: int = 1) -> None:
+        """End the call ``rid`` of ``count`` requests early; it raises AbortedError then. Unknown
+        ids are ignored."""
+        ids = request_ids(rid, count)
+        await asyncio.gather(*(self.control("/abort_request", {"rid": i}) for i in ids))
 
     async def abort_all(self) -> None:
         """End every request of every client of this server."""
@@ -146,6 +196,40 @@ class EngineClient:
         except (EngineLostError, EngineRequestError):
             return False
         return True
+
+    async def generates(self, timeout_s: float = 30.0) -> bool:
+        """Whether a token was generated in time, by whatever request; a server that is idle draws one.
+
+        ``/health`` is answered by the process that speaks HTTP: it can't see that the scheduler
+        behind it hangs. A paused server fails this.
+        """
+        try:
+            await self.request("GET", "/health_generate", timeout_s=timeout_s)
+        except (EngineLostError, EngineRequestError):
+            return False
+        return True
+
+    def note_life(self) -> None:
+        """Something was generated just now."""
+        self._last_life = asyncio.get_running_loop().time()
+
+    async def watch(self, hang_timeout_s: float) -> NoReturn:
+        """Raises EngineLostError when nothing was generated for ``hang_timeout_s``.
+
+        A stopped process keeps its connections open, so requests to it would wait for ever.
+        """
+        pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
+        clock = asyncio.get_running_loop().time
+        self._last_life = clock()
+        while True:
+            await asyncio.sleep(pause)
+            left = self._last_life + hang_timeout_s - clock()
+            if left <= 0:
+                raise EngineLostError(
+                    f"{self.url}: nothing generated for {hang_timeout_s - left:.0f} s"
+                )
+            if left < hang_timeout_s - pause and await self.generates(timeout_s=left):
+                self.note_life()
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
         """Whether the server takes new requests: False while it is paused, and would hold them."""
@@ -200,13 +284,3 @@ class EngineClient:
 
 def _bearer(key: str | None) -> dict[str, str]:
     return {} if key is None else {"Authorization": f"Bearer {key}"}
-
-
-def _reason(payload: bytes) -> str:
-    """SGLang's message, out of one of the shapes in which it sends one, or else the text itself."""
-    try:
-        answer = orjson.loads(payload)
-    except orjson.JSONDecodeError:
-        return payload[:500].decode(errors="replace")
-    error = answer.get("error", answer) if isinstance(answer, dict) else answer
-    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

@@ -1,53 +1,45 @@
 """What the engine's checksums must be, from the very Hugging Face tensors that the trainer holds;
-bucket by bucket.
+bucket by bucket, in any order, by as many ranks as send.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor, dtype, zeros
 
 from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
-from megatron_dppo.rollout.engine_hash import HASHES, TensorHash
+from megatron_dppo.rollout.engine_hash import WORD, TiledHash
 from megatron_dppo.rollout.engine_tensors import EnginePart, EngineTensors
 from megatron_dppo.rollout.errors import EngineError
 
 
 class IncompleteWeightsError(EngineError, ValueError):
-    """The stream of buckets left out, repeated or misshaped a tensor of the model."""
-
-
-@dataclass
-class _Hashing:
-    """One engine tensor on one rank: the hash so far, and parts that came before their turn."""
-
-    hash: TensorHash
-    next_part: int = 0
-    early: dict[int, Tensor] = field(default_factory=dict)
+    """The streams of buckets left out, repeated or misshaped a tensor of the model."""
 
 
 class ExpectedChecksums:
-    """Checksums of a complete stream of Hugging Face tensors, as the engine computes them.
+    """Checksums of the Hugging Face tensors that one rank sends, as the engine will compute them.
 
-    The engine's device decides on the hash. ``weights_dtype``: of every weight. Memory: a tensor
-    that comes out of its fused tensor's order is kept until its turn, so at most one fused tensor's
-    bytes for each that is under way; nothing where the stream follows the checkpoint's order
-    (q, k, v; gate, up, expert by expert).
+    An engine tensor that several ranks fill (experts of several expert-parallel ranks) is hashed in
+    parts: ``partial`` goes to the rank that compares, and ``digests`` puts all together.
+    ``weights_dtype``: of every weight. Raises IncompleteWeightsError where a part of the model does
+    not begin at a whole 32-bit word.
     """
 
     def __init__(self, tensors: EngineTensors, weights_dtype: dtype) -> None:
         self._tensors = tensors
-        self._new_hash = HASHES[tensors.device]
         self._dtype = weights_dtype
-        self._missing = dict(hf_tensors(tensors.shape))
-        self._under_way: dict[tuple[int, str], _Hashing] = {}
-        self._digests: list[dict[str, str]] = [{} for _ in range(tensors.ranks)]
-        for rank, name, size in tensors.padding:
-            padding = self._new_hash()
-            padding.update(zeros(size, dtype=weights_dtype))
-            self._digests[rank][name] = padding.hexdigest()
+        self._shapes = hf_tensors(tensors.shape)
+        self._seen: set[str] = set()
+        self._hashes: dict[tuple[int, str], TiledHash] = {}
+        odd = [n for n, ps in tensors.parts.items() if any(self._byte(p) % WORD for p in ps)]
+        if odd:
+            raise IncompleteWeightsError(
+                f"weight update: {odd[0]} lies at an odd place in the engine's memory; checksums "
+                f"need parts that begin at multiples of {WORD} bytes"
+            )
 
     def add(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
         """Hash the next bucket.
@@ -57,47 +49,65 @@ class ExpectedChecksums:
         for name, tensor in bucket:
             self._check(name, tensor)
             for part in self._tensors.parts[name]:
-                self._place(tensor, part)
+                self._hash(part.rank, part.tensor).add(part.cut(tensor), self._byte(part))
 
-    def digests(self) -> list[dict[str, str]]:
-        """Checksum by engine tensor, for each engine rank.
+    def partial(self) -> Any:
+        """What ``add`` took so far, as plain JSON values."""
+        sums = [[rank, name, h.state()] for (rank, name), h in self._hashes.items()]
+        return [sorted(self._seen), sums]
 
-        Raises IncompleteWeightsError naming what never came.
+    def digests(self, partials: Sequence[Any]) -> list[dict[str, str]]:
+        """Checksum by engine tensor, for each engine rank, of what all ranks together took.
+
+        Raises IncompleteWeightsError naming what never came, or came from two ranks.
         """
-        if self._missing:
-            names = sorted(self._missing)
+        self._check_complete([name for names, _ in partials for name in names])
+        whole = {
+            (rank, name): TiledHash(elements * self._dtype.itemsize)
+            for rank, sizes in enumerate(self._tensors.sizes)
+            for name, elements in sizes.items()
+        }
+        for _, sums in partials:
+            for rank, name, state in sums:
+                whole[rank, name].merge(state)
+        for rank, name in whole.keys() - {(r, n) for _, sums in partials for r, n, _ in sums}:
+            elements = self._tensors.sizes[rank][name]
+            whole[rank, name].add(zeros(elements, dtype=self._dtype), 0)
+        return [
+            {name: whole[rank, name].hexdigest() for name in sizes}
+            for rank, sizes in enumerate(self._tensors.sizes)
+        ]
+
+    def _check_complete(self, names: list[str]) -> None:
+        missing = sorted(self._shapes.keys() - set(names))
+        if missing:
             raise IncompleteWeightsError(
-                f"weight update: {len(names)} tensors were never sent: {', '.join(names[:5])}"
-                f"{', ...' if len(names) > 5 else ''}"
+                f"weight update: {len(missing)} tensors were never sent: {', '.join(missing[:5])}"
+                f"{', ...' if len(missing) > 5 else ''}"
             )
-        return self._digests
+        if len(names) > len(self._shapes):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise IncompleteWeightsError(f"weight update: {twice} came from two ranks")
 
     def _check(self, name: str, tensor: Tensor) -> None:
-        shape = self._missing.pop(name, None)
-        if shape is None:
+        shape = self._shapes.get(name)
+        if shape is None or name in self._seen:
             raise IncompleteWeightsError(
                 f"weight update: {name} came twice or is no tensor of this model"
             )
+        self._seen.add(name)
         if tensor.shape != shape or tensor.dtype != self._dtype:
             raise IncompleteWeightsError(
                 f"weight update: {name} is {tuple(tensor.shape)} {tensor.dtype}, "
                 f"expected {tuple(shape)} {self._dtype}"
             )
 
-    def _place(self, tensor: Tensor, part: EnginePart) -> None:
-        key = (part.rank, part.tensor)
-        state = self._under_way.get(key)
-        if state is None:
-            state = self._under_way[key] = _Hashing(self._new_hash())
-        held = part.cut(tensor)
-        if part.index != state.next_part:
-            state.early[part.index] = held.clone()
-            return
-        state.hash.update(held)
-        state.next_part += 1
-        while state.next_part in state.early:
-            state.hash.update(state.early.pop(state.next_part))
-            state.next_part += 1
-        if state.next_part == self._tensors.counts[part.rank][part.tensor]:
-            self._digests[part.rank][part.tensor] = state.hash.hexdigest()
-            del self._under_way[key]
+    def _hash(self, rank: int, tensor: str) -> TiledHash:
+        key = (rank, tensor)
+        if key not in self._hashes:
+            size = self._tensors.sizes[rank][tensor] * self._dtype.itemsize
+            self._hashes[key] = TiledHash(size)
+        return self._hashes[key]
+
+    def _byte(self, part: EnginePart) -> int:
+        return part.start * self._dtype.itemsize

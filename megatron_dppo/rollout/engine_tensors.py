@@ -7,6 +7,7 @@ the engine pads.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch.nn.functional as F
@@ -22,14 +23,14 @@ EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
 
 @dataclass(frozen=True, slots=True)
 class EnginePart:
-    """Part ``index`` of ``tensor`` on engine ``rank``: a block of a Hugging Face tensor.
+    """A part of ``tensor`` on engine ``rank``, from element ``start`` on: a block of a Hugging Face tensor.
 
     Zeros follow it up to ``width`` along the block's dimension.
     """
 
     rank: int
     tensor: str
-    index: int
+    start: int
     block: Segment
     width: int
 
@@ -45,30 +46,31 @@ class EnginePart:
 class EngineTensors:
     """A served model on ``ranks`` tensor-parallel ranks of a "cpu" or "cuda" engine.
 
-    ``parts``: the places of each Hugging Face tensor. ``counts``: for each rank, the parts of each
-    engine tensor. ``padding``: (rank, tensor, shape) of those that hold zeros only, as the last
-    rank's share of a small vocabulary. Raises LayoutError where the ranks don't divide the model.
+    ``parts``: the places of each Hugging Face tensor. ``sizes``: for each rank, the elements of each
+    engine tensor; those that no part fills hold zeros, as the last rank's share of a small
+    vocabulary. Raises LayoutError where the ranks don't divide the model.
     """
 
     def __init__(self, shape: ModelShape, ranks: int = 1, device: str = "cuda") -> None:
         self.shape, self.ranks, self.device = shape, ranks, device
         self.parts: dict[str, list[EnginePart]] = {name: [] for name in hf_tensors(shape)}
-        self.counts: list[dict[str, int]] = [{} for _ in range(ranks)]
-        self.padding: list[tuple[int, str, tuple[int, ...]]] = []
+        self.sizes: list[dict[str, int]] = [{} for _ in range(ranks)]
         for rank in range(ranks):
             for parameter in engine_parameters(shape, EngineLayout(ranks), rank):
                 self._add(rank, parameter)
 
     def _add(self, rank: int, parameter: LocalParameter) -> None:
         tensor, is_expert, _ = parameter.name.partition("[")
+        sizes = self.sizes[rank]
         if not parameter.segments:
-            self.padding.append((rank, tensor, parameter.shape))
+            sizes[tensor] = sizes.get(tensor, 0) + math.prod(parameter.shape)
         multiple = EXPERT_MULTIPLE[self.device] if is_expert else 1
         for block, end in _with_ends(parameter):
-            index = self.counts[rank].get(tensor, 0)
-            self.counts[rank][tensor] = index + 1
+            start = sizes.get(tensor, 0)
             width = -(-(end - block.local_start) // multiple) * multiple
-            self.parts[block.hf_name].append(EnginePart(rank, tensor, index, block, width))
+            row = math.prod(parameter.shape) // parameter.shape[block.dim]
+            sizes[tensor] = start + width * row
+            self.parts[block.hf_name].append(EnginePart(rank, tensor, start, block, width))
 
 
 def _with_ends(parameter: LocalParameter) -> list[tuple[Segment, int]]:

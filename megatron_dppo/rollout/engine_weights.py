@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
@@ -16,30 +13,28 @@ from torch import Tensor
 from megatron_dppo.checkpoint_conversion.engine_layout import engine_inputs
 from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.rollout.engine_checksums import ExpectedChecksums
+from megatron_dppo.rollout.engine_control import CONTROL_TIMEOUT_S, EngineControl
+from megatron_dppo.rollout.engine_ipc import shared_empty, shared_payloads
 from megatron_dppo.rollout.engine_tensors import EngineTensors
 from megatron_dppo.rollout.errors import (
     EngineAnswerError,
-    EngineLostError,
     EngineMismatchError,
     EngineRequestError,
 )
 
-_CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
-"""By the URL's scheme: an https engine never sees a key in clear text."""
-_CONTROL_TIMEOUT_S = 60.0
 _IDLE_WAIT_S = 5.0
-_CONNECTION_SLACK_S = 10.0
+_LEAVE_S = 5.0
 _SINGLE = ("pp_size", "dp_size", "ep_size", "moe_dp_size")
 
 
 @dataclass(frozen=True)
-class WireBucket:
-    """Tensors back to back in one ``uint8`` buffer, and what tells them apart again."""
+class WireHeader:
+    """What tells the tensors of a bucket's flat bytes apart: SGLang's ``flattened_bucket``."""
 
-    data: Tensor
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
+    bytes: int
 
 
 class EngineWeights:
@@ -62,19 +57,22 @@ class EngineWeights:
         timeout_s: float = 600.0,
     ) -> None:
         self.url = url
-        self._keys = {"GET": api_key, "POST": admin_api_key or api_key}
+        self._control = EngineControl(url, api_key=api_key, admin_api_key=admin_api_key)
         self._timeout = timeout_s
         self._dtype = getattr(torch, dtype)
-        self._buffers = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-        info = self._get("/server_info")
+        info = self._control.get("/server_info")
         _check_server(url, info, dtype, shape)
         self.device = str(info["device"])
         self.tensors = EngineTensors(shape, int(info["tp_size"]), self.device)
 
     @property
     def ranks(self) -> int:
-        """Engine ranks that join a broadcast group, as ranks 1, 2, ... after the trainer's rank 0."""
+        """Engine ranks that join a broadcast group."""
         return self.tensors.ranks
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the server answers at all within ``timeout_s``."""
+        return self._control.answers(timeout_s)
 
     def pause_when_idle(self, timeout_s: float) -> bool:
         """Let running requests finish, then hold back new ones; none is aborted or cut in two.
@@ -83,7 +81,7 @@ class EngineWeights:
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            self._post("/pause_generation", {"mode": "in_place"})
+            self.pause()
             if self._flush(0):
                 return True
             self.resume()
@@ -92,13 +90,19 @@ class EngineWeights:
                 return False
             self._flush(min(left, _IDLE_WAIT_S))  # waits for the running requests
 
+    def pause(self) -> None:
+        """Hold back every request, running ones too."""
+        self._control.post("/pause_generation", {"mode": "in_place"})
+
     def resume(self) -> None:
         """Let generation go on."""
-        self._post("/continue_generation", {})
+        self._control.post("/continue_generation", {})
 
     def set_version(self, label: str) -> None:
-        """Set the ``weight_version`` that answers carry, and read it back."""
-        self._post("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+        """Set the ``weight_version`` that answers carry; what the server confirms must be it."""
+        self._control.post(
+            "/update_weight_version", {"new_version": label, "abort_all_requests": False}
+        )
         if (got := self.version()) != label:
             raise EngineAnswerError(
                 f"{self.url}: weight_version is {got!r} after it was set to {label!r}"
@@ -106,77 +110,121 @@ class EngineWeights:
 
     def version(self) -> str:
         """The ``weight_version`` that answers carry."""
-        return str(self._get("/model_info")["weight_version"])
+        return str(self._control.get("/model_info")["weight_version"])
 
-    def open_group(self, address: str, port: int, name: str, backend: str) -> None:
-        """Have every engine rank join the group ``name``; blocks until rank 0 has joined too."""
+    def open_group(
+        self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
+    ) -> None:
+        """Have the engine's ranks join the group ``name`` of ``size``, as ``first_rank`` and after.
+
+        Blocks until all have joined.
+        """
         body = {
             "master_address": address,
             "master_port": port,
-            "rank_offset": 1,
-            "world_size": self.ranks + 1,
+            "rank_offset": first_rank,
+            "world_size": size,
             "group_name": name,
             "backend": backend,
         }
-        self._post("/init_weights_update_group", body, self._timeout)
+        self._control.post("/init_weights_update_group", body, self._timeout)
 
     def close_group(self, name: str) -> None:
-        """Have every engine rank leave the broadcast group ``name``."""
-        self._post("/destroy_weights_update_group", {"group_name": name})
+        """Have every engine rank leave the broadcast group ``name``. A courtesy: not waited for long."""
+        self._control.post("/destroy_weights_update_group", {"group_name": name}, _LEAVE_S)
 
     def begin(self) -> None:
         """Open an update session; one that a failed update left open is closed first."""
         try:
-            self._post("/begin_weight_update", {})
+            self._control.post("/begin_weight_update", {})
         except EngineRequestError:
-            self._post("/end_weight_update", {})
-            self._post("/begin_weight_update", {})
+            self._control.post("/end_weight_update", {})
+            self._control.post("/begin_weight_update", {})
 
-    def pack(self, bucket: Sequence[tuple[str, Tensor]]) -> WireBucket:
-        """One message of the bucket's tensors: SGLang's ``flattened_bucket``.
-
-        Wider types come first, so that every tensor is aligned. ``data`` lies in one of two buffers
-        that take turns: it holds until the second call after.
-        """
-        inputs = [(n, t) for name, t in bucket for n in engine_inputs(self.tensors.shape, name)]
-        inputs.sort(key=lambda item: -item[1].element_size())
-        data = self._message([t.detach().reshape(-1).view(torch.uint8) for _, t in inputs])
-        return WireBucket(
-            data,
+    def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
+        """How a bucket of these Hugging Face tensors (names, shapes) lies in its flat bytes."""
+        inputs = [(n, tuple(dims)) for name, dims in tensors for n in self.inputs(name)]
+        return WireHeader(
             tuple(name for name, _ in inputs),
-            tuple(str(t.dtype).removeprefix("torch.") for _, t in inputs),
-            tuple(tuple(t.shape) for _, t in inputs),
+            (str(self._dtype).removeprefix("torch."),) * len(inputs),
+            tuple(dims for _, dims in inputs),
+            sum(torch.Size(dims).numel() for _, dims in inputs) * self._dtype.itemsize,
         )
 
-    def _message(self, parts: list[Tensor]) -> Tensor:
-        size = sum(part.numel() for part in parts)
-        self._buffers.reverse()
-        if self._buffers[0].numel() < size:
-            self._buffers[0] = torch.empty(size, dtype=torch.uint8, device=parts[0].device)
-        return torch.cat(parts, out=self._buffers[0][:size])
+    def inputs(self, name: str) -> list[str]:
+        """The names under which the engine must be sent a Hugging Face tensor."""
+        return engine_inputs(self.tensors.shape, name)
 
-    def receive(self, bucket: WireBucket, group: str) -> None:
-        """Have the engine join the broadcast of ``bucket.data`` and load it; blocks until it has.
+    def pack(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+        """The pieces, 1-D ``uint8``, that make a bucket's flat bytes as its ``header`` says."""
+        parts = [t for name, t in bucket for _ in self.inputs(name)]
+        return [t.detach().reshape(-1).view(torch.uint8) for t in parts]
 
-        The cached keys and values of the old weights are dropped with it.
-        """
+    def receive(self, header: WireHeader, group: str) -> None:
+        """Have the engine join the broadcast of a bucket and load it; blocks until it has."""
         body = {
-            "names": bucket.names,
-            "dtypes": bucket.dtypes,
-            "shapes": bucket.shapes,
+            "names": header.names,
+            "dtypes": header.dtypes,
+            "shapes": header.shapes,
             "group_name": group,
             "load_format": "flattened_bucket",
-            "flush_cache": True,
+            "flush_cache": False,
         }
-        self._post("/update_weights_from_distributed", body, self._timeout)
+        self._control.post("/update_weights_from_distributed", body, self._timeout)
+
+    def receive_shared(self, header: WireHeader, data: Tensor) -> None:
+        """Have the engine load a bucket from memory that it shares with this process."""
+        payloads = shared_payloads(header.names, header.shapes, self._dtype, data, self.ranks)
+        body = {
+            "serialized_named_tensors": payloads,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        self._control.post("/update_weights_from_tensor", body, self._timeout)
+
+    def shared_empty(self, size: int, device: torch.device) -> Tensor:
+        """Bytes that the engine can open, for ``receive_shared``."""
+        return shared_empty(size, device)
+
+    def load_folder(self, folder: str) -> None:
+        """Have the engine load the safetensors of ``folder``, which must hold every weight."""
+        body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
+        self._control.post("/update_weights_from_disk", body, self._timeout)
+
+    def flush(self) -> None:
+        """Drop the cached keys and values of the old weights. Raises EngineAnswerError if it can't."""
+        if not self._flush(0):
+            raise EngineAnswerError(f"{self.url}: the cache of the old weights was not flushed")
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(token | tokens before it) at temperature 1 of all but the first, by prompt (nats)."""
+        body = {
+            "input_ids": [list(prompt) for prompt in prompts],
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+        }
+        answers = self._control.ask("/generate", body, self._timeout)
+        scored = [answer["meta_info"]["input_token_logprobs"][1:] for answer in answers]
+        for prompt, entries in zip(prompts, scored, strict=True):
+            if [entry[1] for entry in entries] != list(prompt[1:]):
+                raise EngineAnswerError(
+                    f"{self.url}/generate: log-probs of other tokens than asked"
+                )
+        return [[entry[0] for entry in entries] for entries in scored]
 
     def end(self) -> None:
         """Close the update session."""
-        self._post("/end_weight_update", {}, self._timeout)
+        self._control.post("/end_weight_update", {}, self._timeout)
+
+    @property
+    def layout(self) -> tuple[int, str]:
+        """Engines that share it have the same checksums."""
+        return self.ranks, self.device
 
     def checksums(self) -> list[dict[str, str]]:
         """Checksum by engine tensor, for each engine rank, of what the engine holds now."""
-        answer = self._post("/weights_checker", {"action": "checksum"}, self._timeout)
+        answer = self._control.post("/weights_checker", {"action": "checksum"}, self._timeout)
         by_rank = {
             rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]
         }
@@ -193,59 +241,11 @@ class EngineWeights:
     def _flush(self, wait_s: float) -> bool:
         """Flush the cache; False where requests still run after ``wait_s``."""
         try:
-            self._call("POST", f"/flush_cache?timeout={wait_s}", None, wait_s + _CONTROL_TIMEOUT_S)
+            path = f"/flush_cache?timeout={wait_s}"
+            self._control.call("POST", path, None, wait_s + CONTROL_TIMEOUT_S)
         except EngineRequestError:
             return False
         return True
-
-    def _get(self, path: str) -> dict[str, Any]:
-        return self._object(path, self._call("GET", path, None, _CONTROL_TIMEOUT_S))
-
-    def _post(
-        self, path: str, body: Mapping[str, Any], timeout_s: float | None = None
-    ) -> dict[str, Any]:
-        return self._object(path, self._call("POST", path, body, timeout_s or _CONTROL_TIMEOUT_S))
-
-    def _object(self, path: str, text: str) -> dict[str, Any]:
-        try:
-            value = json.loads(text)
-        except json.JSONDecodeError:
-            value = None
-        if not isinstance(value, dict):
-            raise EngineAnswerError(f"{self.url}{path}: answered no JSON object: {text[:200]!r}")
-        return value
-
-    def _call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> str:
-        place = urlsplit(self.url)
-        connect = _CONNECTIONS[place.scheme]
-        connection = connect(
-            place.hostname or "", place.port, timeout=timeout_s + _CONNECTION_SLACK_S
-        )
-        headers = {"Content-Type": "application/json"}
-        if key := self._keys[method]:
-            headers["Authorization"] = f"Bearer {key}"
-        try:
-            connection.request(
-                method,
-                place.path.rstrip("/") + path,
-                None if body is None else json.dumps(body),
-                headers,
-            )
-            answer = connection.getresponse()
-            text = answer.read().decode(errors="replace")
-        except (OSError, http.client.HTTPException) as error:
-            raise EngineLostError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        finally:
-            connection.close()
-        if answer.status >= 500:
-            raise EngineLostError(f"{self.url}{path}: HTTP {answer.status}: {text[:500]}")
-        if answer.status != 200:
-            raise EngineRequestError(
-                answer.status, f"{self.url}{path}: HTTP {answer.status}: {text[:500]}"
-            )
-        return text
 
 
 def _check_server(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShape) -> None:

@@ -18,7 +18,16 @@ class EngineStartError(EngineError):
 
 
 class EngineLostError(EngineError):
-    """The server died, hung or answered 5xx: restart it, restore its weights, ask again."""
+    """The server, or the last of several, died, hung or answered 5xx: restart it, restore its
+    weights, ask again."""
+
+
+class ServerLostError(EngineError):
+    """One server of several was lost, or the router: ask the others again, at once."""
+
+
+class StaleWeightsError(EngineError):
+    """A server answered with other weights than those that were committed: it must not be used."""
 
 
 class EngineRequestError(EngineError):

@@ -1,4 +1,4 @@
-"""Many responses from one server, within bounds, and what is finished kept when the server dies.
+"""Many responses from a server or a fleet, within bounds, and what is finished kept when it dies.
 
 A response is counted once: each key holds the result of one attempt, every attempt has a request id
 of its own, and an attempt that was given up is aborted and its answer never read.
@@ -11,13 +11,14 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn, Protocol
 
-from megatron_dppo.config.schema import RolloutConfig
-from megatron_dppo.rollout.client import EngineClient
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.rollout.errors import (
     AbortedError,
     EngineLostError,
     GenerationInterruptedError,
+    ServerLostError,
     StopRequestedError,
 )
 from megatron_dppo.rollout.requests import (
@@ -32,8 +33,28 @@ Results = dict[Hashable, GenerationResult]
 """By the key of the request, in the order of the requests."""
 
 _TICK_SECONDS = 0.2
-_HEALTH_SECONDS = 5.0
+_CLEAN_UP_SECONDS = 5.0
 _BACK_OFF_SECONDS = 0.5
+_MAX_LOSSES = 20
+
+
+class GenerationClient(Protocol):
+    """Who draws the responses: ``EngineClient``, or ``FleetClient`` over several of them."""
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], rid: str
+    ) -> list[GenerationResult]:
+        """Draw ``requests`` in one call under a new id.
+
+        Raises AbortedError where this call failed and another may not; ServerLostError where the
+        next one will be served by somebody else; EngineLostError where nobody is left.
+        """
+
+    async def abort(self, rid: str, count: int) -> None:
+        """End a call of ``count`` requests, whose answer nobody waits for. Raises EngineLostError."""
+
+    async def watch(self, hang_timeout_s: float) -> NoReturn:
+        """Raises EngineLostError when nobody is left who generates anything within that time."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +62,7 @@ class GenerationLimits:
     """Bounds of ``generate_many``; times in seconds.
 
     ``concurrency``: responses in flight. ``request_timeout_s``: one attempt at one response.
-    ``hang_timeout_s``: a server that neither finishes a response nor answers /health for so long
+    ``hang_timeout_s``: a server that generates nothing for so long, not even for a health check,
     counts as lost. ``responses_per_call``: responses that share one HTTP call, which saves the
     server work on very short ones, but they finish, time out and are lost together.
     """
@@ -53,11 +74,13 @@ class GenerationLimits:
     responses_per_call: int = 1
 
     @classmethod
-    def of(cls, rollout: RolloutConfig) -> GenerationLimits:
+    def of(cls, config: TrainConfig) -> GenerationLimits:
         """The limits that a run's configuration sets."""
+        rollout = config.rollout
         return cls(
             concurrency=rollout.max_concurrent_requests,
             request_timeout_s=rollout.request_timeout_s,
+            hang_timeout_s=config.engine.hang_timeout_s,
             responses_per_call=rollout.responses_per_call,
         )
 
@@ -135,7 +158,7 @@ def to_rollout(problem: Problem, sample_index: int, result: GenerationResult) ->
 
 
 async def generate_many(
-    client: EngineClient,
+    client: GenerationClient,
     requests: Sequence[GenerationRequest],
     limits: GenerationLimits,
     *,
@@ -144,9 +167,9 @@ async def generate_many(
 ) -> Results:
     """Results by key, in the order of ``requests`` whatever the order of completion.
 
-    Raises GenerationInterruptedError within seconds of the server's death, with what was finished;
+    Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
     StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as
-    they come. In every case nothing of this call is left running on the server. ``on_progress`` and
+    they come. In every case nothing of this call is left running on a server. ``on_progress`` and
     ``stop`` are called a few times a second.
     """
     keys = [request.key for request in requests]
@@ -164,13 +187,16 @@ class _Generation:
     """State of one ``generate_many``."""
 
     def __init__(
-        self, client: EngineClient, requests: Sequence[GenerationRequest], limits: GenerationLimits
+        self,
+        client: GenerationClient,
+        requests: Sequence[GenerationRequest],
+        limits: GenerationLimits,
     ) -> None:
         self._client = client
         self._requests = requests
         self._limits = limits
         self._prefix = uuid.uuid4().hex[:12]
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[str, int] = {}
         self._results: Results = {}
         self._tokens = 0
         size = limits.responses_per_call
@@ -179,7 +205,7 @@ class _Generation:
             for start in range(0, len(requests), size)
         )
         self._clock = asyncio.get_running_loop().time
-        self._started = self._last_sign_of_life = self._clock()
+        self._started = self._clock()
 
     def in_order(self) -> Results:
         return {r.key: self._results[r.key] for r in self._requests if r.key in self._results}
@@ -192,12 +218,12 @@ class _Generation:
         workers = -(-self._limits.concurrency // self._limits.responses_per_call)
         tasks = [asyncio.create_task(self._work()) for _ in range(min(workers, len(self._pending)))]
         work = asyncio.gather(*tasks)
-        watch = asyncio.create_task(self._watch_health())
+        watch = asyncio.create_task(self._client.watch(self._limits.hang_timeout_s))
         both: set[asyncio.Future] = {work, watch}
         try:
             while not work.done():
                 await asyncio.wait(both, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if watch.done():
+                if watch.done() and not work.done():
                     watch.result()
                 if on_progress is not None:
                     on_progress(self._progress())
@@ -215,32 +241,35 @@ class _Generation:
 
     async def _draw(self, indices: range) -> None:
         """Results of one call, with retries under new request ids."""
-        requests, failure = [self._requests[i] for i in indices], ""
-        for attempt in range(self._limits.max_attempts):
+        requests, failures, losses, reason = [self._requests[i] for i in indices], 0, 0, ""
+        while failures < self._limits.max_attempts and losses < _MAX_LOSSES:
             # Fixed width: SGLang aborts every request whose id begins with the given one.
-            rids = [f"{self._prefix}-{i:08d}-{attempt:02d}" for i in indices]
-            self._in_flight.update(rids)
+            rid = f"{self._prefix}-{indices.start:08d}-{failures + losses:02d}"
+            self._in_flight[rid] = len(indices)
             try:
                 async with asyncio.timeout(self._limits.request_timeout_s):
-                    results = await self._client.generate(requests, rids)
+                    results = await self._client.generate(requests, rid)
             except TimeoutError:
-                failure = f"no response within {self._limits.request_timeout_s} s"
-                await self._client.abort(rids)
+                reason = f"no response within {self._limits.request_timeout_s} s"
+                failures += 1
+                await self._client.abort(rid, len(indices))
             except AbortedError as error:
-                failure = str(error)
-                await asyncio.sleep(_BACK_OFF_SECONDS * 2**attempt)
+                reason = str(error)
+                await asyncio.sleep(_BACK_OFF_SECONDS * 2**failures)
+                failures += 1
+            except ServerLostError as error:
+                reason = str(error)
+                losses += 1
             else:
                 self._record(results)
                 return
             finally:
-                self._in_flight.difference_update(rids)
+                del self._in_flight[rid]
         raise EngineLostError(
-            f"request {requests[0].key}: {self._limits.max_attempts} attempts failed, "
-            f"the last: {failure}"
+            f"request {requests[0].key}: {failures + losses} attempts failed, the last: {reason}"
         )
 
     def _record(self, results: list[GenerationResult]) -> None:
-        self._last_sign_of_life = self._clock()
         for result in results:
             self._results[result.key] = result
             self._tokens += len(result.output_ids)
@@ -249,25 +278,16 @@ class _Generation:
         seconds = self._clock() - self._started
         return GenerationProgress(len(self._results), len(self._requests), self._tokens, seconds)
 
-    async def _watch_health(self) -> None:
-        """Raise EngineLostError on silence: a stopped process keeps its connections open."""
-        while True:
-            await asyncio.sleep(min(_HEALTH_SECONDS, self._limits.hang_timeout_s / 4))
-            if await self._client.health(timeout_s=self._limits.hang_timeout_s / 4):
-                self._last_sign_of_life = self._clock()
-            silence = self._clock() - self._last_sign_of_life
-            if silence > self._limits.hang_timeout_s:
-                raise EngineLostError(f"{self._client.url}: silent for {silence:.0f} s")
-
     async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
         """Cancel what runs here and abort it on the server, where it would run on for nobody."""
-        rids = sorted(self._in_flight)
+        calls = dict(self._in_flight)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if rids:
+        if calls:
             try:
-                async with asyncio.timeout(_HEALTH_SECONDS):
-                    await self._client.abort(rids)
+                async with asyncio.timeout(_CLEAN_UP_SECONDS):
+                    aborts = (self._client.abort(rid, count) for rid, count in calls.items())
+                    await asyncio.gather(*aborts)
             except (EngineLostError, TimeoutError):
                 return  # nobody is there to run them

@@ -9,7 +9,7 @@ Pure functions: no network. What the fields mean, as measured on the real server
   log-probability: the decision to stop is trained like any other. ``text`` leaves it out.
 * ``weight_versions`` are spans over the output tokens.
 * ``routed_experts`` is int32 ``[prompt + output - 1, hidden layers, top-k]`` (the last token is
-  never fed back).
+  never fed back). With one expert a token, zeros alone count as no recording.
 
 Shapes: R = response tokens, K = Top-K log-probabilities, L = mixture-of-experts layers, E = experts
 a token.
@@ -26,33 +26,48 @@ from typing import Any
 import numpy as np
 import orjson
 
-from megatron_dppo.rollout.errors import AbortedError, EngineAnswerError
+from megatron_dppo.data.routing import check_recording, is_unwritten
+from megatron_dppo.rollout.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.rollout.requests import GenerationRequest, GenerationResult, RoutedShape
-from megatron_dppo.types import FinishReason, VersionSpan
+from megatron_dppo.types import UNVERIFIED_VERSION, FinishReason, VersionSpan
 
 LOG_PROB_ROUNDING = 1e-6
 """A log-probability may exceed 0 by this much: what fp32 makes of a near-certain token."""
 
 
-def request_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) -> bytes:
-    """The JSON body that asks for ``requests`` in one call. They must agree on Top-K and on the
-    capture of routing.
+def request_ids(rid: str, count: int) -> list[str]:
+    """The ids that SGLang gives to the ``count`` requests of a call with the id ``rid``."""
+    return [rid] if count == 1 else [f"{rid}_{i}" for i in range(count)]
+
+
+def request_body(
+    requests: Sequence[GenerationRequest], rid: str, *, model: str | None = None
+) -> bytes:
+    """The JSON body that asks for ``requests`` in one call. They must agree on the sampling, Top-K
+    and the capture of routing.
+
+    One id and one sampling for the call: the router takes no lists of them. ``model``: its name
+    there; SGLang's own server needs none.
     """
     first = requests[0]
     if any(
-        (r.topk_log_probs, r.routed_experts) != (first.topk_log_probs, first.routed_experts)
+        (r.sampling, r.topk_log_probs, r.routed_experts)
+        != (first.sampling, first.topk_log_probs, first.routed_experts)
         for r in requests
     ):
         raise ValueError(
-            "requests of one call must ask for the same Top-K and the same routed experts"
+            "requests of one call must ask for the same sampling, Top-K and routed experts"
         )
     body: dict[str, Any] = {
-        "rid": list(rids),
-        "input_ids": [r.prompt_ids for r in requests],
-        "sampling_params": [r.sampling.as_json() for r in requests],
+        "rid": rid,
+        # A call for one response is no list of one: that would take SGLang's slower path for batches.
+        "input_ids": [r.prompt_ids for r in requests] if len(requests) > 1 else first.prompt_ids,
+        "sampling_params": first.sampling.as_json(),
         "return_logprob": True,
         "logprob_start_len": -1,
     }
+    if model is not None:
+        body["model"] = model
     if first.topk_log_probs:
         body |= {
             "top_logprobs_num": first.topk_log_probs,
@@ -64,15 +79,35 @@ def request_body(requests: Sequence[GenerationRequest], rids: Sequence[str]) -> 
     return orjson.dumps(body)
 
 
-def parse_answers(payload: bytes, requests: Sequence[GenerationRequest]) -> list[GenerationResult]:
-    """Results of one call, in the order of ``requests``. Raises AbortedError, EngineAnswerError."""
+def parse_answers(
+    payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
+) -> list[GenerationResult]:
+    """Results of one call, in the order of ``requests``.
+
+    ``version``: the weight version that every token must come from. Raises AbortedError,
+    EngineAnswerError, and StaleWeightsError where a token comes from other weights.
+    """
     answers = orjson.loads(payload)
+    if isinstance(answers, dict) and len(requests) == 1:
+        answers = [answers]
     if not isinstance(answers, list) or len(answers) != len(requests):
         count = len(answers) if isinstance(answers, list) else type(answers).__name__
         raise EngineAnswerError(f"/generate answered {count} for {len(requests)} requests")
+    if version is not None:
+        for answer, request in zip(answers, requests, strict=True):
+            _check_version(answer.get("meta_info", {}), request, version)
     return [
         parse_answer(answer, request) for answer, request in zip(answers, requests, strict=True)
     ]
+
+
+def _check_version(meta: dict[str, Any], request: GenerationRequest, version: int) -> None:
+    found = {str(span["version"]) for span in meta.get("weight_versions", ())}
+    if found - {str(version)}:
+        raise StaleWeightsError(
+            f"request {request.key}: drawn from weights {', '.join(sorted(found))}, "
+            f"expected the committed version {version}"
+        )
 
 
 def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> GenerationResult:
@@ -149,6 +184,8 @@ def _log_probs(entries: list[list[Any]], output_ids: list[int]) -> list[float]:
 def _weight_versions(spans: list[dict[str, Any]], length: int) -> tuple[VersionSpan, ...]:
     parsed, expected_start = [], 0
     for span in spans:
+        if str(span["version"]).startswith(UNVERIFIED_VERSION):
+            raise AbortedError("it ran while a weight update was being verified")
         if not str(span["version"]).isdecimal():
             raise ValueError(
                 f"weight version {span['version']!r} is no integer: "
@@ -187,13 +224,9 @@ def _routed_experts(
     if shape is None:
         return None
     captured = _decode(meta["routed_experts"], "<i4", (tokens, shape.hidden_layers, shape.top_k))
-    routed = captured[:, list(shape.moe_layers)]
-    if routed.min() < 0 or routed.max() >= shape.experts:
-        raise ValueError(f"routed expert outside 0..{shape.experts - 1}")
-    ordered = np.sort(routed, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
-        raise ValueError("a token is routed to the same expert twice")
-    return routed.astype(shape.dtype)
+    routed = np.ascontiguousarray(captured[:, list(shape.moe_layers)])
+    check_recording(routed, shape.experts)
+    return None if is_unwritten(routed) else routed.astype(shape.dtype)
 
 
 def _decode(text: str, dtype: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -37,8 +37,9 @@ def engine_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
     return "cuda" if has_gpu else "cpu"
 
 
-def server_options(config: TrainConfig, *, port: int, seed: int) -> dict[str, Any]:
-    """ServerArgs fields of the server to start; the ``sglang:`` table overrides our defaults."""
+def server_options(config: TrainConfig, *, port: int, seed: int, index: int = 0) -> dict[str, Any]:
+    """ServerArgs fields of the fleet's server number ``index``; the ``sglang:`` table overrides our
+    defaults."""
     device = engine_device(config)
     options: dict[str, Any] = {
         "model_path": str(Path(config.model.hf_checkpoint).resolve()),
@@ -58,7 +59,22 @@ def server_options(config: TrainConfig, *, port: int, seed: int) -> dict[str, An
             "max_total_tokens": cpu_kv_tokens(config),
             "sleep_on_idle": True,
         }
-    return options | {name: value for name, value in config.sglang.items() if value is not None}
+    options |= {name: value for name, value in config.sglang.items() if value is not None}
+    if device == "cuda" and config.engine.started > 1:
+        options["base_gpu_id"] = first_gpu(config, index)
+    return options
+
+
+def first_gpu(config: TrainConfig, index: int) -> int:
+    """The first device of server ``index``: each has its own, next to each other.
+
+    ``sglang.base_gpu_id`` is the first server's; without it they come after the trainer's ranks,
+    which take one each. Not yet run on a machine with several GPUs.
+    """
+    table = config.sglang
+    devices = (table.get("tp_size") or 1) * (table.get("pp_size") or 1)
+    first = table.get("base_gpu_id")
+    return (config.parallel.world_size if first is None else first) + index * devices
 
 
 def cpu_kv_tokens(config: TrainConfig) -> int:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.gather_plan import Bucket, ParameterKey
+from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.layout import Layout
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
 from megatron_dppo.checkpoint_conversion.mapping import local_parameters
 from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
-from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.distributed import broadcast_json
 
 
@@ -62,32 +62,8 @@ def gather_buckets(
     rank: int,
     values: Mapping[ParameterKey, Tensor],
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    """Collective: yields each bucket's full tensors on global rank 0, an empty list elsewhere.
-
-    ``values``: this rank's tensors by (chunk, name), in the shape of its parameters (the weights,
-    or their gradients), all of one dtype. A rank sends its pieces of a bucket as one flat message.
-    """
-    device = platform.current().device
-    dtype = next(iter(values.values())).dtype
-    for bucket in plan:
-        counts = bucket.elements_by_rank
-        if rank != 0:
-            if rank in counts:
-                dist.send(bucket.pack(rank, values), dst=0)
-            yield []
-            continue
-        flat = {
-            source: torch.empty(n, dtype=dtype, device=device)
-            for source, n in counts.items()
-            if source != 0
-        }
-        pending = [dist.irecv(buffer, src=source) for source, buffer in flat.items()]
-        if 0 in counts:
-            flat[0] = bucket.pack(0, values)
-        for request in pending:
-            if request is not None:
-                request.wait()
-        yield bucket.unpack(flat)
+    """Collective: each bucket's full tensors on its receiver, an empty list elsewhere; see ``gather``."""
+    return (gathered.tensors for gathered in gather(plan, rank, values))
 
 
 def export_hf(

@@ -1,4 +1,4 @@
-"""The one reduction of a step's metrics: over replicas on the last stage, then to the others."""
+"""The reductions of a step's metrics: over replicas on the last stage, then to the others."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict
 import torch
 import torch.distributed as dist
 
+from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts, most_masked
 from megatron_dppo.metrics.sums import MetricNames, MetricSums
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.distributed import broadcast_json
@@ -34,3 +35,19 @@ def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums
             vector = torch.empty(size, dtype=torch.float64, device=device)
         dist.broadcast(vector, source, group)
     return MetricSums.from_vector(names, vector, topology.dp_size)
+
+
+def reduce_masked_tokens(counts: MaskedTokenCounts, topology: Topology) -> list[MaskedToken]:
+    """The ids that the mask blocked most often over all replicas, on every rank. Collective.
+
+    ``counts``: of this rank's replica on the last stage, unused on the others. Ranks of a tensor
+    group hold the same.
+    """
+    tokens: list[MaskedToken] = []
+    if topology.is_last_stage and counts.counts is not None:
+        total = counts.counts.clone()
+        dist.all_reduce(total, group=topology.data_group)
+        tokens = most_masked(total)
+    if topology.pp_size > 1:
+        tokens = broadcast_json(tokens, topology.last_stage_rank, topology.pipeline_group)
+    return tokens

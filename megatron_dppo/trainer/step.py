@@ -18,6 +18,7 @@ from torch import Tensor
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.trainer.microbatch import model_inputs
+from megatron_dppo.trainer.router_replay import ModelReplay
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
 from megatron_dppo.vocab_parallel.token_loss import TokenLoss
@@ -93,10 +94,12 @@ def forward_backward(
     stats: StatsFunction,
     token_loss: TokenLoss,
     denominator: float,
+    replay: ModelReplay | None = None,
 ) -> MicroBatchResults:
     """Accumulate the gradient of the summed loss / denominator in the buffers, then reduce them.
 
-    Collective; on return gradients are summed over tokens, micro-batches and replicas.
+    Collective; on return gradients are summed over tokens, micro-batches and replicas. ``replay``
+    holds the recordings of ``batches``.
     """
     results = MicroBatchResults()
 
@@ -114,26 +117,35 @@ def forward_backward(
         results.faults.append(policy.faults)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
-    _run_schedule(chunks, batches, loss_of, forward_only=False)
+    _run_schedule(chunks, batches, loss_of, replay, forward_only=False)
     return results
 
 
 @torch.no_grad()
 def forward_log_probs(
-    chunks: list[DistributedDataParallel], batches: list[PackedBatch], stats: StatsFunction
+    chunks: list[DistributedDataParallel],
+    batches: list[PackedBatch],
+    stats: StatsFunction,
+    replay: ModelReplay | None = None,
+    *,
+    topk: bool = False,
 ) -> list[Tensor]:
     """log pi of each batch's targets, fp32 [T]; on the last stage only, an empty list elsewhere.
 
-    Not checked: an id outside the vocabulary or a NaN in the logits gives NaN.
+    ``topk``: at its ``rollout_topk_ids`` instead, fp32 [T, K]. Not checked: an id outside the
+    vocabulary or a NaN in the logits gives NaN.
     """
     log_probs: list[Tensor] = []
 
     def keep(batch: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        log_probs.append(stats(logits, batch, StatsSpec()).log_probs.float())
+        policy = stats(logits, batch, StatsSpec(topk=topk))
+        wanted = policy.topk_log_probs if topk else policy.log_probs
+        assert wanted is not None
+        log_probs.append(wanted.float())
         zero = torch.zeros((), device=logits.device)
         return zero, zero.int(), {}
 
-    _run_schedule(chunks, batches, keep, forward_only=True)
+    _run_schedule(chunks, batches, keep, replay, forward_only=True)
     return log_probs
 
 
@@ -141,17 +153,22 @@ def _run_schedule(
     chunks: list[DistributedDataParallel],
     batches: list[PackedBatch],
     loss_of: Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Any]]],
+    replay: ModelReplay | None,
     *,
     forward_only: bool,
 ) -> None:
-    def forward_step(batches: Iterator[PackedBatch], model: DistributedDataParallel) -> tuple:
-        batch = next(batches)
+    def forward_step(
+        numbered: Iterator[tuple[int, PackedBatch]], model: DistributedDataParallel
+    ) -> tuple:
+        number, batch = next(numbered)
         inputs = model_inputs(batch)
         if model.config.bf16:
             inputs["fp32_output"] = False
-        return model(**inputs), partial(loss_of, batch)
+        run = partial(model, **inputs)
+        output = replay.forward(chunks.index(model), number, run) if replay else run()
+        return output, partial(loss_of, batch)
 
-    iterators = [iter(batches) for _ in chunks]
+    iterators = [iter(enumerate(batches)) for _ in chunks]
     get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
@@ -162,6 +179,8 @@ def _run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+    if replay:
+        replay.unload()
 
 
 def _sequences_of(batch: PackedBatch, tokens: Tensor) -> list[int]:

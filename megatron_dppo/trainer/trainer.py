@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
 from megatron_dppo.trainer.model import build_chunks, wrap_chunks
 from megatron_dppo.trainer.optimizer import apply_step, build_optimizer, prepare_step
 from megatron_dppo.trainer.reduction import reduce_metrics
+from megatron_dppo.trainer.router_replay import ModelReplay
 from megatron_dppo.trainer.step import (
     MicroBatchResults,
     StatsFunction,
@@ -76,10 +77,6 @@ class Trainer:
 
         Raises ValueError where the layout does not fit the model, the world, or Megatron-Core.
         """
-        if config.router_replay:
-            raise ValueError(
-                "rollout.router_replay is true, but packed micro-batches carry no routed experts"
-            )
         self.config = config
         self.stats_spec = stats_spec or StatsSpec()
         self.shape = load_model_shape(config.model.hf_checkpoint)
@@ -95,6 +92,16 @@ class Trainer:
         load_hf(
             self.chunks, self.shape, self.layout, self.topology.rank, config.model.hf_checkpoint
         )
+        is_sequence_parallel = sequence_parallel(config.parallel, is_moe=self.shape.is_moe)
+        self._replay: ModelReplay | None = None
+        if config.router_replay:
+            self._replay = ModelReplay(
+                self.chunks,
+                self.shape,
+                self.topology,
+                sequence_parallel=is_sequence_parallel,
+                device=self.device,
+            )
         self.ddp_chunks = wrap_chunks(
             self.chunks, transformer, distributed_optimizer=config.optimizer.distributed
         )
@@ -102,7 +109,6 @@ class Trainer:
             config.optimizer, self.ddp_chunks, self.dtype
         )
         self.step_count = 0
-        is_sequence_parallel = sequence_parallel(config.parallel, is_moe=self.shape.is_moe)
         self.pad_multiple = self.layout.tensor if is_sequence_parallel else 1
         self.micro_batch_multiple = self.layout.pipeline if self.layout.chunks > 1 else 1
         self._stats = StatsFunction(
@@ -114,7 +120,8 @@ class Trainer:
     ) -> StepResult:
         """One optimiser step on the sum over all replicas' tokens of ``token_loss``, / denominator.
 
-        ``denominator``: a global count, the same on every rank. Before the update, and on every
+        ``denominator``: a global count, the same on every rank. Under ``rollout.router_replay``
+        tokens go to the experts that the micro-batches recorded for them. Before the update, and on every
         rank, raises NonFiniteLossError where a loss or the gradient norm is not finite, and
         ValueError where ranks disagree or a token id lies outside the vocabulary.
         """
@@ -124,8 +131,11 @@ class Trainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        results = forward_backward(self.ddp_chunks, batches, self._stats, token_loss, denominator)
+        results = forward_backward(
+            self.ddp_chunks, batches, self._stats, token_loss, denominator, self._replay
+        )
         metrics, bad_losses = self._reduce(results)
+        metrics += self.routing_agreement()
         grad_norm = prepare_step(self.optimizer)
         if bad_losses or not math.isfinite(grad_norm):
             raise NonFiniteLossError(grad_norm, self._culprits(results, batches))
@@ -133,23 +143,45 @@ class Trainer:
         self.step_count += 1
         return StepResult(metrics, grad_norm, lr)
 
-    def log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
+    def log_probs(
+        self, micro_batches: list[PackedBatch], temperature: float | None = None
+    ) -> list[Tensor]:
         """log pi of every target under the present weights: fp32 [T] for each micro-batch.
 
+        ``temperature``: None is the run's own.
         The same on every rank that shares the replica; on the trainer's device.
         """
+        return self._log_probs(micro_batches, temperature, topk=False)
+
+    def topk_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
+        """As ``log_probs``, at the micro-batches' ``rollout_topk_ids``: fp32 [T, K]."""
+        return self._log_probs(micro_batches, None, topk=True)
+
+    def _log_probs(
+        self, micro_batches: list[PackedBatch], temperature: float | None, *, topk: bool
+    ) -> list[Tensor]:
         batches = self._placed(micro_batches)
         for chunk in self.ddp_chunks:
             chunk.eval()
-        log_probs = forward_log_probs(self.ddp_chunks, batches, self._stats)
+        stats = (
+            self._stats if temperature is None else replace(self._stats, temperature=temperature)
+        )
+        found = forward_log_probs(self.ddp_chunks, batches, stats, self._replay, topk=topk)
         if self.topology.pp_size > 1:
             sizes = [b.num_tokens for b in batches]
-            flat = (
-                torch.cat(log_probs) if log_probs else torch.empty(sum(sizes), device=self.device)
-            )
+            ids = batches[0].rollout_topk_ids if topk else None
+            shape = (sum(sizes), *(() if ids is None else ids.shape[1:]))
+            flat = torch.cat(found) if found else torch.empty(shape, device=self.device)
             dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
-            log_probs = list(flat.split(sizes))
-        return [x[: b.num_tokens] for x, b in zip(log_probs, micro_batches, strict=True)]
+            found = list(flat.split(sizes))
+        return [x[: b.num_tokens] for x, b in zip(found, micro_batches, strict=True)]
+
+    def routing_agreement(self) -> MetricSums:
+        """``r3/`` sums of the last micro-batches that were given, over all ranks. Collective.
+
+        Empty without router replay.
+        """
+        return self._replay.agreement() if self._replay else MetricSums()
 
     def hf_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
         """The present weights by Hugging Face name, full tensors of the model's dtype, in buckets.
@@ -197,7 +229,11 @@ class Trainer:
             # two ranks; megatron-core 0.16.1 confuses their shapes where micro-batches differ.
             longest = max(b.num_tokens for b in micro_batches)
             micro_batches = [pad_to(b, longest) for b in micro_batches]
-        return [b.to(self.device) for b in micro_batches]
+        if self._replay is not None:
+            self._replay.load(micro_batches)
+        elif any(b.routed_experts is not None for b in micro_batches):
+            raise ValueError("a micro-batch carries recorded routing without rollout.router_replay")
+        return [b.without_routing().to(self.device) for b in micro_batches]
 
     def _reduce(self, results: MicroBatchResults) -> tuple[MetricSums, bool]:
         """Metrics over all replicas, and whether any loss is not finite: alike on all ranks.

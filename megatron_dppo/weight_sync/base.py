@@ -1,21 +1,26 @@
-"""What a weight update is made of: the source of tensors, their way, and the report.
+"""What a weight update is made of: the source of tensors, a way for them, and the report.
 
-A transaction on global trainer rank 0 goes ``prepare -> begin -> (send, expect)* -> finish ->
-verify -> commit``; on any failure ``abort``. From ``begin`` until ``commit`` the engine's
-``weight_version`` says ``unverified-<version>`` and its generation is paused; an aborted engine
-stays so, which is its quarantine, until a later complete update.
+All protocols here are seen from one trainer rank. Rank 0 conducts: it alone gives the engines orders.
+Ranks that a plan names as receivers send the buckets that they gathered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from megatron_dppo.checkpoint_conversion.gather_plan import Bucket as PlannedBucket
+from megatron_dppo.checkpoint_conversion.gathering import Gathered
+from megatron_dppo.weight_sync.canary import CanaryReport
+
 Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors with their Hugging Face names."""
+
+Plan = Sequence[PlannedBucket]
+"""The same on every rank: which tensors, in which buckets, on which rank."""
 
 Agree = Callable[[str | None], str | None]
 """A collective: each trainer rank hands in its failure or None, all get the first by rank, or None.
@@ -25,60 +30,71 @@ For one rank the identity.
 
 
 class WeightSource(Protocol):
-    """The trainer, as this package sees it."""
+    """The trainer, as this package sees it. All but ``rank``, ``plan`` and ``bound`` is collective."""
 
-    def hf_buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        """Collective: equally many buckets on every rank; tensors on rank 0, nothing elsewhere.
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
 
-        A bucket's tensors must stay unchanged until the next one is asked for.
+    def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
+        """All weights in buckets; with ``spread`` on the ranks that hold most of them, else on 0."""
+
+    def gather(self, plan: Plan) -> Iterator[Gathered]:
+        """The plan's buckets, one after another, each on its receiver.
+
+        A bucket's tensors must stay unchanged until the second one after it is asked for.
         """
 
+    def gather_bound(self) -> int:
+        """The fewest bytes that ranks must exchange so that every tensor is whole somewhere."""
 
-class WeightTransport(Protocol):
-    """A way into one engine, on global trainer rank 0.
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank."""
 
-    Every step but ``abort`` may raise RuntimeError, ValueError or OSError.
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(token | tokens before it) of all but the first, by prompt, at temperature 1."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; token ids are below it."""
+
+    @property
+    def dtype_name(self) -> str:
+        """The weights' type, "float32" or "bfloat16"."""
+
+
+class Strategy(Protocol):
+    """A way for buckets into the attached engines; one object on every trainer rank.
+
+    Every step but ``abort`` and ``close`` may raise RuntimeError, ValueError or OSError; an
+    EngineFaultError names the engines at fault. ``copies``: how often a bucket's bytes move.
     """
 
-    def prepare(self) -> bool:
-        """Wait until no request runs and pause generation.
+    copies: int
 
-        False where requests kept running; the engine is as it was, then.
-        """
+    def hello(self) -> Any:
+        """What the other ranks must know before ``begin``; JSON."""
 
-    def begin(self, version: int) -> None:
-        """Take back the engine's version and open the update."""
+    def begin(self, hellos: Sequence[Any]) -> None:
+        """Connect, given every rank's hello; rank 0 opens the update in the engines."""
 
     def send(self, bucket: Bucket) -> int:
-        """Start sending a bucket, when the one before has arrived; returns its bytes.
+        """Put a bucket, gathered here, on its way; returns its bytes.
 
-        The bucket may change as soon as this returns.
+        The bucket may change when two more have been sent.
         """
 
-    def expect(self, bucket: Bucket) -> None:
-        """Take the bucket into the checksums that the engine must have."""
+    def arrive(self) -> None:
+        """Wait until all that this rank answers for has arrived."""
 
-    def finish(self) -> None:
-        """Wait for the last bucket and close the update."""
-
-    def verify(self) -> VerifiedTensors:
-        """Compare every tensor's checksum on every engine rank. Raises ChecksumMismatchError."""
-
-    def commit(self, version: int) -> None:
-        """Give the engine its new version and let generation go on."""
+    def end(self) -> None:
+        """On rank 0, when every rank's buckets have arrived: close the update in the engines."""
 
     def abort(self) -> None:
-        """Give up what is under way, quickly and without raising; the engine stays paused."""
+        """Give up what is under way, quickly."""
 
     def close(self) -> None:
-        """Leave the engine for good."""
-
-
-@dataclass(frozen=True)
-class VerifiedTensors:
-    """How much was compared: engine tensors over all engine ranks."""
-
-    tensors: int
+        """Leave the engines for good."""
 
 
 @dataclass(frozen=True)
@@ -99,30 +115,69 @@ class ChecksumMismatch:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """One committed update.
+    """One committed update; known on every rank but for ``seconds`` and ``canary``, rank 0's own.
 
-    ``seconds`` by phase, in time that the caller waited: drain, begin, gather (the trainer's
-    collective), transfer (for the engine), hash, finish, verify, commit. ``bytes`` and ``tensors``
-    (compared, over engine ranks) are known on global rank 0 only, and 0 elsewhere. ``verified``:
-    every tensor was compared.
+    ``bytes``: of the weights as the engines load them. ``bytes_moved``: what trainer ranks exchanged
+    to make tensors whole, and what went to the engines. ``bytes_bound``: its static lower bound: over
+    all tensors what the best holder lacks, and the weights once for each engine rank (SGLang takes
+    whole tensors). ``seconds`` by phase, in time that the caller waited: drain, begin, gather (the
+    trainer's collective), transfer (for the engines), hash, arrive, end, verify, canary, commit.
+    ``verified``: every tensor was compared; ``tensors``: how many, over all engine ranks.
     """
 
     version: int
     bytes: int
+    bytes_moved: int
+    bytes_bound: int
     seconds: Mapping[str, float]
     verified: bool
     tensors: int
+    canary: CanaryReport | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """As recorded: bytes, the canary's differences in nats, seconds by phase."""
+        values: dict[str, float] = {
+            "weights/bytes": self.bytes,
+            "weights/bytes_moved": self.bytes_moved,
+            "weights/bytes_bound": self.bytes_bound,
+        }
+        if self.canary is not None:
+            values["weights/canary_max_abs_diff"] = self.canary.max_abs_diff
+            values["weights/canary_mean_abs_diff"] = self.canary.mean_abs_diff
+        return values | {f"weights/{phase}_s": s for phase, s in self.seconds.items()}
 
 
 class WeightUpdateError(RuntimeError):
-    """An update failed, on all trainer ranks alike.
+    """An update failed, or engines could not be attached: on all trainer ranks alike.
 
-    The engine is quarantined (paused, its version unverified) until a complete update succeeds.
+    ``engines``: URLs of those known to be at fault; empty where that is unknown. After a failed
+    update every attached engine is quarantined (paused, its version unverified) until a complete
+    update succeeds.
     """
+
+    def __init__(self, message: str, engines: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.engines = tuple(engines)
 
 
 class WeightUpdateRefusedError(WeightUpdateError):
-    """Requests kept the engine busy; it goes on with the weights and the version that it had."""
+    """Requests kept ``engines`` busy; all go on with the weights and the version that they had."""
+
+
+class EngineFaultError(RuntimeError):
+    """What went wrong, by the URL of the engine at fault; ``reason`` where none is."""
+
+    def __init__(
+        self, faults: Mapping[str, BaseException], reason: BaseException | None = None
+    ) -> None:
+        errors = list(dict.fromkeys(faults.values())) or ([reason] if reason else [])
+        super().__init__("; ".join(f"{type(e).__name__}: {e}" for e in errors))
+        self.faults = dict(faults)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """URLs."""
+        return tuple(self.faults)
 
 
 class ChecksumMismatchError(RuntimeError):

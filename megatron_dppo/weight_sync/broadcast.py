@@ -1,59 +1,51 @@
-"""A process group of trainer rank 0 and the engine's ranks whose every step ends in bounded time.
+"""A process group of one trainer rank and the engines' ranks.
 
-The engine enters a broadcast upon an HTTP request, so each step is two halves that run
-concurrently, ours and the engine's. The first to fail ends both: a dead engine breaks its
-connections at once, a hung one runs into the time limit.
+An engine enters the group, and each broadcast, upon an HTTP request of rank 0: this is the half of
+the rank that sends. A dead engine breaks its connections at once; a hung one runs into the time
+limit of the request.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
-import threading
 import uuid
-from collections.abc import Callable
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-T = TypeVar("T")
+from megatron_dppo.weight_sync.background import in_background
+
+log = logging.getLogger(__name__)
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 """Of torch.distributed, by the engine's device."""
+_CALLED_OFF = "called off"
+_LISTEN_S = 0.2
+_CALL_S = 5.0
+_SLACK = timedelta(seconds=30)
 
 
-class TransferTimeoutError(RuntimeError):
-    """A broadcast or its group wasn't through in time."""
+class CalledOffError(RuntimeError):
+    """The conducting rank gave the transfer up; it knows why."""
 
 
-def in_background(call: Callable[[], T]) -> Future[T]:
-    """Run ``call`` in a thread that doesn't keep the process alive."""
-    future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future
-
-
-def wait_all(futures: list[Future[None]], timeout_s: float, what: str) -> None:
-    """Wait for all, or raise the first failure at once, TransferTimeoutError after ``timeout_s``."""
-    done, pending = wait(futures, timeout_s, return_when=FIRST_EXCEPTION)
-    for future in futures:
-        if future in done:
-            future.result()
-    if pending:
-        raise TransferTimeoutError(f"{what} took longer than {timeout_s:.0f} s")
+def call_off(address: str, port: int) -> None:
+    """Tell the rank whose rendezvous is at ``address`` to stop waiting. Never raises."""
+    limit = timedelta(seconds=_CALL_S)
+    try:
+        store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
+        store.set(_CALLED_OFF, "1")
+    except (RuntimeError, OSError) as error:  # it is gone, or has broken its group off itself
+        log.info("weight transfer: %s:%d was not told to stop: %s", address, port, error)
 
 
 def local_address(url: str) -> str:
@@ -69,68 +61,66 @@ def local_address(url: str) -> str:
 
 
 class BroadcastGroup:
-    """Rank 0 of a group; ``invite(address, port, name, backend)`` makes ``ranks`` others join.
+    """This process, as rank 0, and ``ranks`` more. ``joined`` is done when all are in.
 
-    The rendezvous listens on a free port of ``address`` only. Raises what ``invite`` raises,
-    TransferTimeoutError.
+    The others must be told ``address``, ``port``, ``name`` and ``backend``. The rendezvous listens
+    on a free port of ``address`` only.
     """
 
-    def __init__(
-        self,
-        invite: Callable[[str, int, str, str], None],
-        *,
-        ranks: int,
-        address: str,
-        device: str,
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, *, ranks: int, address: str, device: str, timeout_s: float) -> None:
         self.name = f"weights-{uuid.uuid4().hex[:12]}"
-        self._timeout = timeout_s
-        # Longer than our own limit, so that the error says what took too long.
-        self._backend_limit = timedelta(seconds=timeout_s + 30)
+        self.address = address
+        self.backend = BACKENDS[device]
+        # Whoever waits has a limit of its own, which says what took too long: this one is the last.
+        self._backend_limit = timedelta(seconds=timeout_s) + _SLACK
         self._group: dist.ProcessGroup | None = None
-        backend = BACKENDS[device]
         listener = socket.create_server((address, 0), family=_family(address))
-        port = listener.getsockname()[1]
-        store = dist.TCPStore(
+        self.port = int(listener.getsockname()[1])
+        self._store = dist.TCPStore(
             address,
-            port,
+            self.port,
             ranks + 1,
             True,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        joined = in_background(lambda: self._join(store, ranks + 1, address, backend))
-        invited = in_background(lambda: invite(address, port, self.name, backend))
-        wait_all([invited, joined], timeout_s, f"opening the broadcast group {self.name}")
+        self.joined: Future[None] = in_background(partial(self._join, ranks + 1))
 
-    def _join(self, store: dist.TCPStore, size: int, address: str, backend: str) -> None:
+    def wait(self, future: Future[None]) -> None:
+        """Wait for ``future`` of this group, or until someone calls the whole transfer off.
+
+        Time is kept by who gives the engines their orders, which includes waiting for other ranks'
+        buckets; this side only listens. Raises CalledOffError, or what the future raises.
+        """
+        while not wait([future], _LISTEN_S).done:
+            if self._store.check([_CALLED_OFF]):
+                raise CalledOffError("another rank called the weight transfer off")
+        future.result()
+
+    def _join(self, size: int) -> None:
         limit = self._backend_limit
-        # The engine makes its group with this helper, too: both sides must name their keys alike.
+        # An engine makes its group with this helper, too: both sides must name their keys alike.
         group, _ = c10d._new_process_group_helper(
             size,
             0,
             [],
-            c10d.Backend(backend),
-            dist.PrefixStore(self.name, store),
+            c10d.Backend(self.backend),
+            dist.PrefixStore(self.name, self._store),
             group_name=GroupName(self.name),
-            backend_options=_gloo_options(address, limit) if backend == "gloo" else None,
+            backend_options=_gloo_options(self.address, limit) if self.backend == "gloo" else None,
             timeout=limit,
         )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         self._group = group
 
-    def broadcast(self, data: Tensor, receive: Callable[[], None]) -> Callable[[], None]:
-        """Start sending ``data`` while ``receive`` has the others take it; returns the wait."""
+    def broadcast(self, data: Tensor) -> Future[None]:
+        """Start sending ``data``; the others must enter the same broadcast. Done when it is out."""
         assert self._group is not None
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        received = in_background(receive)
         work = self._group.broadcast([data], options)
-        sent = in_background(partial(_finish, work, self._group, self._backend_limit))
-        what = f"a broadcast of {data.numel()} bytes"
-        return lambda: wait_all([received, sent], self._timeout, what)
+        return in_background(partial(_finish, work, data, self._group, self._backend_limit))
 
     def abort(self) -> None:
         """Break the group's connections; both sides' pending broadcasts fail."""
@@ -140,9 +130,13 @@ class BroadcastGroup:
             self._group = None
 
 
-def _finish(work: dist.Work, group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Wait for ``work``, holding its ``group``: gloo can't cancel, and blocks who drops a busy one."""
+def _finish(work: dist.Work, data: Tensor, group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Wait until ``data`` may change, holding ``group``: gloo can't cancel, and blocks who drops a
+    busy one.
+    """
     work.wait(limit)
+    if data.is_cuda:  # NCCL's wait is for the stream only
+        torch.cuda.current_stream(data.device).synchronize()
 
 
 def _gloo_options(address: str, limit: timedelta) -> Any:

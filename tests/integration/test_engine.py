@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.rollout.async_runner import AsyncRunner
 from megatron_dppo.rollout.check_engine import check_engine
+from megatron_dppo.rollout.child_server import free_port
 from megatron_dppo.rollout.client import EngineClient
 from megatron_dppo.rollout.errors import (
     AbortedError,
@@ -49,7 +50,7 @@ from megatron_dppo.rollout.requests import (
     RoutedShape,
     SamplingParams,
 )
-from megatron_dppo.rollout.server import EngineProcess, free_port
+from megatron_dppo.rollout.server import EngineProcess
 from megatron_dppo.types import Problem, VersionSpan
 from tests.tiny_models import save_tiny_model
 
@@ -319,12 +320,12 @@ def test_an_abort_ends_one_request(runner, client):
     async def abort_one() -> tuple[list, float]:
         requests = long_requests(2)
         calls = [
-            asyncio.create_task(client.generate([request], [f"abort-{i}"]))
+            asyncio.create_task(client.generate([request], f"abort-{i}"))
             for i, request in enumerate(requests)
         ]
         await asyncio.sleep(0.5)
         start = time.monotonic()
-        await client.abort(["abort-0", "abort-unknown"])
+        await asyncio.gather(client.abort("abort-0"), client.abort("abort-unknown"))
         outcome = await asyncio.gather(calls[0], return_exceptions=True)
         seconds = time.monotonic() - start
         still_running = not calls[1].done()
@@ -359,6 +360,16 @@ def test_stop_leaves_nothing_running(runner, client):
     assert idle_within(runner, client, seconds=10)
 
 
+def test_cancelled_background_work_leaves_nothing_running(runner, client):
+    work = generate_many(client, long_requests(8), GenerationLimits(concurrency=8))
+    running = runner.submit(work)
+    time.sleep(0.5)
+    assert not running.done()
+    runner.cancel_all()
+    assert running.cancelled()
+    assert idle_within(runner, client, seconds=10)
+
+
 def idle_within(runner, client, seconds: float) -> bool:
     """Whether the server soon runs nothing: it flushes its cache only then."""
     deadline = time.monotonic() + seconds
@@ -374,7 +385,7 @@ def idle_within(runner, client, seconds: float) -> bool:
 def test_a_paused_engine_answers_health_and_goes_on(runner, client):
     async def pause() -> GenerationResult:
         await client.pause("retract")
-        call = asyncio.create_task(client.generate(ask(1, max_new_tokens=8), ["paused-0"]))
+        call = asyncio.create_task(client.generate(ask(1, max_new_tokens=8), "paused-0"))
         await asyncio.sleep(0.5)
         assert await client.health()
         assert not call.done()

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
 import urllib.error
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.rollout.engine_weights import EngineWeights, WireBucket
+from megatron_dppo.loop.engine_session import first_failure
+from megatron_dppo.rollout.engine_checksums import ExpectedChecksums
+from megatron_dppo.rollout.engine_weights import EngineWeights, WireHeader
+from megatron_dppo.trainer.trainer import Trainer
+from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.weight_sync.base import (
     Bucket,
     ChecksumMismatchError,
+    EngineFaultError,
+    UpdateReport,
     WeightUpdateError,
     WeightUpdateRefusedError,
 )
-from megatron_dppo.weight_sync.canary import CanaryError, compare_canary
-from megatron_dppo.weight_sync.distributed import DistributedTransport
+from megatron_dppo.weight_sync.engines import GRACE_S
 from megatron_dppo.weight_sync.update import WeightUpdater
 from tests.integration.weight_server import (
-    BUCKET_TENSORS,
     PROMPT,
     TIMEOUT_S,
     Generation,
@@ -33,10 +39,9 @@ from tests.integration.weight_server import (
     Source,
     Weights,
     assert_serves,
-    engine_log_probs,
     engine_weights,
+    policy_config,
     read,
-    reference_log_probs,
     serve,
     updater,
 )
@@ -62,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_engine_runs_the_new_weights(served: Served, trained: Path) -> None:
     assert_serves(served, served.folder, 0)
     engine = served.weights()
-    updates = updater(engine, Source(read(trained)))
+    updates = updater(engine, Source(read(trained), model=trained))
     report = updates.update(1)
     assert report.verified
     assert report.tensors == 21
@@ -70,7 +75,7 @@ def test_the_engine_runs_the_new_weights(served: Served, trained: Path) -> None:
     assert engine.version() == "1"
     assert_serves(served, trained, 1)
     # The group is kept for the next update.
-    updates._source = Source(read(served.folder))
+    updates._source = Source(read(served.folder), model=served.folder)
     assert updates.update(2).verified
     assert_serves(served, served.folder, 2)
     updates.close()
@@ -102,7 +107,10 @@ class Corrupting(EngineWeights):
 
     on_the_way: Weights
 
-    def pack(self, bucket: Bucket) -> WireBucket:
+    def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
+        return super().header([(name, dims) for name, dims in tensors if name in self.on_the_way])
+
+    def pack(self, bucket: Bucket) -> list[Tensor]:
         names = [name for name, _ in bucket if name in self.on_the_way]
         return super().pack([(name, self.on_the_way[name]) for name in names])
 
@@ -131,7 +139,10 @@ def test_a_corruption_on_the_way_is_caught_and_named(
     updates = updater(spoiled, Source(new))
     with pytest.raises(WeightUpdateError) as failure:
         updates.update(11)
-    cause = failure.value.__cause__
+    assert failure.value.engines == (served.process.url,)
+    fault = failure.value.__cause__
+    assert isinstance(fault, EngineFaultError)
+    cause = fault.faults[served.process.url]
     assert isinstance(cause, ChecksumMismatchError)
     assert {(m.tensor, m.rank) for m in cause.mismatches} == {(name, 0) for name in tensors}
     assert all(name in str(failure.value) for name in tensors)
@@ -141,7 +152,8 @@ def test_a_corruption_on_the_way_is_caught_and_named(
     # Quarantined: no one gets an answer from these weights.
     with pytest.raises((TimeoutError, urllib.error.URLError)):
         served.post("/generate", {"input_ids": PROMPT}, timeout=2)
-    updates.attach(DistributedTransport(engine, timeout_s=TIMEOUT_S))
+    updates._open_engine = lambda url: engine
+    updates.attach([engine.url])
     assert updates.update(11).verified
     assert_serves(served, trained, 11)
     updates.close()
@@ -155,19 +167,100 @@ def test_a_trainer_that_never_sends_an_expert_is_refused(served: Served, trained
     with pytest.raises(WeightUpdateError, match=f"never sent: {lost}"):
         updates.update(20)
     assert served.weights().version() == "unverified-20"
-    updates._source = Source(read(trained))
-    assert updates.update(20).verified
-    updates.close()
+    assert updater(served.weights(), Source(read(trained))).update(20).verified
+
+
+class Unhashable(EngineWeights):
+    """Its checksums can't be foreseen from the second bucket on."""
+
+    def expected(self) -> ExpectedChecksums:
+        expected, add, count = super().expected(), ExpectedChecksums.add, itertools.count()
+
+        def fail(bucket: Bucket) -> None:
+            if next(count):
+                raise ValueError("no such checksum")
+            add(expected, bucket)
+
+        expected.add = fail  # type: ignore[method-assign]
+        return expected
+
+
+def test_a_senders_own_failure_frees_the_engine_at_once(served: Served, trained: Path) -> None:
+    updates = updater(served.weights(Unhashable), Source(read(trained)))
+    start = time.monotonic()
+    with pytest.raises(WeightUpdateError, match="ValueError: no such checksum") as failure:
+        updates.update(21)
+    assert failure.value.engines == ()
+    assert time.monotonic() - start < TIMEOUT_S / 3
+    assert served.weights().version() == "unverified-21"
+    assert updater(served.weights(), Source(read(trained))).update(21).verified
+
+
+def swap_every_gate_and_up(new: Weights) -> Weights:
+    def other(name: str) -> str:
+        if ".gate_proj." in name:
+            return name.replace(".gate_proj.", ".up_proj.")
+        return name.replace(".up_proj.", ".gate_proj.")
+
+    return {name: new[other(name)] for name in new}
 
 
 def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) -> None:
     """Gate and up swapped by the conversion: the engine holds exactly what the trainer sent."""
-    wrong = swap_gate_and_up(read(trained), {})
-    updates = updater(served.weights(), Source(wrong))
-    assert updates.update(30).verified
-    tokens, log_probs, _ = engine_log_probs(served)
-    with pytest.raises(CanaryError, match="differs by"):
-        compare_canary([reference_log_probs(trained, tokens)], [log_probs], 1e-3)
+    wrong = Source(swap_every_gate_and_up(read(trained)), model=trained)
+    updates = updater(served.weights(), wrong)
+    with pytest.raises(
+        WeightUpdateError, match=r"version 30: CanaryError: .* differs by"
+    ) as failure:
+        updates.update(30)
+    assert failure.value.engines == (served.process.url,)
+    engine = served.weights()
+    assert engine.version() == "unverified-30"
+    with pytest.raises((TimeoutError, urllib.error.URLError)):
+        served.post("/generate", {"input_ids": PROMPT}, timeout=2)
+    # Without the canary all would pass.
+    assert updater(engine, Source(wrong.weights)).update(30).verified
+    right = updater(engine, Source(read(trained), model=trained))
+    report = right.update(31)
+    assert report.canary is not None
+    assert report.canary.tokens == 4 * 23
+    assert report.canary.max_abs_diff < 1e-4
+    assert_serves(served, trained, 31)
+
+
+class Spoiled(EngineWeights):
+    """Has one bit of the folder flipped before the engine reads it."""
+
+    def load_folder(self, folder: str) -> None:
+        (file,) = Path(folder).glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-5] ^= 1
+        file.write_bytes(data)
+        super().load_folder(folder)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "disk"])
+def test_other_strategies_keep_the_same_promises(
+    served: Served, trained: Path, tmp_path: Path, strategy: str
+) -> None:
+    new = read(trained)
+    kind = {"tensor": Corrupting, "disk": Spoiled}[strategy]
+    spoiled = served.weights(kind)
+    spoiled.on_the_way = flip_one_bit(new, {})
+    options = {"strategy": strategy, "directory": str(tmp_path)}
+    with pytest.raises(WeightUpdateError, match="1 engine tensors differ from the trainer's"):
+        updater(spoiled, Source(new), **options).update(80)
+    assert served.weights().version() == "unverified-80"
+    updates = updater(served.weights(), Source(new, model=trained), **options)
+    report = updates.update(80)
+    assert report.verified
+    assert report.bytes == report.bytes_moved == sum(t.nbytes for t in new.values())
+    assert_serves(served, trained, 80)
+    old = Source(read(served.folder), model=served.folder)
+    updates._source = old
+    assert updates.update(81).verified
+    assert_serves(served, served.folder, 81)
+    assert list(tmp_path.iterdir()) == []
     updates.close()
 
 
@@ -201,72 +294,66 @@ def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trai
 def test_a_hung_engine_fails_in_time_and_recovers(served: Served, trained: Path) -> None:
     group = os.getpgid(served.process.pid)
     hang = Source(read(trained), between=lambda: os.killpg(group, signal.SIGSTOP))
-    updates = updater(served.weights(), hang, timeout_s=5)
+    updates = updater(served.weights(), hang, timeout_s=5, canary_every=0)
     start = time.monotonic()
     try:
         with pytest.raises(WeightUpdateError, match="took longer than 5 s"):
             updates.update(50)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < 5 + 2 * GRACE_S + 5
+        assert updates.committed_version is None
     finally:
         os.killpg(group, signal.SIGCONT)
-    updates.attach(DistributedTransport(served.weights(), timeout_s=TIMEOUT_S))
-    updates._source = Source(read(served.folder))
+    assert served.weights().version() == "unverified-50"
+    updates = updater(served.weights(), Source(read(served.folder), model=served.folder))
     assert updates.update(50).verified
     assert_serves(served, served.folder, 50)
     updates.close()
 
 
-def two_ranks(url: str, folder: str, model: str, corrupt: bool) -> dict[str, Any]:
-    """A trainer of two ranks, each with every other tensor; rank 0 talks to the engine."""
-    import torch.distributed as dist
+def expert_parallel(url: str, trained: str, served: str) -> list[dict[str, Any]]:
+    """A trainer of two expert-parallel ranks: an update with one bit flipped, then a right one."""
+    trainer = Trainer(policy_config(trained, world_size=2, expert=2))
+    weights = read(Path(trained))
+    outcomes = []
+    for on_the_way in (flip_one_bit(weights, {}), weights):
 
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    weights = read(Path(folder))
+        def open_engine(url: str, wire: Weights = on_the_way) -> EngineWeights:
+            engine = engine_weights(url, served, Corrupting)
+            engine.on_the_way = wire
+            return engine
 
-    class Sharded:
-        def hf_buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-            items = list(weights.items())
-            for start in range(0, len(items), BUCKET_TENSORS):
-                bucket = []
-                for i, (name, tensor) in enumerate(items[start : start + BUCKET_TENSORS]):
-                    full = tensor if i % 2 == rank else torch.full_like(tensor, -1)
-                    dist.broadcast(full, src=i % 2)
-                    bucket.append((name, full))
-                yield bucket if rank == 0 else []
-
-    def agree(error: str | None) -> str | None:
-        data = torch.zeros(2, 512, dtype=torch.uint8)
-        text = (error or "").encode()[:512]
-        data[rank, : len(text)] = torch.frombuffer(bytearray(text or b"\0"), dtype=torch.uint8)[
-            : len(text)
-        ]
-        dist.all_reduce(data, dist.ReduceOp.MAX)
-        errors = [bytes(row.tolist()).rstrip(b"\0").decode() for row in data]
-        return next((e for e in errors if e), None)
-
-    transport = None
-    if rank == 0:
-        engine = engine_weights(url, model, Corrupting)
-        engine.on_the_way = flip_one_bit(weights, {}) if corrupt else weights
-        transport = DistributedTransport(engine, timeout_s=TIMEOUT_S)
-    updates = WeightUpdater(Sharded(), transport, WeightSyncConfig(), agree)
-    try:
-        report = updates.update(60)
-    except WeightUpdateError as error:
-        return {"error": str(error), "committed": updates.committed_version}
-    updates.close()
-    return {"verified": report.verified, "committed": updates.committed_version}
+        updates = WeightUpdater(
+            TrainerWeights(trainer), WeightSyncConfig(), first_failure, open_engine
+        )
+        updates.attach([url])
+        try:
+            outcomes.append(outcome(updates.update(60)))
+        except WeightUpdateError as error:
+            outcomes.append({"error": str(error), "engines": list(error.engines)})
+        outcomes[-1]["committed"] = updates.committed_version
+        updates.close()
+    return outcomes
 
 
-def test_two_trainer_ranks_share_the_outcome(served: Served, trained: Path) -> None:
+def outcome(report: UpdateReport) -> dict[str, Any]:
+    return {
+        "verified": report.verified,
+        "bytes": [report.bytes, report.bytes_moved, report.bytes_bound],
+    }
+
+
+def test_two_trainer_ranks_send_what_each_holds(served: Served, trained: Path) -> None:
     where = (served.process.url, str(trained), str(served.folder))
-    worker = "tests.integration.test_weight_sync:two_ranks"
-    first, second = run_ranks(worker, 2, *where, True)
+    worker = "tests.integration.test_weight_sync:expert_parallel"
+    first, second = run_ranks(worker, 2, *where)
     assert first == second
-    assert first["committed"] is None
-    assert "layers.0.self_attn.qkv_proj.weight on engine rank 0" in first["error"]
-    assert run_ranks(worker, 2, *where, False) == [{"verified": True, "committed": 60}] * 2
+    failed, done = first
+    assert failed["committed"] is None
+    assert failed["engines"] == [served.process.url]
+    assert "layers.0.self_attn.qkv_proj.weight on engine rank 0" in failed["error"]
+    size = sum(t.nbytes for t in read(trained).values())
+    # Each rank sends its experts, and rank 0 the rest: nothing is exchanged between them.
+    assert done == {"verified": True, "bytes": [size] * 3, "committed": 60}
     assert_serves(served, trained, 60)
 
 
@@ -288,26 +375,38 @@ def test_two_engine_ranks(tmp_path: Path) -> None:
         served.process.kill()
 
 
-def test_an_engine_killed_in_an_update_and_its_next_incarnation(
-    served: Served, trained: Path
-) -> None:
-    pid = served.process.pid
-    updates = updater(served.weights(), Source(read(trained)))
-    updates.update(70)
-    updates._source = Source(read(trained), between=lambda: os.killpg(pid, signal.SIGKILL))
-    start = time.monotonic()
-    with pytest.raises(WeightUpdateError):
-        updates.update(71)
-    assert time.monotonic() - start < 30
-    assert updates.committed_version is None
-    served.process.kill()
-
-    again = serve(served.folder)
+def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) -> None:
+    """The other stays quarantined until an update without the dead one; then its successor joins."""
+    second = serve(served.folder)
+    pid = second.process.pid
+    both = [served.weights(), second.weights()]
     try:
-        updates.attach(DistributedTransport(again.weights(), timeout_s=TIMEOUT_S))
-        updates._source = Source(read(trained))
+        updates = updater(both, Source(read(trained), model=trained))
+        report = updates.update(70)
+        size = sum(t.nbytes for t in read(trained).values())
+        assert (report.tensors, report.bytes_moved) == (2 * 21, 2 * size)
+        assert_serves(served, trained, 70)
+        assert_serves(second, trained, 70)
+        new = read(served.folder)
+        updates._source = Source(new, between=lambda: os.killpg(pid, signal.SIGKILL))
+        start = time.monotonic()
+        with pytest.raises(WeightUpdateError) as failure:
+            updates.update(71)
+        assert time.monotonic() - start < 30
+        assert failure.value.engines == (second.process.url,)
+        assert updates.committed_version is None
+        assert served.weights().version() == "unverified-71"
+        updates._source = Source(new, model=served.folder)
+        updates.attach([served.process.url])
         assert updates.update(71).verified
-        assert_serves(again, trained, 71)
-        updates.close()
+        assert_serves(served, served.folder, 71)
+        second.process.kill()
+
+        second = serve(served.folder)
+        joined = updater([served.weights(), second.weights()], Source(read(trained), model=trained))
+        assert joined.update(72).verified
+        assert_serves(served, trained, 72)
+        assert_serves(second, trained, 72)
+        joined.close()
     finally:
-        again.process.kill()
+        second.process.kill()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,12 +16,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.checkpoint_conversion.families import load_model_shape
+from megatron_dppo.checkpoint_conversion.gather_plan import Bucket as PlannedBucket
+from megatron_dppo.checkpoint_conversion.gather_plan import TensorSources
+from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
+from megatron_dppo.rollout.child_server import free_port
 from megatron_dppo.rollout.engine_weights import EngineWeights
-from megatron_dppo.rollout.server import EngineProcess, free_port
-from megatron_dppo.weight_sync.base import Bucket
-from megatron_dppo.weight_sync.canary import compare_canary
-from megatron_dppo.weight_sync.distributed import DistributedTransport
+from megatron_dppo.rollout.server import EngineProcess
+from megatron_dppo.weight_sync.base import Plan
+from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
 from megatron_dppo.weight_sync.update import WeightUpdater
 
 KEY, ADMIN_KEY = "user-key", "admin-key"
@@ -60,8 +63,13 @@ def engine_weights(
     return kind(url, load_model_shape(folder), "float32", **options)
 
 
-def serve(folder: Path, **sglang: Any) -> Served:
-    config = TrainConfig.model_validate(
+def policy_config(folder: str | Path, **parallel: Any) -> TrainConfig:
+    """A trainer of ``folder`` in this layout."""
+    return run_config(Path(folder), parallel=parallel)
+
+
+def run_config(folder: Path, **sections: Any) -> TrainConfig:
+    return TrainConfig.model_validate(
         {
             "run": {"directory": str(folder / "run"), "steps": 1},
             "model": {"hf_checkpoint": str(folder), "dtype": "float32"},
@@ -70,11 +78,14 @@ def serve(folder: Path, **sglang: Any) -> Served:
             "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 1024},
             "optimizer": {"lr": 1e-5},
             "engine": {"device": "cpu"},
-            "sglang": sglang,
+            **sections,
         }
     )
+
+
+def serve(folder: Path, **sglang: Any) -> Served:
     process = EngineProcess(
-        config,
+        run_config(folder, sglang=sglang),
         port=free_port("127.0.0.1"),
         log_path=folder / "engine.log",
         seed=1,
@@ -87,25 +98,61 @@ def serve(folder: Path, **sglang: Any) -> Served:
 
 
 class Source:
-    """Weights in buckets; ``between`` runs before the third one."""
+    """Weights in buckets; ``between`` runs before the third one.
 
-    def __init__(self, weights: Weights, between: Callable[[], None] | None = None) -> None:
+    ``model``: a folder whose model, by transformers, gives the trainer's log-probabilities.
+    """
+
+    rank = 0
+    vocab_size = 500
+    dtype_name = "float32"
+
+    def __init__(
+        self,
+        weights: Weights,
+        between: Callable[[], None] | None = None,
+        model: Path | None = None,
+    ) -> None:
         self.weights = weights
         self.between = between
+        self.model = model
 
-    def hf_buckets(self, bucket_bytes: int) -> Iterator[Bucket]:
-        items = list(self.weights.items())
-        for start in range(0, len(items), BUCKET_TENSORS):
-            if start == 2 * BUCKET_TENSORS and self.between is not None:
+    def plan(self, bucket_bytes: int, *, spread: bool) -> list[PlannedBucket]:
+        tensors = [TensorSources(name, t.shape, ()) for name, t in self.weights.items()]
+        starts = range(0, len(tensors), BUCKET_TENSORS)
+        return [PlannedBucket(tuple(tensors[i : i + BUCKET_TENSORS])) for i in starts]
+
+    def gather(self, plan: Plan) -> Iterator[Gathered]:
+        for number, bucket in enumerate(plan):
+            if number == 2 and self.between is not None:
                 self.between()
-            yield items[start : start + BUCKET_TENSORS]
+            yield Gathered([(t.name, self.weights[t.name]) for t in bucket.tensors])
+
+    def gather_bound(self) -> int:
+        return 0
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        assert self.model is not None
+        return [reference_log_probs(self.model, list(prompt)) for prompt in prompts]
 
 
 def updater(
-    engine: EngineWeights, source: Any, timeout_s: float = TIMEOUT_S, **config: Any
+    engine: EngineWeights | Sequence[EngineWeights],
+    source: Any,
+    timeout_s: float = TIMEOUT_S,
+    **config: Any,
 ) -> WeightUpdater:
-    transport = DistributedTransport(engine, timeout_s=timeout_s)
-    return WeightUpdater(source, transport, WeightSyncConfig(**config), lambda error: error)
+    """Attached to the engine, or to several; with a canary where the source has a model."""
+    engines = [engine] if isinstance(engine, EngineWeights) else list(engine)
+    by_url = {engine.url: engine for engine in engines}
+    canary = {"canary_every": int(source.model is not None)}
+    settings = WeightSyncConfig(timeout_s=timeout_s, **{**canary, **config})
+    updates = WeightUpdater(source, settings, lambda error: error, by_url.__getitem__)
+    updates.attach(list(by_url))
+    return updates
 
 
 def read(folder: Path) -> Weights:
@@ -134,7 +181,9 @@ def engine_log_probs(served: Served) -> tuple[list[int], list[float], str]:
 def assert_serves(served: Served, folder: Path, version: int) -> None:
     tokens, log_probs, label = engine_log_probs(served)
     assert label == str(version)
-    report = compare_canary([reference_log_probs(folder, tokens)], [log_probs], 1e-5)
+    report = compare_canary(
+        [reference_log_probs(folder, tokens)], [log_probs], Tolerance(1e-5, 1e-5)
+    )
     assert report.tokens == len(PROMPT) - 1 + 12
 
 

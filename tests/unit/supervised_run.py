@@ -2,10 +2,11 @@
 start and kill.
 
 ``python -m tests.unit.supervised_run SPEC`` with SPEC a JSON object: ``directory``; ``rank``:
-Python code of every rank; ``world_size``; ``engine``: Python code of each incarnation, the last one
-again and again (empty: no engine); ``max_restarts``. The code sees ``RANK`` in its environment and
+Python code of every rank; ``world_size``; ``servers``: for each server, Python code of each
+incarnation, the last one again and again; ``router``: the same of the router (empty: none);
+``attached``: URLs of servers elsewhere; ``max_restarts``. The code sees ``RANK`` in its environment and
 may call ``note(text)``, which appends a line to ``<directory>/notes``, and
-``report_lost(incarnation)``; engines see ``INCARNATION``.
+``report_lost(incarnation, name)``; servers see ``INCARNATION``.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dppo.launch.engine import EngineKeeper
+from megatron_dppo.launch.fleet import FleetKeeper
 from megatron_dppo.launch.processes import start_process, tail
 from megatron_dppo.launch.ranks import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Supervisor
+from megatron_dppo.rollout.membership import Keys
 
 PRELUDE = """
 import os, signal, subprocess, sys, time
@@ -38,8 +41,8 @@ def wait_for(path):
 def read(path):
     with open(os.path.join({directory!r}, path)) as file:
         return file.read()
-def report_lost(incarnation):
-    path = os.path.join({directory!r}, "engine", "lost.json")
+def report_lost(incarnation, name="engine0"):
+    path = os.path.join({directory!r}, "engine", "lost", name + ".json")
     with open(path + ".new", "w") as file:
         file.write('{{"incarnation": %d}}' % incarnation)
     os.replace(path + ".new", path)
@@ -49,11 +52,11 @@ def report_lost(incarnation):
 class StandInEngine:
     """Meets ``launch.engine.Engine`` with a child that says it is healthy by making a file."""
 
-    def __init__(self, code: str, directory: Path, incarnation: int) -> None:
-        self.url = f"http://stand-in/{incarnation}"
+    def __init__(self, code: str, directory: RunDirectory, name: str, incarnation: int) -> None:
+        self.url = f"http://stand-in/{name}/{incarnation}"
         self._code = code
-        self._log = directory / "logs" / f"engine{incarnation}.log"
-        self._healthy = directory / f"healthy{incarnation}"
+        self._log = directory.server_log(name, incarnation)
+        self._healthy = directory.path / f"{name}-healthy{incarnation}"
         self._incarnation = incarnation
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -105,15 +108,21 @@ def main() -> int:
     with RunDirectory(path) as directory:
         command = [sys.executable, "-c", prelude + spec["rank"]]
         outputs = [directory.rank_output(rank) for rank in range(spec["world_size"])]
-        engine, codes = None, spec["engine"]
-        if codes:
-            engine = EngineKeeper(
-                lambda i: StandInEngine(prelude + codes[min(i, len(codes)) - 1], path, i),
-                directory,
-                keys={"api_key": "a", "admin_api_key": "b"},
-                max_restarts=spec["max_restarts"],
-            )
-        return Supervisor(RankGroup(command, outputs, 1), engine).run()
+        folder = directory.fleet
+        for url in spec["attached"]:
+            folder.attach(url)
+
+        def keeper(name: str, codes: list[str]) -> EngineKeeper:
+            def make(i: int) -> StandInEngine:
+                code = prelude + codes[min(i, len(codes)) - 1]
+                return StandInEngine(code, directory, name, i)
+
+            return EngineKeeper(name, make, folder, max_restarts=spec["max_restarts"], what=name)
+
+        servers = [keeper(f"engine{i}", codes) for i, codes in enumerate(spec["servers"])]
+        router = keeper("router", spec["router"]) if spec["router"] else None
+        fleet = FleetKeeper(servers, router, folder, Keys("a", "b"))
+        return Supervisor(RankGroup(command, outputs, 1), fleet).run()
 
 
 if __name__ == "__main__":

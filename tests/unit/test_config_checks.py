@@ -6,6 +6,7 @@ import json
 import pytest
 
 from megatron_dppo.config import ConfigError, check_config, load_config, padded_vocab_size
+from megatron_dppo.config.schema import EngineConfig
 from tests.unit.config_files import DENSE, MOE, minimal, write_config
 
 
@@ -134,7 +135,15 @@ REFUSED = [
         ["megatron.moe_token_dispatcher_type=allgather"],
         "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex'",
     ),
-    (["rollout.router_replay=true"], "rollout.router_replay: got true, expected false: the engine"),
+    (
+        ["rollout.router_replay=true", "megatron.moe_router_fusion=true"],
+        "megatron.moe_router_fusion: got true (bool) with rollout.router_replay, expected nothing: the "
+        "fused router",
+    ),
+    (
+        ["rollout.router_replay=true", "megatron.cuda_graph_impl=local"],
+        "megatron.cuda_graph_impl: got 'local' (str) with rollout.router_replay, expected nothing",
+    ),
     (["megatron.moe_aux_loss_coeff=0.01"], "megatron.moe_aux_loss_coeff: got 0.01"),
     (["sglang.dp_size=2"], "sglang.dp_size: got 2"),
     (
@@ -173,7 +182,10 @@ REFUSED = [
         ["rollout.replay_from=nowhere"],
         "rollout.replay_from: got 'nowhere', expected a folder of rollout batches",
     ),
-    (["engine.url=localhost:3000"], "engine.url: got 'localhost:3000', expected http://host:port"),
+    (
+        ["engine.urls=[localhost:3000]"],
+        "engine.urls: got 'localhost:3000', expected http://host:port",
+    ),
     (
         ["data.max_prompt_tokens=2000"],
         "rollout.max_response_tokens: got 64, with data.max_prompt_tokens 2000 that is 2064, "
@@ -186,6 +198,18 @@ REFUSED = [
     (
         ["rollout.topk_log_probs=512"],
         "rollout.topk_log_probs: got 512, expected at most the vocabulary's 511",
+    ),
+    (
+        ["rollout.stop_token_ids=[3, 511]"],
+        "rollout.stop_token_ids: got [511], expected ids below the vocabulary's 511",
+    ),
+    (
+        ["rollout.replay_from=.", "rollout.max_staleness=1"],
+        "rollout.max_staleness: got 1 with rollout.replay_from, expected 0",
+    ),
+    (
+        ["rollout.oversampling=1.5"],
+        "rollout.oversampling: got 1.5, expected 1 without rollout.drop_groups_without_spread",
     ),
 ]
 
@@ -276,3 +300,21 @@ def test_sizes_under_the_names_of_other_families(check):
         ).expert_data
         == 1
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "started", "router"),
+    [
+        ({}, 1, False),
+        ({"servers": 2}, 2, True),
+        ({"servers": 2, "router": False}, 2, False),
+        ({"router": True}, 1, True),
+        ({"urls": ["http://a:1"]}, 0, False),
+        ({"urls": ["http://a:1", "http://b:1"]}, 0, True),
+        ({"urls": ["http://a:1"], "servers": 1}, 1, True),
+        ({"servers": 0}, 0, False),
+    ],
+)
+def test_how_many_servers_start_and_whether_a_router_does(given, started, router):
+    engine = EngineConfig(**given)
+    assert (engine.started, engine.uses_router) == (started, router)

@@ -106,7 +106,7 @@ def test_the_sglang_table_of_a_server_elsewhere_needs_no_sglang(check, monkeypat
         raise LibraryMissingError("sglang is not installed in this environment")
 
     monkeypatch.setattr(forwarded, "server_args_fields", missing)
-    check("sglang.x=1", "engine.url=http://engine:30000")
+    check("sglang.x=1", "engine.urls=[http://engine:30000]")
     with pytest.raises(ConfigError, match="sglang: can't be checked: sglang is not installed"):
         check("sglang.x=1")
 

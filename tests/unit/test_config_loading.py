@@ -104,10 +104,10 @@ def test_defaults_and_types(load):
 
 
 def test_overrides_make_tables_and_the_last_one_wins(load):
-    config = load("parallel.tensor=4", "parallel.tensor=2", "megatron.a.b=1e-3", "engine.url=")
+    config = load("parallel.tensor=4", "parallel.tensor=2", "megatron.a.b=1e-3", "engine.port=")
     assert config.parallel.tensor == 2
     assert config.megatron == {"a": {"b": 1e-3}}
-    assert config.engine.url is None
+    assert config.engine.port is None
 
 
 def test_a_section_with_nothing_in_it_is_empty(tmp_path, tree):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import random
 from dataclasses import replace
 
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
 from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
+from megatron_dppo.rollout import engine_hash
 from megatron_dppo.rollout.engine_checksums import ExpectedChecksums, IncompleteWeightsError
-from megatron_dppo.rollout.engine_hash import Sha256Hash, TiledHash
+from megatron_dppo.rollout.engine_hash import TiledHash, tile_sums, tile_sums_by_torch, tiled_hash
 from megatron_dppo.rollout.engine_tensors import EngineTensors
+from megatron_dppo.vocab_parallel.cpp_build import KernelBuildError
 
 
 def model_shape(family: str = "qwen3_moe", *, tied: bool = False, vocab: int = 100) -> ModelShape:
@@ -47,11 +49,7 @@ def digests(shape: ModelShape, tensors: dict[str, Tensor], ranks: int = 1) -> li
     expected = ExpectedChecksums(EngineTensors(shape, ranks, "cpu"), torch.float32)
     for item in tensors.items():
         expected.add([item])
-    return expected.digests()
-
-
-def sha(tensor: Tensor) -> str:
-    return hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()[:16]
+    return expected.digests([expected.partial()])
 
 
 # Tensor names that SGLang 0.5.23's /weights_checker answered for such models.
@@ -109,11 +107,11 @@ def test_fused_tensors_of_a_mixture_on_one_rank() -> None:
         w13[number, :4], w13[number, 32:36] = hf[f"{e}gate_proj.weight"], hf[f"{e}up_proj.weight"]
         w2[number, :, :4] = hf[f"{e}down_proj.weight"]
     head = torch.cat([hf["lm_head.weight"], torch.zeros(28, 8)])
-    assert got[f"{attention}qkv_proj.weight"] == sha(qkv)
-    assert got[f"{mlp}experts.w13_weight"] == sha(w13)
-    assert got[f"{mlp}experts.w2_weight"] == sha(w2)
-    assert got["lm_head.weight"] == sha(head)
-    assert got[f"{mlp}gate.weight"] == sha(hf[f"{mlp}gate.weight"])
+    assert got[f"{attention}qkv_proj.weight"] == tiled_hash(qkv)
+    assert got[f"{mlp}experts.w13_weight"] == tiled_hash(w13)
+    assert got[f"{mlp}experts.w2_weight"] == tiled_hash(w2)
+    assert got["lm_head.weight"] == tiled_hash(head)
+    assert got[f"{mlp}gate.weight"] == tiled_hash(hf[f"{mlp}gate.weight"])
 
 
 def test_a_cuda_engine_pads_no_experts() -> None:
@@ -123,9 +121,8 @@ def test_a_cuda_engine_pads_no_experts() -> None:
     expected.add(hf.items())
     mlp = "model.layers.0.mlp."
     down = torch.stack([hf[f"{mlp}experts.{e}.down_proj.weight"] for e in range(3)])
-    whole = TiledHash()
-    whole.update(down)
-    assert expected.digests()[0][f"{mlp}experts.w2_weight"] == whole.hexdigest()
+    got = expected.digests([expected.partial()])
+    assert got[0][f"{mlp}experts.w2_weight"] == tiled_hash(down)
 
 
 def test_two_ranks_hold_slices() -> None:
@@ -136,11 +133,11 @@ def test_two_ranks_hold_slices() -> None:
     q, k, v = (hf[f"{attention}{x}_proj.weight"] for x in "qkv")
     for rank in range(2):
         own_q, own_kv = slice(4 * rank, 4 * rank + 4), slice(2 * rank, 2 * rank + 2)
-        assert got[rank][f"{attention}qkv_proj.weight"] == sha(
+        assert got[rank][f"{attention}qkv_proj.weight"] == tiled_hash(
             torch.cat([q[own_q], k[own_kv], v[own_kv]])
         )
         o = hf[f"{attention}o_proj.weight"]
-        assert got[rank][f"{attention}o_proj.weight"] == sha(o[:, own_q])
+        assert got[rank][f"{attention}o_proj.weight"] == tiled_hash(o[:, own_q])
         experts = [f"{mlp}experts.{e}." for e in range(3)]
         w13 = torch.zeros(3, 2, 32, 8)
         w2 = torch.zeros(3, 8, 32)
@@ -148,11 +145,13 @@ def test_two_ranks_hold_slices() -> None:
             for half, x in enumerate(("gate", "up")):
                 w13[number, half, :2] = hf[f"{e}{x}_proj.weight"][own_kv]
             w2[number, :, :2] = hf[f"{e}down_proj.weight"][:, own_kv]
-        assert got[rank][f"{mlp}experts.w13_weight"] == sha(w13)
-        assert got[rank][f"{mlp}experts.w2_weight"] == sha(w2)
+        assert got[rank][f"{mlp}experts.w13_weight"] == tiled_hash(w13)
+        assert got[rank][f"{mlp}experts.w2_weight"] == tiled_hash(w2)
         # 130 rows are padded to 192: ranks hold 96, and 34 with 62 of zeros. The head is a copy.
         padded = torch.cat([hf["model.embed_tokens.weight"], torch.zeros(62, 8)])
-        assert got[rank]["model.embed_tokens.weight"] == sha(padded[96 * rank : 96 * rank + 96])
+        assert got[rank]["model.embed_tokens.weight"] == tiled_hash(
+            padded[96 * rank : 96 * rank + 96]
+        )
         assert got[rank]["lm_head.weight"] == got[rank]["model.embed_tokens.weight"]
 
 
@@ -163,7 +162,7 @@ def test_four_ranks_share_two_key_value_heads() -> None:
     q, k, v = (hf[f"model.layers.0.self_attn.{x}_proj.weight"] for x in "qkv")
     for rank in range(4):
         q_rows, head = slice(2 * rank, 2 * rank + 2), slice(2 * (rank // 2), 2 * (rank // 2) + 2)
-        assert got[rank]["model.layers.0.self_attn.qkv_proj.weight"] == sha(
+        assert got[rank]["model.layers.0.self_attn.qkv_proj.weight"] == tiled_hash(
             torch.cat([q[q_rows], k[head], v[head]])
         )
 
@@ -175,7 +174,7 @@ def test_vocabulary_padding_grows_where_ranks_do_not_divide_it() -> None:
     got = digests(shape, hf, ranks=3)
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         held = [hf[name][:64], torch.cat([hf[name][64:], torch.zeros(28, 8)]), torch.zeros(64, 8)]
-        assert [rank[name] for rank in got] == [sha(tensor) for tensor in held]
+        assert [rank[name] for rank in got] == [tiled_hash(tensor) for tensor in held]
 
 
 def test_order_of_arrival_does_not_matter() -> None:
@@ -186,15 +185,27 @@ def test_order_of_arrival_does_not_matter() -> None:
     assert digests(shape, {n: hf[n] for n in names}, 2) == digests(shape, hf, 2)
 
 
-def test_early_parts_survive_a_source_that_reuses_its_memory() -> None:
+def test_senders_add_up_through_json() -> None:
     shape = model_shape()
     hf = weights(shape)
-    expected = ExpectedChecksums(EngineTensors(shape, 1, "cpu"), torch.float32)
-    for name in reversed(list(hf)):
-        lent = hf[name].clone()
-        expected.add([(name, lent)])
-        lent.fill_(7)
-    assert expected.digests() == digests(shape, hf)
+    tensors = EngineTensors(shape, 2, "cpu")
+    senders = [ExpectedChecksums(tensors, torch.float32) for _ in range(3)]
+    draw = random.Random(5)
+    for item in hf.items():
+        draw.choice(senders).add([item])
+    partials = [json.loads(json.dumps(sender.partial())) for sender in senders]
+    assert senders[0].digests(partials) == digests(shape, hf, 2)
+    with pytest.raises(IncompleteWeightsError, match="came from two ranks"):
+        senders[0].digests([*partials, partials[1]])
+    with pytest.raises(IncompleteWeightsError, match="were never sent"):
+        senders[0].digests(partials[1:])
+
+
+def test_parts_at_odd_places_are_refused() -> None:
+    # Three bf16 values a head: the keys begin in the middle of a word.
+    shape = replace(model_shape("qwen2"), head_dim=3, num_attention_heads=1, num_query_groups=1)
+    with pytest.raises(IncompleteWeightsError, match=r"k_proj\.bias lies at an odd place"):
+        ExpectedChecksums(EngineTensors(shape, 1, "cpu"), torch.bfloat16)
 
 
 def test_incomplete_streams_are_refused() -> None:
@@ -219,15 +230,6 @@ def test_ranks_that_do_not_divide_the_model_are_refused() -> None:
         EngineTensors(model_shape(), 3)
 
 
-def test_sha256_is_cut_to_16_digits() -> None:
-    # SHA-256 of no bytes begins e3b0c44298fc1c14; of the bytes "abc", ba7816bf8f01cfea.
-    assert Sha256Hash().hexdigest() == "e3b0c44298fc1c14"
-    digest = Sha256Hash()
-    digest.update(torch.tensor([97, 98], dtype=torch.uint8))
-    digest.update(torch.tensor([99], dtype=torch.uint8))
-    assert digest.hexdigest() == "ba7816bf8f01cfea"
-
-
 # What SGLang 0.5.23's own Triton kernel gives for these tensors (in Triton's interpreter).
 TILED = [
     (5, torch.float32, "98ecaf9cc4c20941"),
@@ -239,23 +241,58 @@ TILED = [
 
 @pytest.mark.parametrize(("count", "dtype", "value"), TILED)
 @pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("kernel", [True, False], ids=["C++", "torch"])
 def test_tiled_hash_is_the_cuda_engines(
-    count: int, dtype: torch.dtype, value: str, pieces: int
+    count: int,
+    dtype: torch.dtype,
+    value: str,
+    pieces: int,
+    kernel: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if not kernel:
+        monkeypatch.setattr(engine_hash, "_kernel", lambda: None)
     tensor = (torch.arange(count) * 2654435761 % 65521).to(dtype)
-    digest = TiledHash()
     step = max(2, count // pieces // 2 * 2)
-    for start in range(0, count, step):
-        digest.update(tensor[start : start + step])
-    assert digest.hexdigest() == value
+    starts = list(range(0, count, step))
+    random.Random(1).shuffle(starts)
+    hashes = [TiledHash(tensor.nbytes) for _ in range(2)]
+    for i, start in enumerate(starts):
+        hashes[i % 2].add(tensor[start : start + step], start * dtype.itemsize)
+    hashes[0].merge(json.loads(json.dumps(hashes[1].state())))
+    assert hashes[0].hexdigest() == value
+    assert tiled_hash(tensor) == value
 
 
-def test_tiled_hash_in_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TiledHash, "BLOCK_TILES", 2)
-    digest = TiledHash()
-    digest.update((torch.arange(24579) * 2654435761 % 65521).to(torch.float32))
-    assert digest.hexdigest() == "f5952d5483c41c0f"
-    ragged = TiledHash()
-    ragged.update(torch.ones(3, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match="must be the last one"):
-        ragged.update(torch.ones(2, dtype=torch.bfloat16))
+def test_kernel_and_torch_agree_on_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_hash, "BLOCK_TILES", 2)
+    data = torch.arange(50_001, dtype=torch.int32).view(torch.uint8)
+    for first in (0, 1, 8191, 8192, 100_000):
+        for count in (1, 100, 8191, 8192, 8193, 50_001):
+            for total in (first + count, first + count + 9, 1 << 20):
+                part = data[: 4 * count]
+                got = tile_sums(part, first, total)
+                assert got == tile_sums_by_torch(part, first, total)
+                assert all(0 <= x < 1 << 32 for _, *sums in got[1] for x in sums)
+
+
+def test_tiled_hash_takes_whole_words_but_for_the_end() -> None:
+    ragged = TiledHash(10)
+    ragged.add(torch.ones(1, dtype=torch.bfloat16), 8)
+    ragged.add(torch.ones(4, dtype=torch.bfloat16), 0)
+    assert ragged.hexdigest() == tiled_hash(torch.ones(5, dtype=torch.bfloat16))
+    for start, count in ((2, 2), (0, 1)):
+        with pytest.raises(ValueError, match="must begin and end at multiples of 4"):
+            TiledHash(10).add(torch.ones(count, dtype=torch.bfloat16), start)
+    assert tiled_hash(torch.empty(0)) == "0" * 16
+
+
+def test_a_missing_compiler_is_told_and_survived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(source: object) -> None:
+        raise KernelBuildError("not found on PATH: g++")
+
+    monkeypatch.setattr(engine_hash, "build_library", fail)
+    assert engine_hash._kernel.__wrapped__() is None
+    assert "run in torch, which is slower: not found on PATH: g++" in caplog.text

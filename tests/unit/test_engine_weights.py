@@ -156,21 +156,55 @@ def test_busy_engine_is_resumed(engine: Engine) -> None:
     assert paths == ["/pause_generation", "/flush_cache", "/continue_generation"]
 
 
-def test_a_bucket_is_aligned_bytes_in_two_buffers(engine: Engine) -> None:
+def test_a_bucket_is_its_tensors_bytes_and_a_header(engine: Engine) -> None:
     control = weights(engine)
-    narrow = torch.tensor([1.0, -2.0, 3.0], dtype=torch.bfloat16)
-    wide = torch.tensor([[0.5, 2.0]])
-    first = control.pack([("narrow", narrow), ("wide", wide)])
-    assert first.names == ("wide", "narrow")
-    assert first.dtypes == ("float32", "bfloat16")
-    assert first.shapes == ((1, 2), (3,))
-    # fp32 0.5, 2.0 and bf16 1, -2, 3, little-endian.
-    content = "0000003f 00000040 803f 00c0 4040".replace(" ", "")
-    assert bytes(first.data.tolist()).hex() == content
-    second = control.pack([("narrow", narrow)])
-    assert bytes(first.data.tolist()).hex() == content
-    third = control.pack([("narrow", narrow)])
-    assert third.data.data_ptr() == first.data.data_ptr() != second.data.data_ptr()
+    bucket = [("a", torch.tensor([[0.5, 2.0]])), ("b", torch.tensor([1.0]))]
+    header = control.header([(name, tensor.shape) for name, tensor in bucket])
+    assert (header.names, header.dtypes) == (("a", "b"), ("float32", "float32"))
+    assert (header.shapes, header.bytes) == (((1, 2), (1,)), 12)
+    flat = torch.cat(control.pack(bucket))
+    assert bytes(flat.tolist()).hex() == "0000003f000000400000803f"
+
+
+def test_a_tied_mixtures_embedding_is_sent_twice(engine: Engine) -> None:
+    shape = model_shape(tied=True)
+    control = EngineWeights(engine.url, shape, "float32")
+    name = "model.embed_tokens.weight"
+    header = control.header([(name, (100, 8))])
+    assert (header.names, header.bytes) == ((name, "lm_head.weight"), 2 * 3200)
+    first, second = control.pack([(name, torch.ones(100, 8))])
+    assert first.data_ptr() == second.data_ptr()
+
+
+def test_scores_are_of_the_tokens_that_were_asked(engine: Engine) -> None:
+    control = weights(engine)
+
+    def answers(*prompts: list[list[Any]]) -> tuple[int, str]:
+        body = [{"meta_info": {"input_token_logprobs": entries}} for entries in prompts]
+        return 200, json.dumps(body)
+
+    first = [[None, 5, None], [-1.5, 6, None], [-0.5, 7, None]]
+    engine.answers["/generate"] = answers(first, [[None, 8, None], [-2.0, 9, None]])
+    assert control.score([[5, 6, 7], [8, 9]]) == [[-1.5, -0.5], [-2.0]]
+    assert engine.asked[-1] == ("/generate", "Bearer user")
+    with pytest.raises(EngineAnswerError, match="other tokens than asked"):
+        control.score([[5, 6, 8], [8, 9]])
+
+
+def test_a_cache_that_cannot_be_flushed_is_an_error(engine: Engine) -> None:
+    control = weights(engine)
+    control.flush()
+    engine.answers["/flush_cache"] = (400, "requests are running")
+    with pytest.raises(EngineAnswerError, match="was not flushed"):
+        control.flush()
+
+
+def test_whether_a_server_answers(engine: Engine) -> None:
+    control = weights(engine)
+    assert control.answers(5)
+    engine.shutdown()
+    engine.server_close()
+    assert not control.answers(5)
 
 
 def test_a_path_prefix_of_the_url_is_kept(engine: Engine) -> None:

@@ -18,11 +18,11 @@ LAYERS = (  # from the ground up; a module may import its own layer's package an
     {"checkpoint_conversion"},
     {"trainer", "rollout", "weight_sync"},
     {"loop", "launch"},
-    {"train", "supervised", "convert"},
+    {"train", "supervised", "convert", "fleet"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 SIBLINGS_ALLOWED = {("config", "types"), ("metrics", "metrics"), ("train", "supervised")}
-OWNERS = {"megatron": "trainer", "sglang": "rollout"}
+OWNERS = {"megatron": "trainer", "sglang": "rollout", "smg": "rollout"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 

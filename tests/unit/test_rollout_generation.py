@@ -14,6 +14,7 @@ from megatron_dppo.rollout.errors import (
     EngineLostError,
     EngineRequestError,
     GenerationInterruptedError,
+    ServerLostError,
     StopRequestedError,
 )
 from megatron_dppo.rollout.generation import GenerationLimits, generate_many
@@ -22,20 +23,18 @@ from megatron_dppo.types import VersionSpan
 
 
 class ScriptedClient:
-    """Answers like an EngineClient; ``behave(key, attempt)`` may sleep or raise first."""
+    """Answers like a GenerationClient; ``behave(key, attempt)`` may sleep or raise first."""
 
-    url = "http://scripted"
-
-    def __init__(self, behave, healthy: bool = True) -> None:
+    def __init__(self, behave, lost_after_s: float = 60) -> None:
         self.behave = behave
-        self.healthy = healthy
+        self.lost_after_s = lost_after_s
         self.rids: list[str] = []
         self.aborted: list[str] = []
         self.attempts: dict = {}
         self.running = self.most_running = 0
 
-    async def generate(self, requests: Sequence[GenerationRequest], rids: Sequence[str]):
-        self.rids += rids
+    async def generate(self, requests: Sequence[GenerationRequest], rid: str):
+        self.rids.append(rid)
         self.running += len(requests)
         self.most_running = max(self.most_running, self.running)
         try:
@@ -50,11 +49,12 @@ class ScriptedClient:
         spans = (VersionSpan(1, 0, 1),)
         return GenerationResult(request.key, [request.key], [-1.0], "stop", "", spans)
 
-    async def abort(self, rids: Sequence[str]) -> None:
-        self.aborted += rids
+    async def abort(self, rid: str, count: int) -> None:
+        self.aborted += [rid] * count
 
-    async def health(self, timeout_s: float = 10.0) -> bool:
-        return self.healthy
+    async def watch(self, hang_timeout_s: float) -> None:
+        await asyncio.sleep(self.lost_after_s)
+        raise EngineLostError(f"silent for {hang_timeout_s} s")
 
 
 def requests(count: int) -> list[GenerationRequest]:
@@ -87,7 +87,7 @@ def test_responses_can_share_a_call():
     results = run(client, 7, GenerationLimits(concurrency=6, responses_per_call=3))
     assert list(results) == list(range(7))
     assert client.most_running <= 6
-    assert len(set(client.rids)) == 7
+    assert len(set(client.rids)) == 3
 
 
 def test_an_aborted_request_is_asked_again_under_a_new_id_and_counted_once():
@@ -111,6 +111,25 @@ def test_a_late_request_is_aborted_before_it_is_asked_again():
     results = run(client, 1, GenerationLimits(concurrency=1, request_timeout_s=0.05))
     assert list(results) == [0]
     assert client.aborted == client.rids[:1]
+
+
+def test_a_lost_server_of_several_costs_no_attempt():
+    async def lose_often(key: int, attempt: int) -> None:
+        if attempt < 6:
+            raise ServerLostError("one of many")
+
+    client = ScriptedClient(lose_often)
+    assert list(run(client, 2, GenerationLimits(concurrency=2, max_attempts=1))) == [0, 1]
+    assert client.attempts == {0: 6, 1: 6}
+    assert len(set(client.rids)) == 14
+
+
+def test_losses_are_bounded_too():
+    async def lose_always(key: int, attempt: int) -> None:
+        raise ServerLostError("a router that flaps")
+
+    with pytest.raises(GenerationInterruptedError, match=r"20 attempts failed.*flaps"):
+        run(ScriptedClient(lose_always), 1, GenerationLimits(concurrency=1))
 
 
 def test_attempts_are_bounded():
@@ -145,8 +164,8 @@ def test_a_silent_engine_is_lost():
         await asyncio.sleep(60)
 
     limits = GenerationLimits(concurrency=1, hang_timeout_s=0.2)
-    with pytest.raises(GenerationInterruptedError, match="silent for"):
-        run(ScriptedClient(hang, healthy=False), 1, limits)
+    with pytest.raises(GenerationInterruptedError, match=r"silent for 0.2"):
+        run(ScriptedClient(hang, lost_after_s=0.1), 1, limits)
 
 
 def test_stop_aborts_what_is_in_flight():

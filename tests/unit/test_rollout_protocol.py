@@ -9,9 +9,14 @@ import numpy as np
 import orjson
 import pytest
 
-from megatron_dppo.rollout.errors import AbortedError, EngineAnswerError
+from megatron_dppo.rollout.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.rollout.generation import GenerationJob, to_rollout
-from megatron_dppo.rollout.protocol import parse_answer, parse_answers, request_body
+from megatron_dppo.rollout.protocol import (
+    parse_answer,
+    parse_answers,
+    request_body,
+    request_ids,
+)
 from megatron_dppo.rollout.requests import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.types import Problem, VersionSpan
 
@@ -98,12 +103,36 @@ def test_routing_of_many_experts_needs_two_bytes():
         ),
         ({"routed_experts": b64(ROUTED[:3], "<i4")}, "48 bytes of <i4, expected 64"),
         ({"routed_experts": b64(np.array(ROUTED) + 5, "<i4")}, r"outside 0..7"),
-        ({"routed_experts": b64(np.zeros((4, 2, 2)), "<i4")}, "same expert twice"),
+        ({"routed_experts": b64(np.zeros((4, 2, 2)), "<i4")}, "routed experts are all 0"),
+        ({"routed_experts": b64(np.full((4, 2, 2), 3), "<i4")}, "same expert twice"),
     ],
 )
 def test_an_answer_that_contradicts_itself_is_refused_by_name(changes, message):
     with pytest.raises(EngineAnswerError, match=rf"^request \(0, 0\): .*{message}"):
         parse_answer(answer(**changes), request())
+
+
+def test_an_answer_from_unverified_weights_is_asked_for_again():
+    spans = [
+        {"version": "unverified-4", "start": 0, "end": 1},
+        {"version": "4", "start": 1, "end": 2},
+    ]
+    with pytest.raises(AbortedError, match=r"request \(0, 0\): it ran while a weight update"):
+        parse_answer(answer(weight_versions=spans), request())
+
+
+def test_one_expert_a_token_recorded_as_zeros_alone_is_no_recording():
+    shape = RoutedShape(hidden_layers=2, moe_layers=(0, 1), top_k=1, experts=8)
+    long = request(prompt_ids=(4, 5, 6, 7, 8, 9, 10), routed_experts=shape)
+    for tokens, asked, missing in ((4, request(routed_experts=shape), False), (8, long, False)):
+        zeros = b64(np.zeros((tokens, 2, 1)), "<i4")
+        assert (parse_answer(answer(routed_experts=zeros), asked).routed_experts is None) is missing
+    longer = request(prompt_ids=range(4, 12), routed_experts=shape)
+    zeros = np.zeros((9, 2, 1))
+    assert parse_answer(answer(routed_experts=b64(zeros, "<i4")), longer).routed_experts is None
+    zeros[8, 1] = 1
+    found = parse_answer(answer(routed_experts=b64(zeros, "<i4")), longer).routed_experts
+    assert found.sum() == 1
 
 
 def test_a_missing_field_is_named():
@@ -130,30 +159,57 @@ def test_a_call_has_one_answer_for_each_request():
         (0, 0),
         (0, 1),
     ]
+    assert [r.key for r in parse_answers(orjson.dumps(answer()), two[:1])] == [(0, 0)]
     with pytest.raises(EngineAnswerError, match="1 for 2 requests"):
         parse_answers(orjson.dumps([answer()]), two)
+    with pytest.raises(EngineAnswerError, match="dict for 2 requests"):
+        parse_answers(orjson.dumps(answer()), two)
 
 
 def test_the_body_asks_for_tokens_and_binary_forms():
-    body = json.loads(request_body([request()], ["a-00"]))
-    assert body["rid"] == ["a-00"]
-    assert body["input_ids"] == [[4, 5, 6]]
+    body = json.loads(request_body([request()], "a-00"))
+    assert body["rid"] == "a-00"
+    assert "model" not in body
+    assert body["input_ids"] == [4, 5, 6]
     assert body["return_logprob"] is True
     assert body["logprob_start_len"] == -1
     assert body["top_logprobs_num"] == 2
     assert body["return_flat_raw_output_top_logprobs"] is True
     assert body["return_flat_raw_top_logprobs_b64"] is True
     assert body["return_routed_experts"] is True
-    params = body["sampling_params"][0]
+    params = body["sampling_params"]
     assert (params["temperature"], params["top_p"], params["top_k"]) == (1.0, 1.0, -1)
-    plain = json.loads(request_body([request(topk_log_probs=0, routed_experts=None)], ["a-00"]))
+    plain = json.loads(request_body([request(topk_log_probs=0, routed_experts=None)], "a-00"))
     assert "top_logprobs_num" not in plain
     assert "return_routed_experts" not in plain
 
 
 def test_one_call_cannot_mix_forms():
-    with pytest.raises(ValueError, match="same Top-K"):
-        request_body([request(), request(topk_log_probs=0)], ["a", "b"])
+    other = [request(topk_log_probs=0), request(sampling=SamplingParams(3, temperature=0.5))]
+    for second in other:
+        with pytest.raises(ValueError, match="same sampling, Top-K"):
+            request_body([request(), second], "a")
+
+
+def test_the_router_is_told_the_models_name_and_every_request_has_its_own_id():
+    body = json.loads(request_body([request(), request(key=(0, 1))], "a-00", model="policy"))
+    assert body["model"] == "policy"
+    assert body["input_ids"] == [[4, 5, 6], [4, 5, 6]]
+    assert request_ids("a-00", 2) == ["a-00_0", "a-00_1"]
+    assert request_ids("a-00", 1) == ["a-00"]
+
+
+def test_tokens_of_other_weights_than_the_committed_are_no_answer():
+    whole = [{"version": "7", "start": 0, "end": 2}]
+    one = [request()]
+    assert parse_answers(orjson.dumps([answer(weight_versions=whole)]), one, version=7)
+    with pytest.raises(StaleWeightsError, match="weights 7, expected the committed version 8"):
+        parse_answers(orjson.dumps([answer(weight_versions=whole)]), one, version=8)
+    with pytest.raises(StaleWeightsError, match="weights 3, 4, expected the committed version 4"):
+        parse_answers(orjson.dumps([answer()]), one, version=4)
+    unverified = [{"version": "unverified-8", "start": 0, "end": 2}]
+    with pytest.raises(StaleWeightsError, match="weights unverified-8"):
+        parse_answers(orjson.dumps([answer(weight_versions=unverified)]), one, version=8)
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from smg.router_args import RouterArgs
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.rollout.check_engine import SGLANG_VERSION, compare_server
+from megatron_dppo.rollout.child_server import free_port
 from megatron_dppo.rollout.errors import EngineStartError
 from megatron_dppo.rollout.launch_server import redact_keys
-from megatron_dppo.rollout.server import EngineProcess, free_port
+from megatron_dppo.rollout.router import router_options
+from megatron_dppo.rollout.server import EngineProcess
 from megatron_dppo.rollout.server_options import (
     bind_cores,
     cpu_kv_tokens,
@@ -70,6 +74,26 @@ def test_options_of_a_gpu_server_leave_its_memory_and_kernels_to_sglang(tmp_path
     assert options["enable_return_routed_experts"] is True
     assert not {"attention_backend", "max_total_tokens", "sleep_on_idle"} & set(options)
     assert "SGLANG_PLATFORM" not in server_environment(config)
+
+
+def test_servers_of_a_gpu_fleet_have_devices_of_their_own(tmp_path):
+    def first(index: int, **sections) -> object:
+        config = run_config(tmp_path, parallel={"world_size": 4}, **sections)
+        return server_options(config, port=1, seed=1, index=index).get("base_gpu_id")
+
+    two = {"device": "cuda", "servers": 2}
+    assert [first(i, engine=two, sglang={"tp_size": 2}) for i in (0, 1)] == [4, 6]
+    assert [first(i, engine=two, sglang={"base_gpu_id": 1}) for i in (0, 1)] == [1, 2]
+    assert first(0, engine={"device": "cuda"}) is None
+    assert first(1, engine={"device": "cpu", "servers": 2}) is None
+
+
+def test_the_router_knows_its_options_and_binds_nothing_public():
+    known = {field.name for field in dataclasses.fields(RouterArgs)}
+    options = router_options("127.0.0.1", 1, 2, "power_of_two")
+    assert set(options) <= known
+    assert (options["host"], options["prometheus_host"]) == ("127.0.0.1", "127.0.0.1")
+    assert (options["port"], options["prometheus_port"]) == (1, 2)
 
 
 def test_the_table_overrides_defaults_and_none_leaves_sglangs(tmp_path):

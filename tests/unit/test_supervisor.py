@@ -14,6 +14,7 @@ import termios
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -39,12 +40,14 @@ class Run:
     <n>``."""
 
     def __init__(self, directory: Path, rank: str, engine: tuple[str, ...], world_size: int = 2,
-                 max_restarts: int = 1) -> None:  # fmt: skip
+                 max_restarts: int = 1, others: tuple[tuple[str, ...], ...] = (),
+                 router: tuple[str, ...] = (), attached: tuple[str, ...] = ()) -> None:  # fmt: skip
         self.directory = directory
         directory.mkdir(exist_ok=True)
         spec = {
             "directory": str(directory), "rank": rank, "world_size": world_size,
-            "engine": list(engine), "max_restarts": max_restarts,
+            "servers": [engine, *others] if engine else [], "router": router,
+            "attached": attached, "max_restarts": max_restarts,
         }  # fmt: skip
         self.log = directory / "supervisor.err"
         with self.log.open("wb") as errors:
@@ -77,7 +80,7 @@ class Run:
         return self.log.read_text()
 
     def endpoint(self) -> dict | None:
-        path = self.directory / "engine" / "endpoint.json"
+        path = self.directory / "engine" / "servers" / "engine0.json"
         return json.loads(path.read_text()) if path.exists() else None
 
 
@@ -85,7 +88,7 @@ class Run:
 def start(tmp_path):
     runs = []
 
-    def start_run(rank: str, *engine: str, **options: int) -> Run:
+    def start_run(rank: str, *engine: str, **options: Any) -> Run:
         runs.append(Run(tmp_path / "run", rank, engine, **options))
         return runs[-1]
 
@@ -109,7 +112,7 @@ def gone(processes: list[psutil.Process], within_s: float = 10) -> bool:
 
 
 def test_a_run_ends_well_and_takes_everything_with_it(start):
-    rank = RANK + "wait_for('engine/endpoint.json'); print('hello from', rank)"
+    rank = RANK + "wait_for('engine/servers/engine0.json'); print('hello from', rank)"
     run = start(
         rank, HEALTHY + "subprocess.Popen(['sleep', '300'], start_new_session=True)\n" + SLEEP
     )
@@ -128,7 +131,7 @@ def test_what_the_engine_publishes(start):
     run = start(RANK + SLEEP, STAYS_UP)
     run.wait_until(run.endpoint)
     endpoint = run.endpoint()
-    assert endpoint["url"] == "http://stand-in/1"
+    assert endpoint["url"] == "http://stand-in/engine0/1"
     assert endpoint["incarnation"] == 1
     assert endpoint["pid"] in [p.pid for p in run.family()]
     keys = run.directory / "engine" / "keys.json"
@@ -231,7 +234,7 @@ def test_after_a_kill_the_next_run_takes_the_directory_over(start):
     first.process.kill()
     first.process.wait()
     assert first.endpoint() is not None  # a stale one
-    second = start("note('stale' if exists('engine/endpoint.json') else 'clean')")
+    second = start("note('stale' if exists('engine/servers/engine0.json') else 'clean')")
     assert second.end() == 0
     assert second.notes()[-2:] == ["clean", "clean"]
 
@@ -247,15 +250,17 @@ def test_a_directory_in_use_is_refused(start):
 
 
 def test_a_dead_engine_is_started_again(start):
-    published = "wait_for('engine/endpoint.json')\n"
-    rank = "wait_for('healthy2')\n" + published + "note(read('engine/endpoint.json'))"
+    published = "wait_for('engine/servers/engine0.json')\n"
+    rank = (
+        "wait_for('engine0-healthy2')\n" + published + "note(read('engine/servers/engine0.json'))"
+    )
     dies = HEALTHY + published + "print('segfault!', flush=True); os.kill(os.getpid(), 11)"
     run = start(rank, dies, STAYS_UP, world_size=1)
     assert run.end() == 0
     endpoint = json.loads(run.notes()[0])
     assert endpoint["incarnation"] == 2
-    assert endpoint["url"] == "http://stand-in/2"
-    assert "the engine was killed by SIGSEGV (signal 11)" in run.errors()
+    assert endpoint["url"] == "http://stand-in/engine0/2"
+    assert "engine0 was killed by SIGSEGV (signal 11)" in run.errors()
     assert "    segfault!" in run.errors()
     assert "restart 1 of 1" in run.errors()
 
@@ -263,14 +268,14 @@ def test_a_dead_engine_is_started_again(start):
 def test_restarts_are_bounded(start):
     run = start(
         RANK + SLEEP,
-        HEALTHY + "wait_for('engine/endpoint.json'); sys.exit('out of memory')",
+        HEALTHY + "wait_for('engine/servers/engine0.json'); sys.exit('out of memory')",
         max_restarts=2,
     )
     run.wait_until(run.family)
     family = run.family()
     assert run.end() == 1
-    assert (run.directory / "healthy3").exists()
-    assert not (run.directory / "healthy4").exists()
+    assert (run.directory / "engine0-healthy3").exists()
+    assert not (run.directory / "engine0-healthy4").exists()
     assert "giving up after 2 restarts (engine.max_restarts)" in run.errors()
     assert run.errors().count("    out of memory") == 3
     assert gone(family)
@@ -278,9 +283,9 @@ def test_restarts_are_bounded(start):
 
 def test_a_hung_engine_is_replaced_when_it_is_reported_lost(start):
     rank = (
-        "wait_for('engine/endpoint.json'); report_lost(1)\n"
-        "wait_for('healthy2'); wait_for('engine/endpoint.json')\n"
-        "note(read('engine/endpoint.json')); note(str(exists('engine/lost.json')))"
+        "wait_for('engine/servers/engine0.json'); report_lost(1)\n"
+        "wait_for('engine0-healthy2'); wait_for('engine/servers/engine0.json')\n"
+        "note(read('engine/servers/engine0.json')); note(str(exists('engine/lost/engine0.json')))"
     )
     hangs = HEALTHY + "note(f'pid {os.getpid()}'); os.kill(os.getpid(), signal.SIGSTOP)"
     run = start(rank, hangs, STAYS_UP, world_size=1)
@@ -289,15 +294,15 @@ def test_a_hung_engine_is_replaced_when_it_is_reported_lost(start):
     assert json.loads(endpoint)["incarnation"] == 2
     assert left == "False"
     assert not psutil.pid_exists(int(pid.split()[1]))
-    assert "the engine runs but does not answer" in run.errors()
+    assert "engine0 runs but was reported lost" in run.errors()
     assert "restart 1 of 1" in run.errors()
 
 
 def test_a_report_on_an_earlier_engine_is_dropped(start):
     rank = (
-        "wait_for('engine/endpoint.json'); report_lost(0)\n"
-        "while exists('engine/lost.json'): time.sleep(0.02)\n"
-        "time.sleep(0.3); note(read('engine/endpoint.json'))"
+        "wait_for('engine/servers/engine0.json'); report_lost(0)\n"
+        "while exists('engine/lost/engine0.json'): time.sleep(0.02)\n"
+        "time.sleep(0.3); note(read('engine/servers/engine0.json'))"
     )
     run = start(rank, STAYS_UP, world_size=1)
     assert run.end() == 0
@@ -308,20 +313,71 @@ def test_a_report_on_an_earlier_engine_is_dropped(start):
 def test_replacements_of_hung_engines_are_bounded(start):
     rank = (
         "for i in (1, 2):\n"
-        "    wait_for(f'healthy{i}'); wait_for('engine/endpoint.json'); report_lost(i)\n" + SLEEP
+        "    wait_for(f'engine0-healthy{i}'); wait_for('engine/servers/engine0.json'); report_lost(i)\n"
+        + SLEEP
     )
     run = start(rank, STAYS_UP, world_size=1)
     assert run.end() == 1
-    assert not (run.directory / "healthy3").exists()
+    assert not (run.directory / "engine0-healthy3").exists()
     assert "giving up after 1 restarts (engine.max_restarts)" in run.errors()
 
 
 def test_an_engine_that_never_starts_is_not_tried_again(start):
     run = start(RANK + SLEEP, "sys.exit('no such model')", max_restarts=3)
     assert run.end() == 1
-    assert "the engine did not start: exited with 1" in run.errors()
+    assert "engine0 did not start: exited with 1" in run.errors()
     assert "no such model" in run.errors()
-    assert not (run.directory / "logs" / "engine2.log").exists()
+    assert not (run.directory / "logs" / "engine0-2.log").exists()
+
+
+def test_servers_are_kept_one_by_one(start):
+    """One dies for good, another hangs once; the rest, and the run, go on."""
+    rank = (
+        "wait_for('engine/servers/engine1.json'); report_lost(1, 'engine1')\n"
+        "wait_for('engine1-healthy2'); wait_for('engine/servers/engine1.json')\n"
+        "while exists('engine/servers/engine0.json'): time.sleep(0.02)\n"
+        "note(read('engine/servers/engine1.json')); note(read('engine/servers/engine2.json'))"
+    )
+    dies = HEALTHY + "wait_for('engine/servers/engine0.json'); sys.exit('out of memory')"
+    run = start(
+        rank, dies, others=((STAYS_UP,), (STAYS_UP,)), world_size=1, max_restarts=1
+    )  # fmt: skip
+    run.wait_until(lambda: "going on with the other servers, 2" in run.errors())
+    assert run.end() == 0
+    second, third = (json.loads(note) for note in run.notes())
+    assert (second["url"], second["incarnation"]) == ("http://stand-in/engine1/2", 2)
+    assert (third["url"], third["incarnation"]) == ("http://stand-in/engine2/1", 1)
+    assert "giving up after 1 restarts" in run.errors()
+
+
+def test_the_run_ends_with_its_last_server(start):
+    dies = HEALTHY + "wait_for('engine/servers'); sys.exit('out of memory')"
+    run = start(RANK + SLEEP, dies, others=((dies,),), max_restarts=0)
+    assert run.end() == 1
+    assert "going on with the other servers, 1" in run.errors()
+    assert run.errors().count("giving up after 0 restarts") == 2
+
+
+def test_an_attached_server_is_one_left(start):
+    rank = "wait_for('done')"
+    run = start(rank, "sys.exit('bad flag')", attached=("http://elsewhere:1",), max_restarts=0)
+    run.wait_until(lambda: "going on with the other servers, 1" in run.errors())
+    (run.directory / "done").touch()
+    assert run.end() == 0
+    left = list((run.directory / "engine" / "servers").iterdir())
+    assert [path.name for path in left] == ["http-elsewhere-1.json"]
+
+
+def test_a_dead_router_is_started_again_and_in_the_end_done_without(start):
+    rank = "wait_for('router-healthy2')\nwait_for('done')"
+    dies = HEALTHY + "wait_for('engine/router.json'); wait_for('engine/servers/engine0.json')\n"
+    run = start(rank, STAYS_UP, router=(dies,), max_restarts=1)
+    run.wait_until(lambda: "going on without a router" in run.errors())
+    assert not (run.directory / "engine" / "router.json").exists()
+    assert run.endpoint()
+    (run.directory / "done").touch()
+    assert run.end() == 0
+    assert "restart 1 of 1" in run.errors()
 
 
 def test_rank_0_draws_on_the_terminal_and_its_log_is_plain(tmp_path):
@@ -336,7 +392,9 @@ def test_rank_0_draws_on_the_terminal_and_its_log_is_plain(tmp_path):
         "directory": str(tmp_path),
         "rank": code,
         "world_size": 1,
-        "engine": [],
+        "servers": [],
+        "router": [],
+        "attached": [],
         "max_restarts": 0,
     }
     controller, terminal = pty.openpty()

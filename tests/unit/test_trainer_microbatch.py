@@ -56,6 +56,17 @@ def test_padding_is_one_more_sequence_without_loss() -> None:
     assert pad_to(same, 6) is same
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_padding_has_no_recorded_routing(dtype) -> None:
+    routed = np.array([[[3, 1]], [[0, 2]]], dtype)
+    sample = TrainingSample(
+        [1], [2, 3], 1.0, [-1.0, -1.0], None, None, None, 0, routed_experts=routed
+    )
+    padded = pad_to(pack([sample]), 5)
+    assert padded.routed_experts.tolist() == [[[3, 1]], [[0, 2]], *[[[0, 0]]] * 3]
+    assert padded.routed_valid.tolist() == [True, True, False, False, False]
+
+
 def test_counts_and_lengths_are_checked() -> None:
     check_micro_batches([batch(4)] * 4, pad_multiple=4, count_multiple=2)
     with pytest.raises(ValueError, match="3 micro-batches, expected a positive multiple of 2"):

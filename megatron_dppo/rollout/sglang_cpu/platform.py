@@ -8,6 +8,12 @@ import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from megatron_dppo.rollout.engine_hash import tiled_hash
+from megatron_dppo.rollout.sglang_cpu.received_buckets import ReceivedBuckets
+
+PAUSED_STEP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -30,11 +36,25 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Nothing: the base class collects garbage, 0.4 s at every flush and resume."""
 
     def init_backend(self) -> None:
-        """Host-side caches (for the capture of routed experts) in plain memory."""
+        """Host-side caches (for the capture of routed experts) in plain memory; weight checksums by the
+        GPU's hash, because a CPU's SHA-256 takes several times as long and can't be put together from
+        parts; weights received into memory that is kept; a paused scheduler that sleeps, which else
+        spins and takes a core from whoever updates its weights.
+        """
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
+        from sglang.srt.utils import weight_checker
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+        weight_checker._hash_tensor = tiled_hash
+        FlattenedTensorBucket.empty = ReceivedBuckets(FlattenedTensorBucket.empty)
+        HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
 
 
 def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch.Tensor:
     return torch.empty(dims, dtype=dtype, device=device)
+
+
+def sleep_when_paused(result: Any, scheduler: Any) -> None:
+    """After a step of a paused scheduler's loop, do what an idle one does: wait for a request."""
+    scheduler.maybe_sleep_on_idle()

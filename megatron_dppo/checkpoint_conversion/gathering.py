@@ -1,0 +1,82 @@
+"""``gather_plan``'s buckets, gathered between the ranks of a process group's world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.checkpoint_conversion.gather_plan import Bucket, ParameterKey
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a rank has of a bucket: on its receiver the full tensors by name, elsewhere nothing.
+
+    ``received``: bytes that came from other ranks.
+    """
+
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    received: int = 0
+
+
+KEPT_BYTES = 64 << 20
+
+
+class Buffers:
+    """Two flat buffers that take turns, so that what lies in one holds while the other is filled.
+
+    Between uses those of at most KEPT_BYTES are kept: fresh memory costs a CPU more than the copy into it.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: list[Tensor | None] = [None, None]
+
+    def next(self, elements: int, like: Tensor) -> Tensor:
+        """1-D of ``elements``, of ``like``'s type and device."""
+        self._buffers.reverse()
+        held = self._buffers[0]
+        if held is None or held.numel() < elements:
+            held = self._buffers[0] = like.new_empty(elements)
+        return held[:elements]
+
+    def shrink(self) -> None:
+        """Let go of large buffers."""
+        self._buffers = [
+            b if b is not None and b.nbytes <= KEPT_BYTES else None for b in self._buffers
+        ]
+
+
+def gather(
+    plan: Sequence[Bucket],
+    rank: int,
+    values: Mapping[ParameterKey, Tensor],
+    buffers: Buffers | None = None,
+) -> Iterator[Gathered]:
+    """Collective: each bucket of ``plan`` in turn.
+
+    ``values``: this rank's tensors by (chunk, name), in the shape of its parameters (the weights, or their gradients),
+    all of one dtype. A rank sends its pieces of a bucket as one flat message. A bucket's tensors lie one after another
+    in one flat buffer: one of ``buffers``, in which it holds until the second one after, or its own.
+    """
+    like = next(iter(values.values()))
+    for bucket in plan:
+        counts = bucket.elements_by_rank
+        if rank != bucket.receiver:
+            if rank in counts:
+                dist.send(bucket.pack(rank, values), dst=bucket.receiver)
+            yield Gathered()
+            continue
+        flat = {source: like.new_empty(n) for source, n in counts.items() if source != rank}
+        pending = [dist.irecv(buffer, src=source) for source, buffer in flat.items()]
+        elements = bucket.elements
+        out = like.new_empty(elements) if buffers is None else buffers.next(elements, like)
+        for request in pending:
+            if request is not None:
+                request.wait()
+        received = sum(buffer.nbytes for buffer in flat.values())
+        yield Gathered(bucket.assemble(out, flat, rank, values), received)
+    if buffers is not None:
+        buffers.shrink()

@@ -1,0 +1,35 @@
+"""The problems that a run trains and is evaluated on."""
+
+from __future__ import annotations
+
+import logging
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.problems import ProblemSet, load_problems, load_tokenizer
+
+log = logging.getLogger(__name__)
+
+
+class RunData:
+    """The training and the held-out problems, tokenised. Raises DataError naming file and line."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._tokenizer = tokenizer = load_tokenizer(config.model.hf_checkpoint)
+
+        def load(path: str) -> ProblemSet:
+            problems = load_problems(
+                path,
+                tokenizer,
+                max_prompt_tokens=config.data.max_prompt_tokens,
+                apply_chat_template=config.data.apply_chat_template,
+            )
+            if problems.dropped:
+                log.warning("%s: %d prompts are too long and were left out", path, problems.dropped)
+            return problems
+
+        self.train = load(config.data.train)
+        self.held_out = {name: load(path).problems for name, path in config.data.evaluation.items()}
+
+    def text_of(self, token_id: int) -> str:
+        """What a token reads as by itself."""
+        return str(self._tokenizer.decode([token_id]))

@@ -1,0 +1,222 @@
+"""The files in which a run's servers are written down: the supervisor, the ranks and the user's
+command meet here.
+
+    <run.directory>/engine/
+      keys.json             {api_key, admin_api_key} of the servers started here; owner's eyes only
+      servers/<name>.json   one healthy server; attached ones are there whatever their health
+      router.json           the router, while it is healthy
+      lost/<name>.json      {incarnation}: a rank wants that one replaced, for it no longer answers
+      status.json           what the ranks make of it: weight version, servers that serve or not
+
+Files appear by a rename, so that a reader sees a whole file or none. Loads no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+ROUTER = "router"
+"""The router's name, where servers have theirs."""
+API_KEY_VARIABLE = "MEGATRON_DPPO_API_KEY"
+ADMIN_KEY_VARIABLE = "MEGATRON_DPPO_ADMIN_API_KEY"
+Origin = Literal["started", "config", "command"]
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where a server is. ``origin``: started by this run's supervisor, named in ``engine.urls``, or
+    attached by command.
+
+    ``incarnation`` grows by one with each restart by the supervisor; attached servers stay at 0.
+    """
+
+    name: str
+    url: str
+    incarnation: int = 0
+    pid: int | None = None
+    origin: Origin = "started"
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether the supervisor restarts it when it is reported lost."""
+        return self.origin == "started"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a server asks of its clients: ``api`` to generate, ``admin`` to change its weights."""
+
+    api: str | None = None
+    admin: str | None = None
+
+    @classmethod
+    def of_environment(cls) -> Keys:
+        """Those of attached servers: they come with the trainer's environment, in no file."""
+        return cls(os.environ.get(API_KEY_VARIABLE), os.environ.get(ADMIN_KEY_VARIABLE))
+
+
+class FleetFolder:
+    """``<run.directory>/engine``; made where it is missing."""
+
+    def __init__(self, run_directory: str | Path) -> None:
+        self.path = Path(run_directory) / "engine"
+        self._servers = self.path / "servers"
+        self._lost = self.path / "lost"
+        self._keys = self.path / "keys.json"
+        self._status = self.path / "status.json"
+        for folder in (self._servers, self._lost):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    # --- servers and the router
+
+    def servers(self) -> list[Server]:
+        """Every published server, by name with numbers in order."""
+        found = [s for path in self._servers.glob("*.json") if (s := _read_server(path))]
+        return sorted(found, key=lambda server: _natural(server.name))
+
+    def router(self) -> Server | None:
+        """The router, while it is healthy."""
+        return _read_server(self._place(ROUTER))
+
+    def publish(self, server: Server) -> None:
+        """Write a server, or the router, down."""
+        write_atomically(self._place(server.name), json.dumps(asdict(server)))
+
+    def withdraw(self, name: str) -> None:
+        """It is no longer there, and what was reported of it is settled."""
+        self._place(name).unlink(missing_ok=True)
+        (self._lost / f"{name}.json").unlink(missing_ok=True)
+
+    def withdraw_started(self) -> None:
+        """Forget everything that a supervisor published; attached servers stay."""
+        for server in self.servers():
+            if server.replaceable:
+                self.withdraw(server.name)
+        self.withdraw(ROUTER)
+        for path in self._lost.glob("*.json"):
+            path.unlink(missing_ok=True)
+        self._keys.unlink(missing_ok=True)
+        self._status.unlink(missing_ok=True)
+
+    def _place(self, name: str) -> Path:
+        return (self.path if name == ROUTER else self._servers) / f"{name}.json"
+
+    # --- servers that run elsewhere
+
+    def attach(self, url: str, origin: Origin = "command") -> Server:
+        """Write a server down that runs elsewhere. Raises ValueError for what is no URL, or is
+        there."""
+        server = Server(attached_name(url), url.rstrip("/"), origin=origin)
+        if any(other.url == server.url for other in self.servers()):
+            raise ValueError(f"{server.url} belongs to the fleet already")
+        self.publish(server)
+        return server
+
+    def detach(self, url: str) -> Server:
+        """Take out an attached server. Raises ValueError where there is none, or it was started
+        here."""
+        for server in self.servers():
+            if server.url == url.rstrip("/") and not server.replaceable:
+                self.withdraw(server.name)
+                return server
+        raise ValueError(f"{url} is no attached server of this run")
+
+    def sync_configured(self, urls: list[str]) -> None:
+        """Attach what ``engine.urls`` names now, and detach what it named in an earlier start."""
+        wanted = {url.rstrip("/") for url in urls}
+        for server in self.servers():
+            if server.origin == "config" and server.url not in wanted:
+                self.withdraw(server.name)
+        for url in sorted(wanted - {server.url for server in self.servers()}):
+            self.attach(url, "config")
+
+    # --- keys
+
+    def publish_keys(self, keys: Keys) -> None:
+        """Keys of the servers that are started here, for the owner's eyes only."""
+        text = json.dumps({"api_key": keys.api, "admin_api_key": keys.admin})
+        write_atomically(self._keys, text, 0o600)
+
+    def keys(self, server: Server) -> Keys:
+        """The keys that ``server`` takes."""
+        if not server.replaceable:
+            return Keys.of_environment()
+        found = _read(self._keys) or {}
+        return Keys(found.get("api_key"), found.get("admin_api_key"))
+
+    # --- reports
+
+    def report_lost(self, server: Server) -> None:
+        """Ask the supervisor to replace this incarnation, which runs on but doesn't answer.
+
+        It sees by itself when one has exited, and drops a report on an earlier incarnation.
+        """
+        report = {"incarnation": server.incarnation}
+        write_atomically(self._lost / f"{server.name}.json", json.dumps(report))
+
+    def take_report(self, name: str) -> int | None:
+        """Remove the report on ``name``; the incarnation that it is about, None where there is
+        none."""
+        path = self._lost / f"{name}.json"
+        report = _read(path)
+        if report is None:
+            return None
+        path.unlink(missing_ok=True)
+        return int(report["incarnation"])
+
+    # --- the ranks' view
+
+    def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
+        """``states``: a word or a sentence on every server, by name."""
+        status = {"version": version, "servers": dict(states)}
+        write_atomically(self._status, json.dumps(status, indent=1))
+
+    def status(self) -> dict[str, Any]:
+        """What ``publish_status`` wrote last; empty before that."""
+        return _read(self._status) or {}
+
+
+def attached_name(url: str) -> str:
+    """A file's name for a server that runs elsewhere. Raises ValueError for what is no URL."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"got {url!r}, expected http://host:port")
+    return re.sub(r"[^\w.]+", "-", url.rstrip("/"))
+
+
+def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
+    """Put a file there by a rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.unlink(missing_ok=True)
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+    temporary.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+
+
+def _read_server(path: Path) -> Server | None:
+    found = _read(path)
+    return Server(**found) if found else None
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    return list(_parts(name))
+
+
+def _parts(name: str) -> Iterator[tuple[bool, int, str]]:
+    for part in re.findall(r"\d+|\D+", name):
+        yield (True, int(part), "") if part.isdigit() else (False, 0, part)

@@ -1,0 +1,79 @@
+"""The trainer as weight updates see it: weights by Hugging Face name, and log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from megatron_dppo.checkpoint_conversion.gather_plan import (
+    Bucket,
+    fewest_gathered_elements,
+    hf_buckets_plan,
+)
+from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
+from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.trainer.distributed import all_gather_json
+from megatron_dppo.trainer.hf_weights import named_parameters
+from megatron_dppo.trainer.trainer import Trainer
+
+
+class TrainerWeights:
+    """``weight_sync``'s source of weights over a Trainer; see ``WeightSource`` there."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._buffers = Buffers()
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+        return self._trainer.topology.rank
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model, without padding."""
+        return self._trainer.shape.vocab_size
+
+    @property
+    def dtype_name(self) -> str:
+        """The weights' type."""
+        return str(self._trainer.dtype).removeprefix("torch.")
+
+    def plan(self, bucket_bytes: int, *, spread: bool) -> list[Bucket]:
+        """All weights in buckets; with ``spread`` each on the rank that holds most of it, else on 0."""
+        t = self._trainer
+        return hf_buckets_plan(t.shape, t.layout, bucket_bytes, t.dtype.itemsize, spread=spread)
+
+    def gather_bound(self) -> int:
+        """The fewest bytes that ranks must exchange so that every tensor is whole somewhere."""
+        t = self._trainer
+        return fewest_gathered_elements(t.shape, t.layout) * t.dtype.itemsize
+
+    def gather(self, plan: Sequence[Bucket]) -> Iterator[Gathered]:
+        """The present weights by the plan's buckets; collective. A bucket holds until the second after."""
+        values = {key: p.data for key, p in named_parameters(self._trainer.chunks).items()}
+        return gather(plan, self.rank, values, self._buffers)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank; collective."""
+        return all_gather_json(value)
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(token | tokens before it) of all but the first, by prompt, at temperature 1.
+
+        Collective; every replica computes the same. Routing is the trainer's own.
+        """
+        samples = [
+            TrainingSample(p[:1], p[1:], 0.0, [0.0] * (len(p) - 1), None, None, None, index)
+            for index, p in enumerate(prompts)
+        ]
+        multiple = self._trainer.pad_multiple
+        batches = [pack(samples, pad_multiple=multiple)]
+        batches += [
+            pack([], pad_multiple=multiple) for _ in range(self._trainer.micro_batch_multiple - 1)
+        ]
+        flat = self._trainer.log_probs(batches, temperature=1.0)[0].cpu()
+        trained = flat[batches[0].loss_mask].tolist()
+        rows = iter(trained)
+        return [list(islice(rows, len(prompt) - 1)) for prompt in prompts]

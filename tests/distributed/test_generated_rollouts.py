@@ -1,0 +1,292 @@
+"""Two leaders draw batches from a scripted engine: order, overlap, filtering and resumption without a server."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.unit.config_files import minimal
+
+MODULE = "tests.distributed.test_generated_rollouts"
+PROMPTS, GROUP, STEPS = 6, 2, 4
+
+
+class ScriptedEngine:
+    """Answers as ``EngineSession`` does, with the weights it had when it was asked.
+
+    Problems whose id ``flat`` divides earn nothing; of the others every first response is right.
+    """
+
+    def __init__(self, flat: int) -> None:
+        self.version, self.events, self._flat = 0, [], flat
+
+    def start(self, job, description: str):
+        self.events.append(f"start {description}")
+        return SimpleNamespace(
+            job=job, description=description, version=self.version, seconds=0.5, is_finished=False
+        )
+
+    def finish(self, generation, held: int):
+        from megatron_dppo.types import Rollout, VersionSpan
+
+        self.events.append(f"finish {generation.description} held {held}")
+        return [
+            Rollout(
+                problem_id=p.problem_id,
+                sample_index=s,
+                prompt_ids=list(p.prompt_ids),
+                response_ids=[3, 4],
+                rollout_log_probs=[-0.5, -0.25],
+                finish_reason="stop",
+                text="1" if s == 0 and p.problem_id % self._flat else "0",
+                weight_versions=[VersionSpan(generation.version, 0, 2)],
+            )
+            for p in generation.job.problems
+            for s in range(generation.job.group_size)
+        ]
+
+
+def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: dict[str, Any]):
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from megatron_dppo.config.schema import TrainConfig
+    from megatron_dppo.loop.generated import GeneratedRollouts
+    from megatron_dppo.loop.rollouts import ProblemFeed
+    from megatron_dppo.metrics.timing import PhaseTimer
+    from megatron_dppo.rollout.generation import GenerationJob
+    from megatron_dppo.rollout.requests import SamplingParams
+    from megatron_dppo.trainer.topology import Topology
+    from megatron_dppo.types import Problem
+
+    here = Path(folder) / str(dist.get_rank())
+    here.mkdir(exist_ok=True)
+    tree = minimal(here)
+    tree["run"]["steps"] = STEPS
+    tree["rollout"] |= {"prompts_per_step": PROMPTS, "group_size": GROUP, **changes}
+    world = dist.group.WORLD
+    topology = Topology(
+        rank=dist.get_rank(), world_size=2, dp_rank=dist.get_rank(), dp_size=2,
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, ep_rank=0, ep_size=1, leaders=(0, 1),
+        data_group=world, tensor_group=world, pipeline_group=world, model_group=world,
+    )  # fmt: skip
+    problems = [Problem(i, "p", "1", (i, 1)) for i in range(64)]
+    return GeneratedRollouts(
+        TrainConfig.model_validate(tree),
+        topology,
+        engine,  # type: ignore[arg-type]
+        verifier,
+        GenerationJob((), GROUP, SamplingParams(4)),
+        ProblemFeed(problems, sampler),
+        PhaseTimer(),
+    )
+
+
+def steps(
+    folder: str, changes: dict[str, Any], *, flat: int = 1000, resume_after: int = 0
+) -> dict[str, Any]:
+    """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there."""
+    from megatron_dppo.data.sampler import ProblemSampler
+    from megatron_dppo.rewards import Verifier
+
+    engine, sampler, batches = ScriptedEngine(flat), ProblemSampler(64, seed=3), []
+    with Verifier("exact_integer", 1.0, 1) as verifier:
+        source = source_of(folder, engine, verifier, sampler, changes)
+        for step in range(1, STEPS + 1):
+            batches.append(source.collect(step))
+            engine.events.append(f"train {step}")
+            source.settle(step)
+            engine.version = step
+            engine.events.append(f"update {step}")
+            source.run_ahead()
+            if step == resume_after:
+                sampler = ProblemSampler(64, seed=3)
+                sampler.load_state_dict(batches[-1].sampler)
+                source = source_of(folder, engine, verifier, sampler, changes)
+    return {
+        "problems": [[r.problem_id for r in b.rollouts[::GROUP]] for b in batches],
+        "samples": [[r.sample_index for r in b.rollouts] for b in batches],
+        "versions": [[r.weight_versions[0].weight_version for r in b.rollouts] for b in batches],
+        "figures": [b.figures for b in batches],
+        "samplers": [b.sampler for b in batches],
+        "events": engine.events,
+    }
+
+
+def late_weights(folder: str) -> str:
+    """The error of a batch whose weights are older than a synchronous run allows."""
+    from megatron_dppo.data.sampler import ProblemSampler
+    from megatron_dppo.loop.staleness import StalenessError
+    from megatron_dppo.rewards import Verifier
+
+    with Verifier("exact_integer", 1.0, 1) as verifier:
+        source = source_of(folder, ScriptedEngine(5), verifier, ProblemSampler(64, seed=3), {})
+        source.collect(1)
+        try:
+            source.collect(2)
+        except StalenessError as error:
+            return str(error)
+    return ""
+
+
+FILTER = {
+    "drop_groups_without_spread": True,
+    "oversampling": 2.0,
+    "max_generation_rounds": 3,
+}
+
+
+def worker(folder: str) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ahead = {"max_staleness": 1}
+    return {
+        "synchronous": steps(folder, {}),
+        "ahead": steps(folder, ahead),
+        "resumed": steps(folder, ahead, resume_after=2),
+        "filtered": steps(folder, FILTER, flat=2),
+        "filtered ahead": steps(folder, FILTER | ahead, flat=2),
+        "filtered, resumed": steps(folder, FILTER | ahead, flat=2, resume_after=2),
+        "hopeless": steps(folder, FILTER, flat=1),
+        "late": late_weights(folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> list[dict[str, Any]]:
+    return run_ranks(f"{MODULE}:worker", 2, str(tmp_path_factory.mktemp("generated")))
+
+
+@pytest.fixture
+def runs(ranks) -> dict[str, Any]:
+    """Rank 0's view; ``test_both_ranks_see_the_same`` lets it stand for both."""
+    return ranks[0]
+
+
+def drawn(seed: int = 3) -> list[int]:
+    from megatron_dppo.data.sampler import ProblemSampler
+
+    return ProblemSampler(64, seed).next(64 * 2)
+
+
+def test_both_ranks_see_the_same(ranks):
+    for name in ("synchronous", "ahead", "filtered", "filtered ahead", "hopeless"):
+        for what in ("problems", "samples", "versions", "samplers"):
+            assert ranks[0][name][what] == ranks[1][name][what], (name, what)
+
+
+def test_batches_follow_the_sampler_whatever_the_mode(runs):
+    expected = [drawn()[i * PROMPTS : (i + 1) * PROMPTS] for i in range(STEPS)]
+    for mode in ("synchronous", "ahead", "resumed"):
+        assert runs[mode]["problems"] == expected, mode
+        assert runs[mode]["samples"] == [[0, 1] * PROMPTS] * STEPS
+
+
+def test_one_step_ahead_means_one_version_behind(runs):
+    expected = {"synchronous": [0, 1, 2, 3], "ahead": [0, 0, 1, 2], "resumed": [0, 0, 2, 2]}
+    for mode, versions in expected.items():
+        assert runs[mode]["versions"] == [[v] * PROMPTS * GROUP for v in versions], mode
+    figures = runs["ahead"]["figures"]
+    assert [f["rollout/staleness"] for f in figures] == [0, 1, 1, 1]
+    assert [f["rollout/staleness_max"] for f in figures] == [0, 1, 1, 1]
+
+
+def test_generation_runs_beside_training_and_never_beside_an_update(runs):
+    assert runs["ahead"]["events"] == [
+        "start step 1: generate",
+        "finish step 1: generate held 0",
+        "start step 2: generate",
+        "train 1",
+        "finish step 2: generate held 1",
+        "update 1",
+        "start step 3: generate",
+        "train 2",
+        "finish step 3: generate held 2",
+        "update 2",
+        "start step 4: generate",
+        "train 3",
+        "finish step 4: generate held 3",
+        "update 3",
+        "train 4",
+        "update 4",
+    ]
+
+
+def test_the_checkpointed_position_is_the_one_before_prefetched_problems(runs):
+    for mode in ("ahead", "resumed"):
+        assert runs[mode]["samplers"] == runs["synchronous"]["samplers"], mode
+    positions = [s["position"] for s in runs["ahead"]["samplers"]]
+    assert positions == [PROMPTS * (i + 1) for i in range(STEPS)]
+
+
+def expected_filtered(flat: int) -> tuple[list[list[int]], list[dict[str, int]]]:
+    """The batches of ``FILTER``, replayed by hand: rounds of 12, then twice what is missing."""
+    stream, position, batches, counts = drawn(), 0, [], []
+    for _ in range(STEPS):
+        candidates: list[int] = []
+        useful, rounds = [], 0
+        while len(useful) < PROMPTS and rounds < 3:
+            count = 2 * (PROMPTS - len(useful))
+            candidates += stream[position : position + count]
+            position += count
+            rounds += 1
+            useful = [p for p in candidates if p % flat]
+        batches.append(useful[:PROMPTS])
+        counts.append(
+            {
+                "rollout/groups_generated": len(candidates),
+                "rollout/groups_surplus": len(useful) - PROMPTS,
+                "rollout/groups_dropped": len(candidates) - len(useful),
+                "rollout/groups_filled": 0,
+                "rollout/generation_rounds": rounds,
+            }
+        )
+    return batches, counts
+
+
+def test_groups_without_spread_are_replaced_in_the_sampler_s_order(runs):
+    batches, counts = expected_filtered(flat=2)
+    assert any(c["rollout/generation_rounds"] > 1 for c in counts)
+    assert any(c["rollout/groups_surplus"] > 0 for c in counts)
+    for mode in ("filtered", "filtered ahead", "filtered, resumed"):
+        assert runs[mode]["problems"] == batches, mode
+        for found, expected in zip(runs[mode]["figures"], counts, strict=True):
+            assert {k: found[k] for k in expected} == expected
+    assert runs["filtered ahead"]["samplers"] == runs["filtered"]["samplers"]
+
+
+def test_the_reported_reward_is_that_of_all_generated_groups(runs):
+    for figures in runs["filtered"]["figures"]:
+        flat, count = figures["rollout/groups_dropped"], figures["rollout/groups_generated"]
+        assert figures["reward/mean"] == pytest.approx(0.5 * (count - flat) / count)
+        assert figures["reward/groups_without_spread"] == pytest.approx(flat / count)
+        assert figures["reward/mean_trained"] == 0.5
+        assert figures["rollout/tokens"] == count * GROUP * 2
+
+
+def test_a_batch_that_finds_no_spread_is_filled_up(runs):
+    assert runs["hopeless"]["problems"][0] == drawn()[:PROMPTS]
+    figures = runs["hopeless"]["figures"][0]
+    assert figures["rollout/groups_filled"] == PROMPTS
+    assert figures["rollout/generation_rounds"] == 3
+    assert figures["rollout/groups_generated"] == 36
+
+
+def test_further_rounds_of_a_prefetched_batch_run_before_the_update(runs):
+    events = runs["filtered ahead"]["events"]
+    again = [i for i, e in enumerate(events) if "start" in e and "round 2" in e]
+    assert again
+    for i in again:
+        step = int(events[i].split()[2].rstrip(":"))
+        before = [e for e in events[:i] if e.startswith(("train", "update"))]
+        assert before[-1:] == ([f"train {step - 1}"] if step > 1 else [])
+
+
+def test_rollouts_of_older_weights_are_refused(runs):
+    assert "step 2 trains weight version 1" in runs["late"]
+    assert "of version 0, expected 1 to 1 (rollout.max_staleness: 0)" in runs["late"]

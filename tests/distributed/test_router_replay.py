@@ -1,0 +1,334 @@
+"""Router replay in every layout: the experts that the routers really use, and the gradient.
+
+The recordings are random, far from the natural routing, so that a pass which routes naturally, or
+by another micro-batch's or layer's recording, is seen. Some samples have no recording and some only
+part of one. What the routers use is read from their own outputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.test_trainer_parity import (
+    VOCABULARY,
+    distances,
+    policy_token_loss,
+    run_config,
+    samples,
+)
+from tests.ranks import run_ranks
+
+MODULE = "tests.distributed.test_router_replay"
+LAYERS, EXPERTS, TOP_K = 4, 8, 2
+BUDGET = 120
+TOLERANCE = 1e-5
+FULL = {"recompute": "full"}
+MOE = {"recompute": "selective", "megatron": {"recompute_modules": ["moe"]}}
+
+TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "TP2 SP": ({"tensor": 2}, {}),
+    "TP2 SP recompute full": ({"tensor": 2}, FULL),
+    "TP2 SP recompute moe": ({"tensor": 2}, MOE),
+    "EP2": ({"expert": 2}, {}),
+    "EP2 recompute full": ({"expert": 2}, FULL),
+    "EP2 recompute selective": ({"expert": 2}, {"recompute": "selective"}),
+    "PP2": ({"pipeline": 2}, {}),
+    "PP2 recompute full": ({"pipeline": 2}, FULL),
+    "PP2 recompute moe": ({"pipeline": 2}, MOE),
+    "PP2 VPP2": ({"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "PP2 VPP2 recompute full": ({"pipeline": 2, "virtual_pipeline": 2}, FULL),
+    "TP2 EP2 recompute full": ({"tensor": 2, "expert": 2}, FULL),
+    "DP2": ({}, {}),
+}
+FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "TP2 PP2 EP2 recompute full": ({"tensor": 2, "pipeline": 2, "expert": 2}, FULL),
+    "TP2 EP2 DP2": ({"tensor": 2, "expert": 2}, {}),
+    "PP2 VPP2 EP2 recompute full": ({"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, FULL),
+}
+
+
+def recorded_samples() -> list:
+    """The parity test's samples with random recordings; every fifth has none, others lack rows."""
+    rng = np.random.default_rng(11)
+    out = []
+    for sample in samples():
+        shape = (sample.length - 1, LAYERS, EXPERTS)
+        routed = rng.random(shape).argsort(-1)[..., :TOP_K].astype(np.uint8)
+        usable = rng.random(sample.length - 1) < 0.8 if sample.index % 4 == 1 else None
+        if sample.index % 5 == 2:
+            out.append(sample)
+        else:
+            out.append(replace(sample, routed_experts=routed, routed_valid=usable))
+    return out
+
+
+def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any], *, replay: bool):
+    from megatron_dppo.trainer.trainer import Trainer
+
+    config = run_config(hf_dir, parallel, changes)
+    rollout = config.rollout.model_copy(update={"router_replay": replay})
+    megatron = changes.get("megatron", {})
+    return Trainer(config.model_copy(update={"rollout": rollout, "megatron": megatron}))
+
+
+def own_micro_batches(trainer, data: list) -> list:
+    from megatron_dppo.data.packing import pack, plan_mini_batch
+
+    plan = plan_mini_batch(
+        [s.length for s in data], trainer.topology.dp_size, BUDGET, trainer.micro_batch_multiple
+    )
+    return [
+        pack([data[i] for i in rows], pad_multiple=trainer.pad_multiple)
+        for rows in plan[trainer.topology.dp_rank]
+    ]
+
+
+class RouterWatch:
+    """What each router of this rank chose: routing maps [t, experts] by layer and kind of pass.
+
+    The kind: whether autograd recorded the pass. Under recomputation first passes do not record.
+    """
+
+    def __init__(self, trainer) -> None:
+        self.seen: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        for chunk in trainer.chunks:
+            for layer in chunk.decoder.layers:
+                layer.mlp.router.register_forward_hook(self._hook(layer.layer_number - 1))
+
+    def _hook(self, layer: int):
+        def keep(_module, _inputs, outputs) -> None:
+            self.seen.setdefault((layer, torch.is_grad_enabled()), []).append(outputs[1].clone())
+
+        return keep
+
+    def wrong(self, trainer, batches: list) -> list[str]:
+        """What differs from the recordings of ``batches`` in the passes seen; forgets them."""
+        seen, self.seen = self.seen, {}
+        found = [] if seen else ["no router was used"]
+        tokens = max(b.num_tokens for b in batches)
+        size = trainer.pad_multiple
+        for (layer, recorded), maps in seen.items():
+            where = f"layer {layer}, autograd {recorded}"
+            if len(maps) != len(batches):
+                found.append(f"{where}: {len(maps)} passes for {len(batches)} micro-batches")
+            for number, (used, batch) in enumerate(zip(maps, batches, strict=False)):
+                own = used.shape[0]
+                assert own * size in (batch.num_tokens, tokens)
+                start = trainer.topology.tp_rank * own if size > 1 else 0
+                valid = batch.routed_valid[start : start + own]
+                expected = batch.routed_experts[start : start + own, layer].long()
+                chosen = torch.zeros(len(valid), EXPERTS, dtype=torch.bool)
+                chosen.scatter_(1, expected, True)
+                rows = (used[: len(valid)] != chosen).any(1) & valid
+                if rows.any():
+                    found.append(f"{where}, micro-batch {number}: {int(rows.sum())} rows")
+                if (used.sum(1) != TOP_K).any():
+                    found.append(f"{where}, micro-batch {number}: not {TOP_K} experts a token")
+        return found
+
+
+def train(
+    hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """Two steps under replay; on rank 0 also gradients and parameters; and what routers did wrong."""
+    from megatron_dppo.checkpoint_conversion.gather_plan import hf_buckets_plan
+    from megatron_dppo.trainer.hf_weights import gather_buckets, named_parameters
+
+    trainer = make_trainer(hf_dir, parallel, changes, replay=True)
+    try:
+        watch = RouterWatch(trainer)
+        batches = own_micro_batches(trainer, recorded_samples())
+        trainer.log_probs(batches)
+        wrong = watch.wrong(trainer, batches)
+        out: dict[str, Any] = {"metrics": [], "norms": []}
+        for step in range(2):
+            result = trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0)
+            passes = 2 if changes in (FULL, MOE) else 1
+            if len({recorded for _, recorded in watch.seen}) != passes:
+                wrong.append(f"kinds of passes: {sorted(watch.seen)}")
+            wrong += watch.wrong(trainer, batches)
+            out["metrics"].append(result.metrics.values())
+            out["norms"].append(result.grad_norm)
+            if step == 0:
+                buckets = hf_buckets_plan(trainer.shape, trainer.layout, 50_000, 4)
+                grads = {k: p.main_grad for k, p in named_parameters(trainer.chunks).items()}
+                out["gradients"] = dict(
+                    pair
+                    for bucket in gather_buckets(buckets, trainer.topology.rank, grads)
+                    for pair in bucket
+                )
+        out["parameters"] = dict(pair for bucket in trainer.hf_buckets(50_000) for pair in bucket)
+        return out, wrong
+    finally:
+        trainer.close()
+
+
+def reference_worker(folder: str) -> list[str]:
+    """Make the model and train it in one process; the results go to ``folder``."""
+    from tests.tiny_models import save_tiny_model
+
+    hf_dir = save_tiny_model(
+        Path(folder) / "model", "qwen3_moe", vocab_size=VOCABULARY, layers=LAYERS
+    )
+    out, wrong = train(str(hf_dir), {}, {})
+    torch.save(out, Path(folder) / "reference.pt")
+    return wrong
+
+
+def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Every case, one after the other: what was wrong, and on rank 0 the distances."""
+    report: dict[str, Any] = {}
+    expected = torch.load(Path(folder) / "reference.pt", weights_only=True)
+    for name, (parallel, changes) in cases.items():
+        layout = {**parallel, "world_size": world_size}
+        got, wrong = train(str(Path(folder) / "model"), layout, changes)
+        report[name] = {"wrong": wrong}
+        if torch.distributed.get_rank() == 0:
+            report[name]["distances"] = distances(got, expected)
+    return report
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("replay")
+    (wrong,) = run_ranks(f"{MODULE}:reference_worker", 1, str(folder))
+    assert wrong == []
+    return folder
+
+
+@pytest.mark.distributed
+def test_the_recordings_are_not_the_natural_routing(reference: Path) -> None:
+    got = torch.load(reference / "reference.pt", weights_only=True)
+    compared = sum(
+        sum(s.length - 1 if s.routed_valid is None else s.routed_valid.sum() for _ in range(LAYERS))
+        for s in recorded_samples()
+        if s.routed_experts is not None
+    )
+    for metrics in got["metrics"]:
+        assert metrics["r3/compared"] == compared
+        # One of the 28 pairs of 8 experts is the natural one.
+        assert 0.01 < metrics["r3/agreement"] / compared < 0.1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+def test_routers_replay_and_train_as_one_process_does(
+    reference: Path, world_size: int, cases: dict[str, Any]
+) -> None:
+    reports = run_ranks(
+        f"{MODULE}:layout_worker", world_size, str(reference), cases, world_size, timeout=600
+    )
+    wrong = {
+        (rank, name): found["wrong"]
+        for rank, report in enumerate(reports)
+        for name, found in report.items()
+        if found["wrong"]
+    }
+    assert not wrong
+    far = {
+        (name, kind): distance
+        for name, found in reports[0].items()
+        for kind, distance in found["distances"].items()
+        if not distance[0] <= TOLERANCE
+    }
+    assert reports[0].keys() == cases.keys()
+    assert not far
+
+
+def natural_worker(folder: str) -> dict[str, Any]:
+    """Training on the trainer's own natural routing, against training without replay."""
+    hf_dir = str(Path(folder) / "model")
+    plain = make_trainer(hf_dir, {}, {}, replay=False)
+    watch = RouterWatch(plain)
+    batches = own_micro_batches(plain, samples())
+    expected = plain.train_mini_batch(batches, policy_token_loss, 200.0)
+    weights = {n: p.detach().clone() for n, p in plain.chunks[0].named_parameters()}
+    chosen = [watch.seen[layer, True] for layer in range(LAYERS)]
+    recorded = []
+    for number, batch in enumerate(batches):
+        maps = torch.stack([layer[number] for layer in chosen], 1)
+        experts = maps.nonzero()[:, 2].view(batch.num_tokens, LAYERS, TOP_K).to(torch.uint8)
+        valid = torch.ones(batch.num_tokens, dtype=torch.bool)
+        recorded.append(replace(batch, routed_experts=experts, routed_valid=valid))
+    plain.close()
+
+    trainer = make_trainer(hf_dir, {}, {}, replay=True)
+    got = trainer.train_mini_batch(recorded, policy_token_loss, 200.0)
+    metrics = got.metrics.values()
+    out = {
+        "agreement": metrics["r3/agreement"] / metrics["r3/compared"],
+        "norms": [got.grad_norm, expected.grad_norm],
+        "weights equal": all(
+            torch.equal(p, weights[n]) for n, p in trainer.chunks[0].named_parameters()
+        ),
+    }
+    trainer.log_probs(own_micro_batches(trainer, samples()))
+    out["agreement without recordings"] = trainer.routing_agreement().values()
+    out["refused"] = refusals(trainer, recorded[0])
+    out["with dense layers"] = replay_beside_dense_layers(trainer)
+    trainer.close()
+    return out
+
+
+def refusals(trainer, batch) -> list[str]:
+    """What another model's recordings meet."""
+    experts = batch.routed_experts
+    told = []
+    for wrong in (experts[:, :2], torch.cat([experts[..., :1], experts[..., :1] + 8], -1)):
+        try:
+            trainer.log_probs([replace(batch, routed_experts=wrong)])
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def replay_beside_dense_layers(trainer) -> dict[str, Any]:
+    """A model whose layers 0 and 2 are dense: routers get their own columns of the recording."""
+    from megatron_dppo.trainer.megatron_config import transformer_config
+    from megatron_dppo.trainer.microbatch import model_inputs
+    from megatron_dppo.trainer.model import build_chunks
+    from megatron_dppo.trainer.router_replay import ChunkState, Recording, attach
+
+    config = trainer.config.model_copy(update={"megatron": {"moe_layer_freq": [0, 1, 0, 1]}})
+    chunks = build_chunks(transformer_config(config, trainer.shape, trainer.layout), trainer.shape)
+    state = ChunkState(trainer.device)
+    try:
+        attach(chunks[0], state, trainer.shape.moe_layers)
+        refused = ""
+    except ValueError as error:
+        refused = str(error)
+    columns = attach(chunks[0], state, (1, 3))
+    used = {}
+    for number in (1, 3):
+        chunks[0].decoder.layers[number].mlp.router.register_forward_hook(
+            lambda _module, _inputs, outputs, number=number: used.update({number: outputs[1]})
+        )
+    (batch, *_) = own_micro_batches(trainer, recorded_samples())
+    state.replay(Recording(batch.routed_experts[:, :2], batch.routed_valid), compares=True)
+    chunks[0](**model_inputs(batch))
+    wrong = 0
+    for column, number in enumerate((1, 3)):
+        expected = batch.routed_experts[:, column].long()
+        chosen = torch.zeros_like(used[number]).scatter_(1, expected, True)
+        wrong += int(((used[number] != chosen).any(1) & batch.routed_valid).sum())
+    return {"columns": columns, "wrong": wrong, "refused": refused}
+
+
+@pytest.mark.distributed
+def test_replaying_the_natural_routing_changes_nothing(reference: Path) -> None:
+    (found,) = run_ranks(f"{MODULE}:natural_worker", 1, str(reference))
+    assert found["agreement"] == 1
+    assert found["norms"][0] == found["norms"][1]
+    assert found["weights equal"]
+    assert found["agreement without recordings"] == {"r3/agreement": 0, "r3/compared": 0}
+    layers, experts = found["refused"]
+    assert layers.startswith("recorded routing of (2, 2) layers x experts a token, expected (4, 2)")
+    assert "expected 0..7" in experts
+    told = "layer 0 of the model is dense, but the recording's layers are [0, 1, 2, 3]"
+    assert found["with dense layers"] == {"columns": [0, 1], "wrong": 0, "refused": told}

@@ -1,0 +1,138 @@
+"""Real SGLang servers and the real router, kept alive as the supervisor of a run keeps them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import psutil
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.local import fleet_keeper
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.rollout.fleet_member import Member
+from megatron_dppo.rollout.membership import FleetFolder, Keys, Server
+
+_PATIENT_S = 300.0
+
+
+class KeptFleet:
+    """The servers and the router of ``config``, from a thread of its own; a context manager.
+
+    Processes die with the thread that starts them, so one thread does all of it.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.folder = FleetFolder(config.run.directory)
+        self._config = config
+        self._end = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._keep, daemon=True)
+
+    def __enter__(self) -> KeptFleet:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _keep(self) -> None:
+        with RunDirectory(self._config.run.directory) as directory:
+            keeper = fleet_keeper(self._config, directory)
+            try:
+                keeper.start()
+                while not self._end.wait(0.05):
+                    keeper.check()
+            except RuntimeError as error:
+                self._error = error
+            finally:
+                keeper.stop(at_once=True)
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        """Until it holds; fails when the keeper gives up or time is up first."""
+        deadline = time.monotonic() + _PATIENT_S
+        while not condition():
+            assert self._error is None, self._error
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def server(self, name: str) -> Server | None:
+        """One server, or the router, where it is published."""
+        published = [*self.folder.servers(), *filter(None, [self.folder.router()])]
+        return next((s for s in published if s.name == name), None)
+
+    def members(self, count: int) -> list[Member]:
+        """The servers, when ``count`` are healthy."""
+        self.wait_for(lambda: len(self.folder.servers()) == count)
+        return [Member(s, self.folder.keys(s)) for s in self.folder.servers()]
+
+    def router(self) -> tuple[Server, Keys] | None:
+        """Where the router is, as a RouterLink wants to know it."""
+        server = self.folder.router()
+        return None if server is None else (server, self.folder.keys(server))
+
+    def wait_until_replaced(self, server: Server) -> Server:
+        """The next incarnation, when it is healthy."""
+        self.wait_for(
+            lambda: (s := self.server(server.name)) and s.incarnation > server.incarnation
+        )
+        found = self.server(server.name)
+        assert found is not None
+        return found
+
+
+def family(server: Server) -> list[psutil.Process]:
+    """The process of a server and its children: scheduler and detokenizer."""
+    assert server.pid is not None
+    root = psutil.Process(server.pid)
+    return [root, *root.children(recursive=True)]
+
+
+def kill(server: Server) -> None:
+    """SIGKILL, as the kernel does when memory runs out."""
+    assert server.pid is not None
+    os.kill(server.pid, signal.SIGKILL)
+
+
+def stop(server: Server) -> None:
+    """SIGSTOP: connections stay open, nothing answers."""
+    for process in family(server):
+        process.suspend()
+
+
+def stop_scheduler(server: Server) -> None:
+    """SIGSTOP of what computes; the process that speaks HTTP goes on."""
+    [scheduler] = [p for p in family(server)[1:] if "scheduler" in " ".join(p.cmdline())]
+    scheduler.suspend()
+
+
+def proceed(server: Server) -> None:
+    """SIGCONT."""
+    for process in family(server):
+        process.resume()
+
+
+def config_of(folder: Path, model: Path, **engine: object) -> TrainConfig:
+    """A run of ``model`` in ``folder``."""
+    return TrainConfig.model_validate(
+        {
+            "run": {"directory": str(folder), "steps": 1},
+            "model": {"hf_checkpoint": str(model), "dtype": "float32"},
+            "data": {"train": "unused", "max_prompt_tokens": 64},
+            "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64},
+            "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
+            "optimizer": {"lr": 1e-3},
+            "engine": {"device": "cpu", "servers": 2, "max_restarts": 9, **engine},
+        }
+    )

@@ -1,0 +1,135 @@
+"""The real loop on a fleet: two servers, the router, a third attached in mid-run, and their faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.data.rollout_codec import load_batch
+from megatron_dppo.rollout.child_server import free_port
+from megatron_dppo.rollout.membership import FleetFolder, Server
+from megatron_dppo.rollout.server import EngineProcess
+from tests.integration.kept_fleet import kill, stop_scheduler
+from tests.integration.runs import (
+    GROUP,
+    PROMPTS,
+    ROOT,
+    TrainingRun,
+    records_of,
+    steps_of,
+    write_material,
+)
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+API_KEY, ADMIN_KEY = "elsewhere-user", "elsewhere-admin"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_material(tmp_path_factory.mktemp("fleet_loop"))
+
+
+@pytest.fixture(scope="module")
+def elsewhere(config) -> Iterator[EngineProcess]:
+    """A server that the run does not start; it comes up while the run does."""
+    process = EngineProcess(
+        load_config(str(config), []),
+        port=free_port("127.0.0.1"),
+        log_path=config.parent / "elsewhere.log",
+        seed=99,
+        api_key=API_KEY,
+        admin_api_key=ADMIN_KEY,
+    )
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+class FleetRun(TrainingRun):
+    """A run with a fleet."""
+
+    @property
+    def folder(self) -> FleetFolder:
+        return FleetFolder(self.directory)
+
+    def command(self, *words: str) -> str:
+        """Output of the user's command on this run."""
+        command = [sys.executable, "-m", "megatron_dppo.fleet", str(self.directory), *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout
+
+    def server(self, name: str) -> Server:
+        return next(s for s in self.folder.servers() if s.name == name)
+
+    def serving(self) -> set[str]:
+        states = self.folder.status().get("servers", {})
+        return {name for name, state in states.items() if state == "serves"}
+
+    def wait_until_serving(self, *names: str) -> None:
+        self.wait_for(lambda: self.serving() == set(names))
+
+    def wait_for_steps(self, count: int) -> None:
+        """``count`` more steps."""
+        self.wait_for_step(max(steps_of(self.directory), default=0) + count)
+
+
+def test_a_run_outlives_its_servers_and_takes_new_ones_in(config, elsewhere, monkeypatch):
+    monkeypatch.setenv("MEGATRON_DPPO_API_KEY", API_KEY)
+    monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", ADMIN_KEY)
+    overrides = (
+        "engine.servers=2", "engine.hang_timeout_s=8", "weight_sync.timeout_s=30", "run.steps=2000",
+        "evaluation.every=2000", "checkpoint.every=2000", "checkpoint.verify_export=false",
+    )  # fmt: skip
+    with FleetRun(config, *overrides) as run:
+        run.wait_until_serving("engine0", "engine1")
+        elsewhere.wait_healthy()
+        third = run.command("add", elsewhere.url).split()[0]
+        run.wait_until_serving("engine0", "engine1", third)
+        run.wait_for_steps(2)
+
+        kill(run.server("engine1"))
+        run.wait_until_serving("engine0", third)
+        run.wait_for_steps(1)
+        router = run.folder.router()
+        assert router is not None
+        kill(router)
+        stop_scheduler(run.server("engine0"))
+        run.wait_until_serving(third)  # the others are being restarted
+        run.wait_for_steps(1)
+        run.wait_until_serving("engine0", "engine1", third)
+        run.wait_for_steps(2)
+
+        run.command("remove", elsewhere.url)
+        run.wait_until_serving("engine0", "engine1")
+        shown = run.command("list")
+        run.wait_for_steps(1)
+        run.interrupt()
+        run.finish(code=130, timeout=120)
+    assert shown.count("serves") == 2
+    for words in ("engine1 was killed by SIGKILL", "engine0 runs but was reported lost"):
+        assert words in run.text
+    assert run.text.count("the router was killed by SIGKILL") == 1
+    assert "Traceback" not in run.text
+    check_records(run)
+
+
+def check_records(run: FleetRun) -> None:
+    """Every response is counted once, drawn from the weights of its step, by verified servers."""
+    steps = steps_of(run.directory)
+    assert steps == list(range(len(steps)))
+    for step in steps[1:]:
+        batch = load_batch(run.directory / "rollouts", step)
+        keys = [(r.problem_id, r.sample_index) for r in batch]
+        assert len(keys) == len(set(keys)) == PROMPTS * GROUP
+        versions = {span.weight_version for r in batch for span in r.weight_versions}
+        assert versions == {step - 1}
+    gaps = [r["mismatch/mean_abs_prob_gap"] for r in records_of(run.directory)[1:]]
+    assert max(gaps) <= 1e-4

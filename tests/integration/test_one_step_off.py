@@ -1,0 +1,128 @@
+"""Generation one step ahead of training, in real runs: weight versions, a lost engine, stops, filtering."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.data.rollout_codec import load_batch
+from megatron_dppo.data.sampler import ProblemSampler
+from tests.integration.runs import (
+    GROUP,
+    PROMPTS,
+    TrainingRun,
+    records_of,
+    steps_of,
+    summary_of,
+    write_material,
+)
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_material(tmp_path_factory.mktemp("one_step_off"))
+
+
+@pytest.fixture(scope="module")
+def disturbed(config):
+    """The engine killed while it generates for step 4 in the background, and Ctrl-C two steps later."""
+    overrides = ("rollout.max_response_tokens=96", "run.steps=40", "evaluation.every=2")
+    with TrainingRun(config, "rollout.max_staleness=1", *overrides) as run:
+        run.wait_for_step(2)
+        run.find("launch_server").send_signal(signal.SIGKILL)
+        run.wait_for_step(5)
+        run.interrupt()
+        run.finish(code=130, timeout=60)
+    return run
+
+
+@pytest.fixture(scope="module")
+def resumed(config, disturbed):
+    """Two more steps of the same run, now with groups without spread replaced."""
+    steps = steps_of(disturbed.directory)[-1] + 2
+    overrides = (
+        f"run.steps={steps}",
+        "rollout.drop_groups_without_spread=true",
+        "rollout.oversampling=1.5",
+        "rollout.max_generation_rounds=2",
+    )
+    with TrainingRun(config, "rollout.max_staleness=1", *overrides) as run:
+        run.finish()
+    return run
+
+
+def batches(directory: Path) -> dict[int, list]:
+    folder = directory / "rollouts"
+    return {s: load_batch(folder, s) for s in steps_of(directory) if s > 0}
+
+
+def versions(batch: list) -> set[int]:
+    return {span.weight_version for r in batch for span in r.weight_versions}
+
+
+def test_responses_are_at_most_one_version_behind(disturbed):
+    found = {step: versions(batch) for step, batch in batches(disturbed.directory).items()}
+    assert (found[1], found[2], found[3]) == ({0}, {0}, {1})
+    for step, seen in found.items():
+        assert seen <= {max(0, step - 2), step - 1}, step
+    records = {r["step"]: r for r in records_of(disturbed.directory)}
+    assert [records[s]["rollout/staleness"] for s in (1, 2, 3)] == [0, 1, 1]
+    assert records[3]["rollout/generation_s"] > 0
+    assert 0 <= records[3]["rollout/generation_overlapped"] <= 1
+    assert "mismatch/mean_abs_prob_gap" not in records[3]
+    assert "policy/abs_prob_gap_stale" in records[3]
+
+
+def test_an_engine_lost_in_the_background_gets_the_trainer_s_newest_weights(disturbed):
+    assert "engine restored at weight version 3" in disturbed.text
+    batch = load_batch(disturbed.directory / "rollouts", 4)
+    assert 3 in versions(batch)
+    keys = [(r.problem_id, r.sample_index) for r in batch]
+    assert len(keys) == len(set(keys)) == PROMPTS * GROUP
+
+
+def test_a_stop_during_the_overlap_leaves_the_step_s_checkpoint(disturbed):
+    assert "Traceback" not in disturbed.text
+    last = steps_of(disturbed.directory)[-1]
+    saved = sorted((disturbed.directory / "checkpoints").iterdir())
+    assert any(folder.name == f"step_{last:06d}" for folder in saved)
+    assert f"the same command resumes after step {last}" in disturbed.text
+
+
+def test_a_resumed_run_takes_up_the_problems_that_were_prefetched(disturbed, resumed):
+    """Whole batches follow the sampler; filtered ones take their problems from it in order."""
+    ends_at = int(disturbed.text.rsplit("resumes after step ", 1)[1].split()[0])
+    records = {r["step"]: r for r in records_of(resumed.directory)}
+    stream, position = ProblemSampler(64, seed=1).next(64 * 8), 0
+    for step, batch in batches(resumed.directory).items():
+        asked = records[step].get("rollout/groups_generated", PROMPTS)
+        candidates = iter(stream[position : position + asked])
+        kept = [r.problem_id for r in batch[::GROUP]]
+        assert len(kept) == PROMPTS
+        assert all(problem in candidates for problem in kept), step
+        assert step > ends_at or asked == PROMPTS
+        position += asked
+
+
+def test_a_filtered_batch_accounts_for_every_group(disturbed, resumed):
+    for record in records_of(resumed.directory)[-2:]:
+        discarded = record["rollout/groups_dropped"] + record["rollout/groups_surplus"]
+        assert record["rollout/groups_generated"] == PROMPTS + discarded
+        assert record["rollout/generation_rounds"] in (1, 2)
+        assert record["rollout/staleness_max"] <= 1
+    last = load_batch(resumed.directory / "rollouts", steps_of(resumed.directory)[-1])
+    groups = [last[i : i + GROUP] for i in range(0, len(last), GROUP)]
+    flat = sum(len({r.reward for r in group}) == 1 for group in groups)
+    assert records_of(resumed.directory)[-1]["rollout/groups_filled"] == flat
+
+
+def test_the_run_ends_as_a_synchronous_one_does(disturbed, resumed):
+    summary = summary_of(resumed.directory)
+    assert summary["weight_updates"] == summary["weight_updates_verified"]
+    assert summary["hf_export_max_logprob_diff"] <= 1e-4
+    version = json.loads((resumed.directory / "metrics.jsonl").read_text().splitlines()[-1])
+    assert version["evaluation/sums/accuracy"] is not None
+    assert version["weight_version"] == summary["steps"]

@@ -1,0 +1,145 @@
+"""R3 against the real engine in bfloat16: rounding makes the trainer's routers choose other experts
+than the engine's, and replay takes that part of |pi - mu| away. Measured by the mismatch report, on
+a batch that has every cause of a gap.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.rollout_codec import load_batch, save_batch
+from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.rollout.async_runner import AsyncRunner
+from megatron_dppo.rollout.client import EngineClient
+from megatron_dppo.rollout.generation import GenerationJob, GenerationLimits, generate_many
+from megatron_dppo.rollout.requests import RoutedShape, SamplingParams
+from tests.integration.runs import TrainingRun, records_of
+from tests.integration.test_engine import ADMIN_KEY, API_KEY, engine_of, run_config
+from tests.ranks import ROOT, free_port
+from tests.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+TEMPERATURE = 0.8
+PROMPTS, GROUP, TOKENS = 24, 4, 48
+
+
+def generate(folder: Path, config: TrainConfig) -> None:
+    """The batch of step 1, with the engine's routing."""
+    engine = engine_of(config, free_port())
+    try:
+        engine.start()
+        engine.wait_healthy()
+        job = GenerationJob(
+            RunData(config).train.problems,
+            GROUP,
+            SamplingParams(TOKENS, temperature=TEMPERATURE, ignore_eos=True),
+            routed_experts=RoutedShape.of_model(config.model.hf_checkpoint),
+        )
+        with AsyncRunner() as runner:
+            client = EngineClient(engine.url, API_KEY, ADMIN_KEY)
+            done = runner.run(generate_many(client, job.requests(), GenerationLimits(96)))
+            runner.run(client.close())
+        save_batch(folder / "rollouts", 1, job.rollouts(done))
+    finally:
+        engine.kill()
+
+
+def train_on(model: Path, later: Path) -> None:
+    """``model`` with every weight moved by some percent of it, as some steps might."""
+    shutil.copytree(model, later)
+    generator = torch.Generator().manual_seed(1)
+    weights = load_file(model / "model.safetensors")
+    for tensor in weights.values():
+        tensor.mul_(1 + 0.03 * torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+    save_file(weights, later / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run's folder as a step of a run on sampled prompts leaves it behind."""
+    run = tmp_path_factory.mktemp("r3") / "run"
+    run.mkdir()
+    model = save_tiny_model(
+        run / "model", "qwen3_moe", seed=5, dtype=torch.bfloat16, layers=8,
+        num_experts=32, num_experts_per_tok=4,
+    )  # fmt: skip
+    problems = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(PROMPTS)]
+    (run / "train.jsonl").write_text("\n".join(problems) + "\n")
+    config = run_config(
+        model,
+        run={"directory": str(run)},
+        model={"dtype": "bfloat16"},
+        data={"train": str(run / "train.jsonl"), "shuffle": False},
+        rollout={"temperature": TEMPERATURE, "prompts_per_step": PROMPTS, "save": True},
+        training={"prompts_per_mini_batch": PROMPTS // 2},
+    )
+    assert config.rollout.router_replay
+    (run / "config.yaml").write_text(resolved_yaml(config))
+    train_on(model, run / "hf")
+    generate(run, config)
+    return run
+
+
+@pytest.fixture(scope="module")
+def report(run) -> dict[str, Any]:
+    subprocess.run(
+        [sys.executable, "tools/mismatch_report.py", str(run),
+         "--json", str(run / "gap.json"), "--png", str(run / "gap.png")],
+        cwd=ROOT, check=True,
+    )  # fmt: skip
+    assert (run / "gap.png").stat().st_size > 50_000
+    return json.loads((run / "gap.json").read_text())
+
+
+def test_replay_takes_the_routing_out_of_the_gap(report):
+    assert report["tokens"] == PROMPTS * GROUP * TOKENS
+    rungs = {rung["fixes"]: rung for rung in report["rungs"]}
+    off, on = rungs["staleness"], rungs["routing"]
+    assert (off["replay"], on["replay"]) == (False, True)
+    assert off["dtype"] == on["dtype"] == "bfloat16"
+    assert off["weights"] == on["weights"]
+    print(f"|pi - mu| {off['gap']:.2e} -> {on['gap']:.2e}, routing agrees {on['agreement']:.4f}")
+    assert 0.5 < on["agreement"] < 1, "nothing to replay: rounding changed no choice"
+    assert on["gap"] < 0.75 * off["gap"]
+
+
+def test_every_cause_has_its_part(report):
+    parts = report["parts"]
+    assert list(parts) == ["sampling transform", "staleness", "routing", "numerics"]
+    assert sum(parts.values()) == pytest.approx(report["rungs"][0]["gap"])
+    assert min(parts["sampling transform"], parts["staleness"]) > 5 * parts["routing"] > 0
+    assert parts["numerics"] > 0
+    assert [rung["fixes"] for rung in report["rungs"]][-1] == "precision"
+
+
+def test_a_run_in_two_replicas_replays_the_saved_recordings(run, tmp_path):
+    overrides = (
+        f"run.directory={tmp_path / 'again'}", f"rollout.replay_from={run}/rollouts",
+        "parallel.world_size=2", "parallel.expert=2", "checkpoint.export_hf=false",
+    )  # fmt: skip
+    with TrainingRun(run / "config.yaml", *overrides) as again:
+        again.finish()
+    record = records_of(again.directory)[-1]
+    lengths = [r.length for r in load_batch(run / "rollouts", 1)]
+    recorded = sum(n - 1 for n in lengths)
+    assert record["r3/compared"] == 8 * recorded
+    assert 0.5 < record["r3/agreement_first"] < 1
+    assert record["r3/bytes_per_token"] == pytest.approx(8 * 4 * recorded / sum(lengths))
+    assert record["r3/unrecorded_share"] == record["r3/discarded_tokens"] == 0
+    assert record["mismatch/mean_abs_prob_gap"] < 1e-3
+    before, after = (load_batch(d / "rollouts", 1) for d in (run, again.directory))
+    for a, b in zip(before, after, strict=True):
+        np.testing.assert_array_equal(a.routed_experts, b.routed_experts)

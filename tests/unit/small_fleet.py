@@ -1,0 +1,168 @@
+"""Small real HTTP servers that speak as SGLang and smg do, as far as a FleetClient sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import uuid
+from collections import Counter
+
+import aiohttp
+from aiohttp import web
+
+from megatron_dppo.rollout.fleet_member import Member
+from megatron_dppo.rollout.membership import Keys, Server
+
+KEYS = Keys("user", "admin")
+
+
+class SmallServer:
+    """Answers every request with its prompt's first token. ``silent``: takes calls and answers none,
+    as a stopped process does. ``refuses``: answers 400."""
+
+    def __init__(self, name: str, version: int = 1, delay_s: float = 0.0) -> None:
+        self.name = name
+        self.version = version
+        self.delay_s = delay_s
+        self.silent = False
+        self.refuses = False
+        self.answered: Counter[int] = Counter()
+        self.aborted: list[str] = []
+        self.in_flight = self.most_in_flight = 0
+        self._runner: web.AppRunner | None = None
+
+    @property
+    def member(self) -> Member:
+        return Member(Server(self.name, self.url, 1, 17), KEYS)
+
+    async def start(self) -> SmallServer:
+        app = web.Application()
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/health_generate", self._health)
+        await self._serve(app)
+        return self
+
+    async def _serve(self, app: web.Application) -> None:
+        self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def die(self) -> None:
+        """Break every connection off and listen no more."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            for connection in list(runner.server.connections if runner.server else []):
+                if connection.transport is not None:
+                    connection.transport.abort()
+            await runner.cleanup()
+
+    async def _breathe(self) -> None:
+        while self.silent:
+            await asyncio.sleep(0.01)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        await self._breathe()
+        return web.Response()
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        await self._breathe()
+        self.aborted.append((await request.json())["rid"])
+        return web.json_response({})
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        if request.headers["Authorization"] != f"Bearer {KEYS.api}":
+            return web.json_response({"error": "no"}, status=401)
+        if self.refuses:
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        body = await request.json()
+        shared = isinstance(body["input_ids"][0], list)
+        prompts = body["input_ids"] if shared else [body["input_ids"]]
+        self.in_flight += len(prompts)
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        try:
+            await asyncio.sleep(self.delay_s)
+            await self._breathe()
+        finally:
+            self.in_flight -= len(prompts)
+        self.answered.update(prompt[0] for prompt in prompts)
+        answers = [self._answer(prompt[0]) for prompt in prompts]
+        return web.json_response(answers if shared else answers[0])
+
+    def _answer(self, token: int) -> dict:
+        meta = {
+            "finish_reason": {"type": "stop"},
+            "output_token_logprobs": [[-1.0, token, None]],
+            "weight_versions": [{"version": str(self.version), "start": 0, "end": 1}],
+        }
+        return {"text": self.name, "output_ids": [token], "meta_info": meta}
+
+
+class SmallRouter(SmallServer):
+    """Sends calls to its servers in turn, and answers for those that are gone, as smg does."""
+
+    def __init__(self, incarnation: int = 1) -> None:
+        super().__init__("router")
+        self.incarnation = incarnation
+        self.workers: dict[str, str] = {}
+        self._turns = itertools.count()
+
+    @property
+    def server(self) -> Server:
+        return Server("router", self.url, self.incarnation, 18)
+
+    async def start(self) -> SmallRouter:
+        app = web.Application()
+        app.router.add_post("/generate", self._route)
+        app.router.add_get("/liveness", self._health)
+        app.router.add_get("/workers", self._list)
+        app.router.add_post("/workers", self._add)
+        app.router.add_delete("/workers/{id}", self._remove)
+        await self._serve(app)
+        return self
+
+    async def _route(self, request: web.Request) -> web.Response:
+        await self._breathe()
+        body = await request.read()
+        if (await request.json())["model"] != "policy":
+            return web.json_response({"error": {"code": "missing_model"}}, status=400)
+        if not self.workers:
+            error = {"code": "no_available_workers", "message": "All workers are unavailable"}
+            return web.json_response({"error": error}, status=503)
+        url = list(self.workers.values())[next(self._turns) % len(self.workers)]
+        headers = {"Authorization": f"Bearer {KEYS.api}"}
+        try:
+            async with (
+                aiohttp.ClientSession(headers=headers) as session,
+                session.post(f"{url}/generate", data=body) as answer,
+            ):
+                text, status = await answer.read(), answer.status
+        except aiohttp.ClientError:
+            message = f"error sending request for url ({url}/generate)"
+            error = {"code": "call_upstream_connection_failed", "message": message}
+            return web.json_response({"error": error}, status=500)
+        named = {"x-smg-routed-worker-id": url}
+        return web.Response(
+            body=text, status=status, headers=named, content_type="application/json"
+        )
+
+    async def _list(self, request: web.Request) -> web.Response:
+        workers = [{"id": i, "url": url} for i, url in self.workers.items()]
+        return web.json_response({"workers": workers})
+
+    async def _add(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        assert body["models"] == [{"id": "policy"}]
+        assert body["api_key"] == KEYS.api
+        assert request.headers["Authorization"] == f"Bearer {KEYS.admin}"
+        if body["url"] in self.workers.values():
+            return web.json_response({"code": "WORKER_ALREADY_EXISTS"}, status=409)
+        self.workers[uuid.uuid4().hex] = body["url"]
+        return web.json_response({}, status=202)
+
+    async def _remove(self, request: web.Request) -> web.Response:
+        found = self.workers.pop(request.match_info["id"], None)
+        return web.json_response({}, status=404 if found is None else 202)

@@ -1,0 +1,50 @@
+"""``python -m megatron_dppo.fleet``: what it shows and what it writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dppo.fleet import main
+from megatron_dppo.rollout.membership import ROUTER, FleetFolder, Server
+
+
+def test_a_server_is_attached_listed_and_detached(tmp_path, capsys):
+    folder = FleetFolder(tmp_path)
+    folder.publish(Server("engine0", "http://127.0.0.1:1", 2, 5))
+    folder.publish(Server(ROUTER, "http://127.0.0.1:2", 1, 6))
+    folder.publish_status(7, {"engine0": "serves"})
+    assert main([str(tmp_path), "add", "http://other:3/"]) == 0
+    assert "http-other-3 is attached" in capsys.readouterr().out
+    assert main([str(tmp_path), "list"]) == 0
+    assert [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()] == [
+        ["NAME", "URL", "START", "STATE"],
+        ["engine0", "http://127.0.0.1:1", "2", "serves"],
+        ["http-other-3", "http://other:3", "attached", "not yet seen"],
+        ["router", "http://127.0.0.1:2", "1"],
+        ["weight", "version", "7"],
+    ]
+    assert main([str(tmp_path), "remove", "http://other:3"]) == 0
+    assert [s.name for s in folder.servers()] == ["engine0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["add", "other:3"], "expected http://host:port"),
+        (["add", "http://127.0.0.1:1"], "belongs to the fleet already"),
+        (["remove", "http://127.0.0.1:1"], "no attached server"),
+    ],
+)
+def test_what_is_refused(tmp_path, capsys, words, message):
+    FleetFolder(tmp_path).publish(Server("engine0", "http://127.0.0.1:1", 1, 5))
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path), *words])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path / "none"), "list"])
+    assert "expected the folder of a run" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,259 @@
+"""Rank 0's book of servers, over small HTTP servers that answer or don't."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.loop import fleet_membership
+from megatron_dppo.loop.fleet_membership import EngineUnavailableError, Roster
+from megatron_dppo.rollout.async_runner import AsyncRunner
+from megatron_dppo.rollout.errors import EngineMismatchError
+from megatron_dppo.rollout.fleet_member import Member
+from megatron_dppo.rollout.membership import FleetFolder, Keys, Server
+from tests.integration.kept_fleet import config_of
+from tests.unit.small_fleet import KEYS, SmallServer
+
+
+class Book:
+    """A Roster, the servers that it may find, and what it is told."""
+
+    def __init__(self, folder: Path, **engine: object) -> None:
+        self.runner = AsyncRunner()
+        self.stopping = False
+        self.unfit: dict[str, str] = {}
+        self.config = config_of(folder, folder, start_timeout_s=0.6, **engine)
+        self.folder = FleetFolder(folder)
+        self.roster = Roster(self.config, self.runner, self.open_weights, lambda: self.stopping)
+        self.servers: list[SmallServer] = []
+
+    def open_weights(self, member: Member) -> None:
+        if member.server.name in self.unfit:
+            raise EngineMismatchError(self.unfit[member.server.name])
+
+    def start(self, name: str, incarnation: int = 1) -> Server:
+        small = self.runner.run(SmallServer(name).start())
+        self.servers.append(small)
+        server = Server(name, small.url, incarnation, 17)
+        self.folder.publish(server)
+        return server
+
+    def attach(self) -> Server:
+        small = self.runner.run(SmallServer("elsewhere").start())
+        self.servers.append(small)
+        return self.folder.attach(small.url)
+
+    def small(self, server: Server) -> SmallServer:
+        return next(s for s in self.servers if s.url == server.url)
+
+    def die(self, server: Server) -> None:
+        self.runner.run(self.small(server).die())
+
+    def choose(self, current: list[Member], **suspended: str) -> list[Member]:
+        chosen = self.roster.choose(current, suspended)
+        assert chosen is not None
+        return chosen
+
+    def close(self) -> None:
+        for server in self.servers:
+            server.silent = False
+            self.runner.run(server.die())
+        self.runner.close()
+
+
+@pytest.fixture
+def open_book(tmp_path, monkeypatch) -> Iterator[Callable[..., Book]]:
+    for name in ("_ANSWER_S", "_GENERATE_S"):
+        monkeypatch.setattr(fleet_membership, name, 0.3)
+    monkeypatch.setattr(fleet_membership, "_SETTLE_S", 0.3)
+    monkeypatch.setattr(fleet_membership, "_POLL_S", 0.02)
+    monkeypatch.setattr(fleet_membership, "check_engine", _fits)
+    monkeypatch.setenv("MEGATRON_DPPO_API_KEY", "user")
+    books: list[Book] = []
+
+    def open_one(**engine: object) -> Book:
+        books.append(Book(tmp_path, **engine))
+        return books[-1]
+
+    yield open_one
+    for book in books:
+        book.close()
+
+
+async def _fits(config: object, client: object) -> None:
+    return None
+
+
+def names(members: list[Member]) -> list[str]:
+    return [member.server.name for member in members]
+
+
+def test_all_that_answer_are_chosen_in_order(open_book):
+    book = open_book()
+    book.folder.publish_keys(KEYS)
+    book.start("engine1")
+    book.start("engine0")
+    members = book.choose([])
+    assert names(members) == ["engine0", "engine1"]
+    assert {m.keys for m in members} == {KEYS}
+    assert book.choose(members) == members
+
+
+def test_the_first_time_the_others_are_waited_for_but_not_for_ever(open_book):
+    book = open_book(servers=3)
+    book.start("engine0")
+    start = time.monotonic()
+    members = book.choose([])
+    assert names(members) == ["engine0"]
+    assert 0.3 <= time.monotonic() - start < 3
+    book.start("engine1")
+    assert names(book.choose(members)) == ["engine0", "engine1"]
+
+
+def test_one_that_does_not_answer_is_left_out_without_slowing_every_update(open_book):
+    book = open_book()
+    members = [Member(book.start("engine0"), Keys())]
+    book.small(book.start("engine1")).silent = True
+    assert names(book.choose(members)) == ["engine0"]
+    start = time.monotonic()
+    assert names(book.choose(members)) == ["engine0"]
+    assert time.monotonic() - start < 0.25
+
+
+def test_nobody_in_time_is_an_error_that_says_who_was_seen(open_book):
+    book = open_book(servers=1)
+    with pytest.raises(EngineUnavailableError, match=r"no healthy engine within 1 s; none was"):
+        book.choose([])
+    server = book.start("engine0")
+    book.die(server)
+    with pytest.raises(EngineUnavailableError, match=f"engine0 at {server.url} "):
+        book.choose([])
+
+
+def test_a_stop_ends_the_wait(open_book):
+    book = open_book()
+    book.stopping = True
+    assert book.roster.choose([], {}) is None
+
+
+def test_a_suspended_server_is_out_until_the_supervisor_has_replaced_it(open_book):
+    book = open_book()
+    members = [Member(book.start(name), Keys()) for name in ("engine0", "engine1")]
+    left = book.choose(members, engine1="broke off")
+    assert names(left) == ["engine0"]
+    assert book.folder.take_report("engine1") == 1
+    assert names(book.choose(left)) == ["engine0"]
+    book.folder.withdraw("engine1")
+    book.start("engine1", incarnation=2)
+    both = book.choose(left)
+    assert [(m.server.name, m.server.incarnation) for m in both] == [
+        ("engine0", 1), ("engine1", 2)
+    ]  # fmt: skip
+
+
+def test_an_attached_server_that_was_suspended_comes_back_when_it_generates(open_book, monkeypatch):
+    monkeypatch.setattr(fleet_membership, "_ASK_AGAIN_S", 0.0)
+    book = open_book()
+    members = [Member(book.start("engine0"), Keys()), Member(book.attach(), Keys())]
+    elsewhere = members[1].server
+    book.small(elsewhere).silent = True
+    left = book.choose(members, **{elsewhere.name: "silent"})
+    assert names(left) == ["engine0"]
+    assert book.folder.take_report(elsewhere.name) is None
+    assert names(book.choose(left)) == ["engine0"]
+    book.small(elsewhere).silent = False
+    assert names(book.choose(left)) == ["engine0", elsewhere.name]
+
+
+def test_a_server_that_fails_an_update_is_left_out_of_it_and_then_replaced(open_book):
+    book = open_book()
+    members = book.choose([Member(book.start(n), Keys()) for n in ("engine0", "engine1")])
+    bad = members[1].server
+    book.roster.blame(members, [bad.url], "checksum")
+    left = book.choose(members)
+    assert names(left) == ["engine0"]
+    book.roster.commit(left, 1)
+    assert book.folder.status()["servers"] == {
+        "engine0": "serves",
+        "engine1": "quarantined: checksum",
+    }
+    both = book.choose(left)
+    assert names(both) == ["engine0", "engine1"]
+    assert book.folder.take_report("engine1") is None
+    book.roster.blame(both, [bad.url], "checksum")
+    assert book.folder.take_report("engine1") == 1
+    assert names(book.choose(both)) == ["engine0"]
+
+
+def test_an_update_that_succeeds_forgives(open_book):
+    book = open_book()
+    members = book.choose([Member(book.start(n), Keys()) for n in ("engine0", "engine1")])
+    for version in (1, 2, 3):
+        book.roster.blame(members, [members[1].server.url], "timed out")
+        left = book.choose(members)
+        assert names(left) == ["engine0"]
+        book.roster.commit(left, version)
+        members = book.choose(left)
+        assert names(members) == ["engine0", "engine1"]
+        book.roster.commit(members, version)
+
+
+def test_the_only_server_gets_a_second_try_at_once(open_book):
+    book = open_book(servers=1)
+    members = book.choose([Member(book.start("engine0"), Keys())])
+    book.roster.blame(members, [members[0].server.url], "timed out")
+    assert book.choose(members) == members
+    book.roster.blame(members, [members[0].server.url], "timed out")
+    assert book.folder.take_report("engine0") == 1
+
+
+def test_a_failed_update_nobody_is_to_blame_for_is_tried_with_all_that_answer(open_book):
+    book = open_book()
+    members = book.choose([Member(book.start(n), Keys()) for n in ("engine0", "engine1")])
+    book.roster.blame(members, [], "a transfer timed out")
+    assert book.choose(members) == members
+    book.small(members[0].server).silent = True
+    book.roster.blame(members, [], "a transfer timed out")
+    assert names(book.choose(members)) == ["engine1"]
+    assert book.folder.take_report("engine0") == 1
+
+
+def test_an_attached_server_that_fails_twice_is_refused_until_it_is_attached_anew(open_book):
+    book = open_book()
+    engine, elsewhere = book.start("engine0"), book.attach()
+    members = [Member(engine, Keys()), Member(elsewhere, Keys("user"))]
+    for version in (1, 2):
+        book.roster.blame(members, [elsewhere.url], "checksum")
+        left = book.choose(members)
+        assert names(left) == ["engine0"]
+        book.roster.commit(left, version)
+    assert names(book.choose(left)) == ["engine0"]
+    book.folder.detach(elsewhere.url)
+    assert names(book.choose(left)) == ["engine0"]
+    book.folder.attach(elsewhere.url)
+    assert names(book.choose(left)) == ["engine0", elsewhere.name]
+
+
+def test_one_attached_by_command_that_does_not_fit_is_refused_and_the_run_goes_on(open_book):
+    book = open_book()
+    book.start("engine0")
+    elsewhere = book.attach()
+    book.unfit[elsewhere.name] = "another model"
+    left = book.choose([])
+    assert names(left) == ["engine0"]
+    book.roster.commit(left, 1)
+    assert book.folder.status()["servers"][elsewhere.name] == "refused: another model"
+
+
+def test_one_of_the_configuration_that_does_not_fit_ends_the_run(open_book):
+    first = open_book()
+    small = first.runner.run(SmallServer("elsewhere").start())
+    first.servers.append(small)
+    book = open_book(urls=[small.url], servers=0)
+    [server] = book.folder.servers()
+    book.unfit[server.name] = "another model"
+    with pytest.raises(EngineMismatchError, match="another model"):
+        book.choose([])

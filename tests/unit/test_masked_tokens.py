@@ -1,0 +1,68 @@
+"""The most often masked tokens: counts worked by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.policy_loss import policy_loss
+from megatron_dppo.algorithms.presets import build_algorithm
+from megatron_dppo.metrics.masked_tokens import MaskedTokenCounts, most_masked, with_text
+from megatron_dppo.metrics.masked_tokens_file import MaskedTokensFile
+from megatron_dppo.metrics.records import RecordsError
+
+
+def test_counts_by_sign_over_micro_batches() -> None:
+    counts = MaskedTokenCounts(vocab_size=6)
+    blocked = torch.tensor([True, True, False, True, True])
+    counts.add(torch.tensor([3, 3, 3, 5, 1]), torch.tensor([1.0, -1.0, 1.0, 2.0, 0.0]), blocked)
+    counts.add(torch.tensor([5, 2]), torch.tensor([1.0, -2.0]), torch.tensor([True, True]))
+    assert counts.counts is not None
+    assert most_masked(counts.counts) == [
+        {"id": 3, "raised": 1, "lowered": 1},
+        {"id": 5, "raised": 2, "lowered": 0},
+        {"id": 2, "raised": 0, "lowered": 1},
+    ]
+    assert [t["id"] for t in most_masked(counts.counts, shown=1)] == [3]
+    counts.clear()
+    assert most_masked(counts.counts) == []
+
+
+def test_text_stands_beside_the_id() -> None:
+    named = with_text([{"id": 7, "raised": 0, "lowered": 4}], lambda i: f"<{i}>")
+    assert named == [{"id": 7, "raised": 0, "lowered": 4, "text": "<7>"}]
+
+
+def test_the_loss_says_what_its_mask_blocked() -> None:
+    pi, mu = torch.tensor([0.9, 0.9, 0.1, 0.9]), torch.tensor([0.5, 0.5, 0.5, 0.5])
+    inputs = TokenInputs(
+        log_probs=pi.log().requires_grad_(),
+        rollout_log_probs=mu.log(),
+        advantages=torch.tensor([1.0, -1.0, -1.0, 1.0]),
+        loss_mask=torch.tensor([True, True, True, False]),
+    )
+    blocked = policy_loss(build_algorithm("dppo-binary-tv", {}), inputs).blocked
+    # TV 0.4 > 0.15, away from mu with either sign; towards mu trains; outside the loss, nothing.
+    assert blocked is not None
+    assert blocked.tolist() == [True, False, True, False]
+
+
+def test_a_resumed_run_drops_the_lines_that_it_will_write_again(tmp_path: Path) -> None:
+    file = MaskedTokensFile(tmp_path, 0, str)
+    for step in (1, 2, 3):
+        file.write(step, [{"id": step, "raised": 1, "lowered": 0}])
+    path = tmp_path / "masked_tokens.jsonl"
+    path.write_text(path.read_text() + '{"step": 4, "tok')
+    MaskedTokensFile(tmp_path, 3, str).write(3, [])
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert lines[1]["tokens"] == [{"id": 2, "raised": 1, "lowered": 0, "text": "2"}]
+    assert lines[2]["tokens"] == []
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / "masked_tokens.jsonl").write_text('{"step": 1, "tokens": []}\nnonsense\n')
+    with pytest.raises(RecordsError, match="line 2"):
+        MaskedTokensFile(tmp_path, 2, str)

@@ -1,0 +1,135 @@
+"""``tools/mismatch_report.py`` on a tiny model: every rung against transformers, and inputs that
+can't be used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.rollout_codec import save_batch
+from megatron_dppo.types import Rollout
+from tests.ranks import ROOT
+from tests.tiny_models import save_tiny_model
+
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A run whose engine was transformers: weights of one seed sampled, another seed's are now."""
+    folder = tmp_path_factory.mktemp("mismatch") / "run"
+    folder.mkdir()
+    model = save_tiny_model(folder / "model", "qwen3_moe", seed=1)
+    save_tiny_model(folder / "hf", "qwen3_moe", seed=2)
+    config = TrainConfig.model_validate(
+        {
+            "run": {"directory": str(folder), "steps": 1},
+            "model": {"hf_checkpoint": str(model), "dtype": "float32"},
+            "data": {"train": "unused.jsonl"},
+            "rollout": {
+                "prompts_per_step": 6, "group_size": 2, "max_response_tokens": 16,
+                "temperature": TEMPERATURE, "router_replay": True,
+            },
+            "training": {"prompts_per_mini_batch": 6, "micro_batch_tokens": 64},
+            "optimizer": {"lr": 1e-5},
+        }
+    )  # fmt: skip
+    (folder / "config.yaml").write_text(resolved_yaml(config))
+    save_batch(folder / "rollouts", 1, rollouts(model))
+    save_batch(folder / "rollouts", 4, rollouts(model))
+    return folder
+
+
+def log_probs(model: Path, rollout: Rollout, temperature: float) -> torch.Tensor:
+    """log pi of the response by transformers, float64 [R]."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
+    with torch.no_grad():
+        logits = policy(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].double()
+    chosen = torch.tensor(rollout.response_ids)[:, None]
+    return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0]
+
+
+def rollouts(model: Path) -> list[Rollout]:
+    """Twelve random responses; the first six are "recorded" with the natural routing."""
+    rng = np.random.default_rng(3)
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    out = []
+    for i in range(12):
+        prompt = rng.integers(3, 512, size=3 + i % 4).tolist()
+        response = rng.integers(3, 512, size=5 + i).tolist()
+        rollout = Rollout(i // 2, i % 2, prompt, response, [], "stop", "")
+        rollout.rollout_log_probs = log_probs(model, rollout, TEMPERATURE).tolist()
+        if i < 6:
+            with torch.no_grad():
+                answer = policy(torch.tensor([prompt + response]), output_router_logits=True)
+            layers = [logits.topk(2, -1).indices for logits in answer.router_logits]
+            rollout.routed_experts = torch.stack(layers, 1)[:-1].numpy().astype(np.uint8)
+        out.append(rollout)
+    return out
+
+
+def reported(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "tools/mismatch_report.py", str(run), *arguments],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+
+
+def test_every_rung_equals_transformers(run, tmp_path):
+    told = reported(run, "--json", str(tmp_path / "a.json"), "--png", str(tmp_path / "a.png"))
+    assert told.returncode == 0, told.stderr
+    report = json.loads((tmp_path / "a.json").read_text())
+    batch = rollouts(run / "model")
+    mu = torch.cat([torch.tensor(r.rollout_log_probs, dtype=torch.float64) for r in batch]).exp()
+
+    def pi(model: str, temperature: float) -> torch.Tensor:
+        return torch.cat([log_probs(run / model, r, temperature) for r in batch]).exp()
+
+    start, transformed = pi("hf", 1.0), pi("hf", TEMPERATURE)
+    gaps = [float((p - mu).abs().mean()) for p in (start, transformed)]
+    rungs = report["rungs"]
+    assert [r["fixes"] for r in rungs] == [
+        "nothing fixed", "sampling transform", "staleness", "routing",
+    ]  # fmt: skip
+    assert [r["gap"] for r in rungs[:2]] == pytest.approx(gaps, rel=1e-4)
+    assert rungs[1]["moved"] == pytest.approx(float((start - transformed).abs().mean()), rel=1e-4)
+    assert rungs[2]["gap"] < 1e-6
+    assert rungs[3]["gap"] < 1e-6
+    assert rungs[2]["agreement"] is None
+    assert rungs[3]["agreement"] == 1
+    assert report["tokens"] == sum(5 + i for i in range(12))
+    assert report["parts"]["sampling transform"] == pytest.approx(gaps[0] - gaps[1], rel=1e-3)
+    assert report["parts"]["staleness"] == pytest.approx(gaps[1], rel=1e-3)
+    assert abs(report["parts"]["routing"]) < 1e-6
+    assert sum(report["parts"].values()) == pytest.approx(rungs[0]["gap"])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert "100.00% of tokens x layers route as the engine" in told.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--step", "3"], "no batch of step 3; saved are 1 to 4"),
+        (["--step", "4"], "--rollout-policy is missing"),
+        (["--policy", "nowhere"], "nowhere: expected a Hugging Face folder"),
+        (["--limit", "-1"], "--limit -1: expected 0 (all) or more"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(run, arguments, told):
+    done = reported(run, *arguments)
+    assert done.returncode == 2
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

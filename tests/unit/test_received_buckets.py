@@ -1,0 +1,27 @@
+"""Buckets of weights that an engine receives share kept memory, up to a size."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from megatron_dppo.rollout.sglang_cpu.received_buckets import ReceivedBuckets
+
+
+def fresh(names: list[str], dtypes: list[str], shapes: list[list[int]], device: str) -> object:
+    size = sum(torch.Size(dims).numel() for dims in shapes)
+    return SimpleNamespace(
+        flattened_tensor=torch.empty(size, dtype=torch.uint8, device=device), metadata=names
+    )
+
+
+def test_the_memory_of_the_bucket_before_is_used_again(monkeypatch) -> None:
+    monkeypatch.setattr(ReceivedBuckets, "KEPT_BYTES", 100)
+    empty = ReceivedBuckets(fresh)
+    sizes = [40, 90, 60, 101, 90]
+    buckets = [empty(["a"], ["uint8"], [[size]], "cpu") for size in sizes]
+    assert [b.flattened_tensor.numel() for b in buckets] == sizes
+    places = [b.flattened_tensor.data_ptr() for b in buckets]
+    assert places[1] == places[2] == places[4]
+    assert len(set(places)) == 3

@@ -1,0 +1,322 @@
+"""A FleetClient over small HTTP servers: who gets which call, and what becomes of it when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from megatron_dppo.rollout.async_runner import AsyncRunner
+from megatron_dppo.rollout.errors import EngineRequestError, GenerationInterruptedError
+from megatron_dppo.rollout.fleet import FleetClient
+from megatron_dppo.rollout.generation import GenerationLimits, Results, generate_many
+from megatron_dppo.rollout.membership import Server
+from megatron_dppo.rollout.requests import GenerationRequest, SamplingParams
+from megatron_dppo.rollout.router_link import RouterLink
+from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
+
+
+@dataclass
+class Fleet:
+    """Servers, perhaps a router, and a client of them."""
+
+    servers: list[SmallServer]
+    router: SmallRouter | None = None
+    registers: bool = True
+    lost: list[Server] = field(default_factory=list)
+
+    async def open(self, version: int = 1) -> FleetClient:
+        for server in self.servers:
+            await server.start()
+        link = None
+        if self.router is not None:
+            await self.router.start()
+            link = RouterLink(self.find, registers=self.registers)
+        self.client = FleetClient(self.lost.append, link)
+        await self.client.serve([s.member for s in self.servers], version)
+        return self.client
+
+    def find(self):
+        return None if self.router is None else (self.router.server, KEYS)
+
+    async def close(self) -> None:
+        await self.client.close()
+        for server in [*self.servers, *([self.router] if self.router else [])]:
+            server.silent = False
+            await server.die()
+
+    @property
+    def answered(self) -> list[int]:
+        """How often each prompt was answered, over all servers."""
+        return list(sum((s.answered for s in self.servers), Counter()).values())
+
+
+@pytest.fixture
+def runner() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as runner:
+        yield runner
+
+
+def requests(count: int) -> list[GenerationRequest]:
+    return [GenerationRequest(i, (i,), SamplingParams(1)) for i in range(count)]
+
+
+def ask(
+    runner: AsyncRunner,
+    fleet: Fleet,
+    count: int,
+    meanwhile: Callable[[FleetClient], Awaitable[None]] | None = None,
+    **limits: float,
+) -> Results:
+    """Results of ``count`` requests; ``meanwhile`` runs beside them."""
+
+    async def work() -> Results:
+        client = await fleet.open()
+        aside = asyncio.create_task(meanwhile(client)) if meanwhile else None  # type: ignore[arg-type]
+        try:
+            chosen = GenerationLimits(**({"concurrency": 8, "hang_timeout_s": 30} | limits))
+            return await generate_many(client, requests(count), chosen)
+        finally:
+            if aside is not None:
+                await aside
+            await fleet.close()
+
+    return runner.run(work())
+
+
+def kill(server: SmallServer, after_s: float = 0.15) -> Callable[[FleetClient], Awaitable[None]]:
+    async def meanwhile(client: FleetClient) -> None:
+        await asyncio.sleep(after_s)
+        await server.die()
+
+    return meanwhile
+
+
+def pair(delay_s: float = 0.05) -> list[SmallServer]:
+    return [SmallServer("engine0", delay_s=delay_s), SmallServer("engine1", delay_s=delay_s)]
+
+
+ROUTED = pytest.mark.parametrize("routed", [False, True], ids=["direct", "routed"])
+
+
+@ROUTED
+def test_calls_are_spread_evenly(runner, routed):
+    fleet = Fleet(pair(), SmallRouter() if routed else None)
+    results = ask(runner, fleet, 40)
+    assert list(results) == list(range(40))
+    assert [r.output_ids for r in results.values()] == [[i] for i in range(40)]
+    assert [s.most_in_flight for s in fleet.servers] == [4, 4]
+    assert fleet.answered == [1] * 40
+
+
+def test_a_slow_server_gets_fewer_calls(runner):
+    fleet = Fleet([SmallServer("engine0", delay_s=0.01), SmallServer("engine1", delay_s=0.3)])
+    ask(runner, fleet, 60)
+    fast, slow = (sum(s.answered.values()) for s in fleet.servers)
+    assert fast + slow == 60
+    assert slow <= 12
+
+
+@ROUTED
+def test_a_dead_servers_calls_are_asked_elsewhere_at_once(runner, routed):
+    fleet = Fleet(pair(), SmallRouter() if routed else None)
+    start = time.monotonic()
+    results = ask(runner, fleet, 60, kill(fleet.servers[1]))
+    assert time.monotonic() - start < 5
+    assert list(results) == list(range(60))
+    assert fleet.answered == [1] * 60
+    assert [s.name for s in fleet.lost] == ["engine1"]
+    assert fleet.client.take_losses().keys() == {"engine1"}
+    assert fleet.client.take_losses() == {}
+
+
+def test_a_lost_server_leaves_the_router(runner):
+    fleet = Fleet(pair(), SmallRouter())
+    ask(runner, fleet, 60, kill(fleet.servers[1]))
+    assert fleet.router is not None
+    assert list(fleet.router.workers.values()) == [fleet.servers[0].url]
+
+
+def test_a_hung_servers_calls_are_broken_off_and_asked_elsewhere(runner):
+    fleet = Fleet(pair())
+
+    async def stop_one(client: FleetClient) -> None:
+        await asyncio.sleep(0.1)
+        fleet.servers[0].silent = True
+
+    results = ask(runner, fleet, 40, stop_one, hang_timeout_s=0.4)
+    assert list(results) == list(range(40))
+    assert [s.name for s in fleet.lost] == ["engine0"]
+
+
+def test_a_hung_server_that_is_killed_fails_just_its_own_calls(runner):
+    """What the supervisor does when it reads the report; the router then answers 500 for those."""
+    fleet = Fleet(pair(), SmallRouter())
+
+    async def stop_one_and_replace(client: FleetClient) -> None:
+        await asyncio.sleep(0.1)
+        fleet.servers[0].silent = True
+        while not fleet.lost:
+            await asyncio.sleep(0.01)
+        await fleet.servers[0].die()
+
+    start = time.monotonic()
+    results = ask(runner, fleet, 40, stop_one_and_replace, hang_timeout_s=0.4)
+    assert time.monotonic() - start < 8
+    assert list(results) == list(range(40))
+    assert fleet.answered == [1] * 40
+
+
+def test_a_hung_server_that_nobody_kills_does_not_hold_its_calls_for_ever(runner, monkeypatch):
+    monkeypatch.setattr("megatron_dppo.rollout.fleet._REPLACED_SECONDS", 0.1)
+    monkeypatch.setattr("megatron_dppo.rollout.fleet._PROBE_SECONDS", 0.2)
+    fleet = Fleet(pair(), SmallRouter())
+
+    async def stop_one(client: FleetClient) -> None:
+        await asyncio.sleep(0.1)
+        fleet.servers[0].silent = True
+
+    assert list(ask(runner, fleet, 40, stop_one, hang_timeout_s=0.4)) == list(range(40))
+
+
+@ROUTED
+def test_answers_from_other_weights_are_refused_and_asked_again(runner, routed):
+    """As of a server that was restarted on the same port: it has the checkpoint's weights."""
+    fleet = Fleet(
+        [SmallServer("engine0"), SmallServer("engine1", version=0)],
+        SmallRouter() if routed else None,
+    )
+    results = ask(runner, fleet, 20)
+    assert {r.weight_versions[0].weight_version for r in results.values()} == {1}
+    assert [s.name for s in fleet.lost] == ["engine1"]
+    assert sum(fleet.servers[0].answered.values()) == 20
+
+
+def test_when_nobody_is_left_what_is_finished_is_kept(runner):
+    fleet = Fleet(pair())
+
+    async def kill_all(client: FleetClient) -> None:
+        await asyncio.sleep(0.12)
+        await asyncio.gather(*(s.die() for s in fleet.servers))
+
+    with pytest.raises(GenerationInterruptedError, match=r"engine0: .*; engine1: ") as caught:
+        ask(runner, fleet, 60, kill_all)
+    assert 8 <= len(caught.value.completed) <= 24
+    assert {s.name for s in fleet.lost} == {"engine0", "engine1"}
+
+
+@ROUTED
+def test_a_refused_request_is_not_asked_elsewhere(runner, routed):
+    fleet = Fleet(pair(), SmallRouter() if routed else None)
+    for server in fleet.servers:
+        server.refuses = True
+    with pytest.raises(EngineRequestError, match=r"answered 400: too long") as caught:
+        ask(runner, fleet, 1)
+    assert caught.value.status == 400
+    assert fleet.lost == []
+
+
+def test_a_call_is_aborted_wherever_it_may_run(runner):
+    fleet = Fleet(pair(), SmallRouter())
+
+    async def abort() -> None:
+        client = await fleet.open()
+        await client.abort("a-00", 2)
+        await fleet.close()
+
+    runner.run(abort())
+    assert [s.aborted for s in fleet.servers] == [["a-00_0", "a-00_1"]] * 2
+
+
+# --- the router
+
+
+def test_a_dead_router_is_done_without(runner):
+    fleet = Fleet(pair(), SmallRouter())
+    router = fleet.router
+    assert router is not None
+
+    async def kill_router(client: FleetClient) -> None:
+        await asyncio.sleep(0.12)
+        await router.die()
+        fleet.router = None
+
+    start = time.monotonic()
+    assert list(ask(runner, fleet, 60, kill_router)) == list(range(60))
+    assert time.monotonic() - start < 5
+    assert [s.name for s in fleet.lost] == ["router"]
+
+
+@pytest.mark.parametrize("registers", [True, False], ids=["rank 0", "another rank"])
+def test_a_router_that_came_back_is_used_again(runner, registers, monkeypatch):
+    """Its servers are told to it again by the rank that does that; the others wait until they are."""
+    monkeypatch.setattr("megatron_dppo.rollout.router_link._RETRY_SECONDS", 0.1)
+    fleet = Fleet(pair(), SmallRouter())
+    first, second = fleet.router, SmallRouter(incarnation=2)
+    assert first is not None
+    used = []
+
+    async def replace(client: FleetClient) -> None:
+        fleet.router = await second.start()
+        client._router._registers = registers
+        await first.die()
+        await asyncio.sleep(0.3)
+        if not registers:
+            assert second.workers == {}
+            second.workers = {s.name: s.url for s in fleet.servers}
+        while not client._router.usable:
+            await asyncio.sleep(0.01)
+        used.append(client._router.url)
+
+    assert list(ask(runner, fleet, 200, replace)) == list(range(200))
+    assert used == [second.url]
+    assert set(second.workers.values()) == {s.url for s in fleet.servers}
+
+
+def test_a_hung_router_is_given_up(runner):
+    fleet = Fleet(pair(), SmallRouter())
+
+    async def stop_router(client: FleetClient) -> None:
+        await asyncio.sleep(0.1)
+        assert fleet.router is not None
+        fleet.router.silent = True
+
+    assert list(ask(runner, fleet, 40, stop_router, hang_timeout_s=0.8)) == list(range(40))
+    assert "router" in [s.name for s in fleet.lost]
+
+
+def test_a_router_without_servers_is_done_without_until_it_has_them(runner):
+    fleet = Fleet(pair(), SmallRouter())
+
+    async def forget(client: FleetClient) -> None:
+        await asyncio.sleep(0.05)
+        assert fleet.router is not None
+        fleet.router.workers.clear()
+
+    assert list(ask(runner, fleet, 60, forget)) == list(range(60))
+    assert fleet.lost == []
+
+
+def test_members_change_between_generations(runner):
+    fleet = Fleet(pair(), SmallRouter())
+
+    async def swap() -> tuple[list[str], list[str]]:
+        client = await fleet.open()
+        third = await SmallServer("engine2", version=2).start()
+        fleet.servers[1].version = 2
+        await client.serve([fleet.servers[1].member, third.member], 2)
+        assert fleet.router is not None
+        urls = sorted(fleet.router.workers.values())
+        limits = GenerationLimits(concurrency=4)
+        results = await generate_many(client, requests(20), limits)
+        await third.die()
+        await fleet.close()
+        return urls, sorted({r.text for r in results.values()})
+
+    urls, served_by = runner.run(swap())
+    assert served_by == ["engine1", "engine2"]
+    assert len(urls) == 2

@@ -1,0 +1,317 @@
+#!/usr/bin/env python3
+"""Time this project's generation client against SGLang's own benchmark client, on the same real server.
+
+Both ask the same server for the same number of responses to prompts of the same lengths, all of them
+`--response-tokens` long (the end of sequence is ignored), with log-probabilities, the same sampling and the same
+concurrency. They take turns, the order changing from round to round, and the server's cache is flushed before each
+turn. The peer is `python -m sglang.benchmark.serving --backend sglang`, once without streaming, as here, and once as
+it comes. Its start-up is not counted, only what it reports as its duration and the CPU time of that span. CPU times
+are those of the client's and of the server's processes; on a machine with other work, trust them, not the wall time.
+
+    python tools/bench_generation.py HF_CHECKPOINT [--rounds 5] [--prompts 256] [--concurrency 64]
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.rollout.async_runner import AsyncRunner
+from megatron_dppo.rollout.child_server import free_port
+from megatron_dppo.rollout.client import EngineClient
+from megatron_dppo.rollout.generation import GenerationLimits, generate_many
+from megatron_dppo.rollout.requests import GenerationRequest, SamplingParams
+from megatron_dppo.rollout.server import EngineProcess
+
+ADMIN_KEY = "bench"
+OURS, PEER, STREAMING = "ours", "sglang", "sglang, streaming"
+QUANTITIES = {
+    "wall s": "seconds",
+    "client's CPU s": "client_cpu_s",
+    "server's CPU s": "server_cpu_s",
+    "both CPU s": "cpu_s",
+}
+CONSOLE = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a turn asks for. ``per_call``: responses that share an HTTP call, in this project's client."""
+
+    model: str
+    prompts: int
+    concurrency: int
+    prompt_tokens: int
+    response_tokens: int
+    topk: int
+    per_call: int
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of a turn."""
+        return self.prompts * self.response_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The same for all clients: what is left out, the server would take from the model's folder."""
+        return SamplingParams(self.response_tokens, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """``seconds`` of wall time, CPU seconds of the client process and of the server's, for one turn's work.
+
+    The server's include what it does while a peer process starts: nothing but health and idle loops.
+    """
+
+    seconds: float
+    client_cpu_s: float
+    server_cpu_s: float = 0.0
+
+    @property
+    def cpu_s(self) -> float:
+        """All of it."""
+        return self.client_cpu_s + self.server_cpu_s
+
+
+def prompts(work: Work, seed: int) -> list[tuple[int, ...]]:
+    """As the peer's data set `random-ids` makes them: runs of consecutive ids from random starts."""
+    size = json.loads((Path(work.model) / "config.json").read_text())["vocab_size"]
+    starts = np.random.default_rng(seed).integers(0, size, work.prompts).tolist()
+    return [
+        tuple((s + i + j) % size for j in range(work.prompt_tokens)) for i, s in enumerate(starts)
+    ]
+
+
+def ours(work: Work, url: str, seed: int) -> Turn:
+    """``generate_many`` with its checks of every answer, from a fresh client."""
+    requests = [
+        GenerationRequest(i, ids, work.sampling, topk_log_probs=work.topk)
+        for i, ids in enumerate(prompts(work, seed))
+    ]
+    limits = GenerationLimits(work.concurrency, responses_per_call=work.per_call)
+    with AsyncRunner() as runner:
+        client = EngineClient(url)
+        start, cpu = time.perf_counter(), time.process_time()
+        results = runner.run(generate_many(client, requests, limits))
+        turn = Turn(time.perf_counter() - start, time.process_time() - cpu)
+        runner.run(client.close())
+    tokens = sum(len(r.output_ids) for r in results.values())
+    return _checked(turn, tokens, work, OURS)
+
+
+def peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
+    """SGLang's client, in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        result, clock = Path(folder) / "result.jsonl", Path(folder) / "cpu"
+        words = {
+            "--backend": "sglang",
+            "--base-url": url,
+            "--model": work.model,
+            "--dataset-name": "random-ids",
+            "--num-prompts": work.prompts,
+            "--random-input-len": work.prompt_tokens,
+            "--random-output-len": work.response_tokens,
+            "--random-range-ratio": 1.0,
+            "--max-concurrency": work.concurrency,
+            "--top-logprobs-num": work.topk,
+            "--extra-request-body": json.dumps({"sampling_params": work.sampling.as_json()}),
+            "--warmup-requests": 0,
+            "--seed": seed,
+            "--output-file": result,
+        }
+        flags = ["--tokenize-prompt", "--return-logprob", "--disable-tqdm"]
+        flags += [] if stream else ["--disable-stream"]
+        done = subprocess.run(
+            [sys.executable, os.path.abspath(__file__), "--as-peer", str(clock), *flags]
+            + [str(word) for pair in words.items() for word in pair],
+            check=False,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode or not result.exists():
+            sys.exit(
+                f"sglang.benchmark.serving failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
+            )
+        told = json.loads(result.read_text())
+        turn = Turn(told["duration"], float(clock.read_text()))
+    return _checked(turn, told["total_output_tokens"], work, PEER)
+
+
+def run_peer(clock: Path, words: Sequence[str]) -> None:
+    """In the child: SGLang's command line, with the CPU time of its measured part written to ``clock``."""
+    if importlib.util.find_spec("datasets") is None:
+        # SGLang's client imports it for one of its data sets, which is not asked for here.
+        sys.modules["datasets"] = ModuleType("datasets")
+        sys.modules["datasets"].load_dataset = None  # type: ignore[attr-defined]
+    from sglang.benchmark import serving
+
+    benchmark = serving.benchmark
+
+    async def timed(*args: object, **kwargs: object) -> object:
+        start = time.process_time()
+        try:
+            return await benchmark(*args, **kwargs)
+        finally:
+            clock.write_text(str(time.process_time() - start))
+
+    serving.benchmark = timed
+    sys.argv = ["sglang.benchmark.serving", *words]
+    serving.cli_main()
+
+
+def _checked(turn: Turn, tokens: int, work: Work, who: str) -> Turn:
+    if tokens != work.tokens:
+        sys.exit(f"{who} got {tokens} response tokens, expected {work.tokens}")
+    return turn
+
+
+def start_server(work: Work, dtype: str, folder: Path) -> EngineProcess:
+    """A healthy CPU server, as a run starts it."""
+    config = TrainConfig.model_validate(
+        {
+            "run": {"directory": str(folder), "steps": 1},
+            "model": {"hf_checkpoint": work.model, "dtype": dtype},
+            "data": {"train": "none.jsonl"},
+            "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 64},
+            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 1024},
+            "optimizer": {"lr": 1e-6},
+            "engine": {"device": "cpu"},
+        }
+    )
+    server = EngineProcess(
+        config,
+        port=free_port("127.0.0.1"),
+        log_path=folder / "engine.log",
+        seed=1,
+        api_key=None,
+        admin_api_key=ADMIN_KEY,
+    )
+    server.start()
+    server.wait_healthy()
+    return server
+
+
+CONTENDERS: dict[str, Callable[[Work, str, int], Turn]] = {
+    OURS: ours,
+    PEER: lambda work, url, seed: peer(work, url, seed, stream=False),
+    STREAMING: lambda work, url, seed: peer(work, url, seed, stream=True),
+}
+
+
+def bench(work: Work, rounds: int, dtype: str) -> dict[str, list[Turn]]:
+    """All turns of every contender, in the order of rounds; a round before them warms the server up."""
+    turns: dict[str, list[Turn]] = {name: [] for name in CONTENDERS}
+    with tempfile.TemporaryDirectory() as scratch:
+        server = start_server(work, dtype, Path(scratch))
+        try:
+            for number in range(rounds + 1):
+                for name in list(CONTENDERS)[:: 1 if number % 2 else -1]:
+                    _flush(server.url)
+                    load = os.getloadavg()[0]
+                    before = server_cpu(server.pid)
+                    turn = CONTENDERS[name](work, server.url, number)
+                    turn = replace(turn, server_cpu_s=server_cpu(server.pid) - before)
+                    CONSOLE.print(
+                        f"round {number}, {name}: {turn.seconds:.3f} s, CPU {turn.client_cpu_s:.3f} + "
+                        f"{turn.server_cpu_s:.3f} s (load average before {load:.1f})"
+                    )
+                    if number:
+                        turns[name].append(turn)
+        finally:
+            server.kill()
+    return turns
+
+
+def server_cpu(pid: int) -> float:
+    """CPU seconds of the server's processes so far."""
+    root = psutil.Process(pid)
+    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
+    return sum(t.user + t.system for t in times)
+
+
+def _flush(url: str) -> None:
+    """An empty cache."""
+
+    async def ask(client: EngineClient) -> None:
+        await client.flush_cache()
+        await client.close()
+
+    with AsyncRunner() as runner:
+        runner.run(ask(EngineClient(url, admin_api_key=ADMIN_KEY)))
+
+
+def ratios(turns: Sequence[Turn], reference: Sequence[Turn], what: str) -> list[float]:
+    """Round by round."""
+    pairs = zip(turns, reference, strict=True)
+    return [getattr(a, what) / getattr(b, what) for a, b in pairs]
+
+
+def show(work: Work, turns: dict[str, list[Turn]]) -> None:
+    """Medians, and this project's client in units of each other one, with the range over rounds."""
+    table = Table("", *turns)
+    seconds = {name: statistics.median(t.seconds for t in turns[name]) for name in turns}
+    table.add_row("tokens/s", *(f"{work.tokens / s:.0f}" for s in seconds.values()))
+    for row, what in QUANTITIES.items():
+        medians = [statistics.median(getattr(t, what) for t in turns[name]) for name in turns]
+        table.add_row(row, *(f"{value:.3f}" for value in medians))
+        compared = [_spread(ratios(turns[OURS], turns[name], what)) for name in turns]
+        table.add_row(
+            "  ours / it", *("" if n == OURS else c for n, c in zip(turns, compared, strict=True))
+        )
+    CONSOLE.print(table)
+
+
+def _spread(values: Sequence[float]) -> str:
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def main() -> None:
+    """Parse the command line, measure, tell."""
+    if sys.argv[1:2] == ["--as-peer"]:
+        run_peer(Path(sys.argv[2]), sys.argv[3:])
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkpoint", help="a Hugging Face folder with a tokenizer")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each client that count")
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--concurrency", type=int, default=64, help="responses in flight")
+    parser.add_argument("--prompt-tokens", type=int, default=32)
+    parser.add_argument("--response-tokens", type=int, default=64)
+    parser.add_argument("--topk", type=int, default=0, help="Top-K log-probabilities to carry")
+    parser.add_argument(
+        "--per-call", type=int, default=1, help="responses that share an HTTP call, in ours"
+    )
+    parser.add_argument("--json", type=Path, help="write every figure there, too")
+    options = parser.parse_args()
+    names = [f.name for f in fields(Work) if f.name != "model"]
+    work = Work(model=options.checkpoint, **{name: getattr(options, name) for name in names})
+    turns = bench(work, options.rounds, options.dtype)
+    show(work, turns)
+    if options.json:
+        told = {name: [asdict(t) for t in measured] for name, measured in turns.items()}
+        options.json.write_text(json.dumps({"work": asdict(work), "turns": told}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

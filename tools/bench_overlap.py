@@ -1,0 +1,148 @@
+#!/usr/bin/env python3
+"""Time one-step-off generation against synchronous generation: the same run in both modes, in turn.
+
+Each round starts both modes as a user would, one after the other, the order changing from round to round, and
+compares seconds a step, without evaluations, and without the first and last step (which wait for two
+generations, or for none, where generation runs ahead). Run directories stay, for
+`python -m megatron_dppo.metrics.report`.
+
+    python tools/bench_overlap.py examples/tiny_moe/config.yaml --rounds 3 run.steps=20 parallel.world_size=1
+
+`{round}` in an override is the number of the round, from 1: `run.seed={round}` repeats with other seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.records import Record, mean_accuracy, read_records
+
+MODES = {"synchronous": 0, "one-step-off": 1}
+NOT_COUNTED = frozenset({"start", "evaluate", "export"})
+CONSOLE = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One run. Seconds are means over its middle steps; ``accuracy``: held out, at the end."""
+
+    mode: str
+    step_s: float
+    generation_s: float
+    waited_s: float
+    train_s: float
+    sync_s: float
+    staleness: float
+    accuracy: float | None
+
+    @classmethod
+    def of(cls, mode: str, records: Sequence[Record]) -> Measured:
+        """From the records of a run. Raises ValueError where it is too short to have middle steps."""
+        middle = records[2:-1]
+        if not middle:
+            raise ValueError(f"{len(records) - 1} steps hold none between the first and the last")
+
+        def mean(name: str) -> float:
+            return statistics.fmean(record.get(name) or 0.0 for record in middle)
+
+        phases = {n for r in middle for n in r if names.phase_of(n) not in NOT_COUNTED | {None}}
+        return cls(
+            mode=mode,
+            step_s=sum(mean(name) for name in phases),
+            generation_s=mean(names.GENERATION_SECONDS),
+            waited_s=mean(names.GENERATION_WAITED),
+            train_s=mean(names.phase_seconds("train")),
+            sync_s=mean(names.phase_seconds("sync")),
+            staleness=mean(names.STALENESS),
+            accuracy=mean_accuracy(records[-1]),
+        )
+
+
+def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> Measured:
+    """One training run in a fresh ``directory``, told by its exit code and metrics."""
+    words = (
+        f"run.directory={directory}",
+        "run.resume=never",
+        f"rollout.max_staleness={MODES[mode]}",
+    )
+    command = [sys.executable, "-m", "megatron_dppo.train", config, *words, *overrides]
+    directory.mkdir(parents=True)
+    with open(directory.with_suffix(".out"), "wb") as out:
+        done = subprocess.run(command, check=False, stdout=out, stderr=subprocess.STDOUT)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} ended with {done.returncode}: see {out.name}")
+    return Measured.of(mode, read_records(directory))
+
+
+def show(rounds: Sequence[dict[str, Measured]]) -> list[float]:
+    """A row a run, and the ratio of each round."""
+    table = Table(
+        *("round", "mode", "step s", "gen s", "wait s", "train s", "sync s", "stale"),
+        *("held-out", "ratio"),
+    )
+    ratios = []
+    for number, both in enumerate(rounds, start=1):
+        ratios.append(both["synchronous"].step_s / both["one-step-off"].step_s)
+        for mode in MODES:
+            m = both[mode]
+            seconds = (m.step_s, m.generation_s, m.waited_s, m.train_s, m.sync_s)
+            table.add_row(
+                str(number) if mode == "synchronous" else "",
+                mode,
+                *(f"{value:.3f}" for value in seconds),
+                f"{m.staleness:.2f}",
+                "" if m.accuracy is None else f"{m.accuracy:.3f}",
+                f"{ratios[-1]:.3f}" if mode == "one-step-off" else "",
+            )
+    CONSOLE.print(table)
+    CONSOLE.print(
+        f"a synchronous step takes {statistics.median(ratios):.3f} times as long "
+        f"(median of {len(ratios)} rounds; {min(ratios):.3f} to {max(ratios):.3f})"
+    )
+    return ratios
+
+
+def main() -> None:
+    """Parse the command line, run, tell."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", help="YAML of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    parser.add_argument("--rounds", type=int, default=3, help="pairs of runs (default: 3)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench_overlap"))
+    parser.add_argument("--json", type=Path, help="write every figure there, too")
+    options = parser.parse_intermixed_args()
+    rounds: list[dict[str, Measured]] = []
+    for number in range(1, options.rounds + 1):
+        overrides = [word.replace("{round}", str(number)) for word in options.overrides]
+        order = list(MODES)[:: 1 if number % 2 else -1]
+        both: dict[str, Measured] = {}
+        for mode in order:
+            directory = options.folder / f"{mode}-{number}"
+            if directory.exists():
+                parser.error(f"{directory} is there already; name another --folder")
+            load = os.getloadavg()[0]
+            CONSOLE.print(f"round {number}, {mode} (load average {load:.1f}) ...")
+            both[mode] = run(options.config, mode, directory, overrides)
+        rounds.append(both)
+    ratios = show(rounds)
+    if options.json:
+        figures = [{mode: asdict(m) for mode, m in both.items()} for both in rounds]
+        options.json.write_text(json.dumps({"ratios": ratios, "rounds": figures}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

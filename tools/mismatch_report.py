@@ -1,0 +1,209 @@
+#!/usr/bin/env python3
+"""Where the gap between the engine's probabilities and the trainer's comes from, on one saved batch.
+
+    python tools/mismatch_report.py runs/demo --step 1 --json gap.json --png gap.png
+
+The run must have been started with ``rollout.save=true``. mu is what the engine returned with the
+batch; pi is computed anew by the run's trainer, in this one process, with one more cause fixed at a
+time:
+
+    nothing fixed        the weights of --policy, logits as they are, natural routing
+    sampling transform   logits divided by rollout.temperature, as the engine does
+    staleness            the weights that sampled the batch (--rollout-policy)
+    routing              experts as the engine recorded them (needs rollout.router_replay=true)
+    precision            the trainer in float32 (where the run is not)
+
+What a fix takes away from mean |pi - mu| is that cause's part; what is left before ``precision`` is
+numerics. A cause that can't be there has no row.
+
+The batch of step N was sampled by the weights after step N - 1 (or N - 2 with
+rollout.max_staleness=1); of step 1 by the model that the run began with, which is the default there.
+Both policies are Hugging Face folders; of a run's checkpoint this makes one:
+
+    python -m megatron_dppo.convert megatron-to-hf --megatron RUN/checkpoints/step_000003 \\
+        --hf-config MODEL --out FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.config.schema import TrainConfig
+
+if TYPE_CHECKING:
+    from mismatch.ladder import Measured
+
+    from megatron_dppo.types import Rollout
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
+    parser.add_argument("--step", type=int, help="whose batch; default: the first saved one")
+    parser.add_argument(
+        "--rollout-policy", type=Path, metavar="FOLDER",
+        help="the weights that sampled the batch; default for step 1: model.hf_checkpoint",
+    )  # fmt: skip
+    parser.add_argument(
+        "--policy", type=Path, metavar="FOLDER",
+        help="the trainer's weights now; default: RUN/hf, or the rollout policy where that lacks",
+    )  # fmt: skip
+    parser.add_argument("--limit", type=int, default=256, help="responses at most (256); 0: all")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--png", type=Path, help="draw parts, ratio and TV against mu here")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write; 2 where the input can't be used."""
+    options = parse(arguments)
+    try:
+        report(options, load_config(options.run / "config.yaml"))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(options: argparse.Namespace, config: TrainConfig) -> None:
+    """Read the batch, climb the ladder, and write what was asked for."""
+    from mismatch.figure import draw
+    from mismatch.ladder import climb, parts, rollout_log_probs, rungs
+
+    from megatron_dppo.metrics.progress import progress
+
+    folder = options.run / "rollouts"
+    step = saved_step(folder, options.step)
+    batch, whole = chosen_responses(folder, step, options.limit)
+    rollout_policy, policy = policies(options, config, step)
+    recorded = any(r.routed_experts is not None for r in batch)
+    ladder = rungs(config, rollout_policy=rollout_policy, policy=policy, recorded=recorded)
+    measured = []
+    with progress("measuring", len(ladder)) as bar:
+        for found in climb(ladder, config, batch):
+            measured.append(found)
+            bar.advance()
+    split = parts(measured)
+    log_mu = rollout_log_probs(batch)
+    title = f"Mismatch of {options.run}, batch of step {step}"
+    facts = [
+        f"{len(batch)} of {whole} responses, {len(log_mu)} tokens; {config.model.dtype}, "
+        f"temperature {config.temperature:g}",
+        f"sampled by {rollout_policy}, now {policy}",
+        routing_fact(measured, recorded=recorded),
+    ]
+    show(title, facts, measured, split)
+    if options.json:
+        told = {
+            "step": step, "responses": len(batch), "tokens": len(log_mu), "parts": split,
+            "rungs": [m.as_json() for m in measured],
+        }  # fmt: skip
+        options.json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        print(f"{options.json}: every figure")
+    if options.png:
+        draw(options.png, title, split, measured, log_mu.numpy())
+        print(f"{options.png}: the parts, and ratio and TV against mu")
+
+
+def saved_step(folder: Path, asked: int | None) -> int:
+    """The step to measure. ValueError where no batch was saved for it."""
+    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
+    if not saved:
+        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
+    if asked is not None and asked not in saved:
+        raise ValueError(f"{folder}: no batch of step {asked}; saved are {saved[0]} to {saved[-1]}")
+    return saved[0] if asked is None else asked
+
+
+def chosen_responses(folder: Path, step: int, limit: int) -> tuple[list[Rollout], int]:
+    """The first ``limit`` responses (0: all) that have a token, and how many the batch has."""
+    from megatron_dppo.data.rollout_codec import load_batch
+
+    if limit < 0:
+        raise ValueError(f"--limit {limit}: expected 0 (all) or more")
+    batch = load_batch(folder, step)
+    useful = [rollout for rollout in batch if rollout.response_ids]
+    if not useful:
+        raise ValueError(f"{folder}: the batch of step {step} has no response token")
+    return (useful[:limit] if limit else useful), len(batch)
+
+
+def policies(options: argparse.Namespace, config: TrainConfig, step: int) -> tuple[Path, Path]:
+    """The weights that sampled the batch, and the trainer's now."""
+    rollout_policy = options.rollout_policy
+    if rollout_policy is None:
+        if step != 1:
+            raise ValueError(
+                f"--rollout-policy is missing: only the batch of step 1 was sampled by the model "
+                f"that the run began with, and this one is of step {step}"
+            )
+        rollout_policy = Path(config.model.hf_checkpoint)
+    exported = options.run / "hf"
+    policy = options.policy or (exported if exported.is_dir() else rollout_policy)
+    for folder in (rollout_policy, policy):
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder}: expected a Hugging Face folder, found no config.json")
+    return rollout_policy, policy
+
+
+def routing_fact(measured: Sequence[Measured], *, recorded: bool) -> str:
+    """A line on the recorded routing."""
+    if not recorded:
+        return "no recorded routing in this batch: what routing does is part of the numerics"
+    agreement = next(m.agreement for m in measured if m.agreement is not None)
+    return f"at the rollout's weights {100 * agreement:.2f}% of tokens x layers route as the engine"
+
+
+def show(
+    title: str, facts: Sequence[str], measured: Sequence[Measured], split: dict[str, float]
+) -> None:
+    """Print everything; wide where the output is not a terminal."""
+    console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
+    console.print(title, style="bold")
+    for fact in facts:
+        console.print(fact)
+    ladder = Table(title="pi with one more cause fixed in each row", title_justify="left")
+    ladder.add_column("fixed")
+    for name in ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by"):
+        ladder.add_column(name, justify="right")
+    for i, m in enumerate(measured):
+        ladder.add_row(
+            m.rung.fixes, _small(m.gap), _small(m.gap_p99), _small(m.gap_max),
+            f"{m.ratio_low:.4f} .. {m.ratio_high:.4f}", _small(m.moved) if i else "",
+        )  # fmt: skip
+    console.print(ladder)
+    table = Table(title="What mean |pi-mu| is made of", title_justify="left")
+    table.add_column("cause")
+    table.add_column("part", justify="right")
+    table.add_column("share", justify="right")
+    total = measured[0].gap
+    for cause, part in split.items():
+        table.add_row(cause, _small(part), _share(part, total))
+    table.add_row("all", _small(total), _share(total, total), style="bold")
+    console.print(table)
+
+
+def _small(value: float) -> str:
+    return f"{value:.2e}"
+
+
+def _share(part: float, total: float) -> str:
+    return f"{100 * part / total:.1f}%" if total else ""
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())
