@@ -48,7 +48,7 @@ QUANTITIES = {
     "server's CPU s": "server_cpu_s",
     "both CPU s": "cpu_s",
 }
-CONSOLE = Console(highlight=False)
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from megatron_dppo.metrics.records import Record, mean_accuracy, read_records
 
 MODES = {"synchronous": 0, "one-step-off": 1}
 NOT_COUNTED = frozenset({"start", "evaluate", "export"})
-CONSOLE = Console(highlight=False)
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 
 @dataclass(frozen=True)

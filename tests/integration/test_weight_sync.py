@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
@@ -289,6 +290,18 @@ def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trai
     assert late[0].versions() == ["41"]
     assert_serves(served, trained, 41)
     updates.close()
+
+
+def test_a_paused_engine_leaves_the_processor_to_others(served: Served) -> None:
+    """SGLang's own paused scheduler spins."""
+    engine = served.weights()
+    children = psutil.Process(served.process.pid).children(recursive=True)
+    (scheduler,) = [child for child in children if "scheduler" in child.name()]
+    assert engine.pause_when_idle(30)
+    before = sum(scheduler.cpu_times()[:2])
+    time.sleep(2)
+    assert sum(scheduler.cpu_times()[:2]) - before < 0.2
+    engine.resume()
 
 
 def test_a_hung_engine_fails_in_time_and_recovers(served: Served, trained: Path) -> None:

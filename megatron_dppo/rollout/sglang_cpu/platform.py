@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from megatron_dppo.rollout.engine_hash import tiled_hash
 from megatron_dppo.rollout.sglang_cpu.received_buckets import ReceivedBuckets
 
-PAUSED_STEP = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
+SCHEDULER = "sglang.srt.managers.scheduler"
+PAUSED_STEP = f"{SCHEDULER}.Scheduler._record_scheduler_state_for_paused_engine"
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -49,6 +51,10 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         weight_checker._hash_tensor = tiled_hash
         FlattenedTensorBucket.empty = ReceivedBuckets(FlattenedTensorBucket.empty)
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
+        if (
+            SCHEDULER in sys.modules
+        ):  # this is the scheduler's process, whose hooks are applied already
+            HookRegistry.apply_hooks()
 
 
 def _plain_memory(dims: Any, dtype: torch.dtype, device: Any, **_: Any) -> torch.Tensor:
