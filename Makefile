@@ -1,5 +1,6 @@
 # `make demo` trains a tiny mixture-of-experts model by DPPO on this machine, no GPU; `make test` runs every check.
 PYTHON_IN_VENV := .venv/bin/python
+TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
 .PHONY: help setup demo test lint types unit clean
@@ -14,7 +15,7 @@ demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2
 	@$(PYTHON_IN_VENV) -m examples.tiny_moe.demo $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
 
 test: lint types  ## every check: lint, types, unit, distributed and integration tests
-	@$(PYTHON_IN_VENV) -m pytest tests
+	@$(PYTHON_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile
 
 unit: setup  ## the fast tests alone
 	@$(PYTHON_IN_VENV) -m pytest tests/unit

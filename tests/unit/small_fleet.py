@@ -28,7 +28,6 @@ class SmallServer:
         self.refuses = False
         self.answered: Counter[int] = Counter()
         self.aborted: list[str] = []
-        self.in_flight = self.most_in_flight = 0
         self._runner: web.AppRunner | None = None
 
     @property
@@ -81,13 +80,8 @@ class SmallServer:
         body = await request.json()
         shared = isinstance(body["input_ids"][0], list)
         prompts = body["input_ids"] if shared else [body["input_ids"]]
-        self.in_flight += len(prompts)
-        self.most_in_flight = max(self.most_in_flight, self.in_flight)
-        try:
-            await asyncio.sleep(self.delay_s)
-            await self._breathe()
-        finally:
-            self.in_flight -= len(prompts)
+        await asyncio.sleep(self.delay_s)
+        await self._breathe()
         self.answered.update(prompt[0] for prompt in prompts)
         answers = [self._answer(prompt[0]) for prompt in prompts]
         return web.json_response(answers if shared else answers[0])
