@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
@@ -15,6 +16,8 @@ log = logging.getLogger(__name__)
 
 _PROGRESS_S = 10.0
 _RESTART_TAIL_LINES = 10
+_DYING_S = 0.1
+"""A client sees a killed server's connections break some milliseconds before its exit shows."""
 
 
 class Engine(Protocol):
@@ -100,11 +103,14 @@ class EngineKeeper:
         if self._starting is not None:
             self._check_start(self._engine, self._starting)
             return
+        reported = self._folder.take_report(self.name) == self.incarnation
+        if reported and self._engine.poll() is None:
+            time.sleep(_DYING_S)
         code = self._engine.poll()
         if code is not None:
             tail = self._engine.log_tail(_RESTART_TAIL_LINES)
             self._restart(f"{self.what} {describe_exit(code)}; the end of its log:\n{tail}")
-        elif self._folder.take_report(self.name) == self.incarnation:
+        elif reported:
             tail = self._engine.log_tail(_RESTART_TAIL_LINES)
             self._restart(
                 f"{self.what} runs but was reported lost by the trainer; the end of its log:\n{tail}"

@@ -236,6 +236,8 @@ class FleetClient:
         is for one that nobody can kill; calls that others still work on are asked again with its own.
         """
         await asyncio.sleep(_REPLACED_SECONDS)
+        if place not in self._places:
+            return  # the generation it had calls of has ended, and its client is closed
         try:
             await place.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
         except EngineLostError as error:

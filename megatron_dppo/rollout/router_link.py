@@ -29,6 +29,7 @@ class RouterLink:
         self._registers = registers
         self._client: RouterClient | None = None
         self._wanted: dict[str, str | None] = {}
+        self._announced: Server | None = None
         self.server: Server | None = None
         self.usable = False
 
@@ -61,7 +62,7 @@ class RouterLink:
 
     def mark_down(self, reason: str) -> bool:
         """Not usable until ``watch`` or ``serve`` finds it in order; whether it was, before."""
-        was_usable, self.usable = self.usable, False
+        was_usable, self.usable, self._announced = self.usable, False, None
         if was_usable:
             log.warning("the router is lost, generating directly: %s", reason)
         return was_usable
@@ -105,7 +106,8 @@ class RouterLink:
             self.usable = await self._knows_servers(self._client)
         except (EngineLostError, EngineRequestError) as error:
             log.info("the router at %s is not in order yet: %s", server.url, error)
-        if self.usable:
+        if self.usable and server != self._announced:
+            self._announced = server
             log.info("generating through the router at %s", server.url)
 
     async def _knows_servers(self, client: RouterClient) -> bool:
