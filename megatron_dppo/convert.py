@@ -19,13 +19,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron_dppo.checkpoint_conversion import (
-    ConversionError,
-    Layout,
-    hf_tensors,
-    load_model_shape,
-)
-from megatron_dppo.checkpoint_conversion.model_shape import ITEM_BYTES
+from megatron_dppo.model.errors import ConversionError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.shape import ITEM_BYTES
 
 PLAIN_INTERVAL_S = 10.0
 
@@ -182,8 +180,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion.engine_layout import EngineLayout
-    from megatron_dppo.checkpoint_conversion.plan_table import print_plan
+    from megatron_dppo.model.engine_layout import EngineLayout
+    from megatron_dppo.model.plan_table import print_plan
 
     engine = EngineLayout(arguments.engine_tp, arguments.engine_ep)
     shape = load_model_shape(arguments.hf_config)

@@ -84,7 +84,7 @@ def _reward(config: TrainConfig) -> None:
 
 
 def _model(config: TrainConfig) -> None:
-    from megatron_dppo.checkpoint_conversion import load_model_shape
+    from megatron_dppo.model.families import load_model_shape
 
     load_model_shape(config.model.hf_checkpoint)
 

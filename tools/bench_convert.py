@@ -24,7 +24,6 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.checkpoint_conversion import Layout, hf_tensors, load_model_shape
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES
 from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.publishing import sync_folder
@@ -34,6 +33,9 @@ from megatron_dppo.checkpoint_conversion.streaming import (
     megatron_to_hf,
     verify,
 )
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors
 
 COPY_BYTES = 256 << 10
 """The plain copy's buffer: small enough for the cache, the fastest of 64 KiB to 32 MiB where this was tried."""

@@ -33,12 +33,12 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.child_server import free_port
-from megatron_dppo.rollout.client import EngineClient
-from megatron_dppo.rollout.generation import GenerationLimits, generate_many
-from megatron_dppo.rollout.requests import GenerationRequest, SamplingParams
-from megatron_dppo.rollout.server import EngineProcess
+from megatron_dppo.engine.child_server import free_port
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.fleet.generation import GenerationLimits, generate_many
+from megatron_dppo.system.async_runner import AsyncRunner
 
 ADMIN_KEY = "bench"
 OURS, PEER, STREAMING = "ours", "sglang", "sglang, streaming"

@@ -27,19 +27,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.families import load_model_shape
-from megatron_dppo.checkpoint_conversion.gather_plan import Bucket, ParameterKey, hf_buckets_plan
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
-from megatron_dppo.checkpoint_conversion.layout import Layout
-from megatron_dppo.checkpoint_conversion.mapping import local_parameters
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
-from megatron_dppo.rollout.child_server import free_port
-from megatron_dppo.rollout.engine_weights import EngineWeights
-from megatron_dppo.rollout.server import EngineProcess
-from megatron_dppo.weight_sync.base import UpdateReport
+from megatron_dppo.engine.child_server import free_port
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.gather_plan import Bucket, ParameterKey, hf_buckets_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import local_parameters
+from megatron_dppo.weight_sync.interfaces import UpdateReport
 from megatron_dppo.weight_sync.strategies import STRATEGIES
-from megatron_dppo.weight_sync.update import WeightUpdater
+from megatron_dppo.weight_sync.transaction import WeightUpdater
 
 ADMIN_KEY = "bench"
 TIMEOUT_S = 600.0

@@ -16,10 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_dppo.algorithms import masks, weights
+from megatron_dppo.algorithms import masks
+from megatron_dppo.algorithms import token_weights as weights
 from megatron_dppo.algorithms.inputs import Anchor, recomputed, rollout
 from megatron_dppo.algorithms.masks import Mask
-from megatron_dppo.algorithms.weights import Weight
+from megatron_dppo.algorithms.token_weights import Weight
 
 
 @dataclass(frozen=True)

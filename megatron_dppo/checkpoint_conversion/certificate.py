@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError, LayoutError
-from megatron_dppo.checkpoint_conversion.families import FAMILIES
-from megatron_dppo.checkpoint_conversion.layout import Layout
-from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
-from megatron_dppo.checkpoint_conversion.model_shape import Llama3RopeScaling, ModelShape
+from megatron_dppo.model.errors import CheckpointError, LayoutError
+from megatron_dppo.model.families import FAMILIES
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape
 
 Form = Literal["huggingface", "sharded", "torch_dist"]
 FILE = "conversion.json"

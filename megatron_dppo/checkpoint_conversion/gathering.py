@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.gather_plan import Bucket, ParameterKey
+from megatron_dppo.model.gather_plan import Bucket, ParameterKey
 
 
 @dataclass(frozen=True)

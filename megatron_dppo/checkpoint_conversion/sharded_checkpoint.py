@@ -16,16 +16,16 @@ from types import TracebackType
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES, load_certificate
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
-from megatron_dppo.checkpoint_conversion.gather_plan import Piece, TensorSources, gather_plan
-from megatron_dppo.checkpoint_conversion.layout import Layout
-from megatron_dppo.checkpoint_conversion.mapping import hf_tensors, primary_parameters
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.checkpoint_conversion.safetensors_file import (
     SafetensorsFile,
     SafetensorsFileWriter,
     TensorSpec,
 )
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors, primary_parameters
+from megatron_dppo.model.shape import ModelShape
 
 
 def file_name(rank: int) -> str:

@@ -14,18 +14,12 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES, Certificate
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
-from megatron_dppo.checkpoint_conversion.families import load_model_shape
-from megatron_dppo.checkpoint_conversion.gather_plan import gather_plan
 from megatron_dppo.checkpoint_conversion.hashing import TensorHashes
 from megatron_dppo.checkpoint_conversion.hf_io import (
     DEFAULT_SHARD_BYTES,
     SafetensorsReader,
     ShardedWriter,
 )
-from megatron_dppo.checkpoint_conversion.layout import Layout, check_layout
-from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.checkpoint_conversion.publishing import StagedFolder, copy_side_files
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
 from megatron_dppo.checkpoint_conversion.sharded_checkpoint import (
@@ -43,6 +37,12 @@ from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import (
     find_torch_dist,
 )
 from megatron_dppo.checkpoint_conversion.torch_dist_writing import write_torch_dist
+from megatron_dppo.model.errors import CheckpointError, MismatchError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.gather_plan import gather_plan
+from megatron_dppo.model.layout import Layout, check_layout
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.shape import ModelShape
 
 Progress = Callable[[int], None]
 """Called with the bytes read since the last call."""

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
-from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.shape import ModelShape
 
 BLOCK_BYTES = 1 << 20
 """Bytes that are read or written at a time: what streaming holds in memory, a few times over.

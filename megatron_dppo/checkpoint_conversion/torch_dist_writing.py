@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_dppo.checkpoint_conversion.layout import Layout
-from megatron_dppo.checkpoint_conversion.mapping import LocalParameter, local_parameters
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
 from megatron_dppo.checkpoint_conversion.saved_tensor import write_saved_tensor
 from megatron_dppo.checkpoint_conversion.tensor_store import row_blocks
 from megatron_dppo.checkpoint_conversion.torch_dist import GlobalPlace, global_places
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import LocalParameter, local_parameters
+from megatron_dppo.model.shape import ModelShape
 
 ReadRows = Callable[[str, int, int], torch.Tensor]
 """(Hugging Face name, first row, rows) -> rows, called once for every row of every tensor, in order."""

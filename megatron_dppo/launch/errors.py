@@ -5,7 +5,3 @@ from __future__ import annotations
 
 class LaunchError(RuntimeError):
     """The run can't start here and now; the message says what to do about it."""
-
-
-class EngineGivenUpError(RuntimeError):
-    """The engine failed for good; the message holds the end of its log."""

@@ -12,18 +12,18 @@ from typing import TypeGuard
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
-from megatron_dppo.launch.engine import Engine, EngineKeeper
+from megatron_dppo.engine.child_server import free_port, require_free_port
+from megatron_dppo.engine.errors import EngineStartError
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.fleet.fleet_keeper import FleetKeeper
+from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
+from megatron_dppo.fleet.keeper import Engine, EngineKeeper
+from megatron_dppo.fleet.router_process import RouterProcess
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.fleet import FleetKeeper
 from megatron_dppo.launch.ranks import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Supervisor
 from megatron_dppo.logging import configure_logging
-from megatron_dppo.rollout.child_server import free_port, require_free_port
-from megatron_dppo.rollout.errors import EngineStartError
-from megatron_dppo.rollout.membership import API_KEY_VARIABLE, ROUTER, Keys
-from megatron_dppo.rollout.router import RouterProcess
-from megatron_dppo.rollout.server import EngineProcess
 
 _LOOPBACK = "127.0.0.1"
 _SEEDS_PER_START = 10_007

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from megatron_dppo.launch.console import Tee
-from megatron_dppo.launch.processes import describe_exit, kill_all, start_process, tail
+from megatron_dppo.system.processes import describe_exit, kill_all, start_process, tail
 
 
 @dataclass(frozen=True)

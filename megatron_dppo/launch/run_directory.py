@@ -3,7 +3,7 @@
     <run.directory>/
       config.yaml            the configuration as it was resolved; ranks read this one
       lock                   held (flock) by the supervisor; holds its process id
-      engine/...             the servers; see megatron_dppo/rollout/membership.py
+      engine/...             the servers; see megatron_dppo/fleet/folder.py
       starts                 how often the run was started, for the engine's seed
       logs/rank<N>.out       what rank N wrote to its standard output and error
       logs/<server>-<I>.log  a server's, or the router's, output in its I-th incarnation
@@ -18,8 +18,8 @@ import os
 from pathlib import Path
 from types import TracebackType
 
+from megatron_dppo.fleet.folder import FleetFolder, write_atomically
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.rollout.membership import FleetFolder, write_atomically
 
 
 class RunDirectory:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from megatron_dppo.launch.errors import EngineGivenUpError
-from megatron_dppo.launch.fleet import FleetKeeper
-from megatron_dppo.launch.processes import adopt_orphans, kill_descendants
+from megatron_dppo.fleet.fleet_keeper import FleetKeeper
+from megatron_dppo.fleet.keeper import EngineGivenUpError
 from megatron_dppo.launch.ranks import RankFailure, RankGroup
+from megatron_dppo.system.processes import adopt_orphans, kill_descendants
 
 log = logging.getLogger(__name__)
 

@@ -17,27 +17,27 @@ from typing import Self
 import torch
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.fleet_membership import (
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.fleet.client import FleetClient
+from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
+from megatron_dppo.fleet.generation_in_background import Generation, Outcome
+from megatron_dppo.fleet.members import Member
+from megatron_dppo.fleet.roster import (
     EngineUnavailableError,
     Roster,
     member_from_json,
     member_to_json,
 )
-from megatron_dppo.loop.generation_in_background import Generation, Outcome
+from megatron_dppo.fleet.router_link import RouterLink
 from megatron_dppo.loop.stopping import RunStoppedError
-from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.engine_weights import EngineWeights
-from megatron_dppo.rollout.fleet import FleetClient
-from megatron_dppo.rollout.fleet_member import Member
-from megatron_dppo.rollout.generation import GenerationJob, GenerationLimits
-from megatron_dppo.rollout.membership import FleetFolder, Keys, Server
-from megatron_dppo.rollout.router_link import RouterLink
+from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.distributed import all_gather_json, any_rank, broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.types import Rollout
-from megatron_dppo.weight_sync.base import UpdateReport, WeightUpdateError
-from megatron_dppo.weight_sync.update import WeightUpdater
+from megatron_dppo.weight_sync.interfaces import UpdateReport, WeightUpdateError
+from megatron_dppo.weight_sync.transaction import WeightUpdater
 
 log = logging.getLogger(__name__)
 

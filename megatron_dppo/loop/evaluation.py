@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.requests import SamplingParams
+from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.rollouts import share, verify
+from megatron_dppo.loop.rollouts.sources import share, verify
 from megatron_dppo.metrics import names
 from megatron_dppo.rewards import Verifier
-from megatron_dppo.rollout.generation import GenerationJob
-from megatron_dppo.rollout.requests import SamplingParams
 from megatron_dppo.trainer.distributed import all_gather_json
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem

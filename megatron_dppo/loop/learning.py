@@ -19,16 +19,16 @@ from megatron_dppo.loop.batches import (
     plan_mini_batches,
     training_samples,
 )
-from megatron_dppo.loop.routing_exchange import RoutingExchange
+from megatron_dppo.loop.rollouts.routing_exchange import RoutingExchange
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.trainer.reduction import reduce_masked_tokens
+from megatron_dppo.trainer.token_loss import TokenLoss, make_token_loss
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.types import Rollout
 from megatron_dppo.vocab_parallel import PolicyStats
-from megatron_dppo.vocab_parallel.token_loss import TokenLoss, make_token_loss
 
 
 class Learner:

@@ -11,34 +11,34 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.algorithms.presets import Algorithm, build_algorithm
-from megatron_dppo.checkpoint_conversion import load_model_shape
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import DataError
 from megatron_dppo.data.rollout_codec import RolloutFormatError, save_batch
 from megatron_dppo.data.sampler import ProblemSampler
+from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.engine.requests import RoutedShape, SamplingParams
+from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.fleet.roster import EngineUnavailableError
 from megatron_dppo.logging import fatal
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.exporting import export
-from megatron_dppo.loop.fleet_membership import EngineUnavailableError
-from megatron_dppo.loop.generated import GeneratedRollouts
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError
-from megatron_dppo.loop.replay import ReplayedRollouts
-from megatron_dppo.loop.rollouts import ProblemFeed, RolloutSource
-from megatron_dppo.loop.routing_exchange import RoutingExchangeError
+from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
+from megatron_dppo.loop.rollouts.routing_exchange import RoutingExchangeError
+from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
+from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutSource
+from megatron_dppo.loop.rollouts.staleness import STALE_ANCHOR, StalenessError, with_gap_named
 from megatron_dppo.loop.run_data import RunData
-from megatron_dppo.loop.staleness import STALE_ANCHOR, StalenessError, with_gap_named
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.timing import PhaseTimer
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
-from megatron_dppo.rollout.errors import EngineError
-from megatron_dppo.rollout.generation import GenerationJob
-from megatron_dppo.rollout.requests import RoutedShape, SamplingParams
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.distributed import any_rank
 from megatron_dppo.trainer.errors import NonFiniteLossError

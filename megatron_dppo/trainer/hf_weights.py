@@ -10,14 +10,14 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
-from megatron_dppo.checkpoint_conversion.gather_plan import Bucket, ParameterKey
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
-from megatron_dppo.checkpoint_conversion.layout import Layout
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
-from megatron_dppo.checkpoint_conversion.mapping import local_parameters
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.gather_plan import Bucket, ParameterKey
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import local_parameters
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.distributed import broadcast_json
 
 

@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dppo.checkpoint_conversion.families import has_layer_parameter
-from megatron_dppo.checkpoint_conversion.layout import Layout
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.config.forwarded import megatron_problems
 from megatron_dppo.config.schema import ParallelConfig, PolicyConfig
+from megatron_dppo.model.families import has_layer_parameter
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -11,8 +11,8 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
-from megatron_dppo.checkpoint_conversion.splits import padded_vocab_size
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
 
 

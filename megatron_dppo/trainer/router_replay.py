@@ -26,11 +26,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import COMPARED
 from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.topology import Topology
 
 

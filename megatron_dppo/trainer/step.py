@@ -19,9 +19,9 @@ from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.trainer.microbatch import model_inputs
 from megatron_dppo.trainer.router_replay import ModelReplay
+from megatron_dppo.trainer.token_loss import TokenLoss
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
-from megatron_dppo.vocab_parallel.token_loss import TokenLoss
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.checkpoint_conversion.layout import Layout
 from megatron_dppo.config.schema import ParallelConfig
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.trainer import platform
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)

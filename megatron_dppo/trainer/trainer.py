@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion import load_model_shape
-from megatron_dppo.checkpoint_conversion.gather_plan import hf_buckets_plan
-from megatron_dppo.checkpoint_conversion.layout import check_layout
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.gather_plan import hf_buckets_plan
+from megatron_dppo.model.layout import check_layout
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.distributed import agree, all_gather_json
 from megatron_dppo.trainer.errors import NonFiniteLossError

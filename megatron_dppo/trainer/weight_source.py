@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-from megatron_dppo.checkpoint_conversion.gather_plan import (
+from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
+from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.model.gather_plan import (
     Bucket,
     fewest_gathered_elements,
     hf_buckets_plan,
 )
-from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
-from megatron_dppo.data.packing import TrainingSample, pack
 from megatron_dppo.trainer.distributed import all_gather_json
 from megatron_dppo.trainer.hf_weights import named_parameters
 from megatron_dppo.trainer.trainer import Trainer

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.vocab_parallel.cpp_build import KernelBuildError, load_kernels
+from megatron_dppo.system.cpp_build import KernelBuildError, build_library
 
 if TYPE_CHECKING:
     from megatron_dppo.vocab_parallel.backends import RowGradient, Rows
 
 log = logging.getLogger(__name__)
+SOURCE = Path(__file__).parent / "kernels" / "row_stats.cpp"
 DTYPES = (torch.float32, torch.bfloat16)
+
+
+@functools.cache
+def load_kernels() -> ctypes.CDLL:
+    """The row kernels of this package. Raises as ``build_library``; the failure is not cached."""
+    return _declared(build_library(SOURCE))
 
 
 class CppBackend:
@@ -92,3 +101,17 @@ def _build_failure() -> str | None:
         )
         return f"the C++ kernels did not build: {error}"
     return None
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    library.row_stats_forward.argtypes = [
+        ctypes.c_int, pointer, integer, integer, integer, ctypes.c_double,
+        pointer, integer, pointer, pointer, pointer,
+    ]  # fmt: skip
+    library.row_stats_backward.argtypes = [
+        ctypes.c_int, pointer, pointer, integer, integer, integer, ctypes.c_double,
+        pointer, pointer, pointer, pointer, pointer,
+    ]  # fmt: skip
+    library.row_stats_forward.restype = library.row_stats_backward.restype = None
+    return library

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from megatron_dppo.weight_sync.base import (
+from megatron_dppo.weight_sync.canary import CanaryError, CanaryReport, Tolerance, compare_canary
+from megatron_dppo.weight_sync.engines import Engines, Expected, H
+from megatron_dppo.weight_sync.interfaces import (
     Bucket,
     ChecksumMismatchError,
     EngineFaultError,
     compare_checksums,
 )
-from megatron_dppo.weight_sync.canary import CanaryError, CanaryReport, Tolerance, compare_canary
-from megatron_dppo.weight_sync.engines import Engines, Expected, H
 
 
 class ExpectedByLayout:

@@ -11,8 +11,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_dppo.weight_sync.background import TransferTimeoutError, in_background
-from megatron_dppo.weight_sync.base import Bucket, EngineFaultError
+from megatron_dppo.system.background import TransferTimeoutError, in_background
+from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError
 
 log = logging.getLogger(__name__)
 

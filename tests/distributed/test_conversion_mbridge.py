@@ -77,7 +77,7 @@ def by_the_map(trainer: Any, hf: str) -> dict[tuple[int, str], torch.Tensor]:
     import torch.distributed as dist
     from safetensors.torch import load_file
 
-    from megatron_dppo.checkpoint_conversion import local_parameters
+    from megatron_dppo.model.mapping import local_parameters
 
     original, filled = load_file(f"{hf}/model.safetensors"), {}
     for p in local_parameters(trainer.shape, trainer.layout, dist.get_rank()):

@@ -61,8 +61,8 @@ def prepare(folder: str) -> dict[str, list[torch.Tensor]]:
     """Make every model, convert it, and say transformers' log-probabilities of every next token."""
     from transformers import AutoModelForCausalLM
 
-    from megatron_dppo.checkpoint_conversion import Layout
     from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+    from megatron_dppo.model.layout import Layout
     from tests.tiny_models import save_tiny_model
 
     expected = {}

@@ -55,11 +55,11 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
     import torch.distributed as dist
 
     from megatron_dppo.config.schema import TrainConfig
-    from megatron_dppo.loop.generated import GeneratedRollouts
-    from megatron_dppo.loop.rollouts import ProblemFeed
+    from megatron_dppo.engine.requests import SamplingParams
+    from megatron_dppo.fleet.generation import GenerationJob
+    from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
+    from megatron_dppo.loop.rollouts.sources import ProblemFeed
     from megatron_dppo.metrics.timing import PhaseTimer
-    from megatron_dppo.rollout.generation import GenerationJob
-    from megatron_dppo.rollout.requests import SamplingParams
     from megatron_dppo.trainer.topology import Topology
     from megatron_dppo.types import Problem
 
@@ -120,7 +120,7 @@ def steps(
 def late_weights(folder: str) -> str:
     """The error of a batch whose weights are older than a synchronous run allows."""
     from megatron_dppo.data.sampler import ProblemSampler
-    from megatron_dppo.loop.staleness import StalenessError
+    from megatron_dppo.loop.rollouts.staleness import StalenessError
     from megatron_dppo.rewards import Verifier
 
     with Verifier("exact_integer", 1.0, 1) as verifier:

@@ -137,7 +137,7 @@ def train(
     hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Two steps under replay; on rank 0 also gradients and parameters; and what routers did wrong."""
-    from megatron_dppo.checkpoint_conversion.gather_plan import hf_buckets_plan
+    from megatron_dppo.model.gather_plan import hf_buckets_plan
     from megatron_dppo.trainer.hf_weights import gather_buckets, named_parameters
 
     trainer = make_trainer(hf_dir, parallel, changes, replay=True)

@@ -56,7 +56,7 @@ def whole_batch(experts: int) -> list:
 
 
 def model_shape(experts: int):
-    from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
+    from megatron_dppo.model.shape import ModelShape
 
     return ModelShape(
         family="qwen3_moe", num_layers=LAYERS, hidden_size=8, num_attention_heads=2,
@@ -67,7 +67,7 @@ def model_shape(experts: int):
 
 
 def topology_of(sizes: dict[str, int]):
-    from megatron_dppo.checkpoint_conversion.layout import Layout
+    from megatron_dppo.model.layout import Layout
     from megatron_dppo.trainer.topology import init_distributed, init_topology
 
     layout = Layout(**sizes)
@@ -114,7 +114,7 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
         plan_mini_batches,
         training_samples,
     )
-    from megatron_dppo.loop.routing_exchange import RoutingExchange
+    from megatron_dppo.loop.rollouts.routing_exchange import RoutingExchange
 
     whole, config = whole_batch(experts), run_config()
     own = after_exchange(whole, topology)
@@ -201,7 +201,7 @@ def fault_worker() -> dict[str, str]:
 
 
 def error_of(fault: str, topology) -> str:
-    from megatron_dppo.loop.routing_exchange import RoutingExchange, RoutingExchangeError
+    from megatron_dppo.loop.rollouts.routing_exchange import RoutingExchange, RoutingExchangeError
 
     class Flipping(RoutingExchange):
         def _split(self, rollouts, positions, buffer):

@@ -145,8 +145,8 @@ def policy_token_loss(stats, batch):
 
 def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Three steps; on global rank 0 also gradients and parameters as Hugging Face tensors."""
-    from megatron_dppo.checkpoint_conversion.gather_plan import hf_buckets_plan
     from megatron_dppo.data.packing import pack, plan_mini_batch
+    from megatron_dppo.model.gather_plan import hf_buckets_plan
     from megatron_dppo.trainer.hf_weights import gather_buckets, named_parameters
     from megatron_dppo.trainer.trainer import Trainer
 

@@ -125,8 +125,8 @@ def gradient_worker(folder: str) -> dict[str, Any]:
     """Gradients against autograd through transformers, and with one sequence a micro-batch."""
     from transformers import AutoModelForCausalLM
 
-    from megatron_dppo.checkpoint_conversion.gather_plan import hf_buckets_plan
     from megatron_dppo.metrics.sums import MetricSums
+    from megatron_dppo.model.gather_plan import hf_buckets_plan
     from megatron_dppo.trainer.hf_weights import gather_buckets, named_parameters
     from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
     from tests.tiny_models import save_tiny_model

@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_dppo.checkpoint_conversion.gather_plan import (
+from megatron_dppo.checkpoint_conversion.gathering import Buffers, gather
+from megatron_dppo.engine.checksums import ExpectedChecksums
+from megatron_dppo.engine.tensors import EngineTensors
+from megatron_dppo.model.gather_plan import (
     fewest_gathered_elements,
     hf_buckets_plan,
 )
-from megatron_dppo.checkpoint_conversion.gathering import Buffers, gather
-from megatron_dppo.checkpoint_conversion.layout import Layout
-from megatron_dppo.checkpoint_conversion.mapping import hf_tensors, local_parameters
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
-from megatron_dppo.rollout.engine_checksums import ExpectedChecksums
-from megatron_dppo.rollout.engine_tensors import EngineTensors
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors, local_parameters
+from megatron_dppo.model.shape import ModelShape
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

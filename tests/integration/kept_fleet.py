@@ -13,10 +13,10 @@ from types import TracebackType
 import psutil
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.fleet.members import Member
 from megatron_dppo.launch.local import fleet_keeper
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.rollout.fleet_member import Member
-from megatron_dppo.rollout.membership import FleetFolder, Keys, Server
 
 _PATIENT_S = 300.0
 

@@ -23,11 +23,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.check_engine import check_engine
-from megatron_dppo.rollout.child_server import free_port
-from megatron_dppo.rollout.client import EngineClient
-from megatron_dppo.rollout.errors import (
+from megatron_dppo.engine.child_server import free_port
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.compatibility import check_engine
+from megatron_dppo.engine.errors import (
     AbortedError,
     EngineAnswerError,
     EngineLostError,
@@ -37,20 +36,21 @@ from megatron_dppo.rollout.errors import (
     GenerationInterruptedError,
     StopRequestedError,
 )
-from megatron_dppo.rollout.generation import (
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.engine.requests import (
+    GenerationRequest,
+    GenerationResult,
+    RoutedShape,
+    SamplingParams,
+)
+from megatron_dppo.fleet.generation import (
     GenerationJob,
     GenerationLimits,
     GenerationProgress,
     Results,
     generate_many,
 )
-from megatron_dppo.rollout.requests import (
-    GenerationRequest,
-    GenerationResult,
-    RoutedShape,
-    SamplingParams,
-)
-from megatron_dppo.rollout.server import EngineProcess
+from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.types import Problem, VersionSpan
 from tests.tiny_models import save_tiny_model
 

@@ -17,19 +17,19 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.errors import EngineAnswerError
-from megatron_dppo.rollout.fleet import FleetClient
-from megatron_dppo.rollout.fleet_member import Member, client_of
-from megatron_dppo.rollout.generation import (
+from megatron_dppo.engine.errors import EngineAnswerError
+from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.fleet.client import FleetClient
+from megatron_dppo.fleet.folder import Server
+from megatron_dppo.fleet.generation import (
     GenerationLimits,
     GenerationProgress,
     Results,
     generate_many,
 )
-from megatron_dppo.rollout.membership import Server
-from megatron_dppo.rollout.requests import GenerationRequest, SamplingParams
-from megatron_dppo.rollout.router_link import RouterLink
+from megatron_dppo.fleet.members import Member, client_of
+from megatron_dppo.fleet.router_link import RouterLink
+from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import KeptFleet, config_of, family, kill, proceed, stop
 from tests.integration.weight_server import reference_log_probs
 from tests.ranks import run_ranks
@@ -170,7 +170,7 @@ def test_a_slow_server_gets_less_to_do_and_is_not_lost(fleet, runner):
 
 def test_a_stopped_server_that_nobody_kills_holds_nothing_up(fleet, runner, monkeypatch):
     """As one that runs elsewhere. The router doesn't tell which calls it has; they are asked again."""
-    monkeypatch.setattr("megatron_dppo.rollout.fleet._REPLACED_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_dppo.fleet.client._REPLACED_SECONDS", 1.0)
     members = fleet.members(2)
     victim = members[0].server
     client = CountingClient(fleet, routed=True)

@@ -11,9 +11,9 @@ import pytest
 
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.rollout_codec import load_batch
-from megatron_dppo.rollout.child_server import free_port
-from megatron_dppo.rollout.membership import FleetFolder, Server
-from megatron_dppo.rollout.server import EngineProcess
+from megatron_dppo.engine.child_server import free_port
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.fleet.folder import FleetFolder, Server
 from tests.integration.kept_fleet import kill, stop_scheduler
 from tests.integration.runs import (
     GROUP,

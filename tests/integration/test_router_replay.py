@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.rollout_codec import load_batch, save_batch
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.requests import RoutedShape, SamplingParams
+from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
 from megatron_dppo.loop.run_data import RunData
-from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.client import EngineClient
-from megatron_dppo.rollout.generation import GenerationJob, GenerationLimits, generate_many
-from megatron_dppo.rollout.requests import RoutedShape, SamplingParams
+from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.runs import TrainingRun, records_of
 from tests.integration.test_engine import ADMIN_KEY, API_KEY, engine_of, run_config
 from tests.ranks import ROOT, free_port

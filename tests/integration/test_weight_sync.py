@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.checksums import ExpectedChecksums
+from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.loop.engine_session import first_failure
-from megatron_dppo.rollout.engine_checksums import ExpectedChecksums
-from megatron_dppo.rollout.engine_weights import EngineWeights, WireHeader
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
-from megatron_dppo.weight_sync.base import (
+from megatron_dppo.weight_sync.engines import GRACE_S
+from megatron_dppo.weight_sync.interfaces import (
     Bucket,
     ChecksumMismatchError,
     EngineFaultError,
@@ -30,8 +31,7 @@ from megatron_dppo.weight_sync.base import (
     WeightUpdateError,
     WeightUpdateRefusedError,
 )
-from megatron_dppo.weight_sync.engines import GRACE_S
-from megatron_dppo.weight_sync.update import WeightUpdater
+from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.integration.weight_server import (
     PROMPT,
     TIMEOUT_S,

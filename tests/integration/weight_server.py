@@ -15,17 +15,17 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.checkpoint_conversion.families import load_model_shape
-from megatron_dppo.checkpoint_conversion.gather_plan import Bucket as PlannedBucket
-from megatron_dppo.checkpoint_conversion.gather_plan import TensorSources
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
-from megatron_dppo.rollout.child_server import free_port
-from megatron_dppo.rollout.engine_weights import EngineWeights
-from megatron_dppo.rollout.server import EngineProcess
-from megatron_dppo.weight_sync.base import Plan
+from megatron_dppo.engine.child_server import free_port
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
+from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
-from megatron_dppo.weight_sync.update import WeightUpdater
+from megatron_dppo.weight_sync.interfaces import Plan
+from megatron_dppo.weight_sync.transaction import WeightUpdater
 
 KEY, ADMIN_KEY = "user-key", "admin-key"
 PROMPT = [19, 13, 20, 31, 45, 61, 7]

@@ -10,8 +10,8 @@ from collections import Counter
 import aiohttp
 from aiohttp import web
 
-from megatron_dppo.rollout.fleet_member import Member
-from megatron_dppo.rollout.membership import Keys, Server
+from megatron_dppo.fleet.folder import Keys, Server
+from megatron_dppo.fleet.members import Member
 
 KEYS = Keys("user", "admin")
 

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dppo.launch.engine import EngineKeeper
-from megatron_dppo.launch.fleet import FleetKeeper
-from megatron_dppo.launch.processes import start_process, tail
+from megatron_dppo.fleet.fleet_keeper import FleetKeeper
+from megatron_dppo.fleet.folder import Keys
+from megatron_dppo.fleet.keeper import EngineKeeper
 from megatron_dppo.launch.ranks import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Supervisor
-from megatron_dppo.rollout.membership import Keys
+from megatron_dppo.system.processes import start_process, tail
 
 PRELUDE = """
 import os, signal, subprocess, sys, time

@@ -8,25 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.checkpoint_conversion import (
-    Layout,
-    LayoutError,
-    ModelShape,
-    hf_tensors,
-    load_model_shape,
-    resharding,
-)
-from megatron_dppo.checkpoint_conversion.engine_layout import EngineLayout, engine_parameters
-from megatron_dppo.checkpoint_conversion.gather_plan import gather_plan
-from megatron_dppo.checkpoint_conversion.mapping import Segment
-from megatron_dppo.checkpoint_conversion.proof import (
+from megatron_dppo.model import resharding
+from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
+from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.gather_plan import gather_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import Segment, hf_tensors
+from megatron_dppo.model.proof import (
     ProofError,
     check_filled,
     check_tiling,
     prove_produced_once,
     prove_rank_filled,
 )
-from megatron_dppo.checkpoint_conversion.resharding import prove_resharding
+from megatron_dppo.model.resharding import prove_resharding
+from megatron_dppo.model.shape import ModelShape
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"
 PARAMETERS = {

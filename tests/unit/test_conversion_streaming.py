@@ -13,15 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.checkpoint_conversion import (
-    CheckpointError,
-    Layout,
-    MismatchError,
-    hf_tensors,
-    load_model_shape,
-    local_parameters,
-    safetensors_file,
-)
+from megatron_dppo.checkpoint_conversion import safetensors_file
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import (
@@ -31,6 +23,10 @@ from megatron_dppo.checkpoint_conversion.streaming import (
     verify,
 )
 from megatron_dppo.convert import main
+from megatron_dppo.model.errors import CheckpointError, MismatchError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from tests.tiny_models import save_hollow_model, save_tiny_model
 
 SIDE_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
@@ -188,7 +184,7 @@ def test_an_altered_certificate_or_original_is_noticed(moe_copy, tmp_path):
 PEAK = """
 import sys
 from pathlib import Path
-from megatron_dppo.checkpoint_conversion import Layout
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
     hf_to_torch_dist,

@@ -8,18 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_dppo.checkpoint_conversion import (
-    CheckpointError,
-    Layout,
-    LayoutError,
-    ModelShape,
-    UnsupportedModelError,
-    gather_plan,
-    hf_buckets_plan,
-    hf_tensors,
-    load_model_shape,
-    local_parameters,
-)
+from megatron_dppo.model.errors import CheckpointError, LayoutError, UnsupportedModelError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.gather_plan import gather_plan, hf_buckets_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors, local_parameters
+from megatron_dppo.model.shape import ModelShape
 
 DENSE = ModelShape(
     family="qwen2", num_layers=4, hidden_size=4, num_attention_heads=4, num_query_groups=2, head_dim=1,

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.mapping import hf_tensors
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
-from megatron_dppo.rollout import engine_hash
-from megatron_dppo.rollout.engine_checksums import ExpectedChecksums, IncompleteWeightsError
-from megatron_dppo.rollout.engine_hash import TiledHash, tile_sums, tile_sums_by_torch, tiled_hash
-from megatron_dppo.rollout.engine_tensors import EngineTensors
-from megatron_dppo.vocab_parallel.cpp_build import KernelBuildError
+from megatron_dppo.engine import tiled_hash as engine_hash
+from megatron_dppo.engine.checksums import ExpectedChecksums, IncompleteWeightsError
+from megatron_dppo.engine.tensors import EngineTensors
+from megatron_dppo.engine.tiled_hash import TiledHash, tile_sums, tile_sums_by_torch, tiled_hash
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.cpp_build import KernelBuildError
 
 
 def model_shape(family: str = "qwen3_moe", *, tied: bool = False, vocab: int = 100) -> ModelShape:

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_dppo.rollout.engine_weights import EngineWeights
-from megatron_dppo.rollout.errors import (
+from megatron_dppo.engine.errors import (
     EngineAnswerError,
     EngineLostError,
     EngineMismatchError,
     EngineRequestError,
 )
+from megatron_dppo.engine.weights import EngineWeights
 from tests.unit.test_engine_checksums import model_shape
 
 SERVER_INFO = {

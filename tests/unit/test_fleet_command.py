@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_dppo.fleet import main
-from megatron_dppo.rollout.membership import ROUTER, FleetFolder, Server
+from megatron_dppo.fleet.__main__ import main
+from megatron_dppo.fleet.folder import ROUTER, FleetFolder, Server
 
 
 def test_a_server_is_attached_listed_and_detached(tmp_path, capsys):

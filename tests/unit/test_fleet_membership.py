@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.loop import fleet_membership
-from megatron_dppo.loop.fleet_membership import EngineUnavailableError, Roster
-from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.errors import EngineMismatchError
-from megatron_dppo.rollout.fleet_member import Member
-from megatron_dppo.rollout.membership import FleetFolder, Keys, Server
+from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.fleet import roster as fleet_membership
+from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.fleet.members import Member
+from megatron_dppo.fleet.roster import EngineUnavailableError, Roster
+from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.unit.small_fleet import KEYS, SmallServer
 

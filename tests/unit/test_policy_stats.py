@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron_dppo.vocab_parallel import cpp_backend, cpp_build, policy_stats
+from megatron_dppo.system import cpp_build
+from megatron_dppo.vocab_parallel import cpp_backend, policy_stats
 from megatron_dppo.vocab_parallel.backends import BACKENDS, choose
 from megatron_dppo.vocab_parallel.dense import dense_policy_stats
 from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError
@@ -276,4 +277,4 @@ def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(cpp_build.KernelBuildError, match="no-such-compiler"):
-        cpp_build.load_kernels.__wrapped__()
+        cpp_backend.load_kernels.__wrapped__()

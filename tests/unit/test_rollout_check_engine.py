@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.check_engine import SGLANG_VERSION, check_engine
-from megatron_dppo.rollout.client import EngineClient
-from megatron_dppo.rollout.errors import EngineMismatchError
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.compatibility import SGLANG_VERSION, check_engine
+from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.test_engine_weights import Engine, engine
 from tests.unit.test_rollout_server import MODEL, run_config
 

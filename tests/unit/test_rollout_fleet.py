@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.errors import EngineRequestError, GenerationInterruptedError
-from megatron_dppo.rollout.fleet import FleetClient
-from megatron_dppo.rollout.generation import GenerationLimits, Results, generate_many
-from megatron_dppo.rollout.membership import Server
-from megatron_dppo.rollout.requests import GenerationRequest, SamplingParams
-from megatron_dppo.rollout.router_link import RouterLink
+from megatron_dppo.engine.errors import EngineRequestError, GenerationInterruptedError
+from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.fleet.client import FleetClient
+from megatron_dppo.fleet.folder import Server
+from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
+from megatron_dppo.fleet.router_link import RouterLink
+from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
 
 
@@ -186,8 +186,8 @@ def test_a_hung_server_that_is_killed_fails_just_its_own_calls(runner):
 
 
 def test_a_hung_server_that_nobody_kills_does_not_hold_its_calls_for_ever(runner, monkeypatch):
-    monkeypatch.setattr("megatron_dppo.rollout.fleet._REPLACED_SECONDS", 0.1)
-    monkeypatch.setattr("megatron_dppo.rollout.fleet._PROBE_SECONDS", 0.2)
+    monkeypatch.setattr("megatron_dppo.fleet.client._REPLACED_SECONDS", 0.1)
+    monkeypatch.setattr("megatron_dppo.fleet.client._PROBE_SECONDS", 0.2)
     fleet = Fleet(pair(), SmallRouter())
 
     async def stop_one(client: CountingClient) -> None:
@@ -268,7 +268,7 @@ def test_a_dead_router_is_done_without(runner):
 @pytest.mark.parametrize("registers", [True, False], ids=["rank 0", "another rank"])
 def test_a_router_that_came_back_is_used_again(runner, registers, monkeypatch):
     """Its servers are told to it again by the rank that does that; the others wait until they are."""
-    monkeypatch.setattr("megatron_dppo.rollout.router_link._RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("megatron_dppo.fleet.router_link._RETRY_SECONDS", 0.1)
     fleet = Fleet(pair(), SmallRouter())
     first, second = fleet.router, SmallRouter(incarnation=2)
     assert first is not None

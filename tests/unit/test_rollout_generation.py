@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from megatron_dppo.rollout.async_runner import AsyncRunner
-from megatron_dppo.rollout.errors import (
+from megatron_dppo.engine.errors import (
     AbortedError,
     EngineLostError,
     EngineRequestError,
@@ -17,8 +16,9 @@ from megatron_dppo.rollout.errors import (
     ServerLostError,
     StopRequestedError,
 )
-from megatron_dppo.rollout.generation import GenerationLimits, generate_many
-from megatron_dppo.rollout.requests import GenerationRequest, GenerationResult, SamplingParams
+from megatron_dppo.engine.requests import GenerationRequest, GenerationResult, SamplingParams
+from megatron_dppo.fleet.generation import GenerationLimits, generate_many
+from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.types import VersionSpan
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.fleet.folder import ROUTER, FleetFolder, Keys, Server, attached_name
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.rollout.membership import ROUTER, FleetFolder, Keys, Server, attached_name
 
 HERE = Server("engine0", "http://127.0.0.1:30000", 3, 17)
 

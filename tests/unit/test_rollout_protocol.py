@@ -9,15 +9,15 @@ import numpy as np
 import orjson
 import pytest
 
-from megatron_dppo.rollout.errors import AbortedError, EngineAnswerError, StaleWeightsError
-from megatron_dppo.rollout.generation import GenerationJob, to_rollout
-from megatron_dppo.rollout.protocol import (
+from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
+from megatron_dppo.engine.protocol import (
     parse_answer,
     parse_answers,
     request_body,
     request_ids,
 )
-from megatron_dppo.rollout.requests import GenerationRequest, RoutedShape, SamplingParams
+from megatron_dppo.engine.requests import GenerationRequest, RoutedShape, SamplingParams
+from megatron_dppo.fleet.generation import GenerationJob, to_rollout
 from megatron_dppo.types import Problem, VersionSpan
 
 SHAPE = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=8)

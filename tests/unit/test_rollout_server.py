@@ -12,13 +12,11 @@ import pytest
 from smg.router_args import RouterArgs
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.rollout.check_engine import SGLANG_VERSION, compare_server
-from megatron_dppo.rollout.child_server import free_port
-from megatron_dppo.rollout.errors import EngineStartError
-from megatron_dppo.rollout.launch_server import redact_keys
-from megatron_dppo.rollout.router import router_options
-from megatron_dppo.rollout.server import EngineProcess
-from megatron_dppo.rollout.server_options import (
+from megatron_dppo.engine.child_server import free_port
+from megatron_dppo.engine.compatibility import SGLANG_VERSION, compare_server
+from megatron_dppo.engine.errors import EngineStartError
+from megatron_dppo.engine.launch_server import redact_keys
+from megatron_dppo.engine.options import (
     bind_cores,
     cpu_kv_tokens,
     engine_device,
@@ -26,6 +24,8 @@ from megatron_dppo.rollout.server_options import (
     server_options,
     write_options,
 )
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.fleet.router_process import router_options
 
 MODEL = {
     "model_type": "qwen3_moe",
@@ -199,7 +199,7 @@ def test_keys_are_redacted_only_where_they_are_set():
 
 def test_the_supervisors_half_loads_neither_torch_nor_sglang():
     code = (
-        "import sys, megatron_dppo.rollout.server;"
+        "import sys, megatron_dppo.engine.process;"
         "print([m for m in ('torch', 'sglang', 'aiohttp', 'numpy') if m in sys.modules])"
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

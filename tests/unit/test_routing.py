@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dppo.checkpoint_conversion.model_shape import ModelShape
 from megatron_dppo.data.packing import TrainingSample, pack
 from megatron_dppo.data.routing import check_recording, is_unwritten, usable_rows
-from megatron_dppo.rollout.requests import RoutedShape
+from megatron_dppo.engine.requests import RoutedShape
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.types import Rollout, VersionSpan
 
 

@@ -2,20 +2,20 @@
 
 import pytest
 
-from megatron_dppo.loop.batch_figures import (
+from megatron_dppo.loop.rollouts.figures import (
     GroupRow,
     generated_figures,
     rows_of,
     selection_figures,
     speed_figures,
 )
-from megatron_dppo.loop.group_filter import Selection
-from megatron_dppo.loop.staleness import (
+from megatron_dppo.loop.rollouts.staleness import (
     StalenessError,
     check_staleness,
     staleness_figures,
     with_gap_named,
 )
+from megatron_dppo.loop.rollouts.zero_variance import Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.types import Rollout, VersionSpan
 

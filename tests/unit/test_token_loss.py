@@ -11,8 +11,8 @@ import torch
 
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
 from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.trainer.token_loss import inputs_from, make_token_loss, sequence_ids
 from megatron_dppo.vocab_parallel import policy_stats
-from megatron_dppo.vocab_parallel.token_loss import inputs_from, make_token_loss, sequence_ids
 
 V, K = 17, 4
 

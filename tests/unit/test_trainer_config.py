@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
-from megatron_dppo.checkpoint_conversion import ModelShape
 from megatron_dppo.config import schema as s
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.megatron_config import sequence_parallel, transformer_config
 from megatron_dppo.trainer.topology import layout_of
 

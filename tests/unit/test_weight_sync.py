@@ -12,15 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.gather_plan import Bucket as PlannedBucket
-from megatron_dppo.checkpoint_conversion.gather_plan import TensorSources
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.rollout.engine_weights import WireHeader
-from megatron_dppo.rollout.errors import EngineLostError, EngineMismatchError, EngineRequestError
-from megatron_dppo.weight_sync import disk, engines, tensor
-from megatron_dppo.weight_sync.background import TransferTimeoutError, in_background
-from megatron_dppo.weight_sync.base import (
+from megatron_dppo.engine.errors import EngineLostError, EngineMismatchError, EngineRequestError
+from megatron_dppo.engine.weights import WireHeader
+from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
+from megatron_dppo.model.gather_plan import TensorSources
+from megatron_dppo.system.background import TransferTimeoutError, in_background
+from megatron_dppo.weight_sync import engines
+from megatron_dppo.weight_sync.canary import (
+    CanaryError,
+    CanaryReport,
+    Tolerance,
+    canary_prompts,
+    compare_canary,
+)
+from megatron_dppo.weight_sync.engines import Engines
+from megatron_dppo.weight_sync.interfaces import (
     Agree,
     Bucket,
     ChecksumMismatch,
@@ -31,17 +39,10 @@ from megatron_dppo.weight_sync.base import (
     WeightUpdateRefusedError,
     compare_checksums,
 )
-from megatron_dppo.weight_sync.broadcast import local_address
-from megatron_dppo.weight_sync.canary import (
-    CanaryError,
-    CanaryReport,
-    Tolerance,
-    canary_prompts,
-    compare_canary,
-)
-from megatron_dppo.weight_sync.engines import Engines
-from megatron_dppo.weight_sync.packing import Packer, adjacent
-from megatron_dppo.weight_sync.update import WeightUpdater
+from megatron_dppo.weight_sync.strategies import disk, tensor
+from megatron_dppo.weight_sync.strategies.broadcast import local_address
+from megatron_dppo.weight_sync.strategies.packing import Packer, adjacent
+from megatron_dppo.weight_sync.transaction import WeightUpdater
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
 BUCKETS: list[Bucket] = [[("a", torch.ones(2))], [("b", torch.ones(3)), ("c", torch.ones(1))]]

@@ -17,13 +17,13 @@ from megatron_dppo.algorithms import divergence, masks
 from megatron_dppo.algorithms.diagnostics import PPO_CLIP, token_metrics
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
 from megatron_dppo.algorithms.presets import Algorithm
-from megatron_dppo.algorithms.weights import importance_ratio
+from megatron_dppo.algorithms.token_weights import importance_ratio
 from megatron_dppo.data.packing import TrainingSample, pack
 from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.trainer.token_loss import inputs_from
 from megatron_dppo.types import Rollout
 from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.exact import exact_divergence
-from megatron_dppo.vocab_parallel.token_loss import inputs_from
 
 DEFAULT_TOPK = 20
 """K where neither the batch nor the algorithm says: the paper's."""

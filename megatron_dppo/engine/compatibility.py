@@ -1,0 +1,96 @@
+"""Refuse a server that does not serve what the run trains, before anything is generated on it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
+
+log = logging.getLogger(__name__)
+
+SGLANG_VERSION = "0.5.23"
+"""The release whose protocol this package speaks; requirements pin it."""
+
+
+async def check_engine(config: TrainConfig, client: EngineClient) -> None:
+    """Compare the server's release, model, vocabulary, type, room and routing capture with the
+    run's.
+
+    Needed for a server that was started elsewhere (``engine.url``), harmless for our own. A paused one,
+    which a failed weight update leaves, would hold the request that tells the vocabulary: there
+    that comparison is left to the weight update, which a wrong vocabulary makes fail. Raises
+    EngineMismatchError with every difference, and the client's errors.
+    """
+    info, model_info = await client.server_info(), await client.model_info()
+    differences = compare_server(config, info, model_info)
+    size = _hf_config(config)["vocab_size"]
+    if not differences and not await client.ready():
+        log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
+    elif not differences and not await _serves_vocabulary(client, size):
+        differences.append(f"vocabulary: the engine's is not {size} tokens")
+    if differences:
+        raise EngineMismatchError(
+            f"the engine at {client.url} does not fit this run:\n  " + "\n  ".join(differences)
+        )
+
+
+def compare_server(
+    config: TrainConfig, info: dict[str, Any], model_info: dict[str, Any]
+) -> list[str]:
+    """One line for each thing that ``/server_info`` and ``/model_info`` say and the run does not
+    expect.
+    """
+    model = _hf_config(config)
+    room = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    wanted: dict[str, tuple[Any, Any]] = {
+        "sglang version": (info["version"], SGLANG_VERSION),
+        "model type": (model_info["model_type"], model["model_type"]),
+        "architectures": (model_info["architectures"], model["architectures"]),
+        "dtype (--dtype)": (info["dtype"], config.model.dtype),
+        "quantization": (info["quantization"], None),
+    }
+    if config.rollout.router_replay:
+        wanted["--enable-return-routed-experts"] = (info["enable_return_routed_experts"], True)
+    differences = [
+        f"{what}: {found!r}, expected {expected!r}"
+        for what, (found, expected) in wanted.items()
+        if found != expected
+    ]
+    if info["max_total_num_tokens"] < room:
+        differences.append(
+            f"--max-total-tokens: the cache holds {info['max_total_num_tokens']} tokens, "
+            f"a full sequence has {room}"
+        )
+    return differences
+
+
+async def _serves_vocabulary(client: EngineClient, size: int) -> bool:
+    """SGLang publishes no vocabulary size, but refuses to score a token outside it."""
+    return await _scores(client, size - 1) and not await _scores(client, size)
+
+
+async def _scores(client: EngineClient, token: int) -> bool:
+    body = {
+        "input_ids": [0],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [token],
+    }
+    try:
+        await client.request("POST", "/generate", orjson.dumps(body))
+    except EngineRequestError as error:
+        if error.status != 400:
+            raise
+        return False
+    return True
+
+
+def _hf_config(config: TrainConfig) -> dict[str, Any]:
+    return json.loads((Path(config.model.hf_checkpoint) / "config.json").read_text())

@@ -1,0 +1,69 @@
+"""What can go wrong between a run and its engine, by what the caller should do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron_dppo.engine.requests import GenerationResult
+
+
+class EngineError(RuntimeError):
+    """Base of every error of this package."""
+
+
+class EngineStartError(EngineError):
+    """The server did not come up; the message holds the end of its log."""
+
+
+class EngineLostError(EngineError):
+    """The server, or the last of several, died, hung or answered 5xx: restart it, restore its
+    weights, ask again."""
+
+
+class ServerLostError(EngineError):
+    """One server of several was lost, or the router: ask the others again, at once."""
+
+
+class StaleWeightsError(EngineError):
+    """A server answered with other weights than those that were committed: it must not be used."""
+
+
+class EngineRequestError(EngineError):
+    """The server refused the request (HTTP 4xx), with its reason. Asking again will not help.
+
+    ``status``: the HTTP status code.
+    """
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class AbortedError(EngineError):
+    """The server ended this one request early (an abort, a pause in mode ``abort``); ask again."""
+
+
+class EngineAnswerError(EngineError, ValueError):
+    """An answer contradicts its request, which is named, or itself: it must not be trained on."""
+
+
+class EngineMismatchError(EngineError, ValueError):
+    """The engine, or the installed SGLang, is not the release, model or type the run expects."""
+
+
+class StopRequestedError(EngineError):
+    """The caller's ``stop`` said so: what was in flight has been aborted."""
+
+
+class GenerationInterruptedError(EngineError):
+    """The engine was lost half-way through a batch.
+
+    ``completed``: every finished result by key; they are valid and must not be asked for again.
+    """
+
+    def __init__(self, completed: dict[Hashable, GenerationResult], reason: str) -> None:
+        super().__init__(f"{reason} ({len(completed)} responses were finished)")
+        self.completed = completed
+        self.reason = reason

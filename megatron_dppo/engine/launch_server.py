@@ -1,0 +1,80 @@
+"""Entry point of the engine's process: SGLang's own server, with the keys kept out of sight.
+
+``python -m megatron_dppo.engine.launch_server <SGLang's own flags>`` with one JSON object on
+standard input: ``{"parent": pid, "api_key": str | null, "admin_api_key": str}``. SGLang takes its
+keys only as command-line flags, where ``ps`` shows them, prints them in its log, and answers them
+to whoever holds the API key at ``/server_info``. Here they come through a pipe, and the printed
+configuration says ``<redacted>``.
+
+The process dies with the parent's thread that started it (``PR_SET_PDEATHSIG``); SGLang's children
+die with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+KEY_FIELDS = ("api_key", "admin_api_key")
+PR_SET_PDEATHSIG = 1
+_PARENT_VARIABLE = "MEGATRON_DPPO_ENGINE_PARENT"
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process when ``parent`` dies; exit where it is dead already."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        sys.exit(f"engine launcher: parent process {parent} is gone")
+    os.environ[_PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
+
+
+def redact_keys(configuration: dict[str, Any]) -> dict[str, Any]:
+    """``configuration`` with every key that is set replaced by ``<redacted>``."""
+    hidden = {name: "<redacted>" for name in KEY_FIELDS if configuration.get(name)}
+    return {**configuration, **hidden}
+
+
+def redact_server_args() -> None:
+    """Hide the keys in ``resolved_dict``, from which SGLang logs and answers its configuration.
+
+    Needed in the scheduler's process too, which answers ``/server_info`` in part.
+    """
+    from sglang.srt.server_args import ServerArgs
+
+    resolved_dict = ServerArgs.resolved_dict
+    ServerArgs.resolved_dict = lambda self: redact_keys(resolved_dict(self))
+
+
+def main() -> None:
+    """Read the keys, parse SGLang's flags, run its server until it is told to stop."""
+    start = json.load(sys.stdin)
+    die_with_parent(start["parent"])
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    load_plugins()
+    server_args = prepare_server_args(sys.argv[1:])
+    for name in KEY_FIELDS:
+        setattr(server_args, name, start[name])
+    redact_server_args()
+    try:
+        run_server(server_args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main()
+elif __name__ == "__mp_main__":  # a process that SGLang spawns, before it imports anything
+    # SGLang asks for the same signal, but only after imports that take seconds: a parent that dies
+    # meanwhile would leave it behind for ever.
+    die_with_parent(int(os.environ[_PARENT_VARIABLE]))
+    redact_server_args()

@@ -1,0 +1,66 @@
+"""The SGLang server as a child process.
+
+Light: imports neither torch nor sglang.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.child_server import ChildServer
+from megatron_dppo.engine.options import server_environment, server_options, write_options
+
+
+class EngineProcess(ChildServer):
+    """One SGLang server. ``index``: which of the fleet's, it decides the devices on a GPU machine.
+
+    ``seed`` seeds its sampling; give each server and each restart another one, or it repeats the
+    samples of the other.
+    """
+
+    what = "the engine"
+    port_key = "engine.port"
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        *,
+        port: int,
+        log_path: Path,
+        seed: int,
+        api_key: str | None,
+        admin_api_key: str,
+        index: int = 0,
+    ) -> None:
+        super().__init__(config.engine.host, port, log_path, config.engine.start_timeout_s)
+        self.options_path = log_path.with_suffix(".yaml")
+        self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
+        self._options = server_options(config, port=port, seed=seed, index=index)
+        self._variables = server_environment(config)
+
+    def start(self) -> None:
+        """As ChildServer's, with the options in a file beside the log."""
+        if self._process is None:
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            write_options(self._options, self.options_path)
+        super().start()
+
+    def _command(self) -> Sequence[str]:
+        module = "megatron_dppo.engine.launch_server"
+        return ["-m", module, "--config", str(self.options_path)]
+
+    def _environment(self) -> Mapping[str, str]:
+        return self._variables
+
+    def _secrets(self) -> Mapping[str, str | None]:
+        return self._keys
+
+    def _answers(self) -> bool:
+        """It takes our key and serves our model."""
+        answer = self._get("/model_info", self._keys["api_key"])
+        if answer is None or answer[0] != 200:
+            return False
+        return json.loads(answer[1])["model_path"] == self._options["model_path"]

@@ -1,0 +1,65 @@
+"""SGLang platform plugin ``torch_cpu``: the real server on plain CPU PyTorch.
+
+No sgl_kernel, no flashinfer, no Triton launch. SGLang calls ``activate`` through the entry-point
+group ``sglang.srt.platforms`` in every process, before it imports a model. The platform interface
+is SGLang's own and moves between releases, so the project pins SGLang exactly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+
+PLATFORM_NAME = "torch_cpu"
+_PLATFORM_CLASS = "megatron_dppo.engine.sglang_cpu.platform.TorchCpuPlatform"
+_TORCHVISION_MODULES = (
+    "torchvision",
+    "torchvision.io",
+    "torchvision.transforms",
+    "torchvision.transforms.functional",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
+
+
+def activate() -> str | None:
+    """Dotted name of the platform class, or None where a GPU is present and the plugin was not
+    asked for.
+
+    ``SGLANG_PLATFORM=torch_cpu`` asks for it; without that it never shadows an accelerator.
+    """
+    import torch
+
+    if torch.cuda.is_available() and os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
+        return None
+    _make_torchvision_importable()
+    return _PLATFORM_CLASS
+
+
+class _InertModule(types.ModuleType):
+    """A module whose every attribute is another inert module."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> types.ModuleType:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full_name = f"{self.__name__}.{name}"
+        return sys.modules.setdefault(full_name, _InertModule(full_name))
+
+
+def _make_torchvision_importable() -> None:
+    """SGLang imports torchvision unconditionally, for image models only, and PyPI has no CPU build
+    of it.
+    """
+    if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
+        return
+    from transformers.utils import import_utils
+
+    import_utils.is_torchvision_available()  # cached: transformers keeps knowing that it is absent
+    for name in _TORCHVISION_MODULES:
+        sys.modules[name] = _InertModule(name)

@@ -1,0 +1,81 @@
+"""The servers of a run, while it runs: ``python -m megatron_dppo.fleet RUN_DIRECTORY list|add|remove``.
+
+``add URL`` attaches an SGLang server that was started elsewhere; it serves from the next weight update
+on, once it was found to fit the run. ``remove URL`` takes an attached one out at the next update. Keys of
+attached servers are the trainer's MEGATRON_DPPO_API_KEY and MEGATRON_DPPO_ADMIN_API_KEY.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from megatron_dppo.fleet.folder import FleetFolder
+from megatron_dppo.logging import fatal
+
+MODULE = "megatron_dppo.fleet"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the process's exit code."""
+    words = _parser().parse_args(arguments)
+    if not Path(words.run_directory).is_dir():
+        fatal(f"{words.run_directory}: expected the folder of a run (run.directory)")
+    try:
+        _ACTIONS[words.action](FleetFolder(words.run_directory), words)
+    except ValueError as error:
+        fatal(str(error))
+    return 0
+
+
+def _list(folder: FleetFolder, words: argparse.Namespace) -> None:
+    status = folder.status()
+    states = status.get("servers", {})
+    rows = [("NAME", "URL", "START", "STATE")]
+    for server in folder.servers():
+        start = f"{server.incarnation}" if server.replaceable else "attached"
+        rows.append((server.name, server.url, start, states.get(server.name, "not yet seen")))
+    if (router := folder.router()) is not None:
+        rows.append((router.name, router.url, f"{router.incarnation}", ""))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        print("  ".join([*cells, row[3]]).rstrip())
+    if (version := status.get("version")) is not None:
+        print(f"weight version {version}")
+
+
+def _add(folder: FleetFolder, words: argparse.Namespace) -> None:
+    server = folder.attach(words.url)
+    print(f"{server.name} is attached; it serves from the run's next weight update on")
+
+
+def _remove(folder: FleetFolder, words: argparse.Namespace) -> None:
+    server = folder.detach(words.url)
+    print(f"{server.name} is detached; the run leaves it at its next weight update")
+
+
+_ACTIONS: dict[str, Callable[[FleetFolder, argparse.Namespace], None]] = {
+    "list": _list,
+    "add": _add,
+    "remove": _remove,
+}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {MODULE}",
+        description="List, attach and detach the SGLang servers of a run, while it runs.",
+    )
+    parser.add_argument("run_directory", help="run.directory of the run")
+    actions = parser.add_subparsers(dest="action", required=True)
+    actions.add_parser("list", help="servers, and what the run makes of them")
+    for name, text in (("add", "attach a server"), ("remove", "detach an attached server")):
+        actions.add_parser(name, help=text).add_argument("url", metavar="URL")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+"""Generation on several servers that hold the same committed weights.
+
+Each call goes through the router, which sees the load of every client, or else to the server that
+has the fewest of ours in flight. A server that dies, hangs, or answers with other weights is
+*suspended*: it gets nothing more until the next ``serve``, its unfinished calls are asked again
+elsewhere, and the supervisor is told. A router that dies is done without until it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NoReturn
+
+from megatron_dppo.engine.client import Answer
+from megatron_dppo.engine.errors import (
+    AbortedError,
+    EngineError,
+    EngineLostError,
+    EngineRequestError,
+    ServerLostError,
+    StaleWeightsError,
+)
+from megatron_dppo.engine.protocol import parse_answers, request_body
+from megatron_dppo.engine.requests import GenerationRequest, GenerationResult
+from megatron_dppo.fleet.folder import Server
+from megatron_dppo.fleet.members import Member, Place, breakable, client_of
+from megatron_dppo.fleet.router_client import SERVED_BY
+from megatron_dppo.fleet.router_link import RouterLink
+from megatron_dppo.fleet.router_process import ROUTED_MODEL
+
+log = logging.getLogger(__name__)
+
+_PROBE_SECONDS = 5.0
+_REPLACED_SECONDS = 10.0
+_FORGETTING_SECONDS = 0.1
+_KNOWS_NOBODY = ("no_available_workers", "model_not_found")
+"""smg's codes for a call that it has no server for."""
+
+
+class FleetClient:
+    """A GenerationClient over the servers that ``serve`` names, from one event loop.
+
+    ``on_lost`` is told of a server, or the router, that must be replaced. ``router``: the way to the
+    router where the run has one.
+    """
+
+    def __init__(self, on_lost: Callable[[Server], None], router: RouterLink | None = None) -> None:
+        self._on_lost = on_lost
+        self._router = router
+        self._places: list[Place] = []
+        self._routed: set[asyncio.Task[Any]] = set()
+        self._probing: asyncio.Task[None] | None = None
+        self._chores: set[asyncio.Task[None]] = set()
+        self._version: int | None = None
+        self._losses: dict[str, str] = {}
+
+    # --- who serves
+
+    async def serve(self, members: Sequence[Member], version: int) -> None:
+        """Generate on ``members``, which have committed weight version ``version``; nobody is
+        suspended any more. No generation may be under way.
+        """
+        kept = {place.member: place for place in self._places if place.member in members}
+        for place in self._places:
+            if place.member not in kept:
+                await place.client.close()
+        self._places = [Place(m, kept[m].client if m in kept else client_of(m)) for m in members]
+        self._version = version
+        if self._router is not None:
+            await self._router.serve({m.server.url: m.keys.api for m in members})
+
+    def take_losses(self) -> dict[str, str]:
+        """Names of the servers that were suspended since this was asked last, and why."""
+        taken, self._losses = self._losses, {}
+        return taken
+
+    async def close(self) -> None:
+        """Close the connections; servers abort what was in flight on them."""
+        chores = [*self._chores, *([self._probing] if self._probing is not None else [])]
+        for chore in chores:
+            chore.cancel()
+        await asyncio.gather(*chores, return_exceptions=True)
+        await asyncio.gather(*(place.client.close() for place in self._places))
+        if self._router is not None:
+            await self._router.close()
+
+    # --- GenerationClient
+
+    async def generate(
+        self, requests: Sequence[GenerationRequest], rid: str
+    ) -> list[GenerationResult]:
+        """As GenerationClient says; every token comes from the committed weights."""
+        if self._router is not None and self._router.usable and self._live():
+            return await self._through_router(self._router, requests, rid)
+        return await self._directly(requests, rid)
+
+    async def abort(self, rid: str, count: int) -> None:
+        """End a call wherever it runs: no router forwards this."""
+        aborts = (place.client.abort(rid, count) for place in self._live())
+        for outcome in await asyncio.gather(*aborts, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineLostError):
+                raise outcome
+
+    async def watch(self, hang_timeout_s: float) -> NoReturn:
+        """Suspend servers that hang, and give a lost router up; raises EngineLostError when no
+        server is left.
+        """
+        tasks = []
+        for place in self._live():
+            place.watch = asyncio.create_task(self._watch(place, hang_timeout_s))
+            tasks.append(place.watch)
+        router = self._router
+        if router is not None:
+            tasks.append(asyncio.create_task(router.watch(hang_timeout_s, self._router_lost)))
+        try:
+            while self._live():
+                watches = [p.watch for p in self._live() if p.watch is not None]
+                done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+                for watch in done:
+                    if not watch.cancelled():
+                        watch.result()
+            raise self._nobody()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    # --- calls
+
+    async def _directly(
+        self, requests: Sequence[GenerationRequest], rid: str
+    ) -> list[GenerationResult]:
+        live = self._live()
+        if not live:
+            raise self._nobody()
+        place = min(live, key=lambda p: p.in_flight)
+        place.in_flight += len(requests)
+        try:
+            return await breakable(place.client.generate(requests, rid, self._version), place.calls)
+        except StaleWeightsError as error:
+            raise self._suspend(place, str(error)) from error
+        except EngineLostError as error:
+            await self._probe()
+            if not place.suspended:
+                raise AbortedError(str(error)) from error
+            raise self._lost(str(error)) from error
+        finally:
+            place.in_flight -= len(requests)
+
+    async def _through_router(
+        self, router: RouterLink, requests: Sequence[GenerationRequest], rid: str
+    ) -> list[GenerationResult]:
+        body = request_body(requests, rid, model=ROUTED_MODEL)
+        try:
+            answer = await breakable(router.generate(body), self._routed)
+        except EngineLostError as error:
+            self._router_lost(router, str(error))
+            raise ServerLostError(str(error)) from error
+        if answer.status >= 400:
+            what = f"{router.url}/generate answered {answer.status}: {answer.reason}"
+            raise await self._refused(router, answer, what)
+        place = self._place_at(answer.headers.get(SERVED_BY, ""))
+        try:
+            results = parse_answers(answer.body, requests, self._version)
+        except StaleWeightsError as error:
+            if place is None:
+                raise AbortedError(f"{error}; from a server that is no member") from error
+            raise self._suspend(place, str(error)) from error
+        if place is not None:
+            place.client.note_life()
+        return results
+
+    async def _refused(self, router: RouterLink, answer: Answer, what: str) -> EngineError:
+        """What a call comes to that the router, or a server behind it, answered with an error."""
+        if answer.code in _KNOWS_NOBODY:
+            router.mark_down(what)  # it has begun anew
+            return ServerLostError(what)
+        if answer.status < 500:
+            return EngineRequestError(answer.status, what)
+        await self._probe()
+        if any(p.suspended and p.member.server.url in what for p in self._places):
+            await asyncio.sleep(_FORGETTING_SECONDS)  # the router may not have dropped it yet
+            return self._lost(what)
+        return AbortedError(what)
+
+    # --- losses
+
+    def _live(self) -> list[Place]:
+        return [place for place in self._places if not place.suspended]
+
+    def _place_at(self, url: str) -> Place | None:
+        return next((p for p in self._places if p.member.server.url == url.rstrip("/")), None)
+
+    async def _watch(self, place: Place, hang_timeout_s: float) -> None:
+        try:
+            await place.client.watch(hang_timeout_s)
+        except EngineLostError as error:
+            self._suspend(place, str(error))
+
+    async def _probe(self) -> None:
+        """Suspend every server that doesn't answer; one probe serves all who ask meanwhile."""
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe_all())
+        await asyncio.shield(self._probing)
+
+    async def _probe_all(self) -> None:
+        live = self._live()
+        healthy = await asyncio.gather(*(p.client.health(_PROBE_SECONDS) for p in live))
+        for place, answered in zip(live, healthy, strict=True):
+            if not answered:
+                self._suspend(place, f"{place.member.server.url} does not answer")
+
+    def _suspend(self, place: Place, reason: str) -> ServerLostError | EngineLostError:
+        """Give a server no more calls, and break off those that it has; what their callers see."""
+        if place.suspended:
+            return self._lost(place.suspended)
+        server = place.member.server
+        place.suspended = self._losses[server.name] = reason
+        log.warning("%s is suspended: %s", server.name, reason)
+        for call in place.calls:
+            call.cancel()
+        if place.watch is not None:
+            place.watch.cancel()
+        self._on_lost(server)
+        if self._router is not None:
+            self._chore(self._router.remove(server.url))
+            self._chore(self._break_routed(place, frozenset(self._routed)))
+        return self._lost(reason)
+
+    async def _break_routed(self, place: Place, calls: frozenset[asyncio.Task[Any]]) -> None:
+        """Ask again what a hung server may have: the router doesn't tell who has a call.
+
+        By then the supervisor has killed its own, by which just that server's calls failed. So this
+        is for one that nobody can kill; calls that others still work on are asked again with its own.
+        """
+        await asyncio.sleep(_REPLACED_SECONDS)
+        if place not in self._places:
+            return  # the generation it had calls of has ended, and its client is closed
+        try:
+            await place.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
+        except EngineLostError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                for call in calls & self._routed:
+                    call.cancel()
+
+    def _router_lost(self, router: RouterLink, reason: str) -> None:
+        """The router broke off, or hangs: go directly, and ask again what it had."""
+        if router.mark_down(reason) and router.server is not None:
+            self._on_lost(router.server)
+        for call in self._routed:
+            call.cancel()
+
+    def _lost(self, reason: str) -> ServerLostError | EngineLostError:
+        return ServerLostError(reason) if self._live() else self._nobody()
+
+    def _nobody(self) -> EngineLostError:
+        reasons = [f"{p.member.server.name}: {p.suspended}" for p in self._places]
+        return EngineLostError("; ".join(reasons) or "no server has the weights")
+
+    def _chore(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)

@@ -1,0 +1,208 @@
+"""Rollout batches from the engine: in the step that trains on them, or one step ahead in the background."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.fleet.generation_in_background import Generation
+from megatron_dppo.loop.engine_session import EngineSession
+from megatron_dppo.loop.rollouts.figures import (
+    GroupRow,
+    generated_figures,
+    selection_figures,
+    speed_figures,
+)
+from megatron_dppo.loop.rollouts.sources import (
+    ProblemFeed,
+    RolloutBatch,
+    exchange,
+    own_positions,
+    owner,
+    verify,
+)
+from megatron_dppo.loop.rollouts.staleness import check_staleness, staleness_figures
+from megatron_dppo.loop.rollouts.zero_variance import GroupQuota, Selection
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.timing import PhaseTimer
+from megatron_dppo.rewards import Verifier
+from megatron_dppo.trainer.distributed import all_gather_json
+from megatron_dppo.trainer.topology import Topology
+from megatron_dppo.types import Problem, Rollout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Draft:
+    """A batch in the making. Groups are counted in the order in which their problems were drawn.
+
+    ``problems``, ``rows``: of all leaders, the same on every rank; a row follows when its group is judged.
+    ``own``: this rank's groups by position. ``generation``: this rank's part of the round that runs.
+    """
+
+    step: int
+    problems: list[Problem] = field(default_factory=list)
+    rows: list[GroupRow] = field(default_factory=list)
+    own: dict[int, list[Rollout]] = field(default_factory=dict)
+    rounds: int = 0
+    generation: Generation | None = None
+    sampler: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def flat(self) -> list[bool]:
+        """Whether each judged group is without spread."""
+        return [row.flat for row in self.rows]
+
+    @property
+    def unjudged(self) -> range:
+        """Positions of the groups that no row tells of yet."""
+        return range(len(self.rows), len(self.problems))
+
+
+class GeneratedRollouts:
+    """Batches from ``engine``. ``job``: a template that carries all but the problems.
+
+    With ``rollout.max_staleness: 1`` at most two batches are alive: one in hand, and the next on its way.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        topology: Topology,
+        engine: EngineSession,
+        verifier: Verifier,
+        job: GenerationJob,
+        feed: ProblemFeed,
+        timer: PhaseTimer,
+    ) -> None:
+        self._config = config
+        self._topology = topology
+        self._engine = engine
+        self._verifier = verifier
+        self._job = job
+        self._feed = feed
+        self._timer = timer
+        self._quota = GroupQuota.of(config.rollout)
+        self._in_hand: _Draft | None = None
+        self._on_its_way: _Draft | None = None
+        self._begun = 0
+
+    def collect(self, step: int) -> RolloutBatch:
+        """The batch of ``step``, verified and with advantages; meanwhile the next one is generated.
+
+        Raises StalenessError, RunStoppedError and what an engine that can't be brought back raises.
+        """
+        if self._in_hand is None:
+            if self._on_its_way is None:
+                self._begin(step)
+            self.settle(step - 1)
+        draft, self._in_hand = self._in_hand, None
+        assert draft is not None
+        assert draft.step == step
+        self.run_ahead()
+        if draft.unjudged:
+            self._judge(draft)
+        return self._hand_over(draft)
+
+    def settle(self, version: int) -> None:
+        """Take the batch on its way in hand. Further rounds of a filter, which rewards decide on, run here."""
+        draft = self._on_its_way
+        if draft is None:
+            return
+        self._receive(draft, version)
+        if self._quota.filtering:
+            self._judge(draft)
+            while count := self._quota.ask(draft.flat, draft.rounds):
+                self._ask(draft, count)
+                self._receive(draft, version)
+                self._judge(draft)
+        self._in_hand, self._on_its_way = draft, None
+
+    def run_ahead(self) -> None:
+        """Begin the next batch, unless it runs already, the run is synchronous, or was the last step's."""
+        ahead = self._config.rollout.max_staleness > 0 and self._begun < self._config.run.steps
+        if ahead and self._on_its_way is None:
+            self._begin(self._begun + 1)
+
+    # --- a batch's parts
+
+    def _begin(self, step: int) -> None:
+        self._begun = step
+        self._on_its_way = draft = _Draft(step)
+        self._ask(draft, self._quota.ask((), 0))
+
+    def _ask(self, draft: _Draft, count: int) -> None:
+        """Start a round: ``count`` further problems, answered in the background."""
+        draft.problems += self._feed.next(count)
+        draft.sampler = self._feed.position()
+        draft.rounds += 1
+        own = [draft.problems[p] for p in own_positions(draft.unjudged, self._topology)]
+        again = f", round {draft.rounds}" if draft.rounds > 1 else ""
+        draft.generation = self._engine.start(
+            replace(self._job, problems=own), f"step {draft.step}: generate{again}"
+        )
+
+    def _receive(self, draft: _Draft, version: int) -> None:
+        """Wait for the round's responses. ``version``: of the weights that the trainer holds."""
+        assert draft.generation is not None
+        began = time.monotonic()
+        with self._timer("generate"):
+            rollouts = self._engine.finish(draft.generation, version)
+        draft.waited += time.monotonic() - began
+        positions = own_positions(draft.unjudged, self._topology)
+        for position, group in zip(positions, self._groups(rollouts), strict=True):
+            draft.own[position] = group
+
+    def _judge(self, draft: _Draft) -> None:
+        """Verify this rank's new groups, and tell every rank how all of them did."""
+        new = own_positions(draft.unjudged, self._topology)
+        with self._timer("reward"):
+            rollouts = [r for p in new for r in draft.own[p]]
+            problems = [draft.problems[p] for p in new]
+            verify(rollouts, problems, self._job.group_size, self._config, self._verifier)
+            assert draft.generation is not None
+            told = all_gather_json(
+                [[GroupRow.of(draft.own[p]) for p in new], draft.generation.seconds]
+            )
+        shares = [iter(told[leader][0]) for leader in self._topology.leaders]
+        draft.rows += [
+            GroupRow(*next(shares[owner(p, self._topology)])) for p in list(draft.unjudged)
+        ]
+        draft.seconds += max(seconds for _, seconds in told)
+
+    def _hand_over(self, draft: _Draft) -> RolloutBatch:
+        """What the batch keeps, on every rank, and its figures."""
+        selection = self._quota.choose(draft.flat)
+        kept = [r for p in selection.kept if p in draft.own for r in draft.own[p]]
+        with self._timer("exchange"):
+            rollouts = exchange(kept, self._topology, self._job.group_size, selection.kept)
+        check_staleness(rollouts, draft.step, self._config.rollout.max_staleness)
+        figures = generated_figures(draft.rows) | staleness_figures(rollouts, draft.step)
+        figures |= speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
+        if self._quota.filtering:
+            figures |= selection_figures(draft.rows, selection, draft.rounds)
+            self._warn_of_filling(draft, selection)
+        return RolloutBatch(rollouts, figures, draft.sampler)
+
+    def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
+        if selection.filled:
+            log.warning(
+                "step %d: %d of %d groups are without spread: %d rounds of generation (%d groups) found no more",
+                draft.step,
+                selection.filled,
+                self._quota.wanted,
+                draft.rounds,
+                len(draft.rows),
+            )
+
+    def _groups(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+        size = self._job.group_size
+        return [list(rollouts[i : i + size]) for i in range(0, len(rollouts), size)]

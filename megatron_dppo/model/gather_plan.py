@@ -1,0 +1,218 @@
+"""Who provides which part of every Hugging Face tensor, and the same cut into buckets for streaming.
+
+Each element comes from exactly one rank (the primary holder of its shard). A bucket's tensors are gathered on its
+``receiver``: all on rank 0, or (``spread``) each on the rank that holds most of it, which moves the fewest bytes that
+any choice of receivers can: of every tensor, what its best holder lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import zip_longest
+
+import torch
+
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import Segment, hf_tensors, primary_parameters
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import Dims
+
+ParameterKey = tuple[int, str]
+"""(model chunk, name in that chunk)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One rank's part of a Hugging Face tensor: ``segment`` of its parameter ``name`` (of ``local_shape``)."""
+
+    rank: int
+    chunk: int
+    name: str
+    local_shape: Dims
+    segment: Segment
+
+    @property
+    def key(self) -> ParameterKey:
+        """Names the parameter on its rank."""
+        return self.chunk, self.name
+
+    @property
+    def shape(self) -> Dims:
+        """Shape of the block."""
+        dims = list(self.local_shape)
+        dims[self.segment.dim] = self.segment.length
+        return tuple(dims)
+
+    @property
+    def elements(self) -> int:
+        """Elements of the block."""
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class TensorSources:
+    """A Hugging Face tensor and the pieces that tile it, ordered by their place in it."""
+
+    name: str
+    shape: torch.Size
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that are gathered together on rank ``receiver``.
+
+    Every other rank sends one flat tensor: its pieces in the plan's order, each contiguous (``pack``); the receiver
+    lays them out among its own (``assemble``). All ranks make the same plan, so nothing but weights travels.
+    """
+
+    tensors: tuple[TensorSources, ...]
+    receiver: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Elements of all its tensors."""
+        return sum(tensor.shape.numel() for tensor in self.tensors)
+
+    @cached_property
+    def elements_by_rank(self) -> dict[int, int]:
+        """Elements that each sending rank provides; ranks that send nothing are absent."""
+        counts: dict[int, int] = {}
+        for tensor in self.tensors:
+            for piece in tensor.pieces:
+                counts[piece.rank] = counts.get(piece.rank, 0) + piece.elements
+        return counts
+
+    def pack(self, rank: int, parameters: Mapping[ParameterKey, torch.Tensor]) -> torch.Tensor:
+        """What ``rank`` sends: 1-D, of the parameters' dtype; detached from any graph."""
+        parts = [
+            piece.segment.of_local(parameters[piece.key]).detach().reshape(-1)
+            for tensor in self.tensors
+            for piece in tensor.pieces
+            if piece.rank == rank
+        ]
+        if parts:
+            return torch.cat(parts)
+        return next(iter(parameters.values())).detach().new_empty(0)
+
+    def unpack(self, flat_by_rank: Mapping[int, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+        """The full tensors, out of what every rank in ``elements_by_rank`` sent."""
+        out = next(iter(flat_by_rank.values())).new_empty(self.elements)
+        return self.assemble(out, flat_by_rank, None, {})
+
+    def assemble(
+        self,
+        out: torch.Tensor,
+        flat_by_rank: Mapping[int, torch.Tensor],
+        rank: int | None,
+        parameters: Mapping[ParameterKey, torch.Tensor],
+    ) -> list[tuple[str, torch.Tensor]]:
+        """The full tensors, one after another in ``out`` (1-D): views of it, by name.
+
+        ``rank``'s own pieces come straight from its ``parameters``, the others' from what they sent.
+        """
+        at = dict.fromkeys(flat_by_rank, 0)
+        named, end = [], 0
+        for tensor in self.tensors:
+            start, end = end, end + tensor.shape.numel()
+            full = out[start:end].view(tensor.shape)
+            for piece in tensor.pieces:
+                target = piece.segment.of_hf(full)
+                if piece.rank == rank:
+                    target.copy_(piece.segment.of_local(parameters[piece.key]).detach())
+                    continue
+                first = at[piece.rank]
+                at[piece.rank] = first + piece.elements
+                block = flat_by_rank[piece.rank][first : at[piece.rank]]
+                target.copy_(block.view(piece.shape))
+            named.append((tensor.name, full))
+        return named
+
+
+def gather_plan(shape: ModelShape, layout: Layout) -> list[TensorSources]:
+    """For every Hugging Face tensor, in model order, who provides which part of it."""
+    tensors = hf_tensors(shape)
+    pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
+    for rank in range(layout.world_size):
+        at = layout.coordinates(rank)
+        if at.edp and (at.dp or at.cp):
+            continue  # a replica of both parts holds nothing primary
+        for p in primary_parameters(shape, layout, rank):
+            for segment in p.segments:
+                pieces[segment.hf_name].append(Piece(rank, p.chunk, p.name, p.shape, segment))
+    return [
+        TensorSources(
+            name, dims, tuple(sorted(pieces[name], key=lambda piece: piece.segment.hf_start))
+        )
+        for name, dims in tensors.items()
+    ]
+
+
+def hf_buckets_plan(
+    shape: ModelShape,
+    layout: Layout,
+    bucket_bytes: int,
+    item_bytes: int,
+    *,
+    spread: bool = False,
+) -> list[Bucket]:
+    """``gather_plan`` cut into buckets of at most ``bucket_bytes``; a larger tensor has one to itself.
+
+    ``item_bytes``: bytes of an element as it travels. ``spread``: each tensor is gathered on its ``best_receiver``, and
+    receivers take turns, so that one sends on while others gather; else all on rank 0, in model order.
+    """
+    if bucket_bytes < 1 or item_bytes < 1:
+        raise ValueError(
+            f"bucket_bytes {bucket_bytes} and item_bytes {item_bytes} must be at least 1"
+        )
+    tensors: dict[int, list[TensorSources]] = {}
+    for tensor in gather_plan(shape, layout):
+        tensors.setdefault(best_receiver(tensor) if spread else 0, []).append(tensor)
+    buckets = [
+        [Bucket(tuple(group), receiver) for group in _groups(own, bucket_bytes, item_bytes)]
+        for receiver, own in sorted(tensors.items())
+    ]
+    return [bucket for turn in zip_longest(*buckets) for bucket in turn if bucket is not None]
+
+
+def best_receiver(tensor: TensorSources) -> int:
+    """The rank that holds most of ``tensor``; the lowest of several."""
+    held = _elements_held(tensor)
+    return min(held, key=lambda rank: (-held[rank], rank))
+
+
+def gathered_elements(tensor: TensorSources, receiver: int) -> int:
+    """Elements that must travel for ``receiver`` to have ``tensor``."""
+    return tensor.shape.numel() - _elements_held(tensor).get(receiver, 0)
+
+
+def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
+    """The static lower bound of what a gather of full tensors moves, whoever receives: over all tensors, the elements
+    that the best holder lacks.
+    """
+    return sum(gathered_elements(t, best_receiver(t)) for t in gather_plan(shape, layout))
+
+
+def _elements_held(tensor: TensorSources) -> dict[int, int]:
+    held: dict[int, int] = {}
+    for piece in tensor.pieces:
+        held[piece.rank] = held.get(piece.rank, 0) + piece.elements
+    return held
+
+
+def _groups(
+    plan: list[TensorSources], bucket_bytes: int, item_bytes: int
+) -> Iterator[list[TensorSources]]:
+    group: list[TensorSources] = []
+    filled = 0
+    for tensor in plan:
+        size = tensor.shape.numel() * item_bytes
+        if group and filled + size > bucket_bytes:
+            yield group
+            group, filled = [], 0
+        group.append(tensor)
+        filled += size
+    if group:
+        yield group

@@ -1,0 +1,206 @@
+"""What a weight update is made of: the source of tensors, a way for them, and the report.
+
+All protocols here are seen from one trainer rank. Rank 0 conducts: it alone gives the engines orders.
+Ranks that a plan names as receivers send the buckets that they gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_dppo.checkpoint_conversion.gathering import Gathered
+from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
+from megatron_dppo.weight_sync.canary import CanaryReport
+
+Bucket = Sequence[tuple[str, Tensor]]
+"""Full tensors with their Hugging Face names."""
+
+Plan = Sequence[PlannedBucket]
+"""The same on every rank: which tensors, in which buckets, on which rank."""
+
+Agree = Callable[[str | None], str | None]
+"""A collective: each trainer rank hands in its failure or None, all get the first by rank, or None.
+
+For one rank the identity.
+"""
+
+
+class WeightSource(Protocol):
+    """The trainer, as this package sees it. All but ``rank``, ``plan`` and ``bound`` is collective."""
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+
+    def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
+        """All weights in buckets; with ``spread`` on the ranks that hold most of them, else on 0."""
+
+    def gather(self, plan: Plan) -> Iterator[Gathered]:
+        """The plan's buckets, one after another, each on its receiver.
+
+        A bucket's tensors must stay unchanged until the second one after it is asked for.
+        """
+
+    def gather_bound(self) -> int:
+        """The fewest bytes that ranks must exchange so that every tensor is whole somewhere."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank."""
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(token | tokens before it) of all but the first, by prompt, at temperature 1."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; token ids are below it."""
+
+    @property
+    def dtype_name(self) -> str:
+        """The weights' type, "float32" or "bfloat16"."""
+
+
+class Strategy(Protocol):
+    """A way for buckets into the attached engines; one object on every trainer rank.
+
+    Every step but ``abort`` and ``close`` may raise RuntimeError, ValueError or OSError; an
+    EngineFaultError names the engines at fault. ``copies``: how often a bucket's bytes move.
+    """
+
+    copies: int
+
+    def hello(self) -> Any:
+        """What the other ranks must know before ``begin``; JSON."""
+
+    def begin(self, hellos: Sequence[Any]) -> None:
+        """Connect, given every rank's hello; rank 0 opens the update in the engines."""
+
+    def send(self, bucket: Bucket) -> int:
+        """Put a bucket, gathered here, on its way; returns its bytes.
+
+        The bucket may change when two more have been sent.
+        """
+
+    def arrive(self) -> None:
+        """Wait until all that this rank answers for has arrived."""
+
+    def end(self) -> None:
+        """On rank 0, when every rank's buckets have arrived: close the update in the engines."""
+
+    def abort(self) -> None:
+        """Give up what is under way, quickly."""
+
+    def close(self) -> None:
+        """Leave the engines for good."""
+
+
+@dataclass(frozen=True)
+class ChecksumMismatch:
+    """One engine tensor whose bytes aren't the trainer's.
+
+    ``expected`` or ``got`` None: that side has no such tensor.
+    """
+
+    tensor: str
+    rank: int
+    expected: str | None
+    got: str | None
+
+    def __str__(self) -> str:
+        return f"{self.tensor} on engine rank {self.rank}: expected {self.expected}, got {self.got}"
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """One committed update; known on every rank but for ``seconds`` and ``canary``, rank 0's own.
+
+    ``bytes``: of the weights as the engines load them. ``bytes_moved``: what trainer ranks exchanged
+    to make tensors whole, and what went to the engines. ``bytes_bound``: its static lower bound: over
+    all tensors what the best holder lacks, and the weights once for each engine rank (SGLang takes
+    whole tensors). ``seconds`` by phase, in time that the caller waited: drain, begin, gather (the
+    trainer's collective), transfer (for the engines), hash, arrive, end, verify, canary, commit.
+    ``verified``: every tensor was compared; ``tensors``: how many, over all engine ranks.
+    """
+
+    version: int
+    bytes: int
+    bytes_moved: int
+    bytes_bound: int
+    seconds: Mapping[str, float]
+    verified: bool
+    tensors: int
+    canary: CanaryReport | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """As recorded: bytes, the canary's differences in nats, seconds by phase."""
+        values: dict[str, float] = {
+            "weights/bytes": self.bytes,
+            "weights/bytes_moved": self.bytes_moved,
+            "weights/bytes_bound": self.bytes_bound,
+        }
+        if self.canary is not None:
+            values["weights/canary_max_abs_diff"] = self.canary.max_abs_diff
+            values["weights/canary_mean_abs_diff"] = self.canary.mean_abs_diff
+        return values | {f"weights/{phase}_s": s for phase, s in self.seconds.items()}
+
+
+class WeightUpdateError(RuntimeError):
+    """An update failed, or engines could not be attached: on all trainer ranks alike.
+
+    ``engines``: URLs of those known to be at fault; empty where that is unknown. After a failed
+    update every attached engine is quarantined (paused, its version unverified) until a complete
+    update succeeds.
+    """
+
+    def __init__(self, message: str, engines: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.engines = tuple(engines)
+
+
+class WeightUpdateRefusedError(WeightUpdateError):
+    """Requests kept ``engines`` busy; all go on with the weights and the version that they had."""
+
+
+class EngineFaultError(RuntimeError):
+    """What went wrong, by the URL of the engine at fault; ``reason`` where none is."""
+
+    def __init__(
+        self, faults: Mapping[str, BaseException], reason: BaseException | None = None
+    ) -> None:
+        errors = list(dict.fromkeys(faults.values())) or ([reason] if reason else [])
+        super().__init__("; ".join(f"{type(e).__name__}: {e}" for e in errors))
+        self.faults = dict(faults)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """URLs."""
+        return tuple(self.faults)
+
+
+class ChecksumMismatchError(RuntimeError):
+    """Weights arrived wrong. ``mismatches``: each tensor and engine rank."""
+
+    def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
+        shown = "; ".join(str(m) for m in mismatches[:5])
+        more = f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
+        super().__init__(
+            f"{len(mismatches)} engine tensors differ from the trainer's: {shown}{more}"
+        )
+        self.mismatches = tuple(mismatches)
+
+
+def compare_checksums(
+    expected: Sequence[Mapping[str, str]], got: Sequence[Mapping[str, str]]
+) -> list[ChecksumMismatch]:
+    """Differences by engine rank and tensor name; a tensor that only one side has is one, too."""
+    if len(expected) != len(got):
+        raise ValueError(f"checksums of {len(got)} engine ranks, expected {len(expected)}")
+    return [
+        ChecksumMismatch(name, rank, e.get(name), g.get(name))
+        for rank, (e, g) in enumerate(zip(expected, got, strict=True))
+        for name in sorted(e.keys() | g.keys())
+        if e.get(name) != g.get(name)
+    ]

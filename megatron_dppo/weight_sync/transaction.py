@@ -1,0 +1,289 @@
+"""The transaction: every tensor has provably arrived under a new version, or all ranks raise."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic
+
+import torch
+
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.system.background import in_background
+from megatron_dppo.types import UNVERIFIED_VERSION
+from megatron_dppo.weight_sync.canary import TOLERANCE, CanaryReport, canary_prompts
+from megatron_dppo.weight_sync.checks import ExpectedByLayout, compare_scores, compare_tensors
+from megatron_dppo.weight_sync.engines import Engines, H, Receiver
+from megatron_dppo.weight_sync.interfaces import (
+    Agree,
+    Bucket,
+    EngineFaultError,
+    Plan,
+    Strategy,
+    UpdateReport,
+    WeightSource,
+    WeightUpdateError,
+    WeightUpdateRefusedError,
+)
+from megatron_dppo.weight_sync.phases import Steps
+from megatron_dppo.weight_sync.strategies import STRATEGIES
+from megatron_dppo.weight_sync.strategies.route import Route
+
+log = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_BUSY = "requests kept the engine busy beyond weight_sync.timeout_s"
+_RESUMED = ("canary", "commit")
+
+
+class WeightUpdater(Generic[H]):
+    """Pushes the trainer's weights; every method is collective over all trainer ranks.
+
+    ``open_engine`` connects to an engine by its URL; it is called on rank 0 and on every rank that
+    sends. ``agree``: see base.py. ``committed_version``: what the engines run, on every rank; None
+    before the first update and while they are quarantined.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        config: WeightSyncConfig,
+        agree: Agree,
+        open_engine: Callable[[str], Receiver[H]],
+    ) -> None:
+        self._source = source
+        self._config = config
+        self._agree = agree
+        self._open_engine = open_engine
+        self._plan: Plan | None = None
+        self._strategy: Strategy | None = None
+        self._engines: Engines[H] | None = None
+        self._since = {"verify": 0, "canary": 0}
+        self.committed_version: int | None = None
+
+    def attach(self, urls: Sequence[str]) -> None:
+        """Turn to these engines (at least one), whose weights are unknown until ``update``.
+
+        Raises WeightUpdateError on every rank where one doesn't answer. An engine that is not what
+        the run expects, or that the strategy can't reach, raises its own ValueError on this rank.
+        """
+        if not urls or len(set(urls)) != len(urls):
+            raise ValueError(
+                f"weight update: engines {list(urls)}, expected one or more, each once"
+            )
+        self.close()
+        self.committed_version = None
+        error: Exception | None = None
+        try:
+            self._open(urls)
+        except EngineFaultError as fault:
+            error = fault
+        self._share(error, "no engine for weight updates")
+
+    def update(self, version: int) -> UpdateReport:
+        """Send all weights and commit them as ``version``, checked as often as configured.
+
+        The first update after ``attach``, and the first after a failure, is always checked. Waits
+        for running requests. Raises on every rank: WeightUpdateRefusedError where requests kept
+        running, WeightUpdateError where the update failed. What the source itself raises passes
+        through, after an abort.
+        """
+        verify = self._is_due("verify", self._config.verify_every)
+        score = self._is_due("canary", self._config.canary_every)
+        previous, self.committed_version = self.committed_version, None
+        what = f"weight update to version {version}"
+        steps = Steps()
+        try:
+            self._begin(steps, version, what)
+            sent, received, partials = self._stream(steps, verify)
+            self._local(steps, "arrive", lambda s: s.arrive())
+            self._share(steps.error, what)
+            facts = self._source.all_gather([sent, received, partials, *self._static()])
+            self._conduct(steps, "end", self._end)
+            tensors = self._verify(steps, [f[2] for f in facts if f[2]]) if verify else 0
+            self._share(steps.error, what)
+            canary = self._canary(steps, what) if score else None
+            self._conduct(steps, "commit", partial(_commit, version))
+            self._share(steps.error, what)
+        except WeightUpdateRefusedError:
+            self.committed_version = previous
+            raise
+        except BaseException:
+            self._abort(steps, version)
+            raise
+        self.committed_version = version
+        self._count(verify=verify, canary=score)
+        copies, whole = facts[0][3:]
+        sizes = sum(f[0] for f in facts)
+        moved = sum(f[1] for f in facts) + copies * sizes
+        bound = self._source.gather_bound() + copies * whole
+        return UpdateReport(
+            version, sizes, moved, bound, dict(steps.seconds), verify, tensors, canary
+        )
+
+    def close(self) -> None:
+        """Leave the engines in peace; they keep their weights."""
+        if self._strategy is not None:
+            self._strategy.close()
+        self._strategy = self._engines = None
+
+    # --- the transaction's parts
+
+    def _begin(self, steps: Steps, version: int, what: str) -> None:
+        busy = self._conduct(steps, "drain", partial(_pause_idle, self._config.timeout_s))
+        self._share(steps.error, what)
+        if (refused := self._agree(json.dumps(busy) if busy else None)) is not None:
+            raise WeightUpdateRefusedError(f"{what}: {_BUSY}", json.loads(refused))
+        label = f"{UNVERIFIED_VERSION}{version}"
+        self._conduct(steps, "begin", lambda e: e.each(lambda engine: engine.set_version(label)))
+        hello = self._local(steps, "begin", lambda s: s.hello())
+        self._share(steps.error, what)
+        hellos = self._source.all_gather(hello)
+        self._local(steps, "begin", lambda s: s.begin(hellos))
+        self._share(steps.error, what)
+
+    def _stream(self, steps: Steps, verify: bool) -> tuple[int, int, list[Any] | None]:
+        """Send this rank's buckets: their bytes, the bytes that came for them, parts of checksums.
+
+        After a failure the rest is gathered all the same: the other ranks are in that collective.
+        """
+        assert self._plan is not None
+        expected = None
+        if verify and self._engines is not None and self._sends():
+            expected = ExpectedByLayout(self._engines)
+        sent = received = 0
+        buckets = self._source.gather(self._plan)
+        while True:
+            with steps.timed("gather"):
+                bucket = next(buckets, None)
+            if bucket is None:
+                break
+            received += bucket.received
+            if steps.error is not None:
+                continue
+            if bucket.tensors:
+                sent += self._local(steps, "transfer", partial(_send, bucket.tensors)) or 0
+            if bucket.tensors and expected is not None:
+                steps.run("hash", expected.add, bucket.tensors)
+            if steps.error is not None and self._strategy is not None:
+                self._strategy.abort()  # at once: engines may be waiting for this rank's next bucket
+        return sent, received, None if expected is None else expected.partials()
+
+    def _end(self, engines: Engines[H]) -> None:
+        assert self._strategy is not None
+        self._strategy.end()
+        engines.each(lambda engine: engine.flush())
+
+    def _verify(self, steps: Steps, partials: list[Any]) -> int:
+        return self._conduct(steps, "verify", lambda e: compare_tensors(e, partials)) or 0
+
+    def _canary(self, steps: Steps, what: str) -> CanaryReport | None:
+        """Compare log-probabilities; the trainer's are a collective of their own."""
+        prompts = canary_prompts(self._source.vocab_size)
+        with steps.timed("canary"):
+            ours = self._source.score(prompts)
+        tolerance = TOLERANCE[self._source.dtype_name]
+        return self._conduct(steps, "canary", lambda e: compare_scores(e, prompts, ours, tolerance))
+
+    def _abort(self, steps: Steps, version: int) -> None:
+        if self._strategy is not None:
+            self._strategy.abort()
+        if self._conducts and self._engines is not None and steps.seconds.keys() & set(_RESUMED):
+            self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
+
+    # --- who does what
+
+    @property
+    def _conducts(self) -> bool:
+        return self._source.rank == 0
+
+    def _sends(self) -> bool:
+        return any(bucket.receiver == self._source.rank for bucket in self._plan or ())
+
+    def _open(self, urls: Sequence[str]) -> None:
+        kind = STRATEGIES[self._config.strategy]
+        if self._plan is None:
+            self._plan = self._source.plan(self._config.bucket_mib * _MIB, spread=kind.spread)
+        if not (self._conducts or self._sends()):
+            return
+        opening = {url: in_background(partial(self._open_engine, url)) for url in urls}
+        faults = {url: e for url, f in opening.items() if (e := f.exception()) is not None}
+        for error in faults.values():
+            if isinstance(error, ValueError) or not isinstance(error, (OSError, RuntimeError)):
+                raise error
+        if faults:
+            raise EngineFaultError(faults)
+        engines = Engines([future.result() for future in opening.values()])
+        self._strategy = kind.make(
+            Route(
+                self._source.rank,
+                engines,
+                self._plan,
+                getattr(torch, self._source.dtype_name),
+                self._config.timeout_s,
+                self._config.directory,
+            )
+        )
+        self._engines = engines
+
+    def _conduct(self, steps: Steps, phase: str, call: Callable[[Engines[H]], Any]) -> Any:
+        """A step of rank 0 alone."""
+        if not self._conducts:
+            return None
+        if self._engines is None:
+            raise ValueError("weight update: no engine is attached")
+        return steps.run(phase, call, self._engines)
+
+    def _local(self, steps: Steps, phase: str, call: Callable[[Strategy], Any]) -> Any:
+        """A step of every rank that has a part in the transfer."""
+        return None if self._strategy is None else steps.run(phase, call, self._strategy)
+
+    def _static(self) -> tuple[int, int]:
+        """On rank 0: how often bytes move to engines, and the bytes of all weights there."""
+        if self._strategy is None or self._engines is None or self._plan is None:
+            return 0, 0
+        first = self._engines.first
+        headers = (first.header([(t.name, t.shape) for t in b.tensors]) for b in self._plan)
+        return self._strategy.copies, sum(header.bytes for header in headers)
+
+    def _is_due(self, check: str, every: int) -> bool:
+        if every == 0:
+            return False
+        return self.committed_version is None or self._since[check] + 1 >= every
+
+    def _count(self, **done: bool) -> None:
+        for check, was_done in done.items():
+            self._since[check] = 0 if was_done else self._since[check] + 1
+
+    def _share(self, error: Exception | None, what: str) -> None:
+        """Raise the first rank's error on every rank."""
+        told = None
+        if error is not None:
+            name = "" if isinstance(error, EngineFaultError) else f"{type(error).__name__}: "
+            told = json.dumps([f"{name}{error}", list(getattr(error, "engines", ()))])
+        if (first := self._agree(told)) is not None:
+            if told is not None and told != first:
+                log.warning("%s: on trainer rank %d: %s", what, self._source.rank, error)
+            reason, engines = json.loads(first)
+            raise WeightUpdateError(f"{what}: {reason}", engines) from error
+
+
+def _pause_idle(timeout_s: float, engines: Engines[H]) -> list[str]:
+    """Let running requests finish, then pause; the URLs of engines where they didn't finish."""
+    idle = engines.each(lambda engine: engine.pause_when_idle(timeout_s))
+    busy = [url for url, is_idle in idle.items() if not is_idle]
+    if busy:
+        engines.each(lambda engine: engine.resume())
+    return busy
+
+
+def _send(bucket: Bucket, strategy: Strategy) -> int:
+    return strategy.send(bucket)
+
+
+def _commit(version: int, engines: Engines[H]) -> None:
+    """``weight_version`` becomes ``str(version)`` everywhere; then generation goes on."""
+    engines.each(lambda engine: engine.set_version(str(version)))
+    engines.each(lambda engine: engine.resume())
