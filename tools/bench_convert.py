@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Time and peak memory of converting real layer shapes, beside a plain copy of the same bytes on the same disk.
+"""Benchmark of checkpoint conversion: time and peak memory, against a plain copy of the same bytes.
 
-Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then in turn converts it to a
-Megatron layout and to torch_dist, verifies it and converts it back. Right before each of these comes a plain copy of
-the same bytes, with which it is compared: on a virtual machine the cost of fresh memory drifts by more than what is
-measured. Everything starts with the files' pages dropped and ends with its output on the disk (fsync), in a process of
-its own; outputs are removed as soon as nothing reads them.
+Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then converts it to a Megatron
+layout and to torch_dist, verifies it and converts it back. Each phase is compared with a plain copy of the same bytes
+made immediately before it, because on a virtual machine the cost of fresh memory drifts more than the measured
+difference. Each phase runs in its own process, starts with the files' pages dropped from the cache and ends with its
+output synced to the disk. Outputs are removed when no later phase reads them.
 
     python tools/bench_convert.py --model examples/model_configs/qwen3-30b-a3b --layers 1 --folder /tmp/bench
 """
@@ -38,11 +38,11 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
 
 COPY_BYTES = 256 << 10
-"""The plain copy's buffer: small enough for the cache, the fastest of 64 KiB to 32 MiB where this was tried."""
+"""Buffer of the plain copy: the fastest of 64 KiB to 32 MiB on the machine of docs/benchmarks.md."""
 
 
 def make(config: Path, layers: int, folder: Path) -> None:
-    """A checkpoint of random bytes of ``config``'s shape with ``layers`` layers."""
+    """Write a checkpoint of random bytes with the shape of ``config`` and ``layers`` layers."""
     facts = json.loads((config / "config.json").read_text()) | {"num_hidden_layers": layers}
     side = folder.parent / "side"
     side.mkdir()
@@ -58,7 +58,7 @@ def make(config: Path, layers: int, folder: Path) -> None:
 
 
 def copy(root: Path, layout: Layout) -> None:
-    """The same files, byte by byte through a buffer, and on the disk."""
+    """Copy the checkpoint's files through a buffer and sync them to the disk."""
     (root / "copy").mkdir()
     for path in sorted((root / "hf").iterdir()):
         with open(path, "rb") as source, open(root / "copy" / path.name, "wb") as target:
@@ -81,11 +81,11 @@ PHASES: dict[str, tuple[Callable[[Path, Layout], object], str]] = {
         "back",
     ),
 }
-"""Name -> (what it does, the folder it writes)."""
+"""Name of the phase -> (function, the folder that it writes)."""
 
 
 def run_phase(name: str, root: Path, layout: Layout) -> None:
-    """Run one phase in this process; print its seconds, seconds of processor, and peak memory as JSON."""
+    """Run one phase in this process; print wall seconds, CPU seconds and peak memory as JSON."""
     torch.set_num_threads(1)
     before = peak_mib()
     started, busy = time.monotonic(), time.process_time()
@@ -99,13 +99,13 @@ def run_phase(name: str, root: Path, layout: Layout) -> None:
 
 
 def peak_mib() -> float:
-    """This process's largest resident memory so far, in MiB."""
+    """Largest resident memory of this process so far, MiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 1024
 
 
 def drop_pages(folder: Path) -> None:
-    """Ask the kernel to forget a folder's cached pages; a folder that is not there has none."""
+    """Drop a folder's pages from the page cache; the folder may be missing."""
     for path in folder.glob("*"):
         fd = os.open(path, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -113,7 +113,7 @@ def drop_pages(folder: Path) -> None:
 
 
 def main() -> None:
-    """Make, measure ``--repeat`` times in turn, report the medians."""
+    """Make the checkpoint, measure every phase ``--repeat`` times, print medians."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -139,7 +139,7 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Print a line a phase: seconds, MB/s, times the copy, MiB."""
+    """Print one line for each phase: seconds, MB/s, ratio to the copy, MiB."""
     root = arguments.folder
     make(arguments.model, arguments.layers, root / "hf")
     size = sum(path.stat().st_size for path in (root / "hf").iterdir())
@@ -165,7 +165,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def timed(name: str, root: Path) -> dict[str, float]:
-    """Run a phase in a process of its own; its output is removed, but for what later phases read."""
+    """Run a phase in its own process; remove its output unless later phases read it."""
     target = PHASES[name][1]
     for folder in (root / "hf", root / CONVERTED):
         drop_pages(folder)

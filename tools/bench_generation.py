@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Time this project's generation client against SGLang's own benchmark client, on the same real server.
+"""Benchmark of this project's generation client against SGLang's benchmark client, on the same server.
 
-Both ask the same server for the same number of responses to prompts of the same lengths, all of them
-`--response-tokens` long (the end of sequence is ignored), with log-probabilities, the same sampling and the same
-concurrency. They take turns, the order changing from round to round, and the server's cache is flushed before each
-turn. The peer is `python -m sglang.benchmark.serving --backend sglang`, once without streaming, as here, and once as
-it comes. Its start-up is not counted, only what it reports as its duration and the CPU time of that span. CPU times
-are those of the client's and of the server's processes; on a machine with other work, trust them, not the wall time.
+Both request the same number of responses to prompts of the same lengths, each `--response-tokens` long (end of
+sequence ignored), with log-probabilities, the same sampling and the same concurrency. They take turns; the order
+alternates between rounds, and the server's cache is flushed before each turn. The peer is
+`python -m sglang.benchmark.serving --backend sglang`, once without streaming (as this client) and once with its
+default, streaming. Its start-up is not counted: its time is the duration that it reports and the CPU time of that
+span. CPU times are of the client's and the server's processes; on a shared machine they are more reliable than wall
+times.
 
     python tools/bench_generation.py HF_CHECKPOINT [--rounds 5] [--prompts 256] [--concurrency 64]
 """
@@ -53,7 +54,7 @@ CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 @dataclass(frozen=True)
 class Work:
-    """What a turn asks for. ``per_call``: responses that share an HTTP call, in this project's client."""
+    """Requests of one turn. ``per_call``: responses per HTTP call, in this project's client."""
 
     model: str
     prompts: int
@@ -65,20 +66,22 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Response tokens of a turn."""
+        """Number of response tokens of a turn."""
         return self.prompts * self.response_tokens
 
     @property
     def sampling(self) -> SamplingParams:
-        """The same for all clients: what is left out, the server would take from the model's folder."""
+        """Sampling, the same for all clients. Complete: the server would take missing values from the
+        model's folder.
+        """
         return SamplingParams(self.response_tokens, ignore_eos=True)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """``seconds`` of wall time, CPU seconds of the client process and of the server's, for one turn's work.
+    """Wall seconds of one turn, and CPU seconds of the client and of the server's processes.
 
-    The server's include what it does while a peer process starts: nothing but health and idle loops.
+    The server's CPU time includes the start of a peer process, while it only idles.
     """
 
     seconds: float
@@ -87,12 +90,12 @@ class Turn:
 
     @property
     def cpu_s(self) -> float:
-        """All of it."""
+        """CPU seconds of client and server."""
         return self.client_cpu_s + self.server_cpu_s
 
 
 def prompts(work: Work, seed: int) -> list[tuple[int, ...]]:
-    """As the peer's data set `random-ids` makes them: runs of consecutive ids from random starts."""
+    """Prompts as in the peer's data set `random-ids`: consecutive ids from random starts."""
     size = json.loads((Path(work.model) / "config.json").read_text())["vocab_size"]
     starts = np.random.default_rng(seed).integers(0, size, work.prompts).tolist()
     return [
@@ -101,7 +104,7 @@ def prompts(work: Work, seed: int) -> list[tuple[int, ...]]:
 
 
 def ours(work: Work, url: str, seed: int) -> Turn:
-    """``generate_many`` with its checks of every answer, from a fresh client."""
+    """One turn of this project's ``generate_many``, which checks every answer, with a new client."""
     requests = [
         GenerationRequest(i, ids, work.sampling, topk_log_probs=work.topk)
         for i, ids in enumerate(prompts(work, seed))
@@ -118,7 +121,7 @@ def ours(work: Work, url: str, seed: int) -> Turn:
 
 
 def peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
-    """SGLang's client, in a process of its own."""
+    """One turn of SGLang's client, in its own process."""
     with tempfile.TemporaryDirectory() as folder:
         result, clock = Path(folder) / "result.jsonl", Path(folder) / "cpu"
         words = {
@@ -150,15 +153,15 @@ def peer(work: Work, url: str, seed: int, *, stream: bool) -> Turn:
             sys.exit(
                 f"sglang.benchmark.serving failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
             )
-        told = json.loads(result.read_text())
-        turn = Turn(told["duration"], float(clock.read_text()))
-    return _checked(turn, told["total_output_tokens"], work, PEER)
+        reported = json.loads(result.read_text())
+        turn = Turn(reported["duration"], float(clock.read_text()))
+    return _checked(turn, reported["total_output_tokens"], work, PEER)
 
 
 def run_peer(clock: Path, words: Sequence[str]) -> None:
-    """In the child: SGLang's command line, with the CPU time of its measured part written to ``clock``."""
+    """In the child: run SGLang's command line; write the CPU seconds of its measured part to ``clock``."""
     if importlib.util.find_spec("datasets") is None:
-        # SGLang's client imports it for one of its data sets, which is not asked for here.
+        # SGLang's client imports it for a data set that is not used here.
         sys.modules["datasets"] = ModuleType("datasets")
         sys.modules["datasets"].load_dataset = None  # type: ignore[attr-defined]
     from sglang.benchmark import serving
@@ -184,7 +187,7 @@ def _checked(turn: Turn, tokens: int, work: Work, who: str) -> Turn:
 
 
 def start_server(work: Work, dtype: str, folder: Path) -> EngineProcess:
-    """A healthy CPU server, as a run starts it."""
+    """Start a CPU server as a run does and wait until it is healthy."""
     config = TrainConfig.model_validate(
         {
             "run": {"directory": str(folder), "steps": 1},
@@ -217,7 +220,7 @@ CONTENDERS: dict[str, Callable[[Work, str, int], Turn]] = {
 
 
 def bench(work: Work, rounds: int, dtype: str) -> dict[str, list[Turn]]:
-    """All turns of every contender, in the order of rounds; a round before them warms the server up."""
+    """All turns of every contender, by round; an extra first round warms up and is not counted."""
     turns: dict[str, list[Turn]] = {name: [] for name in CONTENDERS}
     with tempfile.TemporaryDirectory() as scratch:
         server = start_server(work, dtype, Path(scratch))
@@ -241,14 +244,14 @@ def bench(work: Work, rounds: int, dtype: str) -> dict[str, list[Turn]]:
 
 
 def server_cpu(pid: int) -> float:
-    """CPU seconds of the server's processes so far."""
+    """CPU seconds of the server's process tree so far."""
     root = psutil.Process(pid)
     times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
     return sum(t.user + t.system for t in times)
 
 
 def _flush(url: str) -> None:
-    """An empty cache."""
+    """Flush the server's cache."""
 
     async def ask(client: EngineClient) -> None:
         await client.flush_cache()
@@ -259,13 +262,13 @@ def _flush(url: str) -> None:
 
 
 def ratios(turns: Sequence[Turn], reference: Sequence[Turn], what: str) -> list[float]:
-    """Round by round."""
+    """Ratio of the quantity ``what`` to the reference, for each round."""
     pairs = zip(turns, reference, strict=True)
     return [getattr(a, what) / getattr(b, what) for a, b in pairs]
 
 
 def show(work: Work, turns: dict[str, list[Turn]]) -> None:
-    """Medians, and this project's client in units of each other one, with the range over rounds."""
+    """Print medians, and the ratio of this client to each other one with its range over rounds."""
     table = Table("", *turns)
     seconds = {name: statistics.median(t.seconds for t in turns[name]) for name in turns}
     table.add_row("tokens/s", *(f"{work.tokens / s:.0f}" for s in seconds.values()))
@@ -284,7 +287,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def main() -> None:
-    """Parse the command line, measure, tell."""
+    """Parse the command line, measure, print."""
     if sys.argv[1:2] == ["--as-peer"]:
         run_peer(Path(sys.argv[2]), sys.argv[3:])
         return
@@ -309,8 +312,10 @@ def main() -> None:
     turns = bench(work, options.rounds, options.dtype)
     show(work, turns)
     if options.json:
-        told = {name: [asdict(t) for t in measured] for name, measured in turns.items()}
-        options.json.write_text(json.dumps({"work": asdict(work), "turns": told}, indent=2) + "\n")
+        figures = {name: [asdict(t) for t in measured] for name, measured in turns.items()}
+        options.json.write_text(
+            json.dumps({"work": asdict(work), "turns": figures}, indent=2) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What the mask costs on this machine: policy statistics, masks and their peers, side by side.
+"""Benchmark of policy statistics and masks on this machine, against other implementations.
 
     python tools/bench_mask.py --tokens 256 --vocab 151936 --dtype bfloat16 --tp 2 --json mask.json
 
-Every implementation runs in the same processes on the same logits, interleaved, with medians and
-interquartile ranges. A mask's overhead is paired against the same update without a mask, with a
-threshold so high that nothing is blocked; what row skipping saves is shown apart.
+All implementations run in the same processes on the same logits, interleaved; reported are medians
+and interquartile ranges. A mask's overhead is paired with the same update without a mask; the
+mask's threshold is so high that it blocks nothing. The gain of row skipping is a row of its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ``--tokens`` is T of one micro-batch, ``--vocab`` the true vocabulary."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel processes")
@@ -43,7 +43,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Start the ranks, gather rank 0's measurements, print and write them."""
+    """Start the ranks, read rank 0's measurements, print and write them; returns the exit code."""
     options = parse()
     if options.rank_result is not None:
         from mask_benchmark.measure import measure
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def wait_for(ranks: list[subprocess.Popen]) -> list[int]:
-    """Exit codes; when one rank fails or this process is told to end, the others are killed."""
+    """Wait for the ranks and return their exit codes; kill them if one fails or on SIGTERM."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         while any(p.poll() is None for p in ranks) and not any(p.poll() for p in ranks):
@@ -85,7 +85,7 @@ def wait_for(ranks: list[subprocess.Popen]) -> list[int]:
 
 
 def start_ranks(options: argparse.Namespace, result: Path) -> list[subprocess.Popen]:
-    """One process a tensor-parallel rank, on this machine."""
+    """Start one process for each tensor-parallel rank, on this machine."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]

@@ -1,14 +1,13 @@
 #!/usr/bin/env python3
-"""Time one-step-off generation against synchronous generation: the same run in both modes, in turn.
+"""Benchmark of one-step-off generation against synchronous generation: the same run in both modes.
 
-Each round starts both modes as a user would, one after the other, the order changing from round to round, and
-compares seconds a step, without evaluations, and without the first and last step (which wait for two
-generations, or for none, where generation runs ahead). Run directories stay, for
-`python -m megatron_dppo.metrics.report`.
+Each round runs both modes one after the other (the order alternates) and compares seconds per step, without
+evaluations and without the first and last step, which in one-step-off mode wait for two generations and for none.
+Run directories are kept, for `python -m megatron_dppo.metrics.report`.
 
     python tools/bench_overlap.py examples/tiny_moe/config.yaml --rounds 3 run.steps=20 parallel.world_size=1
 
-`{round}` in an override is the number of the round, from 1: `run.seed={round}` repeats with other seeds.
+`{round}` in an override is replaced by the number of the round, from 1: `run.seed={round}` changes the seed.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
 
 @dataclass(frozen=True)
 class Measured:
-    """One run. Seconds are means over its middle steps; ``accuracy``: held out, at the end."""
+    """Figures of one run: mean seconds over its middle steps; ``accuracy``: held-out, at the end."""
 
     mode: str
     step_s: float
@@ -49,7 +48,7 @@ class Measured:
 
     @classmethod
     def of(cls, mode: str, records: Sequence[Record]) -> Measured:
-        """From the records of a run. Raises ValueError where it is too short to have middle steps."""
+        """Build from the records of a run. Raises ValueError if it has no middle steps."""
         middle = records[2:-1]
         if not middle:
             raise ValueError(f"{len(records) - 1} steps hold none between the first and the last")
@@ -71,7 +70,7 @@ class Measured:
 
 
 def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> Measured:
-    """One training run in a fresh ``directory``, told by its exit code and metrics."""
+    """Run one training in a new ``directory``; exits the program if it fails."""
     words = (
         f"run.directory={directory}",
         "run.resume=never",
@@ -87,7 +86,7 @@ def run(config: str, mode: str, directory: Path, overrides: Sequence[str]) -> Me
 
 
 def show(rounds: Sequence[dict[str, Measured]]) -> list[float]:
-    """A row a run, and the ratio of each round."""
+    """Print one row for each run; returns the ratio of each round."""
     table = Table(
         *("round", "mode", "step s", "gen s", "wait s", "train s", "sync s", "stale"),
         *("held-out", "ratio"),
@@ -115,7 +114,7 @@ def show(rounds: Sequence[dict[str, Measured]]) -> list[float]:
 
 
 def main() -> None:
-    """Parse the command line, run, tell."""
+    """Parse the command line, run, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Time weight updates of a real SGLang server beside a plain gloo broadcast of the same bytes.
+"""Benchmark of weight updates of a real SGLang server against a gloo broadcast of the same bytes.
 
-Starts a CPU server for the checkpoint, then in turn pushes the weights through the whole
-transaction, with and without verification, and broadcasts one flat tensor of the same size to a
-process that copies it. The weights lie in Megatron's layout (one rank), as a trainer holds them.
-Prints medians by phase, and what the checksums cost for each GB.
+Starts a CPU server for the checkpoint, then alternates: a whole weight update with verification, a
+plain broadcast of one flat tensor of the same size to a process that copies it, and an update
+without verification. The weights are in Megatron's layout (one rank), as in a trainer. Prints
+medians by phase and the cost of the checksums, s/GB.
 
     python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy distributed] [--rounds 9]
         [--bucket-mib 64]
@@ -46,7 +46,7 @@ TIMEOUT_S = 600.0
 
 
 class Weights:
-    """A checkpoint in memory as a trainer of one rank holds it."""
+    """A checkpoint in memory, in the layout of a trainer with one rank."""
 
     rank = 0
 
@@ -70,29 +70,29 @@ class Weights:
         self.bytes = sum(t.nbytes for t in self._values.values())
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[Bucket]:
-        """All weights in buckets."""
+        """Plan of all weights in buckets."""
         item = self.dtype.itemsize
         return hf_buckets_plan(self.shape, Layout(), bucket_bytes, item, spread=spread)
 
     def gather(self, plan: Sequence[Bucket]) -> Iterator[Gathered]:
-        """As a trainer gathers them."""
+        """Gather the buckets as a trainer does."""
         return gather(plan, 0, self._values, self._buffers)
 
     def gather_bound(self) -> int:
-        """One rank exchanges nothing."""
+        """Bytes that one rank must exchange: 0."""
         return 0
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Of one rank."""
+        """The values of all ranks: of one."""
         return [value]
 
     def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """There is no model here: the canary is off."""
+        """Not available: there is no model, so the canary is off."""
         raise ValueError("this source holds weights only")
 
 
 def start_server(folder: Path, dtype: str, log: Path) -> EngineProcess:
-    """A healthy CPU server of ``folder``."""
+    """Start a CPU server of ``folder`` and wait until it is healthy."""
     config = TrainConfig.model_validate(
         {
             "run": {"directory": str(log.parent), "steps": 1},
@@ -114,7 +114,7 @@ def start_server(folder: Path, dtype: str, log: Path) -> EngineProcess:
 
 
 def receive(port: int, size: int, rounds: int) -> None:
-    """The plain broadcast's other side: take each message and copy it, as an engine must."""
+    """Receiver of the plain broadcast: copies each message, as an engine does."""
     _join(port, rank=1)
     weights, message = (torch.zeros(size, dtype=torch.uint8) for _ in range(2))
     for _ in range(rounds):
@@ -129,7 +129,7 @@ def _join(port: int, rank: int) -> None:
 
 
 def broadcast(message: Tensor) -> float:
-    """Seconds of one plain broadcast, the receiver's copy included."""
+    """Seconds of one plain broadcast, including the receiver's copy."""
     start = time.perf_counter()
     dist.broadcast(message, src=0)
     dist.barrier()
@@ -137,7 +137,7 @@ def broadcast(message: Tensor) -> float:
 
 
 def hash_seconds_per_gb(engine: EngineWeights, source: Weights) -> float:
-    """Of the trainer's half of the checksums."""
+    """Seconds per GB of the trainer's part of the checksums."""
     expected, seconds = engine.expected(), 0.0
     for gathered in source.gather(source.plan(source.bytes, spread=False)):
         start = time.perf_counter()
@@ -149,7 +149,7 @@ def hash_seconds_per_gb(engine: EngineWeights, source: Weights) -> float:
 def report(
     verified: list[UpdateReport], fast: list[UpdateReport], plain: list[float], hashing: float
 ) -> None:
-    """Print medians; the first update and broadcast, which open connections, don't count."""
+    """Print medians without the first update and broadcast, which open connections."""
     reference = statistics.median(plain[1:])
     low, _, high = statistics.quantiles(plain[1:])
     print(f"weights sent       {verified[-1].bytes / 1e6:10.2f} MB")
@@ -172,7 +172,7 @@ def report(
 
 
 def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
-    """Alternate updates and plain broadcasts, so that both meet the same machine."""
+    """Alternate updates and plain broadcasts, so that both run under the same load."""
     source = Weights(folder)
     with tempfile.TemporaryDirectory() as scratch:
         server = start_server(folder, source.dtype_name, Path(scratch) / "engine.log")

@@ -1,11 +1,10 @@
-"""Does a reward agree with a data set's own solutions?
+"""Check of a reward against a data set's own solutions.
 
     python tools/check_rewards.py DATA.jsonl [--reward math_verify] [--timeout 10] [--workers 2]
 
-For every line that has a worked solution, the solution must score 1 against the line's answer, and
-0 against a wrong one (the answer plus one where it is an integer, else another line's answer).
-Prints the lines that fail and the counts; the exit code is 1 where one failed, 2 where the file
-cannot be used.
+The worked solution of a line must score 1 against the line's answer, and 0 against a wrong answer
+(the answer plus one if it is an integer, else another line's answer). Prints the failed lines and
+the counts. Exit code: 0, 1 if a check failed, 2 if the file cannot be used.
 """
 
 from __future__ import annotations
@@ -20,13 +19,11 @@ from rich.progress import track
 from megatron_dppo.rewards import Score, Verifier
 
 CHUNK = 64
-"""Checks between two movements of the progress bar."""
+"""Number of checks between two updates of the progress bar."""
 
 
 def read_solutions(path: Path) -> list[tuple[int, str, str]]:
-    """(line number, solution, answer) of every line that has both. Raises ValueError naming the
-    line.
-    """
+    """(line number, solution, answer) of every line with both. Raises ValueError naming the line."""
     rows = []
     for number, line in enumerate(path.read_text("utf-8-sig").rstrip().split("\n"), start=1):
         try:
@@ -43,7 +40,7 @@ def read_solutions(path: Path) -> list[tuple[int, str, str]]:
 
 
 def wrong_answer(answer: str, others: list[str]) -> str | None:
-    """An answer that is certainly wrong; None where no other line has a different one."""
+    """An answer that is certainly wrong; None if no other line has a different one."""
     if answer.lstrip("+-").isdecimal():
         return str(int(answer) + 1)
     return next((other for other in others if other != answer), None)
@@ -78,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
 
 def report(checks: list[tuple[int, str, str, float]], scores: list[Score]) -> int:
-    """Print each failed check and the counts of both kinds; 1 where a check failed."""
+    """Print each failed check and the counts of both kinds; returns 1 if a check failed, else 0."""
     failed = 0
     for (number, _, answer, expected), score in zip(checks, scores, strict=True):
         if score.value != expected or score.timed_out or score.crashed:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checkpoints between Hugging Face and Megatron layouts; the same as ``python -m megatron_dppo.convert``."""
+"""Conversion between Hugging Face and Megatron checkpoints; same as ``python -m megatron_dppo.convert``."""
 
 import sys
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Which tokens of a saved rollout batch the mask blocks, which it lets train, and why.
+"""Explanation of a mask: which tokens of a saved rollout batch are blocked, which train, and why.
 
     python tools/explain_mask.py runs/demo --step 3 --csv tokens.csv --html tokens.html
 
-The run must have been started with ``rollout.save=true``. The policy that is explained is the run's
-export, ``<run>/hf``, or any Hugging Face folder (``--policy``): the mask is the one that the next
-update on this batch would meet. With ``--rollout-policy`` (the weights that sampled the batch; for
-step 1 the model that the run began with) pi', TopK(mu) and the exact divergences are recomputed
-where the batch lacks them. Both run by transformers, in float32 on the CPU, one response at a time.
+The run must have been started with ``rollout.save=true``. pi is computed with the run's export,
+``<run>/hf``, or with any Hugging Face folder (``--policy``); the mask is that of the next update on
+this batch. ``--rollout-policy``: the weights that sampled the batch (of step 1: the model that the
+run began with); from them pi', TopK(mu) and the exact divergences are computed if the batch lacks
+them. Both models run in transformers, in float32 on the CPU, one response at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from megatron_dppo.config.yaml_core import parse_scalar
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
     parser.add_argument("--step", type=int, help="whose batch; default: the last saved one")
@@ -47,7 +47,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Explain, print, write; 2 where the input can't be used."""
+    """Explain, print and write; returns 0, or 2 if the input cannot be used."""
     options = parse(arguments)
     try:
         explain(options, load_config(options.run / "config.yaml"))
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def explain(options: argparse.Namespace, config: TrainConfig) -> None:
-    """Read the batch and the policies, explain every token, and write what was asked for."""
+    """Read the batch and the policies, explain every token, write the requested files."""
     from mask_explanation import page, summary
     from mask_explanation.explanation import explain_response
     from mask_explanation.policies import Policy, TokenTexts
@@ -111,7 +111,9 @@ def explain(options: argparse.Namespace, config: TrainConfig) -> None:
 def chosen_algorithm(
     options: argparse.Namespace, config: TrainConfig
 ) -> tuple[str, dict[str, Any]]:
-    """Name and numbers: the run's, unless another name is given; ``--option`` wins over both."""
+    """Name and numbers of the algorithm: the run's unless ``--algorithm`` names another; ``--option``
+    overrides numbers.
+    """
     name = options.algorithm or config.algorithm.name
     numbers = dict(config.algorithm.options) if name == config.algorithm.name else {}
     for option in options.option:
@@ -126,7 +128,7 @@ def chosen_algorithm(
 
 
 def saved_step(folder: Path, asked: int | None) -> int:
-    """The step to explain. ValueError where no batch was saved for it."""
+    """The step to explain (default: the last saved). Raises ValueError if it was not saved."""
     saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
     if not saved:
         raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
@@ -139,7 +141,7 @@ def saved_step(folder: Path, asked: int | None) -> int:
 
 
 def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list[int], str]:
-    """Positions of the first ``limit`` responses that have a gradient, and a line on the others."""
+    """Indices of the first ``limit`` responses with a gradient, and a line about the others."""
     from megatron_dppo.loop.batches import trains
 
     if limit < 0:
@@ -156,7 +158,7 @@ def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list
 
 
 def show(title: str, facts: Sequence[str], tables: Sequence[Any]) -> None:
-    """Print everything; wide where the output is not a terminal."""
+    """Print title, facts and tables; 200 columns wide if the output is not a terminal."""
     from mask_explanation.summary import LEFT_ALIGNED
 
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Where the gap between the engine's probabilities and the trainer's comes from, on one saved batch.
+"""Report on the mismatch of one saved batch: mean |pi - mu| of engine and trainer, by cause.
 
     python tools/mismatch_report.py runs/demo --step 1 --json gap.json --png gap.png
 
-The run must have been started with ``rollout.save=true``. mu is what the engine returned with the
-batch; pi is computed anew by the run's trainer, in this one process, with one more cause fixed at a
-time:
+The run must have been started with ``rollout.save=true``. mu are the probabilities that the engine
+returned with the batch; pi is recomputed by the run's trainer in this process, with one more cause
+fixed in each pass:
 
     nothing fixed        the weights of --policy, logits as they are, natural routing
     sampling transform   logits divided by rollout.temperature, as the engine does
@@ -13,8 +13,8 @@ time:
     routing              experts as the engine recorded them (needs rollout.router_replay=true)
     precision            the trainer in float32 (where the run is not)
 
-What a fix takes away from mean |pi - mu| is that cause's part; what is left before ``precision`` is
-numerics. A cause that can't be there has no row.
+The decrease of mean |pi - mu| by a fix is that cause's part; the rest before ``precision`` is
+numerics. A cause that is not possible in this run has no row.
 
 The batch of step N was sampled by the weights after step N - 1 (or N - 2 with
 rollout.max_staleness=1); of step 1 by the model that the run began with, which is the default there.
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write; 2 where the input can't be used."""
+    """Measure, print and write; returns 0, or 2 if the input cannot be used."""
     options = parse(arguments)
     try:
         report(options, load_config(options.run / "config.yaml"))
@@ -79,9 +79,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def report(options: argparse.Namespace, config: TrainConfig) -> None:
-    """Read the batch, climb the ladder, and write what was asked for."""
+    """Read the batch, measure every pass, write the requested files."""
     from mismatch.figure import draw
-    from mismatch.ladder import climb, parts, rollout_log_probs, rungs
+    from mismatch.ladder import measure, parts, rollout_log_probs, rungs
 
     from megatron_dppo.metrics.progress import progress
 
@@ -93,7 +93,7 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
     ladder = rungs(config, rollout_policy=rollout_policy, policy=policy, recorded=recorded)
     measured = []
     with progress("measuring", len(ladder)) as bar:
-        for found in climb(ladder, config, batch):
+        for found in measure(ladder, config, batch):
             measured.append(found)
             bar.advance()
     split = parts(measured)
@@ -107,11 +107,11 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
     ]
     show(title, facts, measured, split)
     if options.json:
-        told = {
+        figures = {
             "step": step, "responses": len(batch), "tokens": len(log_mu), "parts": split,
             "rungs": [m.as_json() for m in measured],
         }  # fmt: skip
-        options.json.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
         print(f"{options.json}: every figure")
     if options.png:
         draw(options.png, title, split, measured, log_mu.numpy())
@@ -119,7 +119,7 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
 
 
 def saved_step(folder: Path, asked: int | None) -> int:
-    """The step to measure. ValueError where no batch was saved for it."""
+    """The step to measure (default: the first saved). Raises ValueError if it was not saved."""
     saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
     if not saved:
         raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
@@ -129,7 +129,7 @@ def saved_step(folder: Path, asked: int | None) -> int:
 
 
 def chosen_responses(folder: Path, step: int, limit: int) -> tuple[list[Rollout], int]:
-    """The first ``limit`` responses (0: all) that have a token, and how many the batch has."""
+    """The first ``limit`` responses (0: all) with a token, and the size of the batch."""
     from megatron_dppo.data.rollout_codec import load_batch
 
     if limit < 0:
@@ -142,7 +142,7 @@ def chosen_responses(folder: Path, step: int, limit: int) -> tuple[list[Rollout]
 
 
 def policies(options: argparse.Namespace, config: TrainConfig, step: int) -> tuple[Path, Path]:
-    """The weights that sampled the batch, and the trainer's now."""
+    """The folders of the weights that sampled the batch and of the trainer's weights now."""
     rollout_policy = options.rollout_policy
     if rollout_policy is None:
         if step != 1:
@@ -170,7 +170,7 @@ def routing_fact(measured: Sequence[Measured], *, recorded: bool) -> str:
 def show(
     title: str, facts: Sequence[str], measured: Sequence[Measured], split: dict[str, float]
 ) -> None:
-    """Print everything; wide where the output is not a terminal."""
+    """Print facts and both tables; 120 columns wide if the output is not a terminal."""
     console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
     console.print(title, style="bold")
     for fact in facts:

@@ -1,4 +1,4 @@
-"""A child process that is allowed to end in its own way when the user presses Ctrl-C."""
+"""Child processes that may shut down cleanly when the user presses Ctrl-C."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from collections.abc import Mapping, Sequence
 
 
 def run_to_the_end(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
-    """The exit code of ``command``, however long it takes.
+    """Run ``command`` and return its exit code; Ctrl-C does not cut it short.
 
-    A terminal's Ctrl-C reaches parent and child alike. ``subprocess.run`` would then kill the child
-    after a quarter of a second; here the child saves what it has and ends, and the parent waits.
+    A terminal sends Ctrl-C to parent and child. ``subprocess.run`` would then kill the child after
+    0.25 s; here the parent ignores it and waits until the child has saved its state and ended.
     """
-    process = subprocess.Popen(
-        command, env=env
-    )  # before SIGINT is ignored, or it would be there too
+    # Started before SIGINT is ignored: a child inherits ignored signals.
+    process = subprocess.Popen(command, env=env)
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return process.wait()

@@ -1,8 +1,8 @@
-"""``make demo``: make the material, train by DPPO, and say what came of it.
+"""``make demo``: prepare model and data, train by DPPO, judge the results.
 
     python -m examples.tiny_moe.demo [--seed N] [--directory runs/demo] [key.path=value ...]
 
-An interrupted demo goes on where it stopped; a finished one is set aside and a new one starts.
+An interrupted demo resumes. The folder of a finished one is renamed, and a new one starts.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONSOLE = Console(highlight=False)
 
 
 def main() -> int:
-    """Exit code of the training run, or 1 where the summary tells of a broken promise."""
+    """Run the demo; returns the exit code of the training, or 1 if a result misses its target."""
     parser = _parser()
     words = parser.parse_intermixed_args()
     for override in words.overrides:
@@ -54,13 +54,13 @@ def main() -> int:
     if code:
         return code
     summary = json.loads((directory / "summary.json").read_text())
-    lines = promises(summary, yaml.safe_load(Path(CONFIG).read_text())["run"]["steps"])
-    show(lines, summary, directory, time.monotonic() - started)
-    return int(any(line.holds is False for line in lines))
+    results = judge(summary, yaml.safe_load(Path(CONFIG).read_text())["run"]["steps"])
+    show(results, summary, directory, time.monotonic() - started)
+    return int(any(result.holds is False for result in results))
 
 
 def set_aside(directory: Path, seed: int, overrides: Sequence[str]) -> None:
-    """Rename the folder of a demo that is finished, or that this one can't continue; nothing is lost."""
+    """Rename the folder of a demo that is finished or of another seed or algorithm; delete nothing."""
     config = directory / "config.yaml"
     if not config.exists():
         return
@@ -81,8 +81,8 @@ def set_aside(directory: Path, seed: int, overrides: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True)
-class Promise:
-    """A line of the table: what was measured, what is expected, and whether it holds (None: not judged)."""
+class Result:
+    """A row of the table: a measurement, its target, and whether it is met (None: not judged)."""
 
     what: str
     measured: str
@@ -90,8 +90,8 @@ class Promise:
     holds: bool | None = None
 
 
-def promises(summary: Mapping[str, Any], recipe_steps: int) -> list[Promise]:
-    """What a demo must show. The gain in accuracy is judged only when the whole recipe was run."""
+def judge(summary: Mapping[str, Any], recipe_steps: int) -> list[Result]:
+    """Compare the run with the demo's targets; accuracy is judged only after all recipe steps."""
     gap, difference = summary["mean_abs_prob_gap"], summary["hf_export_max_logprob_diff"]
     updates, verified = summary["weight_updates"], summary["weight_updates_verified"]
     start, end, steps = (
@@ -102,18 +102,16 @@ def promises(summary: Mapping[str, Any], recipe_steps: int) -> list[Promise]:
     measured = start is not None and end is not None
     gained = end - start >= 0.25 if measured and steps >= recipe_steps else None
     return [
-        Promise(
-            "held-out accuracy", _arrow(summary, "eval_accuracy"), "up by 0.25 or more", gained
-        ),
-        Promise("training reward", _arrow(summary, "train_reward"), "rises"),
-        Promise("|pi - mu| at equal weights", _small(gap), "1e-4 or less", _at_most(gap, 1e-4)),
-        Promise(
+        Result("held-out accuracy", _arrow(summary, "eval_accuracy"), "up by 0.25 or more", gained),
+        Result("training reward", _arrow(summary, "train_reward"), "rises"),
+        Result("|pi - mu| at equal weights", _small(gap), "1e-4 or less", _at_most(gap, 1e-4)),
+        Result(
             "weight updates verified",
             f"{verified} of {updates}",
             f"all; {steps + 1} or more",
             verified == updates >= steps + 1,
         ),
-        Promise(
+        Result(
             "export against trainer, nats",
             _small(difference),
             "1e-4 or less",
@@ -123,13 +121,13 @@ def promises(summary: Mapping[str, Any], recipe_steps: int) -> list[Promise]:
 
 
 def show(
-    lines: Sequence[Promise], summary: Mapping[str, Any], directory: Path, seconds: float
+    results: Sequence[Result], summary: Mapping[str, Any], directory: Path, seconds: float
 ) -> None:
-    """The run in a table."""
+    """Print the results as a table, and where the run's files are."""
     rows = [
-        *lines,
-        Promise("layout", summary["layout"], ""),
-        Promise("seconds, set-up excluded", f"{seconds:.0f}", "600 or less on two quiet cores"),
+        *results,
+        Result("layout", summary["layout"], ""),
+        Result("seconds, set-up excluded", f"{seconds:.0f}", "600 or less on two quiet cores"),
     ]
     title = f"{summary['algorithm']}, {summary['steps']} steps"
     table = Table("", "measured", "expected", "holds", title=title)

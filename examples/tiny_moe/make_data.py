@@ -1,4 +1,4 @@
-"""The demo's data: sums and differences of four small numbers, ``3+5-2+4``, whose answer is 10.
+"""Data of the demo: sums and differences of four small numbers, e.g. ``3+5-2+4`` with answer 10.
 
     python -m examples.tiny_moe.make_data FOLDER [--seed 1]
 
@@ -6,12 +6,12 @@ Writes into FOLDER, in the JSON Lines form of DAPO-Math and AIME files:
 
 ``train.jsonl``, ``held_out.jsonl``: ``{"prompt", "answer"}``; no expression is in both.
 ``warm_start.jsonl``: ``{"prompt", "response"}`` for supervised learning, on expressions of the
-training split alone.
+training split only.
 
-The warm start imitates what a base model has read: two kinds of writers. Some work the sum out,
-``8 6 = 10`` (the running totals, then the answer). The others jot down an estimate, ``= 12``,
-which is off by up to five. A model that imitates both is right less than half of the time;
-reinforcement learning can find out, from the reward alone, that working it out pays.
+The warm start imitates the mixed styles of a base model's training text: 40% of its responses are
+worked out, ``8 6 = 10`` (the running totals, then the answer); the others are estimates, ``= 12``,
+which are wrong by up to five. A model that imitates both is correct less than half of the time;
+reinforcement learning can find from the reward that working out is better.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LARGEST_TOTAL = TERMS * LARGEST_TERM
 HELD_OUT = 200
 WARM_START_PAIRS = 40_000
 WORKED_OUT_SHARE = 0.4
-"""Of the warm start's responses; the rest are estimates."""
+"""Share of the warm start's responses that are worked out; the others are estimates."""
 ESTIMATE_RANGE = 5
-"""An estimate is uniform within this distance of the answer, and never negative."""
+"""Estimates are uniform within this distance of the answer, and not negative."""
 
 
 def running_totals(expression: str) -> list[int]:
@@ -41,7 +41,7 @@ def running_totals(expression: str) -> list[int]:
 
 
 def expressions() -> Iterator[str]:
-    """Every expression whose running totals stay at 0 or above."""
+    """Every expression whose running totals are all 0 or above."""
     terms = [str(i) for i in range(1, LARGEST_TERM + 1)]
     for signs in itertools.product("+-", repeat=TERMS - 1):
         for first, *rest in itertools.product(terms, repeat=TERMS):
@@ -51,20 +51,20 @@ def expressions() -> Iterator[str]:
 
 
 def worked_out(expression: str) -> str:
-    """``8 6 = 10``."""
+    """A worked-out response: ``8 6 = 10``."""
     *steps, answer = running_totals(expression)
     return " ".join([*map(str, steps), "=", str(answer)])
 
 
 def estimate(expression: str, rng: random.Random) -> str:
-    """``= 12``."""
+    """An estimate: ``= 12``."""
     answer = running_totals(expression)[-1]
     low, high = max(0, answer - ESTIMATE_RANGE), answer + ESTIMATE_RANGE
     return f"= {rng.randint(low, high)}"
 
 
 def make_data(folder: Path, seed: int) -> dict[str, int]:
-    """Write the three files; the number of lines of each."""
+    """Write the three files; returns name -> number of lines."""
     rng = random.Random(seed)
     everything = list(expressions())
     rng.shuffle(everything)

@@ -1,11 +1,10 @@
-"""The demo's model: a random Qwen3-MoE of 1.1 million parameters, and its tokenizer of numbers and
-signs.
+"""Model of the demo: a random Qwen3-MoE of 1.1 million parameters with a tokenizer of numbers.
 
     python -m examples.tiny_moe.make_model FOLDER [--seed 1]
 
-A Hugging Face folder like any other: config.json, model.safetensors, tokenizer.json with a chat
-template. Everything that makes the family special is there in small: 8 experts of which 2 work on
-a token, grouped-query attention, normalised queries and keys, an output layer of its own.
+Writes a Hugging Face folder: config.json, model.safetensors, tokenizer.json with a chat template.
+The model has the features of its family: 8 experts, 2 per token, grouped-query attention,
+normalised queries and keys, an output layer that is not tied to the embedding.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 SPECIAL = ["<pad>", "<user>", "<assistant>", "<end>", "<unknown>"]
 NUMBERS = 28
-"""0 to 27. Totals reach 20 and estimates 25; 36 words in all divide over 4 tensor-parallel ranks."""
+"""Numbers 0 to 27: totals reach 20, estimates 25; 36 words in all are divisible by TP 4."""
 WORDS = [*SPECIAL, *"+-=", *(str(i) for i in range(NUMBERS))]
 CHAT_TEMPLATE = (
     "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
@@ -45,11 +44,11 @@ SHAPE: dict[str, Any] = {
     "rope_theta": 10_000.0,
     "initializer_range": 0.05,
 }
-"""Two layers learn the task in fewer steps than four. The larger initial weights speed it up too."""
+"""Two layers and the larger initial weights learn the task in fewer steps."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A number is one token, as is each sign; spaces between them mean nothing."""
+    """A tokenizer with one token for each number and each sign; spaces are ignored."""
     vocabulary = {word: token_id for token_id, word in enumerate(WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -70,7 +69,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_model(folder: Path, seed: int) -> int:
-    """Write the checkpoint into ``folder``; the number of parameters."""
+    """Write the checkpoint into ``folder``; returns the number of parameters."""
     tokenizer = make_tokenizer()
     torch.manual_seed(seed)
     ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}

@@ -1,14 +1,12 @@
-"""Everything that the demo trains on: data, a random model, and the supervised warm start that RL
-begins from.
+"""Material of the demo: data, a random model, and the supervised warm start that RL begins from.
 
     python -m examples.tiny_moe.prepare [--seed 1] [--root runs/tiny_moe/material] [key.path=value
     ...]
 
 Makes ``<root>/seed-<seed>/`` with train.jsonl, held_out.jsonl, warm_start.jsonl, ``random/`` (the
-fresh checkpoint) and ``warm/`` (the policy that RL starts from, a Hugging Face folder). Overrides
-go to the warm start's configuration, warm_start.yaml. Made once: a second call finds the folder
-finished and returns at once, unless what it was made from has changed. Several seeds lie side by
-side.
+initial checkpoint) and ``warm/`` (the policy that RL starts from, a Hugging Face folder). Overrides
+apply to the warm start's configuration, warm_start.yaml. A finished folder is used again unless its
+sources, seed or overrides have changed.
 """
 
 from __future__ import annotations
@@ -35,12 +33,12 @@ SUPERVISED = "megatron_dppo.supervised"
 INTERRUPTED = 130
 """Exit code of a run that Ctrl-C stopped."""
 STAMP = "made_from.json"
-"""Written last: a folder without it is unfinished."""
+"""File that is written last; a folder without it is incomplete."""
 
 
 @dataclass(frozen=True)
 class Material:
-    """Where the demo's inputs are."""
+    """Paths of the demo's inputs."""
 
     folder: Path
 
@@ -51,7 +49,7 @@ class Material:
 
     @property
     def held_out(self) -> Path:
-        """Problems to be evaluated on; none of them is trained on, here or in the warm start."""
+        """Problems for evaluation; neither RL nor the warm start trains on them."""
         return self.folder / "held_out.jsonl"
 
     @property
@@ -61,12 +59,12 @@ class Material:
 
 
 def prepare(seed: int, root: Path = ROOT, overrides: Sequence[str] = ()) -> Material:
-    """Make what is missing and return where it is. SystemExit where the warm start fails."""
+    """Make the material if needed and return its paths. Raises SystemExit if the warm start fails."""
     folder = root / f"seed-{seed}"
     made_from = fingerprint(seed, overrides)
     folder.mkdir(parents=True, exist_ok=True)
     with open(root / f"seed-{seed}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second demo waits instead of making it too
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second demo waits
         if _stamp(folder) == made_from:
             print(f"material: {folder} is there", flush=True)
         else:
@@ -87,7 +85,7 @@ def _make(folder: Path, seed: int, overrides: Sequence[str]) -> None:
 
 
 def fingerprint(seed: int, overrides: Sequence[str]) -> dict[str, object]:
-    """What the material depends on: the sources beside this file, the seed and the overrides."""
+    """All that the material depends on: hashes of its sources, seed and overrides."""
     digests = {name: hashlib.sha256((HERE / name).read_bytes()).hexdigest() for name in SOURCES}
     return {"seed": seed, "overrides": list(overrides), "sources": digests}
 
@@ -98,7 +96,7 @@ def _stamp(folder: Path) -> object:
 
 
 def _make_random_model(folder: Path, seed: int) -> None:
-    from examples.tiny_moe.make_model import make_model  # torch: not where all is there already
+    from examples.tiny_moe.make_model import make_model  # imports torch: only if needed
 
     print(f"material: a random Qwen3-MoE of {make_model(folder, seed):,} parameters", flush=True)
 
@@ -114,7 +112,7 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
         f"data.train={folder / 'warm_start.jsonl'}",
         *overrides,
     ]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # its matrices are too small for two
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the matrices are too small for two
     code = run_to_the_end(command, env=one_thread)
     if code == INTERRUPTED:
         raise SystemExit(INTERRUPTED)

@@ -1,4 +1,4 @@
-"""JSON Lines of problems with answers, and of prompt-response pairs, read and tokenised."""
+"""Data sets in JSON Lines: problems with answers, and prompt-response pairs; tokenised."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_dppo.types import Problem
 
 PROMPT_KEYS = ("prompt", "problem", "question")
-"""The first of these that a line has holds its prompt."""
+"""Keys of the prompt; the first one that a line has is used."""
 Prompt = str | list[dict[str, str]]
 """Text, or chat messages."""
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
-"""Token ids of a prompt and of its response, the end-of-sequence token last."""
+"""Token ids of a prompt and of its response, which ends with the end-of-sequence token."""
 
 
 class DataError(ValueError):
@@ -28,10 +28,12 @@ class DataError(ValueError):
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """The problems of one file, in its order.
+    """The problems of one file, in the file's order.
 
-    ``dropped``: problems left out because their prompt is longer than allowed. ``sha256``: of the
-    file's bytes, so that a resumed run can tell whether its data changed.
+    Attributes:
+        problems: with prompts within the length limit.
+        dropped: number of problems with longer prompts, which are left out.
+        sha256: of the file's bytes; a resumed run compares it.
     """
 
     problems: tuple[Problem, ...]
@@ -43,7 +45,7 @@ class ProblemSet:
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer saved in ``folder``; never from a hub. Raises DataError where there is none."""
+    """Load the tokenizer in ``folder`` (local files only). Raises DataError if there is none."""
     if not (Path(folder) / "tokenizer_config.json").is_file():
         raise DataError(f"{folder}: no tokenizer here, expected a tokenizer_config.json")
     return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
@@ -56,16 +58,22 @@ def load_problems(
     max_prompt_tokens: int,
     apply_chat_template: bool,
 ) -> ProblemSet:
-    """Read ``path``: one JSON object a line, with a prompt and an answer.
+    """Read and tokenise problems: one JSON object for each line, with a prompt and an answer.
 
-    The prompt is text, or a list of chat messages (``{"role": ..., "content": ...}``), under
-    ``prompt``, ``problem`` or ``question``; messages always go through the chat template, text
-    does so as one user message where ``apply_chat_template``. The answer is text or a number under
-    ``answer``, or ``reward_model.ground_truth`` as in DAPO-Math. ``problem_id`` counts the file's
-    problems, dropped ones too, so that it does not depend on the limit.
+    The prompt is text or a list of chat messages (``{"role": ..., "content": ...}``) under
+    ``prompt``, ``problem`` or ``question``. The answer is text or a number under ``answer``, or
+    under ``reward_model.ground_truth`` as in DAPO-Math. ``problem_id`` counts all problems of the
+    file, dropped ones included. A byte-order mark and blank lines at the end are ignored.
 
-    A byte-order mark and blank lines at the end are let pass. Anything else that is not a problem
-    raises DataError.
+    Args:
+        path: of the file.
+        tokenizer: for the prompts.
+        max_prompt_tokens: problems with longer prompts are dropped.
+        apply_chat_template: send text prompts through the chat template, as one user message;
+            chat messages always go through it.
+
+    Raises:
+        DataError: a line is not a problem, or no problem is within the limit.
     """
     records, places, sha256 = _read_records(Path(path))
     prompts = [_prompt(record, where) for record, where in zip(records, places, strict=True)]
@@ -87,10 +95,10 @@ def load_problems(
 def load_pairs(
     path: str | Path, tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool
 ) -> list[Pair]:
-    """Prompt-response pairs to imitate, one JSON object a line.
+    """Read and tokenise prompt-response pairs for supervised learning: one JSON object per line.
 
-    Prompts are read as by ``load_problems``; the response is text under ``response``, and its token
-    ids end with the tokenizer's end-of-sequence token. Raises DataError as ``load_problems`` does.
+    Prompts as in ``load_problems``. The response is text under ``response``; the end-of-sequence
+    token is appended to its ids. Raises DataError for a line that is not such a pair.
     """
     records, places, _ = _read_records(Path(path))
     prompts = [_prompt(record, where) for record, where in zip(records, places, strict=True)]
@@ -106,7 +114,7 @@ def load_pairs(
 
 
 def _read_records(path: Path) -> tuple[list[dict[str, Any]], list[str], str]:
-    """The objects of a JSONL file, the place of each in words, and the file's SHA-256."""
+    """The objects of a JSONL file, the place ("path, line n") of each, and the file's SHA-256."""
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -185,7 +193,7 @@ def _tokenise(
     apply_chat_template: bool,
     places: Sequence[str],
 ) -> list[tuple[int, ...]]:
-    """Token ids of every prompt. The template writes its own special tokens; plain text gets the
+    """Token ids of every prompt. Special tokens: the chat template's, or for plain text the
     tokenizer's.
     """
     templated = [apply_chat_template or not isinstance(prompt, str) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""Which problems come next: epochs in a seeded order, resumable at any position."""
+"""Sampler of problems: epochs in a seeded order, resumable at any position."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import numpy as np
 
 
 class ProblemSampler:
-    """Hands out positions ``0 <= i < count``; each exactly once in an epoch.
+    """Returns positions ``0 <= i < count``, each exactly once in an epoch.
 
-    The order of an epoch is a function of ``seed`` and the epoch's number alone, so the state is a
-    few integers and a resumed sampler goes on exactly where the saved one stood.
+    The order of an epoch depends only on ``seed`` and the number of the epoch, so the state is a few
+    integers and a resumed sampler continues with the same positions.
+
+    Args:
+        count: number of problems, at least 1.
+        seed: of the order.
+        shuffle: False: file order in every epoch.
     """
 
     def __init__(self, count: int, seed: int, shuffle: bool = True) -> None:
@@ -25,13 +30,11 @@ class ProblemSampler:
 
     @property
     def epoch(self) -> int:
-        """Epochs that were handed out completely."""
+        """Number of completed epochs."""
         return self._epoch
 
     def next(self, n: int) -> list[int]:
-        """The next ``n`` positions. A batch across an epoch's end goes on with the next epoch's
-        order.
-        """
+        """The next ``n`` positions; after the end of an epoch the next one begins."""
         if n < 0:
             raise ValueError(f"cannot hand out {n} problems")
         taken: list[int] = []
@@ -45,7 +48,7 @@ class ProblemSampler:
         return taken
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Plain values, fit for JSON."""
+        """The state as plain JSON values."""
         return {
             "count": self._count,
             "seed": self._seed,
@@ -55,9 +58,9 @@ class ProblemSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken.
+        """Continue from ``state``.
 
-        Raises ValueError where it is another data set's, another order's, or no state at all.
+        Raises ValueError if it belongs to another data set or order, or is malformed.
         """
         expected = self.state_dict()
         if set(state) != set(expected):

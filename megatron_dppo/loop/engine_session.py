@@ -32,7 +32,7 @@ from megatron_dppo.fleet.roster import (
 from megatron_dppo.fleet.router_link import RouterLink
 from megatron_dppo.loop.stopping import RunStoppedError
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.trainer.distributed import all_gather_json, any_rank, broadcast_json
+from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.types import Rollout

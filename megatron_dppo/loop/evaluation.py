@@ -1,4 +1,4 @@
-"""avg@k on the held-out sets: the mean reward over all responses to all problems of a set."""
+"""Evaluation on held-out sets: avg@k, the mean reward over k responses to each problem of a set."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.rollouts.sources import share, verify
 from megatron_dppo.metrics import names
 from megatron_dppo.rewards import Verifier
-from megatron_dppo.trainer.distributed import all_gather_json
+from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
 
@@ -23,7 +23,19 @@ def evaluate(
     engine: EngineSession,
     verifier: Verifier,
 ) -> dict[str, float]:
-    """Accuracy of each set under the evaluation's sampling (temperature 0.7, top_p 0.95 in the paper). Collective."""
+    """Generate and score responses to every held-out problem. Collective.
+
+    Args:
+        sets: name -> problems.
+        config: of the run; ``evaluation`` holds k and the sampling (the paper's: temperature 0.7,
+            top_p 0.95).
+        topology: position of this rank; each leader takes its share of the problems.
+        engine: servers that generate.
+        verifier: scores the responses.
+
+    Returns:
+        metric name -> avg@k, the same on every rank.
+    """
     settings = config.evaluation
     sampling = SamplingParams(
         max_new_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,

@@ -1,4 +1,4 @@
-"""Whether an exported checkpoint says what the trainer says: log-probabilities of the same tokens, by transformers."""
+"""Check of an exported checkpoint: log-probabilities by transformers against the trainer's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from megatron_dppo.data.packing import TrainingSample, pack
 from megatron_dppo.loop.batches import BatchLayout
-from megatron_dppo.trainer.distributed import broadcast_json
+from megatron_dppo.trainer.collectives import broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
 
 
@@ -22,9 +22,16 @@ def max_log_prob_difference(
     sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
     temperature: float,
 ) -> float:
-    """max |log pi_trainer - log pi_transformers|, nats, over the response tokens of the given pairs. Collective.
+    """max |log pi_trainer - log pi_transformers| over the response tokens, nats. Collective.
 
     transformers loads ``folder`` on rank 0, in the exported dtype, on the CPU.
+
+    Args:
+        trainer: whose weights were exported.
+        layout: multiples that micro-batches must satisfy.
+        folder: the exported Hugging Face folder.
+        sequences: token ids of (prompt, response) pairs.
+        temperature: divides the logits on both sides.
     """
     samples = [
         TrainingSample(prompt, response, 0.0, [0.0] * len(response), None, None, None, index)
@@ -45,7 +52,7 @@ def max_log_prob_difference(
 def transformers_log_probs(
     folder: str | Path, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
 ) -> list[torch.Tensor]:
-    """log pi of each response token, fp32, one tensor a sequence."""
+    """log pi of each response token by transformers, nats: one fp32 tensor [R] for each pair."""
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     answers = []

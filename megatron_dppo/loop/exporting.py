@@ -1,4 +1,4 @@
-"""The trained policy as a Hugging Face folder, and what transformers makes of it."""
+"""Export of the trained policy as a Hugging Face folder, with an optional check by transformers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pathlib import Path
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.loop.batches import BatchLayout
 from megatron_dppo.loop.export_check import max_log_prob_difference
-from megatron_dppo.trainer.distributed import any_rank
+from megatron_dppo.trainer.collectives import any_rank
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.types import Problem, Rollout
 
 SEQUENCES_TO_CHECK = 16
+"""Number of examples that the check compares."""
 
 
 def export(
@@ -22,29 +23,37 @@ def export(
     layout: BatchLayout,
     examples: Sequence[Rollout | Problem],
 ) -> float | None:
-    """Write ``<run.directory>/hf``. Collective.
+    """Write ``<run.directory>/hf`` and, with ``checkpoint.verify_export``, check it. Collective.
 
-    Returns the largest difference of a log-probability, in nats, between trainer and export on the first
-    ``examples``; None unless ``checkpoint.verify_export``.
+    Args:
+        config: of the run.
+        trainer: whose weights are exported.
+        layout: multiples that micro-batches must satisfy.
+        examples: sequences for the check; the first ``SEQUENCES_TO_CHECK`` are used.
+
+    Returns:
+        Largest difference of a log-probability between trainer and export, nats; None without check.
     """
     folder = Path(config.run.directory) / "hf"
     _clear(folder, trainer)
     trainer.export_hf(folder)
     if not config.checkpoint.verify_export:
         return None
-    sequences = [_halves(example) for example in examples[:SEQUENCES_TO_CHECK]]
+    sequences = [_prompt_and_scored(example) for example in examples[:SEQUENCES_TO_CHECK]]
     return max_log_prob_difference(trainer, layout, folder, sequences, config.rollout.temperature)
 
 
 def _clear(folder: Path, trainer: Trainer) -> None:
-    """Remove what an earlier, shorter run of this directory exported; its weights live on in the checkpoints."""
+    """Remove the export of an earlier, shorter run; its weights are still in the checkpoints."""
     if trainer.topology.rank == 0 and folder.exists():
         shutil.rmtree(folder)
-    any_rank(False)  # nobody goes on before it is gone
+    any_rank(False)  # a barrier: no rank continues before the folder is removed
 
 
-def _halves(example: Rollout | Problem) -> tuple[Sequence[int], Sequence[int]]:
-    """What comes first and what is scored; of a problem that nobody answered, its prompt without the first token."""
+def _prompt_and_scored(example: Rollout | Problem) -> tuple[Sequence[int], Sequence[int]]:
+    """Token ids of the context and of the scored part: prompt and response of a rollout; first token
+    and rest of a problem's prompt.
+    """
     if isinstance(example, Rollout):
         return example.prompt_ids, example.response_ids
     return example.prompt_ids[:1], example.prompt_ids[1:]

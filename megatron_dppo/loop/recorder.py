@@ -1,4 +1,4 @@
-"""What a run tells: a line a step on the console, the metrics files, at the end report and summary. Rank 0 speaks."""
+"""Recorder of a run: console table, metric files, and at the end report and summary. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Self
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.metrics import names
-from megatron_dppo.metrics.console import StepConsole
 from megatron_dppo.metrics.masked_tokens import MaskedToken
 from megatron_dppo.metrics.masked_tokens_file import MaskedTokensFile
 from megatron_dppo.metrics.records import (
@@ -26,6 +25,7 @@ from megatron_dppo.metrics.records import (
 )
 from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.run_info import RunInfo
+from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import write_summary
 from megatron_dppo.metrics.writer import MetricsWriter
 
@@ -35,13 +35,17 @@ COUNTS = (names.WEIGHT_UPDATES, names.WEIGHT_UPDATES_VERIFIED)
 
 
 class RecordingError(RuntimeError):
-    """What a run has to tell can't be written, for one because the disk is full."""
+    """The run's records cannot be written, e.g. because the disk is full."""
 
 
 class Recorder:
-    """Silent on every rank but 0. ``first_step``: the last step that is recorded already, 0 for a fresh run.
+    """Writes the metrics of each step; does nothing on ranks other than 0. A context manager.
 
-    ``text_of``: what a token id reads as, in ``masked_tokens.jsonl``.
+    Args:
+        config: of the run.
+        rank: global rank.
+        first_step: the last step that is recorded already; 0 for a fresh run.
+        text_of: token id -> text, for ``masked_tokens.jsonl``.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Recorder:
                 MetricsWriter(config.run.directory, resume_step=resume_step)
             )
             self._masked = MaskedTokensFile(config.run.directory, resume_step, text_of)
-        self._console = StepConsole(config.model.dtype, config.run.steps)
+        self._console = StepTable(config.model.dtype, config.run.steps)
 
     def __enter__(self) -> Self:
         return self
@@ -73,14 +77,14 @@ class Recorder:
         self._stack.close()
 
     def lacks_last_evaluation(self) -> bool:
-        """Whether the run's last step is recorded without its evaluation: a stop came in between."""
+        """Whether the run's last step is recorded without its evaluation (stopped in between)."""
         if self._writer is None or not self._config.data.evaluation:
             return False
         last = read_records(self._config.run.directory)[-1]
         return step_of(last) == self._config.run.steps and mean_accuracy(last) is None
 
     def complete(self, values: Mapping[str, float]) -> None:
-        """Add ``values`` to the last record: what a stop kept the run from measuring. Counts add up."""
+        """Add ``values`` that a stop prevented to the last record; counts are summed."""
         if self._writer is None:
             return
         records = read_records(self._config.run.directory)
@@ -92,11 +96,13 @@ class Recorder:
         write_text_atomically(Path(self._config.run.directory) / RECORDS_FILE, "".join(lines))
 
     def carry_over(self, values: Mapping[str, float]) -> None:
-        """Counts that belong to the next record: a resumed run has no record of its own start."""
+        """Keep the counts in ``values`` for the next record: a resumed run writes no record of its
+        start.
+        """
         self._carried = {k: values[k] for k in COUNTS if k in values}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record ``step`` (0: before training)."""
+        """Record ``values`` of ``step`` (0: before training). Raises RecordingError."""
         record = dict(values)
         for name, count in self._carried.items():
             record[name] = record.get(name, 0) + count
@@ -110,7 +116,7 @@ class Recorder:
         self._console.step(step, record)
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
-        """Record the tokens that the step's mask blocked most often."""
+        """Record the tokens that the step's mask blocked most often. Raises RecordingError."""
         if self._masked is None:
             return
         try:
@@ -120,7 +126,7 @@ class Recorder:
             raise RecordingError(f"masked tokens in {where}: {error.strerror}") from error
 
     def finish(self, hf_export_max_logprob_diff: float | None) -> None:
-        """Write ``report.png`` and ``summary.json``."""
+        """Close the files and write ``report.png`` and ``summary.json``."""
         if self._writer is None:
             return
         self._stack.close()
@@ -134,5 +140,5 @@ class Recorder:
 
 
 def _finite(record: Record) -> dict[str, float]:
-    """A record as it can be written again: what was not finite stays so."""
+    """A record with None (not finite) turned into NaN, so that it can be encoded again."""
     return {name: math.nan if value is None else value for name, value in record.items()}

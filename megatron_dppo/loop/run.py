@@ -40,7 +40,7 @@ from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
-from megatron_dppo.trainer.distributed import any_rank
+from megatron_dppo.trainer.collectives import any_rank
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer

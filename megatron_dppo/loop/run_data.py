@@ -1,4 +1,4 @@
-"""The problems that a run trains and is evaluated on."""
+"""Data of a run: training and held-out problems."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ log = logging.getLogger(__name__)
 
 
 class RunData:
-    """The training and the held-out problems, tokenised. Raises DataError naming file and line."""
+    """Training and held-out problems, tokenised. Raises DataError naming file and line.
+
+    Attributes:
+        train: ProblemSet of ``data.train``.
+        held_out: name -> problems, of ``data.evaluation``.
+    """
 
     def __init__(self, config: TrainConfig) -> None:
         self._tokenizer = tokenizer = load_tokenizer(config.model.hf_checkpoint)
@@ -31,5 +36,5 @@ class RunData:
         self.held_out = {name: load(path).problems for name, path in config.data.evaluation.items()}
 
     def text_of(self, token_id: int) -> str:
-        """What a token reads as by itself."""
+        """Text of a single token."""
         return str(self._tokenizer.decode([token_id]))

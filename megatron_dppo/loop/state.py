@@ -1,4 +1,4 @@
-"""What a run remembers between two starts, beside weights and optimizer: plain JSON, stored in each checkpoint."""
+"""State of the loop that each checkpoint holds beside weights and optimizer, as plain JSON."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ class ResumeError(ValueError):
 
 @dataclass
 class RunState:
-    """Position of a run.
+    """Position and identity of a run.
 
-    ``step``: rollout batches trained on, which is also the weight version of the policy.
-    ``sampler``: position in the data (``ProblemSampler.state_dict``). ``identity``: what makes the
-    run this run and no other, see :func:`identity_of`.
+    Attributes:
+        step: rollout batches trained on; also the weight version of the policy.
+        sampler: position in the data (``ProblemSampler.state_dict``).
+        identity: settings that must not change between starts, see :func:`identity_of`.
     """
 
     step: int = 0
@@ -26,12 +27,12 @@ class RunState:
     identity: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Values that ``json`` can write."""
+        """The state as plain JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunState:
-        """Inverse of :meth:`to_json`. Raises ResumeError naming fields that are missing or unknown."""
+        """Inverse of :meth:`to_json`. Raises ResumeError for missing or unknown fields."""
         expected = set(cls.__dataclass_fields__)
         if set(values) != expected:
             raise ResumeError(
@@ -41,7 +42,7 @@ class RunState:
         return cls(**values)
 
     def check_identity(self, identity: dict[str, Any], checkpoint: str) -> None:
-        """Raise ResumeError where ``identity`` is another run's, naming each difference."""
+        """Raise ResumeError, naming each difference, unless ``identity`` is this run's."""
         differences = [
             f"{key}: {self.identity.get(key)!r} there, {identity.get(key)!r} now"
             for key in sorted(self.identity.keys() | identity.keys())
@@ -55,9 +56,10 @@ class RunState:
 
 
 def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
-    """What may not change between two starts of a run: else its curve would silently be two runs'.
+    """Settings that must not change between two starts of a run, with their values.
 
-    Learning rates, batch sizes, layouts, limits and schedules may change.
+    With another value the metrics after the resume would not continue those before it. Learning
+    rates, batch sizes, layouts, limits and schedules may change.
     """
     return {
         "algorithm.name": config.algorithm.name,

@@ -1,4 +1,7 @@
-"""A clean stop: SIGTERM asks (Ctrl-C arrives as one, through the supervisor); the loop obeys at its next safe point."""
+"""Clean stop: SIGTERM sets a flag, which the loop reads at its next safe point.
+
+The supervisor turns Ctrl-C into SIGTERM.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,20 @@ from types import FrameType
 
 
 class RunStoppedError(Exception):
-    """All ranks agreed to stop; the state is that of the last completed step."""
+    """All ranks agreed to stop; the state is the one after the last completed step."""
 
 
 class StopFlag:
-    """Set by SIGTERM. Ranks must agree on it before they act, since the signal reaches them at different moments."""
+    """Flag that SIGTERM sets; call it to read.
+
+    The signal reaches ranks at different times, so they must agree before they stop.
+    """
 
     def __init__(self) -> None:
         self.requested = False
 
     def install(self) -> StopFlag:
-        """Take over SIGTERM and leave SIGINT to the supervisor: a terminal sends it to everyone."""
+        """Handle SIGTERM and ignore SIGINT, which a terminal sends to all processes of the run."""
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         return self

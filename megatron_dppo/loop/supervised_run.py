@@ -1,4 +1,4 @@
-"""A supervised run on one rank: the warm start of a policy before RL."""
+"""Supervised run on one rank: warm start of a policy before RL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ log = logging.getLogger(__name__)
 
 
 def run_supervised_rank(config: SupervisedConfig) -> None:
-    """``run.steps`` optimiser steps on shuffled pairs, then an export. Collective over all ranks."""
+    """Run ``run.steps`` optimiser steps on shuffled pairs, then export. Collective.
+
+    CheckpointError, DataError and NonFiniteLossError end the process with a message.
+    """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         _run(config)
@@ -55,7 +58,7 @@ def _run(config: SupervisedConfig) -> None:
 
 
 def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:
-    """One optimiser step; the mean negative log-likelihood, nats a token."""
+    """One optimiser step; returns the mean negative log-likelihood, nats per token."""
     samples = [
         TrainingSample(prompt, response, 1.0, [0.0] * len(response), None, None, None, index)
         for index, (prompt, response) in enumerate(pairs)

@@ -1,1 +1,1 @@
-"""What a run measures: sums and their definitions, records, console, report and summary."""
+"""Metrics of a run: sums and their definitions, metric files, the console table, report, summary."""

@@ -1,7 +1,7 @@
-"""What each metric of the policy loss means, and what turns its sum into the number that is shown.
+"""Definitions of the policy loss's metrics: meaning, and the denominator that makes a mean.
 
-``DEFINITIONS[name].denominator`` names another sum; ``means`` divides by it. A metric without one
-is shown as it is.
+``DEFINITIONS[name].denominator`` is the name of another sum; ``means`` divides by it. A metric
+without a denominator is shown unchanged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Definition:
-    """``meaning`` of the number shown, and the sum that it is divided by (None: shown as it is)."""
+    """Meaning of a metric as shown, and the name of its denominator (None: shown unchanged)."""
 
     meaning: str
     denominator: str | None = None
@@ -65,9 +65,14 @@ DEFINITIONS: dict[str, Definition] = {
 
 
 def means(values: Mapping[str, float]) -> dict[str, float]:
-    """``values`` (reduced sums and extremes by name) with each sum divided by its denominator.
+    """Divide each sum by its denominator.
 
-    An empty denominator gives nan: no token, no mean. Names without a definition pass unchanged.
+    Args:
+        values: metric name -> sum, maximum or minimum, reduced over all ranks.
+
+    Returns:
+        metric name -> number to show; nan where the denominator is 0. Names without a definition
+        pass unchanged.
     """
     shown = {}
     for name, value in values.items():

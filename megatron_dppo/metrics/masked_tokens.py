@@ -1,4 +1,4 @@
-"""Which tokens the mask blocks, by id: counted on the device, read once a step."""
+"""Counts of the tokens that the mask blocks, by token id: summed on the device, read once a step."""
 
 from __future__ import annotations
 
@@ -10,38 +10,43 @@ import torch
 from torch import Tensor
 
 SHOWN = 20
-"""Ids that a record names, the most often blocked first."""
+"""Largest number of ids in a record."""
 
 
 class MaskedToken(TypedDict):
-    """How often a step's mask blocked a token id, by the sign of its advantage."""
+    """How often the mask blocked a token id in one step, by the sign of the advantage."""
 
     id: int
     raised: int
-    """Times with A > 0: its probability would have been raised."""
+    """Times with A > 0: the update would have raised its probability."""
     lowered: int
+    """Times with A < 0."""
 
 
 class NamedMaskedToken(MaskedToken):
-    """The same with its text."""
+    """A ``MaskedToken`` with the token's text."""
 
     text: str
 
 
 @dataclass
 class MaskedTokenCounts:
-    """Counts of a step: int32 ``[2, V]``, A > 0 and A < 0, on the device of the first ``add``.
+    """Counts of one step: int32 ``[2, V]``, rows A > 0 and A < 0, V the unpadded vocabulary.
 
-    V: the true vocabulary. 8 bytes an id, 1.2 MB for 151,936; nothing here waits for the device.
+    Allocated by the first ``add``, on its device (8 V bytes: 1.2 MB for V = 151,936). No device
+    sync.
     """
 
     vocab_size: int
     counts: Tensor | None = None
 
     def add(self, token_ids: Tensor, advantages: Tensor, blocked: Tensor) -> None:
-        """Count a micro-batch's ``blocked`` tokens: int64 ids, advantages and bool, all ``[T]``.
+        """Count the blocked tokens of a micro-batch. Tokens with A = 0 have no gradient, not counted.
 
-        Blocked tokens with A = 0 train nothing anyway and are not counted.
+        Args:
+            token_ids: int64 ``[T]``.
+            advantages: float ``[T]``.
+            blocked: bool ``[T]``.
         """
         if self.counts is None:
             self.counts = torch.zeros(
@@ -51,15 +56,15 @@ class MaskedTokenCounts:
             self.counts[row].scatter_add_(0, token_ids, (blocked & signed).int())
 
     def clear(self) -> None:
-        """Begin the next step."""
+        """Set all counts to 0, for the next step."""
         if self.counts is not None:
             self.counts.zero_()
 
 
 def most_masked(counts: Tensor, shown: int = SHOWN) -> list[MaskedToken]:
-    """The ids blocked most often of ``counts`` [2, V], at most ``shown``; equals by rising id.
+    """The at most ``shown`` ids with the largest counts, descending; ties in the order of ids.
 
-    Waits for the device.
+    ``counts``: int ``[2, V]``, as in ``MaskedTokenCounts``. Device sync.
     """
     total = counts.sum(0)
     found = int(total.count_nonzero())
@@ -74,5 +79,5 @@ def most_masked(counts: Tensor, shown: int = SHOWN) -> list[MaskedToken]:
 def with_text(
     tokens: Sequence[MaskedToken], text_of: Callable[[int], str]
 ) -> list[NamedMaskedToken]:
-    """``tokens`` with what each id reads as."""
+    """``tokens`` with the text of each id."""
     return [NamedMaskedToken(**token, text=text_of(token["id"])) for token in tokens]

@@ -1,4 +1,4 @@
-"""``masked_tokens.jsonl``: for every step, the tokens that the mask blocked most often, as text.
+"""``masked_tokens.jsonl``: the tokens that the mask blocked most often in each step, as text.
 
 A line is ``{"step": n, "tokens": [{"id", "raised", "lowered", "text"}, ...]}``.
 """
@@ -16,7 +16,13 @@ FILE = "masked_tokens.jsonl"
 
 
 class MaskedTokensFile:
-    """Appends a line a step. ``resume_step``: as for ``MetricsWriter``; ``text_of``: of a token id."""
+    """Appends one line for each step.
+
+    Args:
+        directory: of the run.
+        resume_step: as for ``MetricsWriter``; lines of this and later steps are dropped.
+        text_of: token id -> text.
+    """
 
     def __init__(
         self, directory: str | Path, resume_step: int, text_of: Callable[[int], str]
@@ -28,7 +34,7 @@ class MaskedTokensFile:
             write_text_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, step: int, tokens: Sequence[MaskedToken]) -> list[NamedMaskedToken]:
-        """Add a step's line; its tokens with their text. Raises OSError where it can't be written."""
+        """Append the line of ``step``; returns the tokens with their text. Raises OSError."""
         named = with_text(tokens, self._text_of)
         with open(self._path, "a", encoding="utf-8") as file:
             file.write(json.dumps({"step": step, "tokens": named}, ensure_ascii=False) + "\n")
@@ -36,7 +42,7 @@ class MaskedTokensFile:
 
 
 def _complete_lines(path: Path) -> list[dict]:
-    """The lines, but for a last one that a kill cut short."""
+    """The parsed lines, without a last line that a killed process left incomplete."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     found = []
     for number, line in enumerate(lines, 1):

@@ -1,7 +1,7 @@
-"""The panels of a report that show figures over steps, each drawn for one run or for several.
+"""Panels of the report: metrics over steps, for one run or for several.
 
-One run: colours tell quantities apart. Several: colours tell runs apart and line styles the
-quantities. Colours are Okabe and Ito's, which colour-blind readers can tell apart.
+With one run, colours stand for quantities; with several, colours stand for runs and line styles for
+quantities. The colours are those of Okabe and Ito, made for colour-blind readers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from megatron_dppo.metrics import names
-from megatron_dppo.metrics.expectations import BY_METRIC, Dtype
+from megatron_dppo.metrics.normal_ranges import BY_METRIC, Dtype
 from megatron_dppo.metrics.records import Record, mean_accuracy, series, step_of
 
 BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK, GREY = (
@@ -23,16 +23,16 @@ BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK, GREY = (
 RUN_COLOURS = (BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK)
 LineStyle = Literal["-", "--"]
 SMALL = 8.5
-"""Points; for legends and remarks."""
+"""Font size of legends and remarks, points."""
 FEW_POINTS = 30
-"""Up to so many steps every step has its dot, and nothing is smoothed."""
+"""Up to this number of steps every step has a dot, and lines are not smoothed."""
 STEP_AXIS = "step"
 """Label of the horizontal axis of every panel that shows steps."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run to draw. ``label`` names it where several are compared."""
+    """One run to draw; ``label`` is its name in a comparison."""
 
     label: str
     records: list[Record]
@@ -41,7 +41,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One line of a panel. ``scale`` multiplies the recorded value."""
+    """One line of a panel; ``scale``: factor on the recorded value."""
 
     name: str
     metric: str
@@ -51,13 +51,13 @@ class Quantity:
 
 
 def centred_mean(values: list[float], reach: int) -> list[float]:
-    """Mean of each value and up to ``reach`` neighbours on either side of it."""
+    """Mean of each value and of up to ``reach`` neighbours on each side."""
     windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
     return [sum(window) / len(window) for window in windows]
 
 
 def _plot(axes: Axes, steps: list[int], values: list[float], colour: str, style: LineStyle) -> None:
-    """A line with a dot a step; where steps are many, the mean of five of them without dots."""
+    """Draw a line with a dot for each step; of many steps the mean of five, without dots."""
     few = len(steps) <= FEW_POINTS
     axes.plot(
         steps,
@@ -73,7 +73,7 @@ def _plot(axes: Axes, steps: list[int], values: list[float], colour: str, style:
 def _plot_quantity(
     axes: Axes, steps: list[int], values: list[float], colour: str, style: LineStyle, alone: bool
 ) -> None:
-    """The line, over the shade of its unsmoothed values where a run has the panel to itself."""
+    """Draw the line; with one run of many steps also the unsmoothed values, thin and pale."""
     if alone and len(steps) > FEW_POINTS:
         axes.plot(steps, values, "-", color=colour, alpha=0.22, linewidth=1)
     _plot(axes, steps, values, colour, style)
@@ -82,7 +82,7 @@ def _plot_quantity(
 def _plot_quantities(
     axes: Axes, runs: list[Run], quantities: list[Quantity], *, log: bool = False
 ) -> list[Line2D]:
-    """Every quantity of every run; the legend's handles for those that were recorded."""
+    """Draw every quantity of every run; returns legend handles of the recorded ones."""
     handles = []
     for quantity in quantities:
         drawn = False
@@ -104,7 +104,7 @@ def _plot_quantities(
 def _plot_on_the_right(
     axes: Axes, runs: list[Run], quantity: Quantity, limits: tuple[float, float], unit: str
 ) -> list[Line2D]:
-    """A quantity on an axis of its own, at least from and to ``limits``; none where not recorded."""
+    """Draw a quantity on a right axis that covers at least ``limits``; returns legend handles."""
     if not any(series(run.records, quantity.metric)[0] for run in runs):
         return []
     right = axes.twinx()
@@ -116,13 +116,13 @@ def _plot_on_the_right(
 
 
 def _handle(name: str, runs: list[Run], colour: str, style: LineStyle, marker: str = "") -> Line2D:
-    """A legend entry; grey where colours stand for runs."""
+    """A legend entry; grey if colours stand for runs."""
     shade = "#444444" if len(runs) > 1 else colour
     return Line2D([], [], color=shade, linestyle=style, marker=marker, linewidth=1.8, label=name)
 
 
 def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: float = 1.6) -> None:
-    """Title, axes and grid, and a legend above the axes, where it covers nothing."""
+    """Set title, labels and grid, and put the legend above the axes."""
     axes.set_title(title, loc="left", fontweight="bold", pad=20 if handles else 6)
     axes.set_ylabel(unit)
     axes.set_xlabel(STEP_AXIS)
@@ -141,21 +141,21 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
         legend.set_in_layout(False)  # else a wide legend would narrow the panel below it
 
 
-def _say(axes: Axes, words: str) -> None:
-    """A remark in the corner of the axes."""
+def _remark(axes: Axes, words: str) -> None:
+    """Write a remark into the lower right corner."""
     axes.text(
         0.99, 0.03, words, transform=axes.transAxes, ha="right", fontsize=SMALL, color="#666666"
     )
 
 
 def mark_empty(axes: Axes, handles: list) -> None:
-    """Say in the middle of the axes that nothing was recorded, where the legend has no entry."""
+    """Write "not recorded" into the panel if the legend has no entry."""
     if not handles:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
 
 
 def _band(axes: Axes, runs: list[Run], metric: str, scale: float, unit: str) -> list:
-    """Shade what is expected of ``metric``, without changing the limits; the legend's handle."""
+    """Shade the normal range of ``metric``, keeping the axis limits; returns the legend handle."""
     upper = max(BY_METRIC[metric].upper(run.dtype) for run in runs) * scale
     name = f"expected: at most {upper:g}{unit}"
     bottom, top = axes.get_ylim()
@@ -167,7 +167,7 @@ def _band(axes: Axes, runs: list[Run], metric: str, scale: float, unit: str) -> 
 
 
 def draw_reward(axes: Axes, runs: list[Run]) -> None:
-    """Mean reward of the training responses and accuracy on held-out problems."""
+    """Draw the mean training reward and the accuracy on held-out problems."""
     handles = _plot_quantities(axes, runs, [Quantity("training reward", names.REWARD, BLUE)])
     for index, run in enumerate(runs):
         found = [(step_of(r), mean_accuracy(r)) for r in run.records]
@@ -179,7 +179,9 @@ def draw_reward(axes: Axes, runs: list[Run]) -> None:
     if measured:
         handles.append(_handle("held-out accuracy (avg@k)", runs, VERMILION, "--", "s"))
     elif handles:
-        _say(axes, "no evaluation in this run" if len(runs) == 1 else "no evaluation in these runs")
+        _remark(
+            axes, "no evaluation in this run" if len(runs) == 1 else "no evaluation in these runs"
+        )
     bottom, top = axes.get_ylim()
     axes.set_ylim(min(0.0, bottom), max(1.0, top))
     mark_empty(axes, handles)
@@ -187,7 +189,7 @@ def draw_reward(axes: Axes, runs: list[Run]) -> None:
 
 
 def draw_gap(axes: Axes, runs: list[Run]) -> None:
-    """Mean |pi - mu| under equal weights and over the whole step; right: agreement of routing."""
+    """Draw mean |pi - mu| at equal weights and over the step; right axis: agreement of routing."""
     quantities = [
         Quantity("equal weights", names.GAP_ON_POLICY, BLUE),
         Quantity("whole step", names.GAP, VERMILION, "--"),
@@ -207,7 +209,7 @@ def draw_gap(axes: Axes, runs: list[Run]) -> None:
 
 
 def draw_masked(axes: Axes, runs: list[Run]) -> None:
-    """Share of tokens that the trust region masks, by sign of the advantage."""
+    """Draw the share of tokens that the trust region masks, by sign of the advantage."""
     quantities = [
         Quantity("A > 0", names.MASKED_POSITIVE, BLUE, scale=100),
         Quantity("A < 0", names.MASKED_NEGATIVE, VERMILION, "--", scale=100),
@@ -221,17 +223,17 @@ def draw_masked(axes: Axes, runs: list[Run]) -> None:
 
 
 def draw_entropy(axes: Axes, runs: list[Run]) -> None:
-    """Mean entropy of the policy; it should fall slowly."""
+    """Draw the policy's mean entropy (it should fall slowly)."""
     handles = _plot_quantities(axes, runs, [Quantity("policy", names.ENTROPY, BLUE)])
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
-        _say(axes, "expected: a slow fall, no cliff")
+        _remark(axes, "expected: a slow fall, no cliff")
     mark_empty(axes, handles)
     finish(axes, "Entropy", "nats per token", handles if len(runs) == 1 else [])
 
 
 def draw_length(axes: Axes, runs: list[Run]) -> None:
-    """Mean response length, and on the right the share of truncated responses."""
+    """Draw the mean response length; right axis: share of truncated responses."""
     handles = _plot_quantities(axes, runs, [Quantity("length", names.RESPONSE_LENGTH, BLUE)])
     if handles:
         axes.set_ylim(0, axes.get_ylim()[1])

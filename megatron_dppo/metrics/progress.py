@@ -1,4 +1,4 @@
-"""Bars and spinners on a terminal; elsewhere a plain line now and then."""
+"""Progress display: bars and spinners on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from rich.progress import (
 from megatron_dppo.logging import shared_console
 
 PLAIN_INTERVAL_S = 10.0
-"""Seconds between two plain lines of one wait."""
+"""Seconds between two plain lines."""
 
 
 class Tracker:
-    """Counts what is done, and may say what it is at. Safe from any thread."""
+    """Counter of finished items with an optional note. Thread-safe."""
 
     def __init__(self, description: str, total: int | None) -> None:
         self.description = description
@@ -36,13 +36,13 @@ class Tracker:
         self._started = time.monotonic()
 
     def advance(self, count: int = 1) -> None:
-        """``count`` more are done."""
+        """Add ``count`` finished items."""
         with self._lock:
             self.completed += count
         self._changed()
 
     def update(self, *, completed: int | None = None, note: str | None = None) -> None:
-        """Set how many are done, or the words behind the bar (``"loading weights"``)."""
+        """Set the number of finished items, or the note after the bar (``"loading weights"``)."""
         with self._lock:
             self.completed = self.completed if completed is None else completed
             self.note = self.note if note is None else note
@@ -50,11 +50,11 @@ class Tracker:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the wait began."""
+        """Seconds since construction."""
         return time.monotonic() - self._started
 
     def line(self) -> str:
-        """The state in words: ``generate: 12/64 (19%), 31 s``."""
+        """The state as text: ``generate: 12/64 (19%), 31 s``."""
         parts = [f"{self.elapsed:.0f} s"]
         if self.total is not None:
             share = f" ({100 * self.completed / self.total:.0f}%)" if self.total else ""
@@ -64,11 +64,11 @@ class Tracker:
         return f"{self.description}: {', '.join(parts)}"
 
     def _changed(self) -> None:
-        """Called after every change; the bar redraws here."""
+        """Called after every change; a subclass redraws its bar."""
 
 
 class _BarTracker(Tracker):
-    """A Tracker that moves a task of a rich progress display."""
+    """A Tracker that updates a task of a rich progress display."""
 
     def __init__(self, description: str, total: int | None, bar: Progress) -> None:
         super().__init__(description, total)
@@ -87,11 +87,17 @@ def progress(
     console: Console | None = None,
     interval_s: float = PLAIN_INTERVAL_S,
 ) -> Iterator[Tracker]:
-    """Show how many of ``total`` things are done; without a total, a spinner with the seconds.
+    """Show the progress of the block; yields the Tracker to advance.
 
-    On a terminal the bar vanishes when it is done. Elsewhere: a line at the start of a wait
-    without a total, then at most one line every ``interval_s`` seconds, and one at the end where
-    it took longer than that; nothing at all for a short wait with a total. Bars may be nested.
+    On a terminal: a bar, or without ``total`` a spinner, removed at the end; bars may be nested.
+    Elsewhere: plain lines, one every ``interval_s`` seconds and one at the end of a block that took
+    longer than that; without ``total`` also one at the start and always one at the end.
+
+    Args:
+        description: of the work.
+        total: number of items; None: unknown.
+        console: where to print; default: the process's shared console. A quiet one prints nothing.
+        interval_s: seconds between plain lines.
     """
     console = console or shared_console()
     if console.is_interactive and not console.quiet:
@@ -99,7 +105,7 @@ def progress(
             yield _BarTracker(description, total, bar)
         return
     tracker = Tracker(description, total)
-    if console.quiet:  # another process's terminal
+    if console.quiet:  # another process prints
         yield tracker
         return
     if total is None:

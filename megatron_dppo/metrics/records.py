@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one flat JSON object a step, and the atomic replacement of small files."""
+"""Records of ``metrics.jsonl`` (one flat JSON object for each step): encoding, reading, series."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron_dppo.metrics import names
 RECORDS_FILE = "metrics.jsonl"
 
 Record = dict[str, float | None]
-"""Metric name -> value; ``step`` is always there; None stands for what was not finite."""
+"""Metric name -> value; ``step`` is always present; None stands for NaN and infinities."""
 
 
 class RecordsError(ValueError):
-    """A metrics file that can't be read, or a value that can't be written to one."""
+    """A metrics file cannot be read, or a value cannot be written to it."""
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Replace ``path`` by ``text``; a crash leaves the old content or the new, never a part."""
+    """Replace the content of ``path``; after a crash it holds the old or the new text, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -34,7 +34,7 @@ def write_text_atomically(path: Path, text: str) -> None:
 
 
 def encode_record(step: int, values: Mapping[str, float]) -> str:
-    """One line without its end. NaN and infinities become null: JSON has no word for them."""
+    """One JSON line without the line end. NaN and infinities become null. Raises RecordsError."""
     record: Record = {"step": step}
     for name, value in values.items():
         if not isinstance(value, int | float):
@@ -52,10 +52,10 @@ def encode_record(step: int, values: Mapping[str, float]) -> str:
 
 
 def decode_records(lines: Iterable[str], source: str) -> list[Record]:
-    """The records of ``lines``, in order, without a last line that a crash cut short.
+    """Parse ``lines``, in order; a last line without a line end (left by a crash) is dropped.
 
-    Raises RecordsError, naming ``source`` and the line, where a line is no object with an integer
-    ``step``.
+    Raises:
+        RecordsError: a line is not a JSON object with an integer ``step``; names ``source`` and line.
     """
     records: list[Record] = []
     for number, line in enumerate(lines, start=1):
@@ -75,7 +75,7 @@ def decode_records(lines: Iterable[str], source: str) -> list[Record]:
 
 
 def read_records(directory: str | Path) -> list[Record]:
-    """Every record of the run in ``directory``. Raises RecordsError where it has no metrics."""
+    """All records of the run in ``directory``. Raises RecordsError if it has no metrics file."""
     path = Path(directory) / RECORDS_FILE
     if not path.is_file():
         raise RecordsError(f"{directory}: no {RECORDS_FILE} in it, expected the folder of a run")
@@ -84,19 +84,19 @@ def read_records(directory: str | Path) -> list[Record]:
 
 
 def step_of(record: Record) -> int:
-    """The step of a record that ``decode_records`` has let through."""
+    """The step of a record from ``decode_records``."""
     return int(record["step"] or 0)
 
 
 def series(records: Iterable[Record], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of metric ``name`` at the steps that have a finite one."""
+    """Steps and values of metric ``name``, at the steps where it is present and finite."""
     found = [(step_of(record), record.get(name)) for record in records]
     points = [(step, value) for step, value in found if value is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
-    """Held-out accuracy of one step: the mean over its evaluation sets, None where none ran."""
+    """Held-out accuracy of one step: mean over the evaluation sets; None if none was evaluated."""
     measured = [
         value
         for name, value in record.items()
@@ -106,7 +106,7 @@ def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
 
 
 def phase_table(records: Iterable[Record]) -> dict[str, list[float]]:
-    """Phase -> its seconds in each record (0 where it did not run), the longest phase first."""
+    """Phase -> seconds in each record (0 if it did not run); the phase with the largest sum first."""
     records = list(records)
     found = {name for record in records for name in record if names.phase_of(name) is not None}
     table = {str(names.phase_of(n)): [record.get(n) or 0.0 for record in records] for n in found}

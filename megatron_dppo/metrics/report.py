@@ -1,4 +1,4 @@
-"""``report.png``: a run on one page, or several runs compared.
+"""``report.png``: figures of one run, or a comparison of several, on one page.
 
 python -m megatron_dppo.metrics.report runs/demo            # writes runs/demo/report.png
 python -m megatron_dppo.metrics.report runs/a runs/b --output ab.png   # one line a run
@@ -49,19 +49,27 @@ STYLE: dict[Any, Any] = {
 
 
 def write_report(directory: str | Path) -> Path:
-    """Draw the run in ``directory`` into its ``report.png`` and return that path.
+    """Draw the run in ``directory`` into its ``report.png``; returns that path.
 
-    Works from the first record on; a panel says so where its figures were not recorded. Raises
-    RecordsError where there is no metrics file or no record in it.
+    One record is enough; a panel without data says "not recorded". Raises RecordsError if there is
+    no metrics file or no record in it.
     """
     return write_comparison([directory], Path(directory) / REPORT_FILE)
 
 
 def write_comparison(directories: Sequence[str | Path], output: str | Path) -> Path:
-    """Draw several runs into one picture, ``output`` (PNG), one line a run.
+    """Draw several runs into one picture.
 
-    Raises as ``write_report``, and ValueError for more runs than there are colours. Returns
-    ``output``.
+    Args:
+        directories: of the runs, at most ``len(RUN_COLOURS)``.
+        output: PNG file.
+
+    Returns:
+        ``output``.
+
+    Raises:
+        RecordsError: a run has no metrics file or no record.
+        ValueError: more runs than colours.
     """
     if len(directories) > len(RUN_COLOURS):
         raise ValueError(
@@ -82,7 +90,7 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
 
 
 def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> list[str]:
-    """What differs between the runs' configurations; else the names of their folders."""
+    """Label of each run: the parts of RunInfo that differ; folder names if that is ambiguous."""
     folders = [Path(directory).resolve().name for directory in directories]
     known = [info for info in infos if info is not None]
     if len(known) < len(infos):
@@ -94,7 +102,7 @@ def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) 
 
 
 def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> str:
-    """What the runs have in common; the folder where one run's configuration is missing."""
+    """The parts of RunInfo that all runs share; of one run without configuration its folder."""
     known = [info for info in infos if info is not None]
     if len(infos) == 1:
         words = known[0].parts if known else (Path(directories[0]).resolve().name,)
@@ -110,7 +118,7 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
 
 
 def _draw(runs: list[Run], title: str) -> Figure:
-    """The page: six panels, and the runs' names below where there are several."""
+    """The page: six panels; of several runs also their names below."""
     figure = Figure(figsize=(10.5, 11), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(title, fontsize=12, fontweight="bold")
@@ -135,7 +143,7 @@ def _draw(runs: list[Run], title: str) -> Figure:
 
 
 def _save(figure: Figure, output: Path) -> None:
-    """Publish the picture in one step, so that a viewer never opens half of one."""
+    """Write the PNG and rename it, so that no reader sees an incomplete file."""
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         FigureCanvasAgg(figure).print_png(temporary)
@@ -145,7 +153,7 @@ def _save(figure: Figure, output: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Command line; a folder that can't be drawn ends it with a message and status 2."""
+    """Command line; exits with status 2 and a message if a run cannot be drawn."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_dppo.metrics.report", description="Draw a run, or compare several."
     )

@@ -1,4 +1,4 @@
-"""What to call a run: algorithm, layout and model, taken from its configuration."""
+"""Identification of a run for titles: algorithm, layout, model, dtype and seed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import yaml
 
-from megatron_dppo.metrics.expectations import Dtype
+from megatron_dppo.metrics.normal_ranges import Dtype
 
 CONFIG_FILE = "config.yaml"
 """The resolved configuration in a run's folder."""
@@ -17,9 +17,9 @@ CONFIG_FILE = "config.yaml"
 
 @dataclass(frozen=True)
 class RunInfo:
-    """The words of a report's title.
+    """Identification of a run.
 
-    ``layout`` as in ``TP2 EP2 SP, 2 ranks``; ``model`` is the name of the checkpoint's folder.
+    ``layout``: as in ``TP2 EP2 SP, 2 ranks``; ``model``: name of the checkpoint's folder.
     """
 
     algorithm: str
@@ -30,7 +30,7 @@ class RunInfo:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Self:
-        """From a resolved configuration as plain values, such as ``TrainConfig.model_dump()``."""
+        """Build from a resolved configuration as plain values, e.g. ``TrainConfig.model_dump()``."""
         return cls(
             algorithm=config["algorithm"]["name"],
             layout=describe_layout(config["parallel"]),
@@ -41,9 +41,9 @@ class RunInfo:
 
     @classmethod
     def of_run(cls, directory: str | Path) -> Self | None:
-        """From the ``config.yaml`` that a run left in its folder; None where there is none.
+        """Build from the ``config.yaml`` in a run's folder; None if there is no such file.
 
-        Raises ValueError where the file lacks what every resolved configuration has.
+        Raises ValueError if the file is not a resolved configuration.
         """
         path = Path(directory) / CONFIG_FILE
         if not path.is_file():
@@ -57,13 +57,13 @@ class RunInfo:
 
     @property
     def parts(self) -> tuple[str, str, str, str]:
-        """Algorithm, layout with precision, model and seed, as a person would write them."""
+        """Algorithm, layout with precision, model and seed, as text."""
         dtype = {"float32": "fp32", "bfloat16": "bf16"}[self.dtype]
         return (self.algorithm, f"{self.layout}, {dtype}", self.model, f"seed {self.seed}")
 
 
 def describe_layout(parallel: Mapping[str, Any]) -> str:
-    """Megatron's short names of what is above 1: ``TP2 PP2 SP, 4 ranks``; ``1 rank``."""
+    """The parallel sizes above 1 with Megatron's short names: ``TP2 PP2 SP, 4 ranks``; ``1 rank``."""
     world, tensor, pipeline = (parallel[key] for key in ("world_size", "tensor", "pipeline"))
     sizes = {
         "TP": tensor,

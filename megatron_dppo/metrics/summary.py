@@ -1,7 +1,6 @@
-"""``summary.json``: a whole run in a few numbers.
+"""``summary.json``: the results of a whole run in a few numbers.
 
-Computed from ``metrics.jsonl``, which a resumed run continues, and not from what this process
-happens to remember.
+Computed from ``metrics.jsonl``, so that a resumed run includes the steps of earlier processes.
 """
 
 from __future__ import annotations
@@ -27,16 +26,21 @@ SUMMARY_FILE = "summary.json"
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What a run did. None stands for what it did not measure.
+    """Results of a run; None: not measured.
 
-    ``steps``: rollout batches trained on. ``eval_accuracy_*``: avg@k at the first and the last
-    evaluation (``eval_steps`` says after which steps; the mean over the sets where there are
-    several, each of which is in ``eval_accuracy_by_set``). ``train_reward_*``: means over the
-    first and the last ``window_steps`` steps. ``mean_abs_prob_gap``: mean |pi - mu| under equal
-    weights over the last ``window_steps`` steps. ``hf_export_max_logprob_diff``: largest
-    difference, in nats, between the log-probabilities of the trainer and of the exported
-    checkpoint. ``seconds_per_phase``: over the whole run, a resumed one's earlier processes
-    included.
+    Attributes:
+        steps: rollout batches trained on.
+        eval_accuracy_start, eval_accuracy_end: avg@k at the first and the last evaluation; mean
+            over the held-out sets.
+        eval_steps: steps of these two evaluations.
+        eval_accuracy_by_set: the same for each held-out set.
+        train_reward_start, train_reward_end: means over the first and last ``window_steps`` steps.
+        mean_abs_prob_gap: mean |pi - mu| at equal weights over the last ``window_steps`` steps.
+        weight_updates, weight_updates_verified: all, and those with every tensor compared.
+        hf_export_max_logprob_diff: largest difference of a log-probability between trainer and
+            exported checkpoint, nats.
+        algorithm, layout, model, dtype, seed: as in ``RunInfo``.
+        seconds_per_phase: over the whole run, processes before a resume included.
     """
 
     steps: int
@@ -62,9 +66,15 @@ class RunSummary:
 def summarize(
     records: list[Record], info: RunInfo, *, hf_export_max_logprob_diff: float | None = None
 ) -> RunSummary:
-    """The summary of a run from its records. ``info`` names the run.
+    """Compute the summary of a run from its records.
 
-    Raises ValueError where no step was trained.
+    Args:
+        records: of the whole run.
+        info: identification of the run.
+        hf_export_max_logprob_diff: see ``RunSummary``.
+
+    Raises:
+        ValueError: no step was trained.
     """
     steps = sum(step_of(record) > 0 for record in records)
     if steps == 0:
@@ -98,7 +108,7 @@ def summarize(
 
 
 def window_of(steps: int) -> int:
-    """Steps in a mean at the start or the end of a run: a quarter of it, from 1 to 5."""
+    """Number of steps in a mean at the start or end of a run: a quarter of it, from 1 to 5."""
     return max(1, min(5, steps // 4))
 
 
@@ -109,9 +119,10 @@ def _mean(values: list[float]) -> float | None:
 def write_summary(
     directory: str | Path, info: RunInfo, *, hf_export_max_logprob_diff: float | None = None
 ) -> RunSummary:
-    """Summarise the run in ``directory`` into its ``summary.json``, replaced in one step.
+    """Write ``summary.json`` of the run in ``directory`` (replaced atomically) and return it.
 
-    Raises RecordsError where there is no metrics file, ValueError where no step was trained.
+    Arguments as for ``summarize``. Raises RecordsError if there is no metrics file, ValueError if no
+    step was trained.
     """
     summary = summarize(
         read_records(directory), info, hf_export_max_logprob_diff=hf_export_max_logprob_diff

@@ -1,7 +1,7 @@
-"""Sums, maxima and minima of a step: tensors until the one reduction that makes them global.
+"""Sums, maxima and minima of a step, as tensors, and the vector that reduces them over ranks.
 
-Losses and diagnostics return these instead of means, so that dividing once by a global count gives
-the same number for every packing, micro-batching and data-parallel layout.
+Losses and diagnostics return sums instead of means: one division by a global count gives the same
+number for every packing, micro-batching and data-parallel layout.
 """
 
 from __future__ import annotations
@@ -16,26 +16,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MetricNames:
-    """The names of a ``MetricSums`` in the order in which its vector holds them; equal on all ranks
-    of a reduction.
-    """
+    """Names of a ``MetricSums`` in the order of its vector; equal on all ranks of a reduction."""
 
     sums: tuple[str, ...] = ()
     maxima: tuple[str, ...] = ()
     minima: tuple[str, ...] = ()
 
     def vector_size(self, world_size: int) -> int:
-        """Elements of ``MetricSums.to_vector`` for a reduction over ``world_size`` ranks."""
+        """Length of ``MetricSums.to_vector`` for a reduction over ``world_size`` ranks."""
         return len(self.sums) + world_size * (len(self.maxima) + len(self.minima))
 
 
 @dataclass(frozen=True)
 class MetricSums:
-    """Scalar tensors by name. ``sums`` add up over tokens, micro-batches and ranks; ``maxima`` and
-    ``minima`` as named.
+    """Scalar tensors by metric name: sums, maxima and minima over tokens, micro-batches and ranks.
 
-    The names are static: they depend on the configuration, never on the data, so every rank packs
-    the same vector. Nothing here reads a value back from the device.
+    The names depend on the configuration, never on the data, so every rank packs the same vector.
+    Only ``values`` waits for the device.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -44,7 +41,7 @@ class MetricSums:
 
     @staticmethod
     def identity(names: MetricNames, device: torch.device | str = "cpu") -> MetricSums:
-        """What a rank contributes that saw no token: 0, -inf and inf."""
+        """The contribution of a rank without tokens: float64 0, -inf and inf."""
 
         def filled(keys: Iterable[str], value: float) -> dict[str, Tensor]:
             return {k: torch.tensor(value, dtype=torch.float64, device=device) for k in keys}
@@ -55,13 +52,13 @@ class MetricSums:
 
     @property
     def names(self) -> MetricNames:
-        """The names in sorted order: the layout of ``to_vector``."""
+        """The names in sorted order, which is the order of ``to_vector``."""
         return MetricNames(
             tuple(sorted(self.sums)), tuple(sorted(self.maxima)), tuple(sorted(self.minima))
         )
 
     def merge(self, other: MetricSums) -> MetricSums:
-        """Both together; a name that only one of them has is kept as it is."""
+        """Sum, maximum and minimum by name; a name that only one of the two has is kept."""
         return MetricSums(
             _merged(self.sums, other.sums, torch.add),
             _merged(self.maxima, other.maxima, torch.maximum),
@@ -77,11 +74,17 @@ class MetricSums:
     def to_vector(
         self, rank: int = 0, world_size: int = 1, device: torch.device | str | None = None
     ) -> Tensor:
-        """Float64 vector whose SUM over the ranks of a group holds every metric: one all-reduce for
-        all three kinds.
+        """Pack into a float64 vector for one SUM all-reduce of all three kinds.
 
-        Maxima and minima travel in a slot of their own for each rank (zero elsewhere), so a sum
-        carries them unchanged. ``rank`` and ``world_size`` are those within the group that reduces.
+        Each rank writes its maxima and minima into slots of its own, which are 0 on the other ranks,
+        so the sum keeps them unchanged.
+
+        Args:
+            rank, world_size: within the group that reduces.
+            device: of the vector; default: of the metrics.
+
+        Returns:
+            float64 ``[names.vector_size(world_size)]``, detached.
         """
         names = self.names
         every = [self.sums[n] for n in names.sums]
@@ -98,9 +101,9 @@ class MetricSums:
 
     @staticmethod
     def from_vector(names: MetricNames, vector: Tensor, world_size: int = 1) -> MetricSums:
-        """The inverse of ``to_vector`` after the vectors of ``world_size`` ranks were summed.
+        """Unpack the sum of the vectors of ``world_size`` ranks; inverse of ``to_vector``.
 
-        Raises ValueError where the vector's length does not belong to ``names`` and ``world_size``.
+        Raises ValueError if the vector's length does not match ``names`` and ``world_size``.
         """
         expected = names.vector_size(world_size)
         if vector.shape != (expected,):
@@ -120,9 +123,7 @@ class MetricSums:
         )
 
     def values(self) -> dict[str, float]:
-        """Everything as Python floats in one transfer from the device (a device sync: once a step,
-        after the reduction).
-        """
+        """All metrics as Python floats, in one transfer. Device sync: once a step, after reduction."""
         names = self.names
         flat = self.to_vector().tolist()
         return dict(zip((*names.sums, *names.maxima, *names.minima), flat, strict=True))

@@ -1,4 +1,4 @@
-"""The panel that shows where a step's seconds go."""
+"""Panel of the report: seconds of a step by phase."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ PHASE_COLOURS = {
 }
 SPARE_COLOURS = ("#7F7FBF", "#A6761D", "#666666", "#B2DF8A", "#CAB2D6")
 MOST_PHASES = 5
-"""Phases told apart; the shorter ones are summed up as ``rest``."""
+"""Number of phases shown by name; the shorter ones are summed as ``rest``."""
 
 
 def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str, list[float]]]:
-    """Each run's phase -> seconds with the same phases kept: the five longest over all runs."""
+    """Each run's phase -> seconds, reduced to the ``MOST_PHASES`` longest over all runs and ``rest``."""
     totals: dict[str, float] = {}
     for table in tables:
         for phase, seconds in table.items():
@@ -57,15 +57,15 @@ def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str,
 
 
 def phase_colours(phases: list[str]) -> dict[str, str]:
-    """Known phases look the same in every report; others take spare colours."""
+    """Phase -> colour: fixed for known phases, spare colours for others."""
     spare = iter(SPARE_COLOURS)
     return {p: PHASE_COLOURS[p] if p in PHASE_COLOURS else next(spare) for p in phases}
 
 
 def draw_time(axes: Axes, runs: list[Run]) -> None:
-    """Seconds per phase, stacked: over one run's steps, or a bar with the mean step of each run.
+    """Draw seconds by phase, stacked: of each step of one run, or of the mean step of each run.
 
-    Step 0, which holds what a run does before it trains, is left out.
+    Step 0 (the work before training) is left out.
     """
     trained = [Run(r.label, [x for x in r.records if step_of(x) > 0], r.dtype) for r in runs]
     tables = fold_short_phases([phase_table(run.records) for run in trained])

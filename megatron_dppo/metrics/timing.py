@@ -1,4 +1,4 @@
-"""Where a step's seconds go."""
+"""Timer of a step's phases."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ OTHER = "other"
 
 
 class PhaseTimer:
-    """Splits wall-clock time into named phases that never overlap: ``with timer("generate"): ...``.
+    """Splits wall-clock time into named, disjoint phases: ``with timer("generate"): ...``.
 
-    A phase inside another one stops the outer one's clock; time in no phase counts as ``other``.
-    So the seconds of a step's phases add up to the seconds since the step before it ended. Time
-    spent in a block that raises is counted. For one thread; ``clock`` returns seconds.
+    An inner phase stops the clock of the outer one; time outside all phases counts as ``other``.
+    So the phases of a step sum to the time since the end of the step before it. A block that raises
+    is counted too. Not thread-safe. ``clock`` returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -26,7 +26,7 @@ class PhaseTimer:
         self._total: defaultdict[str, float] = defaultdict(float)
 
     def _credit(self) -> None:
-        """Give the seconds since the last change of phase to the phase that is running."""
+        """Add the seconds since the last change of phase to the running phase."""
         now = self._clock()
         phase = self._open[-1] if self._open else OTHER
         self._step[phase] += now - self._mark
@@ -45,10 +45,9 @@ class PhaseTimer:
             self._open.pop()
 
     def finish_step(self) -> dict[str, float]:
-        """Seconds per phase since the last call, as metrics: ``{"time/generate_s": 7.1, ...}``.
-        Starts anew.
+        """Seconds by phase since the last call, as metrics: ``{"time/generate_s": 7.1, ...}``.
 
-        A phase that is still open gives what it has so far to this step and the rest to the next.
+        Resets the step's clock. The time of a phase that is still open is split at this call.
         """
         self._credit()
         seconds = {f"time/{phase}_s": value for phase, value in self._step.items()}
@@ -57,6 +56,6 @@ class PhaseTimer:
 
     @property
     def total(self) -> dict[str, float]:
-        """Seconds per phase since this timer was made, in this process."""
+        """Seconds by phase since construction."""
         self._credit()
         return dict(self._total)

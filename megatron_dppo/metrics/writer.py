@@ -1,4 +1,4 @@
-"""A run's measurements on disk: ``metrics.jsonl`` and TensorBoard events. Rank 0 only."""
+"""Writer of a run's metrics: ``metrics.jsonl`` and TensorBoard events. Rank 0 only."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class MetricsWriter:
-    """Appends one record a step, in both forms.
+    """Appends one record for each step to both files.
 
-    ``resume_step``: the first step that this process will write; 0 for a fresh run. Records of it
-    and of later steps, left by a process that died after its last checkpoint, are dropped (and
-    hidden in TensorBoard), as is a last line cut short, so that every step of a resumed run is
-    there once.
+    Args:
+        directory: of the run; created if missing.
+        resume_step: first step that this process will write; 0 for a fresh run. Records of this and
+            later steps (left by a process that died after its last checkpoint) and an incomplete
+            last line are dropped, so that each step is recorded once. TensorBoard hides them.
     """
 
     def __init__(self, directory: str | Path, resume_step: int = 0) -> None:
-        # torch ships the event writer; whoever only reads records need not wait for its import.
+        # Imported here: reading records must not import torch.
         from torch.utils.tensorboard import SummaryWriter
 
         directory = Path(directory)
@@ -40,7 +41,7 @@ class MetricsWriter:
 
     @staticmethod
     def _truncate(path: Path, resume_step: int) -> int:
-        """Keep the records before ``resume_step``; the step of the last one kept, or -1."""
+        """Keep only records before ``resume_step``; returns the last kept step, or -1."""
         if not path.exists():
             return -1
         with open(path, encoding="utf-8", newline="\n") as file:
@@ -52,11 +53,14 @@ class MetricsWriter:
         return max((step for step in steps if step < resume_step), default=-1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Record ``values`` (metric name -> number) of ``step``, and flush.
+        """Write the record of ``step`` and flush. Steps must increase: one call for each step.
 
-        NaN and infinities are written as null. Steps must rise: what belongs to a step, evaluation
-        included, is written in one call. Raises RecordsError for a step that was written already
-        or a value that is no number.
+        Args:
+            step: number of the step.
+            values: metric name -> number; NaN and infinities are written as null.
+
+        Raises:
+            RecordsError: the step was written before, or a value is not a number.
         """
         if step <= self._last_step:
             raise RecordsError(
@@ -72,7 +76,7 @@ class MetricsWriter:
         self._events.flush()
 
     def close(self) -> None:
-        """Close both files. Further writes fail."""
+        """Close both files; later writes fail."""
         self._file.close()
         self._events.close()
 

@@ -1,4 +1,4 @@
-"""Exact match of one integer: the arithmetic problems of the demo."""
+"""Reward by exact match of one integer; used for the demo's arithmetic problems."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ INTEGER = re.compile(r"[+-]?[0-9]+")
 
 
 def exact_integer(response: str, answer: str) -> float:
-    """1 where what follows the response's last ``=`` is exactly the integer ``answer``, else 0.
+    """Score 1 if the text after the response's last ``=`` is the integer ``answer``, else 0.
 
-    A response without ``=`` counts as a whole. White space around the integer is let pass; a sign
-    is optional; leading zeros do not matter; a unit, a full stop or any other character makes it
-    no integer. Raises ValueError where ``answer`` is not an integer.
+    Without ``=`` the whole response is compared. White space around the integer, a plus sign and
+    leading zeros are ignored; any other character scores 0. Raises ValueError if ``answer`` is not
+    an integer.
     """
     expected = answer.strip()
     if not INTEGER.fullmatch(expected):
@@ -22,8 +22,6 @@ def exact_integer(response: str, answer: str) -> float:
 
 
 def _normalise(integer: str) -> str:
-    """Without a plus sign and leading zeros; compared as text, because int() of a long one takes
-    quadratic time.
-    """
+    """``integer`` without plus sign and leading zeros; text, as int() takes quadratic time."""
     digits = integer.lstrip("+-").lstrip("0")
     return ("-" if integer.startswith("-") and digits else "") + digits

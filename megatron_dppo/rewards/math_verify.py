@@ -1,4 +1,4 @@
-"""Mathematics: the response's final answer, compared as mathematics by the math-verify library."""
+"""Reward for mathematics: the response's final answer, compared by the math-verify library."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
 LONGEST_ANSWER = 500
-"""Characters. Anything longer is a derivation, and costly to parse."""
+"""Characters. Longer texts are derivations, and slow to parse; they score 0."""
 
 _BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
 _STATED = re.compile(r"(?i)\banswer\b\W{0,4}?(?:\s+is\b\s*:?|:)\s*([^\n]+)")
@@ -23,19 +23,19 @@ _AFTER = _BEFORE + ".,;:"
 
 
 def math_verify(response: str, answer: str) -> float:
-    r"""1 where the response's final answer equals ``answer`` as mathematics, else 0.
+    r"""Score 1 if the response's final answer is mathematically equal to ``answer``, else 0.
 
-    The final answer is whichever stands last of ``\boxed{X}`` (``\framebox``, ``\fbox``),
-    ``Answer: X`` (DAPO-Math's form) and ``answer is X``; in a response without any of them, its
-    last line, or the last formula of that line. Fonts, dollar signs and a closing full stop around
-    it are taken off; integers are compared without leading zeros; the rest is parsed by
-    math-verify on both sides: 1/2 equals 0.5, {1,2} equals {2,1}, ``x = 5`` equals 5.
+    The final answer is the last of ``\boxed{X}`` (``\framebox``, ``\fbox``), ``Answer: X``
+    (DAPO-Math's form) and ``answer is X``; in a response without these, the last formula of the
+    last line, or that line. Fonts, dollar signs and a final full stop around it are removed.
+    Integers are compared without leading zeros; other answers are parsed by math-verify on both
+    sides: 1/2 equals 0.5, {1,2} equals {2,1}, ``x = 5`` equals 5.
 
-    Has no time limit of its own: a tower of powers can run for ever. Raises ValueError where
-    ``answer`` cannot be parsed.
+    No time limit of its own: nested powers can take unlimited time. Raises ValueError if ``answer``
+    cannot be parsed.
     """
-    expected = _undress(answer)
-    given = _undress(final_answer(response))
+    expected = _strip_markup(answer)
+    given = _strip_markup(final_answer(response))
     if not given or len(given) > LONGEST_ANSWER:
         return 0.0
     if _same_text(given, expected):
@@ -47,7 +47,7 @@ def math_verify(response: str, answer: str) -> float:
 
 
 def final_answer(response: str) -> str:
-    """The text of the final answer, as it stands in ``response``; empty where there is none."""
+    """The final answer as written in ``response``; empty if there is none."""
     stated = [(m.start(1), _first_answer_of(m[1])) for m in _STATED.finditer(response)]
     found = [*_boxes(response), *stated]
     if found:
@@ -58,7 +58,7 @@ def final_answer(response: str) -> str:
 
 
 def _boxes(text: str) -> Iterator[tuple[int, str]]:
-    """Position and content of every box that is closed."""
+    """Position and content of every box with a closing brace."""
     for match in _BOX.finditer(text):
         content = _braced(text, match.end())
         if content is not None:
@@ -66,9 +66,7 @@ def _boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _braced(text: str, start: int) -> str | None:
-    """What stands between the brace before ``start`` and the one that closes it; None where none
-    does.
-    """
+    """The text between the brace before ``start`` and its closing brace; None without one."""
     depth = 1
     for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(
         text, start, start + LONGEST_ANSWER + 100
@@ -80,9 +78,7 @@ def _braced(text: str, start: int) -> str | None:
 
 
 def _first_answer_of(line: str) -> str:
-    """Of what follows ``Answer:``: a box's place is its own, else the first formula, else the
-    first sentence.
-    """
+    """The answer in the text after ``Answer:``: its first formula, else its first sentence."""
     formulas = _formulas(line)
     return formulas[0] if formulas else _SENTENCE_END.split(line, maxsplit=1)[0]
 
@@ -91,8 +87,8 @@ def _formulas(line: str) -> list[str]:
     return [next(group for group in m.groups() if group) for m in _FORMULA.finditer(line)]
 
 
-def _undress(text: str) -> str:
-    """Without the fonts, dollar signs and punctuation that stand around the whole of it."""
+def _strip_markup(text: str) -> str:
+    """``text`` without fonts, dollar signs and punctuation around the whole of it."""
     text = text.lstrip(_BEFORE).rstrip(_AFTER)
     while (match := _STYLE.match(text)) and (inner := _braced(text, match.end())) is not None:
         if match.end() + len(inner) + 1 != len(text):

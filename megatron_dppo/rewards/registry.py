@@ -1,4 +1,4 @@
-"""The rewards by name. Importing this imports none of their libraries."""
+"""Registry of reward functions by name. Imports no reward's libraries."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ RewardFunction = Callable[[str, str], float]
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function, named and imported on first use.
+    """A reward function that is imported on first use.
 
-    ``target``: ``package.module:function``. ``runs_inline``: a plain string function whose time is
-    linear in the response's length; the verifier calls it in its own process, without a time
-    limit.
+    Attributes:
+        target: ``package.module:function``.
+        runs_inline: the verifier calls the function in its own process, without a time limit. Only
+            for string functions whose time is linear in the response's length.
     """
 
     target: str
     runs_inline: bool = False
 
     def load(self) -> RewardFunction:
-        """The function itself."""
+        """Import and return the function."""
         module, function = self.target.split(":")
         return getattr(importlib.import_module(module), function)
 
@@ -38,9 +39,9 @@ REWARDS: dict[str, Reward] = {
 
 
 def find_reward(name: str) -> Reward:
-    """The reward called ``name`` in the table, or your own ``package.module:function``.
+    """The reward with this name in ``REWARDS``, or a user's ``package.module:function``.
 
-    ValueError for any other name lists those there are.
+    Raises ValueError for any other name; the message lists the names.
     """
     if ":" in name:
         return Reward(name)

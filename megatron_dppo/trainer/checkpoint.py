@@ -1,11 +1,11 @@
-"""Checkpoints of a run: weights, optimizer, schedule, generators and the loop's own state.
+"""Checkpoints of a run: weights, optimizer, schedule, random generators and the loop's state.
 
-Layout of one checkpoint:
+Files of one checkpoint:
 
-    manifest.json               written last: format, step, layout, what must match, the loop's state,
-                                and size and SHA-256 of every other file
+    manifest.json               written last: format, step, model, layout, optimizer settings, the
+                                loop's state, and size and SHA-256 of every other file
     .metadata, common.pt, metadata.json, __<rank>_0.distcp
-                                Megatron's distributed format: weights and optimizer
+                                weights and optimizer in Megatron's distributed format
     rng_<rank>.json             the rank's random generators
 """
 
@@ -30,7 +30,7 @@ from torch.nn import Parameter
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.checkpoint_store import (
+from megatron_dppo.trainer.checkpoint_directory import (
     CheckpointDirectory,
     StoredCheckpoint,
     check_content,
@@ -39,7 +39,7 @@ from megatron_dppo.trainer.checkpoint_store import (
     read_manifest,
     write_file,
 )
-from megatron_dppo.trainer.distributed import agree, all_gather_json, broadcast_json
+from megatron_dppo.trainer.collectives import agree, all_gather_json, broadcast_json
 from megatron_dppo.trainer.optimizer_state import (
     load_state,
     optimizer_steps,
@@ -58,20 +58,20 @@ T = TypeVar("T")
 MIB = 2**20
 _SEED_STRIDE = 1_000_003
 _SLACK_BYTES = MIB
-"""Room for indices, generators and the manifest."""
+"""Estimate for indices, generators and the manifest."""
 
 
 class CheckpointStore:
-    """The checkpoints of a run in ``directory``, of which the ``keep`` last written ones stay.
+    """Saves and loads the checkpoints of a run in ``directory``; keeps the ``keep`` last written.
 
-    Every method is collective. What fails on one rank raises CheckpointError on all.
+    Every method is collective; a failure on one rank raises CheckpointError on all.
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
         self._folders = CheckpointDirectory(directory, keep)
 
     def latest(self) -> StoredCheckpoint | None:
-        """The last written complete checkpoint as global rank 0 sees it, the same on every rank."""
+        """The last written complete checkpoint (as seen by global rank 0), or None."""
 
         def newest() -> list[Any] | None:
             found = self._folders.complete()
@@ -81,10 +81,22 @@ class CheckpointStore:
         return None if found is None else StoredCheckpoint.from_json(found)
 
     def save(self, trainer: Trainer, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint of ``step`` and publish it; older ones beyond ``keep`` are then deleted.
+        """Write a checkpoint, publish it, then delete the older ones beyond ``keep``.
 
-        ``state``: plain JSON, the same on every rank (ValueError otherwise). A crash at any point
-        leaves the older checkpoints as they were, and no folder that ``latest`` would take for one.
+        A crash at any point leaves the older checkpoints unchanged and no folder that ``latest``
+        would return.
+
+        Args:
+            trainer: whose weights, optimizer, schedule and generators are saved.
+            step: number of the step.
+            state: of the loop; plain JSON, the same on every rank.
+
+        Returns:
+            The checkpoint's folder.
+
+        Raises:
+            ValueError: ``state`` differs between ranks.
+            CheckpointError: a rank could not write.
         """
         agree(state, "the run's state")
         begun = _on_rank_0(lambda: self._folders.begin(step).to_json())
@@ -99,10 +111,16 @@ class CheckpointStore:
         return path
 
     def load(self, trainer: Trainer, checkpoint: StoredCheckpoint) -> dict[str, Any]:
-        """Weights, optimizer, schedule, step count and generators into ``trainer``; the saved state.
+        """Load weights, optimizer, schedule, step count and generators into ``trainer``.
 
-        The layout may differ from the saved one; the generators are then seeded anew from the run's
-        seed and the step count. Raises CheckpointError where a file is damaged or the model differs.
+        The layout may differ from the saved one; then the generators are seeded from the run's seed
+        and the step count.
+
+        Returns:
+            The loop's ``state`` as it was saved.
+
+        Raises:
+            CheckpointError: a file is damaged, or the model differs.
         """
         folder = checkpoint.path
         manifest = _on_rank_0(lambda: _checked_manifest(folder))
@@ -162,7 +180,7 @@ class CheckpointStore:
 
 
 def _on_every_rank(action: Callable[[], T]) -> T:
-    """``action()``, which must not be collective; CheckpointError on all ranks if one's failed."""
+    """Result of ``action()`` (not collective); if it fails on a rank, CheckpointError on all."""
     error: Exception | None = None
     try:
         result = action()
@@ -176,7 +194,7 @@ def _on_every_rank(action: Callable[[], T]) -> T:
 
 
 def _on_rank_0(action: Callable[[], Any]) -> Any:
-    """``action()`` of global rank 0, whose result is plain JSON, on every rank."""
+    """Result (plain JSON) of ``action()`` on global rank 0, returned on every rank."""
     result = _on_every_rank(lambda: action() if dist.get_rank() == 0 else None)
     return broadcast_json(result, src=0)
 
@@ -220,7 +238,7 @@ def _parameters(trainer: Trainer) -> list[Parameter]:
 
 
 def _model_facts(trainer: Trainer) -> dict[str, Any]:
-    """What a resumed run can't change."""
+    """Properties of the model that a resumed run must not change."""
     shape = json.loads(json.dumps(asdict(trainer.shape)))
     return {**shape, "dtype": str(trainer.dtype).removeprefix("torch.")}
 
@@ -246,7 +264,7 @@ def _differences(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
 
 
 def _check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
-    """The model must be the saved one; another optimizer setting is a decision, and is logged."""
+    """Raise CheckpointError for another model; log other optimizer settings, which are allowed."""
     if different := _differences(manifest["model"], _model_facts(trainer)):
         raise CheckpointError(f"{folder} holds another model: {'; '.join(different)}")
     changed = _differences(manifest["optimizer"], trainer.config.optimizer.model_dump())

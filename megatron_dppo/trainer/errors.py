@@ -1,4 +1,4 @@
-"""What can go wrong in training, beside what the libraries say."""
+"""Errors of the trainer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class NonFiniteLossError(ValueError):
-    """A loss or a gradient norm that is not finite, found before the optimiser step on every rank.
+    """A loss or the gradient norm is not finite; raised on every rank before the optimiser step.
 
-    ``culprits``: one entry for each micro-batch with a non-finite loss, {"dp_rank", "micro_batch",
-    "sequences"} (``TrainingSample.index``); empty where only the gradient norm is not finite.
+    ``culprits``: for each micro-batch with a non-finite loss {"dp_rank", "micro_batch",
+    "sequences"} (``TrainingSample.index``); empty if only the gradient norm is not finite.
     """
 
     def __init__(self, grad_norm: float, culprits: list[dict[str, Any]]) -> None:

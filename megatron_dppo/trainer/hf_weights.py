@@ -18,7 +18,7 @@ from megatron_dppo.model.gather_plan import Bucket, ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.trainer.distributed import broadcast_json
+from megatron_dppo.trainer.collectives import broadcast_json
 
 
 def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, torch.nn.Parameter]:

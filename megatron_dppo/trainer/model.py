@@ -1,10 +1,7 @@
-"""The model chunks of this rank: GPTModel, then the mixed-precision and DDP wrappers."""
+"""Construction of this rank's model chunks: GPTModel, mixed-precision wrapper, DDP wrapper."""
 
 from __future__ import annotations
 
-from typing import cast
-
-import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -17,7 +14,7 @@ from megatron_dppo.trainer import platform
 
 
 def build_chunks(transformer: TransformerConfig, shape: ModelShape) -> list[GPTModel]:
-    """This rank's part of the model, one GPTModel for each virtual pipeline stage; bare."""
+    """Build this rank's part of the model: one GPTModel, unwrapped, for each virtual stage."""
     virtual = transformer.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
     return [_build_chunk(transformer, shape, stage) for stage in stages]
@@ -26,7 +23,7 @@ def build_chunks(transformer: TransformerConfig, shape: ModelShape) -> list[GPTM
 def wrap_chunks(
     chunks: list[GPTModel], transformer: TransformerConfig, *, distributed_optimizer: bool
 ) -> list[DistributedDataParallel]:
-    """Float16Module where the type is bfloat16, then DDP with fp32 gradient buffers."""
+    """Wrap each chunk in Float16Module (bfloat16 only) and in DDP with fp32 gradient buffers."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=False,
@@ -37,13 +34,6 @@ def wrap_chunks(
         module = Float16Module(transformer, chunk) if transformer.bf16 else chunk
         wrapped.append(DistributedDataParallel(transformer, ddp, module, disable_bucketing=i > 0))
     return wrapped
-
-
-def unwrap(module: torch.nn.Module) -> GPTModel:
-    """The GPTModel inside its wrappers."""
-    while not isinstance(module, GPTModel):
-        module = cast(torch.nn.Module, module.module)
-    return module
 
 
 def _build_chunk(
@@ -65,7 +55,7 @@ def _build_chunk(
     )
     if shape.rope_scaling is not None:
         rope = model.rotary_pos_emb
-        # GPTModel's own switch fixes three of these four numbers to those of Llama 3.1.
+        # GPTModel's own option sets three of these four numbers to those of Llama 3.1.
         rope.inv_freq = rope._apply_scaling(
             rope.inv_freq,
             factor=shape.rope_scaling.factor,

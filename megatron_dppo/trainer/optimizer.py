@@ -1,4 +1,4 @@
-"""Megatron-Core's optimizer and schedule, with the norm known before anything is updated."""
+"""Megatron-Core's optimizer and schedule; a step in two parts: gradient norm, then update."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from megatron_dppo.config.schema import OptimizerConfig
 def build_optimizer(
     config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
-    """Adam with decoupled weight decay (none on norms and biases), and its learning rates.
+    """Build Adam with decoupled weight decay (none on norms and biases) and its schedule.
 
-    The rate of step n (from 1) is ``lr * min(1, n / warmup_steps)``, then constant.
+    The learning rate of step n = 1, 2, ... is ``lr * min(1, n / warmup_steps)``.
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -57,7 +57,7 @@ def build_optimizer(
 
 @torch.no_grad()
 def prepare_step(optimizer: ChainedOptimizer) -> float:
-    """Hand the reduced gradients to the optimizer; the global gradient norm. Collective."""
+    """Copy the reduced gradients to the optimizer; returns the global L2 norm. Collective."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
@@ -66,7 +66,7 @@ def prepare_step(optimizer: ChainedOptimizer) -> float:
 def apply_step(
     optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float
 ) -> float:
-    """Clip by ``grad_norm`` and update; the learning rate that was used."""
+    """Clip the gradients, whose norm is ``grad_norm``, and update; returns the learning rate."""
     scheduler.step(increment=1)
     for part in optimizer.chained_optimizers:
         parameters = [] if part.is_stub_optimizer else part.get_parameters()

@@ -1,12 +1,12 @@
-"""Adam's state by parameter, in the same form for every optimizer class, layout and data type.
+"""Adam's state by parameter, in one format for every optimizer class, layout and dtype.
 
-Megatron-Core's own optimizer state dicts differ between the plain and the distributed optimizer and
-between EP 1 and EP > 1, and without Transformer Engine a distributed optimizer can't read its own:
-its ``state_dict`` asserts a step that is not there yet, it copies into leaves that need gradients,
-and it gives all parameters one step counter, which then counts once for each of them. Here each
-parameter's ``exp_avg`` and ``exp_avg_sq`` (and its fp32 master where the parameter is bfloat16) is
-one fp32 tensor in the parameter's shape, cut like the parameter, whatever kind of optimizer holds
-it.
+Each parameter's ``exp_avg`` and ``exp_avg_sq`` (and the fp32 master of a bfloat16 parameter) is one
+fp32 tensor of the parameter's shape, sharded like the parameter.
+
+Megatron-Core's own optimizer state dicts are not used: they differ between the plain and the
+distributed optimizer and between EP 1 and EP > 1. Without Transformer Engine a distributed optimizer
+cannot load its own: ``state_dict`` asserts a step that does not exist yet, loading copies into leaves
+that require gradients, and all parameters share one step counter, which then counts once for each.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ MASTER = "fp32_param"
 
 
 @dataclass(frozen=True)
-class Held:
-    """What one optimizer on this rank holds of one parameter.
+class ParameterShard:
+    """The part of one parameter that one optimizer on this rank updates.
 
-    ``main``: the tensor that it steps: the whole parameter, its fp32 copy, or (distributed) a flat
-    slice of either that begins at element ``start`` of the parameter.
+    ``main``: the tensor that it updates: the parameter, its fp32 copy, or (distributed optimizer) a
+    flat slice of either that begins at element ``start`` of the parameter.
     """
 
     parameter: Parameter
@@ -50,8 +50,8 @@ class Held:
 def sharded_state(optimizer: ChainedOptimizer, model: dict[str, Any]) -> dict[str, Any]:
     """Adam's state as Megatron's sharded tensors. Collective.
 
-    ``model``: the sharded state dict of the model. State that the optimizer has not made yet is
-    made, as zeros: that is what its first step begins with.
+    State that the optimizer has not allocated yet is set to zeros, the values before its first
+    step. ``model``: the model's sharded state dict.
     """
     full: dict[Parameter, dict[str, Tensor]] = {}
     for part in _parts(optimizer):
@@ -61,7 +61,7 @@ def sharded_state(optimizer: ChainedOptimizer, model: dict[str, Any]) -> dict[st
 
 
 def sharded_template(parameters: list[Parameter], model: dict[str, Any]) -> dict[str, Any]:
-    """Empty tensors of the state of ``parameters`` (all of this rank's), to be filled by a load."""
+    """Uninitialised sharded tensors for a load of the state of ``parameters`` (all of this rank)."""
     return _sharded(
         model,
         {
@@ -75,14 +75,20 @@ def sharded_template(parameters: list[Parameter], model: dict[str, Any]) -> dict
 def load_state(
     optimizer: ChainedOptimizer, parameters: list[Parameter], loaded: dict[str, Any], steps: int
 ) -> None:
-    """Copy what a load filled in into the optimizer, which goes on after ``steps`` steps.
+    """Copy loaded state into the optimizer.
 
-    The model's weights must have been loaded before: an fp32 parameter is its own master.
+    The model's weights must be loaded before: an fp32 parameter is its own master.
+
+    Args:
+        optimizer: to fill.
+        parameters: as given to ``sharded_template``.
+        loaded: the template after the load.
+        steps: optimiser steps so far.
     """
     full = {p: loaded[str(i)] for i, p in enumerate(parameters)}
     for part in _parts(optimizer):
         _make_state(part)
-        for held in _held(part):
+        for held in _shards(part):
             size = held.main.numel()
             for name, target in _tensors(part, held).items():
                 source = full[held.parameter][name].reshape(-1)[held.start : held.start + size]
@@ -91,7 +97,7 @@ def load_state(
 
 
 def optimizer_steps(optimizer: ChainedOptimizer) -> set[int]:
-    """The numbers of steps that this rank's parameters (or their groups) have counted."""
+    """The step counts of this rank's parameters (or parameter groups); one element if they agree."""
     found = set()
     for part in _parts(optimizer):
         inner = part.optimizer
@@ -109,47 +115,47 @@ def _names(parameter: Parameter) -> tuple[str, ...]:
     return MOMENTS if parameter.dtype is torch.float32 else (*MOMENTS, MASTER)
 
 
-def _tensors(part: MegatronOptimizer, held: Held) -> dict[str, Tensor]:
+def _tensors(part: MegatronOptimizer, held: ParameterShard) -> dict[str, Tensor]:
     state = part.optimizer.state[held.main]
     return {n: held.main if n == MASTER else state[n] for n in _names(held.parameter)}
 
 
-def _held_fp32(part: FP32Optimizer) -> Iterator[Held]:
+def _shards_fp32(part: FP32Optimizer) -> Iterator[ParameterShard]:
     for group in part.optimizer.param_groups:
-        yield from (Held(p, p) for p in group["params"])
+        yield from (ParameterShard(p, p) for p in group["params"])
 
 
-def _held_float16(part: Float16OptimizerWithFloat16Params) -> Iterator[Held]:
+def _shards_float16(part: Float16OptimizerWithFloat16Params) -> Iterator[ParameterShard]:
     for group, main_group in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
-        yield from (Held(p, main) for p, main in zip(group, main_group, strict=True))
+        yield from (ParameterShard(p, main) for p, main in zip(group, main_group, strict=True))
     for group in part.fp32_from_fp32_groups:
-        yield from (Held(p, p) for p in group)
+        yield from (ParameterShard(p, p) for p in group)
 
 
-def _held_distributed(part: DistributedOptimizer) -> Iterator[Held]:
+def _shards_distributed(part: DistributedOptimizer) -> Iterator[ParameterShard]:
     for p, (group, order) in part.model_param_group_index_map.items():
         main = part.optimizer.param_groups[group]["params"][order]
-        yield Held(p, main, part._get_model_param_range_map(p)["param"].start)
+        yield ParameterShard(p, main, part._get_model_param_range_map(p)["param"].start)
 
 
-_HELD: dict[type[MegatronOptimizer], Callable[[Any], Iterator[Held]]] = {
-    FP32Optimizer: _held_fp32,
-    Float16OptimizerWithFloat16Params: _held_float16,
-    DistributedOptimizer: _held_distributed,
+_SHARDS_OF: dict[type[MegatronOptimizer], Callable[[Any], Iterator[ParameterShard]]] = {
+    FP32Optimizer: _shards_fp32,
+    Float16OptimizerWithFloat16Params: _shards_float16,
+    DistributedOptimizer: _shards_distributed,
 }
 
 
-def _held(part: MegatronOptimizer) -> Iterator[Held]:
-    return _HELD[type(part)](part)
+def _shards(part: MegatronOptimizer) -> Iterator[ParameterShard]:
+    return _SHARDS_OF[type(part)](part)
 
 
 def _counts_per_parameter(part: MegatronOptimizer) -> bool:
-    """Whether Adam's step is counted by parameter (torch), not by group (Transformer Engine)."""
+    """Whether Adam counts steps by parameter (torch) or by group (Transformer Engine)."""
     return isinstance(part.optimizer, torch.optim.Adam)
 
 
 def _make_state(part: MegatronOptimizer) -> None:
-    for held in _held(part):
+    for held in _shards(part):
         state = part.optimizer.state[held.main]
         if not state:
             state.update({name: torch.zeros_like(held.main.data) for name in MOMENTS})
@@ -159,7 +165,7 @@ def _make_state(part: MegatronOptimizer) -> None:
 
 def _set_steps(part: MegatronOptimizer, steps: int) -> None:
     if _counts_per_parameter(part):
-        for held in _held(part):
+        for held in _shards(part):
             part.optimizer.state[held.main]["step"] = torch.tensor(float(steps))
     else:
         for group in part.optimizer.param_groups:
@@ -167,17 +173,17 @@ def _set_steps(part: MegatronOptimizer, steps: int) -> None:
 
 
 def _whole(part: MegatronOptimizer) -> dict[Parameter, dict[str, Tensor]]:
-    return {held.parameter: _tensors(part, held) for held in _held(part)}
+    return {held.parameter: _tensors(part, held) for held in _shards(part)}
 
 
 def _gathered(part: DistributedOptimizer) -> dict[Parameter, dict[str, Tensor]]:
     """The whole state by parameter, on the first rank of the optimizer's group; empty elsewhere.
 
-    Bucket by bucket over gloo, in the buffers' own coordinates: Megatron-Core's gather forgets the
-    padding between buckets, and a tied embedding has a bucket of its own.
+    Gathered over gloo bucket by bucket, in the buffers' own offsets: Megatron-Core's gather ignores
+    the padding between buckets, and a tied embedding has its own bucket.
     """
     group = part.data_parallel_group_gloo
-    held = {h.parameter: h for h in _held(part)}
+    held = {h.parameter: h for h in _shards(part)}
     full: dict[Parameter, dict[str, Tensor]] = {}
     for buffer, ranges in zip(part.buffers, part.gbuf_ranges, strict=True):
         (bucket_ranges,) = ranges.values()
@@ -205,7 +211,7 @@ def _gather_to_first(shard: Tensor, group: dist.ProcessGroup) -> Tensor | None:
 
 
 def _sharded(model: dict[str, Any], full: dict[Parameter, dict[str, Tensor]]) -> dict[str, Any]:
-    """``full`` cut and named as the model's sharded tensors are; keyed by the order of ``full``."""
+    """``full`` as sharded tensors, sharded and named like the model's; keys: order of ``full``."""
     tensors, _ = extract_sharded_tensors_and_factories(model)
     of_model = {id(sharded.data): sharded for sharded in nested_values(tensors)}
     return {

@@ -1,7 +1,7 @@
-"""What depends on the machine, in one table: the only module that asks whether there is CUDA.
+"""Settings that depend on the machine; the only module that queries whether CUDA is available.
 
-With CUDA: NCCL, and Megatron-Core's Transformer Engine layers. Without: gloo, a shim that answers
-for torch.cuda, and layers of torch modules with the same parameter names.
+With CUDA: NCCL and Megatron-Core's Transformer Engine layers. Without: gloo, a shim in place of
+torch.cuda, and layers of torch modules with the same parameter names.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ import torch
 
 @dataclass(frozen=True)
 class Platform:
-    """One kind of machine.
+    """Settings of one kind of machine.
 
-    ``transformer_options``: fields of TransformerConfig that the machine decides (fusions, where
-    parameters are made, how pipeline stages talk). ``decoder_spec(config, vp_stage)``: the layers
-    of one model chunk.
+    Attributes:
+        device: of the model.
+        distributed_backend: of torch.distributed.
+        decoder_spec: ``(config, vp_stage)`` -> layer spec of one model chunk.
+        transformer_options: fields of TransformerConfig that depend on the machine (fusions,
+            initialisation, communication between pipeline stages).
     """
 
     device: torch.device
@@ -38,7 +41,7 @@ def has_cuda() -> bool:
 
 
 def prepare() -> None:
-    """Make ``import megatron.core`` work here. Called once, before anything imports it."""
+    """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
     if not has_cuda():
         from megatron_dppo.trainer.cpu import megatron_shim
 
@@ -47,14 +50,14 @@ def prepare() -> None:
 
 @cache
 def current() -> Platform:
-    """This machine's Platform; on GPUs it selects the device of LOCAL_RANK."""
+    """The Platform of this machine; on GPUs selects the device of LOCAL_RANK."""
     return _cuda() if has_cuda() else _cpu()
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, numpy and torch alike on every rank, and Megatron's tracker of parallel streams.
+    """Seed Python, numpy, torch and Megatron's parallel random streams; same seed on every rank.
 
-    Needs initialised model parallelism.
+    Requires initialised model parallelism.
     """
     from megatron.core import tensor_parallel
 
@@ -101,8 +104,8 @@ def _cpu() -> Platform:
             "persist_layer_norm": False,
             "apply_rope_fusion": False,
             "moe_permute_fusion": False,
-            # On gloo a batch of sends and receives mixes up the chunks of an interleaved schedule,
-            # and overlapped sends read outputs that were already given back.
+            # With gloo, batched sends and receives exchange the wrong chunks in an interleaved
+            # schedule, and overlapped sends read outputs that were already freed.
             "batch_p2p_comm": False,
             "overlap_p2p_comm": False,
         },

@@ -1,4 +1,4 @@
-"""Every random generator of a rank, as plain JSON."""
+"""State of all random generators of a rank as plain JSON: capture and restore."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def rng_state() -> dict[str, Any]:
 
 
 def restore_rng_state(state: dict[str, Any]) -> None:
-    """Inverse of :func:`rng_state`; every generator goes on where it stood, bit for bit."""
+    """Inverse of :func:`rng_state`: every generator continues bit for bit from ``state``."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     legacy = state["numpy"]
     words32 = np.array(legacy["state"]["key"], dtype=np.uint32)
     np.random.set_state({**legacy, "state": {**legacy["state"], "key": words32}})
-    # Without CUDA the device's generator is torch's own.
+    # Without CUDA the device's generator is torch's CPU generator.
     megatron_random._set_cuda_rng_state(_tensor(state["device"]))
     torch.set_rng_state(_tensor(state["torch"]))
     streams = {name: _tensor(text) for name, text in state["streams"].items()}

@@ -1,9 +1,9 @@
-"""Megatron's distributed checkpoint format, written by the ranks themselves.
+"""Writer and loader of Megatron's distributed checkpoint format.
 
-``megatron.core.dist_checkpointing.save`` hands its tensors to forked processes and their results to
-a manager process, which is spawned: seconds of imports for a small model, and a rank whose own small
-files fail leaves the others waiting. Here every rank writes its file in its own process with
-torch's writer, which reports a failure to all ranks; the files are the same, and
+Every rank writes its file in its own process with torch's writer, which reports a failure to all
+ranks. ``megatron.core.dist_checkpointing.save`` is not used: it writes in forked processes and
+spawns a manager process (seconds of imports for a small model), and a rank that fails to write its
+small files leaves the others waiting. The files are the same:
 ``megatron.core.dist_checkpointing.load`` reads them.
 """
 
@@ -47,22 +47,26 @@ from megatron_dppo.model.errors import CheckpointError
 
 
 class _Writer(dcp.FileSystemWriter):
-    """torch's writer, whose errors name the disk's."""
+    """torch's writer; its errors are the disk's OSErrors."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         try:
             return super().write_data(plan, planner)
         except RuntimeError as error:
-            # After a failed write the zip writer complains about its position, as it is closed.
+            # After a failed write, closing the zip writer raises an error about its position.
             cause = error.__context__
             raise (cause if isinstance(cause, OSError) else error) from None
 
 
 class ShardedSave:
-    """One save: what this rank writes, then the writing. Construction and ``write`` are collective.
+    """One save of a sharded state dict. Construction and ``write`` are collective.
 
-    ``data_group``: replicas over which tensors that all of them hold are spread, so that they write
-    in parallel. ``own_bytes``: tensor bytes that this rank writes.
+    Args:
+        state: sharded state dict.
+        data_group: the replicas; tensors that all of them hold are distributed over it for writing.
+
+    Attributes:
+        own_bytes: tensor bytes that this rank will write.
     """
 
     def __init__(self, state: dict[str, Any], data_group: ProcessGroup) -> None:
@@ -84,12 +88,12 @@ class ShardedSave:
     def write(self, folder: Path) -> None:
         """Write this rank's tensors and, on rank 0, the index. Collective.
 
-        Raises CheckpointError on every rank where one of them could not write.
+        Raises CheckpointError on every rank if a rank could not write.
         """
         try:
             dcp.save(
                 mcore_to_pyt_state_dict(self._tensors),
-                # One thread: torch's writer loses the errors of any other.
+                # One thread: torch's writer loses the errors of further threads.
                 storage_writer=_Writer(folder, thread_count=1, sync_files=True),
                 planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
             )
@@ -97,19 +101,21 @@ class ShardedSave:
             raise CheckpointError(_reasons(error)) from error
 
     def write_headers(self, folder: Path) -> None:
-        """What ``dist_checkpointing.load`` expects beside the tensors. Global rank 0, not collective."""
-        common = io.BytesIO()  # torch.save to a path says "iostream error" where the disk is full
+        """Write the other files that ``dist_checkpointing.load`` expects. Global rank 0 only."""
+        common = io.BytesIO()  # torch.save to a path reports a full disk as "iostream error"
         torch.save(self._common, common)
         (folder / COMMON_STATE_FNAME).write_bytes(common.getvalue())
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
 
 
 def load_sharded(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Fill ``state`` from ``folder``, which may have been written under another layout. Collective.
+    """Fill ``state`` from ``folder``, which may be of another layout. Collective.
 
-    Raises CheckpointError where the folder holds other tensors than ``state``. torch unpickles
-    ``.metadata``, so a checkpoint is to be trusted like code; tensors and common.pt are read with
+    Load only trusted checkpoints: torch unpickles ``.metadata``. Tensors and common.pt are read with
     ``weights_only``.
+
+    Raises:
+        CheckpointError: unreadable, or the folder's tensors are not those of ``state``.
     """
     try:
         return dist_checkpointing.load(state, str(folder), strict=StrictHandling.RAISE_ALL)

@@ -1,4 +1,4 @@
-"""Where a rank stands in the layout, and with whom it shares what."""
+"""Position of a rank in the parallel layout, its process groups, and their initialisation."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.trainer import platform
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Ranks wait for the leaders' generation inside a collective, so this exceeds the longest rollout.
+"""Must exceed the longest generation, during which the other ranks wait in a collective.
 
-A rank that dies is noticed by the supervisor, not by this.
+A dead rank is detected by the supervisor, not by this timeout.
 """
 
 
 @dataclass(frozen=True)
 class Topology:
-    """This rank's coordinates and groups.
+    """Coordinates and process groups of this rank.
 
-    ``model_group``: the ranks that hold one replica of the model (TP x PP); its leader is the rank
-    with TP 0 and PP 0. ``leaders``: their global ranks, by data-parallel rank.
+    Attributes:
+        leaders: global rank of each replica's leader (TP 0, PP 0), by data-parallel rank.
+        model_group: the ranks of one replica of the model (TP x PP).
     """
 
     rank: int
@@ -37,8 +38,6 @@ class Topology:
     tp_size: int
     pp_rank: int
     pp_size: int
-    ep_rank: int
-    ep_size: int
     leaders: tuple[int, ...]
     data_group: ProcessGroup = field(repr=False)
     tensor_group: ProcessGroup = field(repr=False)
@@ -47,7 +46,7 @@ class Topology:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank generates and verifies for its replica."""
+        """Whether this rank requests and scores the rollouts of its replica."""
         return self.tp_rank == 0 and self.pp_rank == 0
 
     @property
@@ -67,10 +66,10 @@ class Topology:
 
 
 def layout_of(parallel: ParallelConfig, *, is_moe: bool) -> Layout:
-    """The configured layout with its defaults filled in. Raises ValueError where it can't be held.
+    """The configured layout with defaults filled in. Raises ValueError if it is impossible.
 
-    ETP is TP where experts are not spread, and 1 where they are. EP 1 with ETP != TP is refused:
-    Megatron-Core 0.16 then reduces expert gradients over the wrong ranks, without an error.
+    Default of ETP: TP for EP 1, else 1. EP 1 with ETP != TP is refused for MoE models:
+    Megatron-Core 0.16 would silently reduce expert gradients over the wrong ranks.
     """
     model_ranks = parallel.tensor * parallel.pipeline
     if parallel.world_size % model_ranks:
@@ -96,9 +95,9 @@ def layout_of(parallel: ParallelConfig, *, is_moe: bool) -> Layout:
 
 
 def init_distributed(world_size: int) -> None:
-    """Join the process group that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
+    """Join the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Without RANK this process is a world of its own. Raises ValueError where WORLD_SIZE is not
+    Without RANK: a group of this process alone. Raises ValueError if WORLD_SIZE is not
     ``world_size``.
     """
     given = int(os.environ.get("WORLD_SIZE", "1"))
@@ -114,9 +113,9 @@ def init_distributed(world_size: int) -> None:
 
 
 def init_topology(layout: Layout, *, gloo_groups: bool = False) -> Topology:
-    """Make Megatron's process groups for ``layout``. Collective.
+    """Create Megatron's process groups for ``layout``. Collective.
 
-    ``gloo_groups``: also groups on the CPU, through which a distributed optimizer saves its state.
+    ``gloo_groups``: also create the gloo groups with which a distributed optimizer saves its state.
     """
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
@@ -138,8 +137,6 @@ def init_topology(layout: Layout, *, gloo_groups: bool = False) -> Topology:
         tp_size=layout.tensor,
         pp_rank=own.pp,
         pp_size=layout.pipeline,
-        ep_rank=own.ep,
-        ep_size=layout.expert,
         leaders=tuple(c.rank for c in every if c.tp == 0 and c.pp == 0),
         data_group=parallel_state.get_data_parallel_group(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
@@ -149,5 +146,5 @@ def init_topology(layout: Layout, *, gloo_groups: bool = False) -> Topology:
 
 
 def destroy_topology() -> None:
-    """Forget Megatron's process groups, so that another layout can be made in this process."""
+    """Reset Megatron's process groups, so that this process can create another layout."""
     parallel_state.destroy_model_parallel()

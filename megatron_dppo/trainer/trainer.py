@@ -1,4 +1,4 @@
-"""The trainer: one object on every rank; every method is collective unless it says otherwise."""
+"""The trainer of the policy: model, optimizer and weights. Methods are collective unless stated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import check_layout
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.distributed import agree, all_gather_json
+from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.hf_weights import export_hf, gather_buckets, load_hf, named_parameters
 from megatron_dppo.trainer.megatron_config import DTYPES, sequence_parallel, transformer_config
@@ -51,10 +51,12 @@ _EXPORT_BUCKET_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimiser step did, the same on every rank.
+    """Results of one optimiser step, the same on every rank.
 
-    ``metrics``: sums over all trained tokens of all replicas. ``grad_norm``: before clipping.
-    ``lr``: the rate that was used.
+    Attributes:
+        metrics: sums over the trained tokens of all replicas.
+        grad_norm: global L2 norm before clipping.
+        lr: learning rate of this step.
     """
 
     metrics: MetricSums
@@ -63,19 +65,22 @@ class StepResult:
 
 
 class Trainer:
-    """A policy in Megatron-Core, its optimizer, and its weights in Hugging Face's form.
+    """A policy in Megatron-Core with its optimizer; one object on every rank.
 
-    Attributes: ``topology``; ``shape`` and ``layout`` (what the model is, and how it is cut);
-    ``chunks`` (bare GPTModels), ``ddp_chunks`` (the same in their wrappers), ``optimizer``,
-    ``scheduler`` (the state that a checkpoint holds); ``step_count`` (optimiser steps so far);
-    ``pad_multiple`` and ``micro_batch_multiple`` (what T and the number of micro-batches must be
-    multiples of).
+    Attributes:
+        topology: position and process groups of this rank.
+        shape, layout: dimensions of the model; its parallel sizes.
+        chunks, ddp_chunks: the GPTModels of this rank, unwrapped and in their wrappers.
+        optimizer, scheduler: Megatron-Core's.
+        step_count: optimiser steps so far.
+        pad_multiple: T of a micro-batch must be a multiple of it.
+        micro_batch_multiple: the number of micro-batches must be a multiple of it.
     """
 
     def __init__(self, config: PolicyConfig, stats_spec: StatsSpec | None = None) -> None:
-        """Join the ranks, build the model, load ``config.model.hf_checkpoint``. Collective.
+        """Join the process group, build the model, load ``config.model.hf_checkpoint``. Collective.
 
-        Raises ValueError where the layout does not fit the model, the world, or Megatron-Core.
+        Raises ValueError if the layout does not fit the model, the world size or Megatron-Core.
         """
         self.config = config
         self.stats_spec = stats_spec or StatsSpec()
@@ -118,12 +123,17 @@ class Trainer:
     def train_mini_batch(
         self, micro_batches: list[PackedBatch], token_loss: TokenLoss, denominator: float
     ) -> StepResult:
-        """One optimiser step on the sum over all replicas' tokens of ``token_loss``, / denominator.
+        """One optimiser step on L = (sum of ``token_loss`` over all replicas' tokens) / denominator.
 
-        ``denominator``: a global count, the same on every rank. Under ``rollout.router_replay``
-        tokens go to the experts that the micro-batches recorded for them. Before the update, and on every
-        rank, raises NonFiniteLossError where a loss or the gradient norm is not finite, and
-        ValueError where ranks disagree or a token id lies outside the vocabulary.
+        Args:
+            micro_batches: of this replica; the same number on every rank. With
+                ``rollout.router_replay`` tokens go to the experts recorded in them.
+            token_loss: sum of the loss over the tokens of one micro-batch.
+            denominator: a global count, the same on every rank.
+
+        Raises (on every rank, before the update):
+            NonFiniteLossError: a loss or the gradient norm is not finite.
+            ValueError: ranks disagree, or a token id is outside the vocabulary.
         """
         agree(denominator, "the loss's denominator")
         batches = self._placed(micro_batches)
@@ -146,15 +156,20 @@ class Trainer:
     def log_probs(
         self, micro_batches: list[PackedBatch], temperature: float | None = None
     ) -> list[Tensor]:
-        """log pi of every target under the present weights: fp32 [T] for each micro-batch.
+        """log pi of every target under the current weights, nats, without gradient.
 
-        ``temperature``: None is the run's own.
-        The same on every rank that shares the replica; on the trainer's device.
+        Args:
+            micro_batches: of this replica; the same number on every rank.
+            temperature: default: ``config.temperature``.
+
+        Returns:
+            fp32 [T] for each micro-batch, on the trainer's device; the same on all ranks of a
+            replica.
         """
         return self._log_probs(micro_batches, temperature, topk=False)
 
     def topk_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
-        """As ``log_probs``, at the micro-batches' ``rollout_topk_ids``: fp32 [T, K]."""
+        """As ``log_probs``, of the ids in each micro-batch's ``rollout_topk_ids``: fp32 [T, K]."""
         return self._log_probs(micro_batches, None, topk=True)
 
     def _log_probs(
@@ -177,27 +192,27 @@ class Trainer:
         return [x[: b.num_tokens] for x, b in zip(found, micro_batches, strict=True)]
 
     def routing_agreement(self) -> MetricSums:
-        """``r3/`` sums of the last micro-batches that were given, over all ranks. Collective.
+        """``r3/`` sums of the last micro-batches, reduced over all ranks; empty without router replay.
 
-        Empty without router replay.
+        Collective.
         """
         return self._replay.agreement() if self._replay else MetricSums()
 
     def hf_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """The present weights by Hugging Face name, full tensors of the model's dtype, in buckets.
+        """Iterate over the current weights by Hugging Face name: full tensors of the model's dtype.
 
-        Each bucket holds at most ``bucket_bytes`` or one tensor. Global rank 0 gets the tensors,
-        every other rank as many empty lists; all ranks must exhaust the iterator.
+        A bucket holds at most ``bucket_bytes``, or one tensor. Global rank 0 gets the tensors, other
+        ranks get the same number of empty lists. All ranks must exhaust the iterator.
         """
         plan = hf_buckets_plan(self.shape, self.layout, bucket_bytes, self.dtype.itemsize)
         values = {key: p.data for key, p in named_parameters(self.chunks).items()}
         return gather_buckets(plan, self.topology.rank, values)
 
     def export_hf(self, out_dir: str | Path) -> None:
-        """Write the present weights as a Hugging Face folder, tokenizer and configuration included.
+        """Write the current weights, tokenizer and configuration as a Hugging Face folder.
 
-        The folder appears complete or not at all. Raises CheckpointError on every rank where rank 0
-        can't write.
+        The folder is renamed into place when complete. Raises CheckpointError on every rank if rank
+        0 cannot write.
         """
         export_hf(
             self.hf_buckets(_EXPORT_BUCKET_BYTES),
@@ -208,16 +223,16 @@ class Trainer:
         )
 
     def close(self) -> None:
-        """Let go of Megatron's process groups, so that this process can make another Trainer."""
+        """Reset Megatron's process groups, so that this process can build another Trainer."""
         destroy_topology()
 
     @cached_property
     def device(self) -> torch.device:
-        """Where the model is. Not collective."""
+        """Device of the model. Not collective."""
         return platform.current().device
 
     def _placed(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
-        # Experts exchange tokens in every micro-batch: a rank with fewer would hang all.
+        # Experts exchange tokens in every micro-batch: a rank with fewer would block all others.
         agree(len(micro_batches), "the number of micro-batches")
         check_micro_batches(
             micro_batches,
@@ -226,7 +241,7 @@ class Trainer:
         )
         if self.layout.chunks > 1:
             # The interleaved schedule sends activations forward and gradients back between the same
-            # two ranks; megatron-core 0.16.1 confuses their shapes where micro-batches differ.
+            # two ranks; megatron-core 0.16.1 mixes up their shapes if micro-batches differ in length.
             longest = max(b.num_tokens for b in micro_batches)
             micro_batches = [pad_to(b, longest) for b in micro_batches]
         if self._replay is not None:
@@ -236,9 +251,9 @@ class Trainer:
         return [b.without_routing().to(self.device) for b in micro_batches]
 
     def _reduce(self, results: MicroBatchResults) -> tuple[MetricSums, bool]:
-        """Metrics over all replicas, and whether any loss is not finite: alike on all ranks.
+        """Metrics over all replicas, and whether any loss is not finite; the same on all ranks.
 
-        Raises ValueError on all ranks where a token id was outside the vocabulary.
+        Raises ValueError on all ranks if a token id was outside the vocabulary.
         """
         metrics = results.metrics
         if metrics is not None:

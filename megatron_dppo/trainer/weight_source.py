@@ -13,7 +13,7 @@ from megatron_dppo.model.gather_plan import (
     fewest_gathered_elements,
     hf_buckets_plan,
 )
-from megatron_dppo.trainer.distributed import all_gather_json
+from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.hf_weights import named_parameters
 from megatron_dppo.trainer.trainer import Trainer
 

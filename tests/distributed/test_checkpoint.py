@@ -272,7 +272,7 @@ def limited_call(owner: Any, name: str) -> Iterator[None]:
 def faults_worker(folder: str) -> dict[str, Any]:
     """Saves and loads that must fail, and what is on the disk after each."""
     from megatron_dppo.trainer.checkpoint import CheckpointStore
-    from megatron_dppo.trainer.checkpoint_store import CheckpointDirectory, StoredCheckpoint
+    from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
     from megatron_dppo.trainer.sharded_files import ShardedSave
 
     rank, at = int(os.environ["RANK"]), Path(folder) / "faults"
@@ -408,7 +408,7 @@ def test_faults_leave_older_checkpoints_and_reach_every_rank(checkpoints: Path) 
 
 @pytest.mark.distributed
 def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(checkpoints: Path) -> None:
-    from megatron_dppo.trainer.checkpoint_store import (
+    from megatron_dppo.trainer.checkpoint_directory import (
         CheckpointDirectory,
         check_content,
         read_manifest,

@@ -71,7 +71,7 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
     world = dist.group.WORLD
     topology = Topology(
         rank=dist.get_rank(), world_size=2, dp_rank=dist.get_rank(), dp_size=2,
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, ep_rank=0, ep_size=1, leaders=(0, 1),
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, leaders=(0, 1),
         data_group=world, tensor_group=world, pipeline_group=world, model_group=world,
     )  # fmt: skip
     problems = [Problem(i, "p", "1", (i, 1)) for i in range(64)]

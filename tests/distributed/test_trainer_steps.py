@@ -181,7 +181,7 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
     """Two replicas with experts spread over both: values between ranks, disagreement, failures."""
     import torch.distributed as dist
 
-    from megatron_dppo.trainer.distributed import agree, all_gather_json, any_rank, broadcast_json
+    from megatron_dppo.trainer.collectives import agree, all_gather_json, any_rank, broadcast_json
 
     trainer = make_trainer(folder, {"expert": 2, "world_size": 2})
     rank = trainer.topology.rank

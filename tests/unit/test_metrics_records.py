@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import DEFINITIONS
-from megatron_dppo.metrics.expectations import EXPECTATIONS
+from megatron_dppo.metrics.normal_ranges import NORMAL_RANGES
 from megatron_dppo.metrics.records import (
     RecordsError,
     decode_records,
@@ -129,6 +129,6 @@ def test_a_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_every_policy_metric_that_people_are_shown_is_one_that_the_loss_computes():
-    shown = {item.metric for item in EXPECTATIONS} | {names.GAP, names.ENTROPY}
+    shown = {item.metric for item in NORMAL_RANGES} | {names.GAP, names.ENTROPY}
     computed = {name for name in shown if name.startswith(("policy/", "mask/"))} - MADE_BY_THE_LOOP
     assert computed <= set(DEFINITIONS)

@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from examples.tiny_moe import prepare as prepare_module
-from examples.tiny_moe.demo import promises, set_aside
+from examples.tiny_moe.demo import judge, set_aside
 from examples.tiny_moe.make_data import (
     ESTIMATE_RANGE,
     WORKED_OUT_SHARE,
@@ -216,8 +216,8 @@ SUMMARY = {
         ({"hf_export_max_logprob_diff": None}, [True, None, True, True, False]),
     ],
 )
-def test_the_demo_judges_its_promises(changes, verdicts):
-    assert [p.holds for p in promises(SUMMARY | changes, recipe_steps=40)] == verdicts
+def test_the_demo_judges_its_results(changes, verdicts):
+    assert [p.holds for p in judge(SUMMARY | changes, recipe_steps=40)] == verdicts
 
 
 def test_a_demo_goes_on_or_is_set_aside(tmp_path):

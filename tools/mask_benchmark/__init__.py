@@ -1,1 +1,1 @@
-"""The parts of ``tools/bench_mask.py``: who is measured, how, and how it is shown."""
+"""Modules of ``tools/bench_mask.py``: implementations, measurement and output."""

@@ -1,4 +1,4 @@
-"""Time, memory and collectives of one call, on a CPU or a GPU."""
+"""Measurement of one call on a CPU or a GPU: time, memory and collectives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 class Clock:
-    """Wall and CPU milliseconds since it was made; the device is waited for first."""
+    """Wall and CPU milliseconds since construction; synchronises the device."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -35,9 +35,9 @@ class Clock:
 
 
 def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
-    """Most memory that ``call`` held beyond what was held before it.
+    """Peak memory of ``call`` above the memory before it, bytes.
 
-    On a CPU the kernel's high-water mark of resident memory, which it resets for its own process.
+    On a CPU: the kernel's high-water mark of this process's resident memory, which is reset first.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -46,7 +46,7 @@ def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps would hide what the call needs
+    ctypes.CDLL(None).malloc_trim(0)  # else memory kept by the allocator hides the call's need
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_kib("VmRSS")
     call()
@@ -60,7 +60,7 @@ def _status_kib(field: str) -> int:
 
 @dataclass
 class Collectives:
-    """Calls and bytes of floating-point payload, and of small integer headers, apart."""
+    """Counts of all-reduces: floating-point payloads with their bytes, and integer headers."""
 
     payloads: int = 0
     payload_bytes: int = 0
@@ -88,7 +88,7 @@ def counted_collectives() -> Iterator[Collectives]:
 
 
 def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
-    """GB/s of a plain copy, read and write counted, of as many elements as the logits."""
+    """GB/s (read plus write) of a plain copy of ``numel`` elements; best of 5."""
     source = torch.ones(numel, dtype=dtype, device=device)
     target = torch.empty_like(source)
     best = float("inf")

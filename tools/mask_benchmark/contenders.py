@@ -1,7 +1,6 @@
-"""Who is measured: this project's statistics, Megatron-Core's cross entropies, plain torch, and what
-else is installed.
+"""The implementations that are measured: this project's, Megatron-Core's, torch's and installed others.
 
-A contender maps this rank's logits [T, V / TP] to log-probabilities [T] (and entropy [T] or None).
+Each maps this rank's logits [T, V / TP] to log-probabilities [T] (and entropy [T] or None).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from megatron_dppo.vocab_parallel import policy_stats
 
 @dataclass(frozen=True)
 class Problem:
-    """What every contender is given; ``group`` spans the tensor-parallel ranks."""
+    """Input of every implementation beside the logits; ``group``: the tensor-parallel ranks."""
 
     target_ids: Tensor
     topk_ids: Tensor
@@ -34,7 +33,7 @@ Forward = Callable[[Tensor, Problem], tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class Contender:
-    """``entropy``, ``topk``: what it returns beside log-probabilities."""
+    """One implementation; ``entropy``, ``topk``: whether it returns these too."""
 
     name: str
     version: str
@@ -44,7 +43,7 @@ class Contender:
 
 
 def ours(*, entropy: bool, topk: bool, backend: str | None = None) -> Forward:
-    """policy_stats with the given extras."""
+    """This project's policy_stats with the given extras."""
 
     def forward(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
         stats = policy_stats(
@@ -99,7 +98,7 @@ def liger(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
 
 
 def contenders(device: str, ranks: int, compiled: bool) -> list[Contender]:
-    """All that can run here, this project's first."""
+    """All implementations that can run here, this project's first."""
     here = importlib.metadata.version("megatron-dppo")
     found = [
         Contender("policy_stats", here, ours(entropy=False, topk=False)),

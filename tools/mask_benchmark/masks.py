@@ -1,4 +1,4 @@
-"""What a mask adds to a policy update, paired against the same update without one."""
+"""Overhead of a mask in a policy update, paired with the same update without a mask."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ if TYPE_CHECKING:
     from mask_benchmark.measure import Bench
 
 NEVER = {"tv_threshold": 1.0, "kl_threshold": 1e9}
-"""Thresholds above which nothing lies: every mask runs and blocks no token."""
+"""Thresholds that no token exceeds: every mask runs and blocks nothing."""
 MASKS = ("dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl")
 
 
 class Update:
-    """Statistics, loss and backward pass of one algorithm on the benchmark's logits."""
+    """Statistics, loss and backward pass of one algorithm on the benchmark's logits.
+
+    ``dead``: bool [T]; these tokens get A = 0, so their rows are skipped.
+    """
 
     def __init__(self, bench: Bench, algorithm: Algorithm, dead: Tensor | None = None) -> None:
         self.bench, self.algorithm = bench, algorithm
@@ -41,7 +44,7 @@ class Update:
         self.trained = torch.ones(tokens, dtype=torch.bool, device=bench.device)
 
     def statistics(self, logits: Tensor, topk: bool) -> PolicyStats:
-        """As the trainer calls it."""
+        """Call policy_stats as the trainer does."""
         p = self.bench.problem
         return policy_stats(
             logits,
@@ -53,7 +56,7 @@ class Update:
         )
 
     def inputs(self, stats: PolicyStats) -> TokenInputs:
-        """The loss's inputs; with Top-K where the algorithm asks for it."""
+        """Inputs of the loss; with Top-K if ``stats`` has it."""
         topk = None
         if stats.topk_log_probs is not None:
             topk = torch.cat([stats.topk_log_probs, stats.log_probs.detach()[:, None]], 1)
@@ -69,7 +72,7 @@ class Update:
         )
 
     def run(self) -> dict[str, float]:
-        """CPU (GPU: wall) milliseconds of the statistics with their gradient, and of the loss."""
+        """Run once; CPU milliseconds (GPU: wall) of the loss and of the whole update."""
         leaf = self.bench.fresh()
         unit = 0 if self.bench.device == "cuda" else 1
         clock = Clock(self.bench.device)
@@ -84,12 +87,11 @@ class Update:
 
 
 def mask_overheads(bench: Bench) -> list[dict[str, Any]]:
-    """A row for each mask, and one for row skipping.
+    """Measure every mask and row skipping; returns one row for each.
 
     ``overhead``: median over repetitions of (with mask - without) / without, of the whole update,
-    and its interquartile range. ``loss_overhead``: the same difference of the loss alone, which is
-    where a mask runs, over the update without a mask: less noise, but blind to what Top-K adds to
-    the statistics.
+    with its interquartile range. ``loss_overhead``: the difference of the loss alone (where a mask
+    runs) / the update without a mask: less noise, but without Top-K's part in the statistics.
     """
     names = ["pg-is", *MASKS]
     options = {n: _never(n, bench.options.topk) for n in names}
@@ -114,7 +116,7 @@ def mask_overheads(bench: Bench) -> list[dict[str, Any]]:
 
 
 def evenly_spread(count: int, share: float) -> Tensor:
-    """Bool [count], True for ``share`` of the places, as even as can be."""
+    """Bool [count], True for ``share`` of the positions, evenly spaced."""
     steps = (torch.arange(count + 1, dtype=torch.float64) * share).floor()
     return steps.diff() > 0
 

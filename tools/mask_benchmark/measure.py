@@ -1,4 +1,4 @@
-"""One rank of the benchmark: builds the logits, runs everyone in turn, and sums up."""
+"""One rank of the benchmark: builds the logits, runs all implementations in turn, aggregates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHECKED_ROWS = 16
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that the benchmark reports, measured on this rank."""
+    """Measure everything that the benchmark reports, on this rank."""
     platform.prepare()
     torch.set_num_threads(options.threads)
     device = "cuda" if options.device == "cuda" else "cpu"
@@ -49,7 +49,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Bench:
-    """The logits of this rank, one buffer to run on, and the problem's ids."""
+    """The logits of this rank, one buffer to run on, and the token ids."""
 
     def __init__(self, options: argparse.Namespace, device: str) -> None:
         self.options, self.device = options, device
@@ -59,7 +59,7 @@ class Bench:
         seeded = torch.Generator().manual_seed(0)
         whole = torch.randn(options.tokens, width * self.ranks, generator=seeded)
         whole = whole.mul_(2.5).to(dtype)
-        whole[:, options.vocab :] = -torch.inf  # peers know no true vocabulary: none may count it
+        whole[:, options.vocab :] = -torch.inf  # padding; peers do not know the unpadded vocabulary
         self.checked = whole[:CHECKED_ROWS].double()
         self.logits = whole[:, self.rank * width : (self.rank + 1) * width].contiguous().to(device)
         del whole
@@ -75,7 +75,7 @@ class Bench:
         )
 
     def fresh(self) -> Tensor:
-        """A leaf with the logits, in the one buffer; all ranks begin together."""
+        """A leaf tensor with the logits, in the one buffer; ends with a barrier."""
         self.buffer = self.buffer.detach()
         self.buffer.copy_(self.logits)
         leaf = self.buffer.view_as(self.buffer).requires_grad_()
@@ -83,7 +83,7 @@ class Bench:
         return leaf
 
     def run(self, contender: Contender) -> dict[str, float]:
-        """One forward and backward pass: milliseconds."""
+        """Run one forward and backward pass; returns milliseconds."""
         leaf = self.fresh()
         clock = Clock(self.device)
         log_probs, _ = contender.forward(leaf, self.problem)
@@ -98,7 +98,7 @@ class Bench:
         }
 
     def compare(self) -> list[dict[str, Any]]:
-        """A row for each implementation, timed in turns whose order rotates."""
+        """Time all implementations in turns whose order rotates; returns one row for each."""
         everyone = contenders(self.device, self.ranks, self.options.compile)
         rows = [self.facts(c) for c in everyone]  # also the warm-up
         times: list[list[dict[str, float]]] = [[] for _ in everyone]
@@ -118,7 +118,7 @@ class Bench:
         return rows
 
     def facts(self, contender: Contender) -> dict[str, Any]:
-        """Memory, collectives and accuracy, from calls that are not timed."""
+        """Memory, collectives and accuracy of one implementation, from calls that are not timed."""
         with counted_collectives() as seen:
             self.run(contender)
 
@@ -162,7 +162,7 @@ class Bench:
         )
 
     def machine(self) -> dict[str, Any]:
-        """What the figures were measured on."""
+        """Description of the machine."""
         name = machine.processor() or machine.machine()
         if self.device == "cuda":
             name = torch.cuda.get_device_name()

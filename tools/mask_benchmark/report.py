@@ -1,4 +1,4 @@
-"""The measurements as console tables, as Markdown and as a chart."""
+"""Output of the measurements: console tables, Markdown and a chart."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sheet:
 
 
 def setting(result: dict[str, Any]) -> str:
-    """One line: the machine and the problem."""
+    """One line about the machine and the problem size."""
     s, m = result["settings"], result["machine"]
     return (
         f"{m['processor']} ({s['device']}, {m['vector_unit']}), {m['threads']} thread(s) a rank, "
@@ -36,7 +36,7 @@ def setting(result: dict[str, Any]) -> str:
 
 
 def sheets(result: dict[str, Any]) -> list[Sheet]:
-    """Implementations, then masks."""
+    """The tables of implementations and of masks."""
     return [_implementations(result["implementations"]), _masks(result["masks"])]
 
 
@@ -100,7 +100,7 @@ def markdown(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Two panels: time of each implementation, and overhead of each mask."""
+    """Draw two panels: time of each implementation, overhead of each mask."""
     import matplotlib
 
     matplotlib.use("Agg")

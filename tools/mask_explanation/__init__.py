@@ -1,3 +1,1 @@
-"""What ``tools/explain_mask.py`` is made of: policies, per-token explanations, their summary and
-the reports.
-"""
+"""Modules of ``tools/explain_mask.py``: policies, per-token explanations, tables and HTML page."""

@@ -1,4 +1,4 @@
-"""Every response token with what its mask saw and decided; the numbers are the package's own.
+"""Explanation of each response token: the mask's inputs and decision, by the package's functions.
 
 Legend: P, R = prompt and response tokens; V = vocabulary; K = ids of TopK(mu).
 """
@@ -26,19 +26,19 @@ from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.exact import exact_divergence
 
 DEFAULT_TOPK = 20
-"""K where neither the batch nor the algorithm says: the paper's."""
+"""K if neither the batch nor the algorithm sets it; the paper's value."""
 
 
 @dataclass(frozen=True)
 class Token:
-    """One response token. ``mu``, ``pi`` and ``recomputed`` are probabilities; divergences compare
-    pi with mu; KL and entropy in nats; None where it is not known.
+    """One response token. ``mu``, ``pi`` and ``recomputed`` are probabilities; divergences are of pi
+    from mu; KL and entropy in nats; None: not known.
     """
 
     response: int
     """Position of the response in the batch."""
     position: int
-    """Of the token in the response, from 0."""
+    """Position of the token in the response, from 0."""
     token_id: int
     text: str
     advantage: float
@@ -47,7 +47,7 @@ class Token:
     ratio: float
     """pi / mu."""
     weight: float
-    """min(w, C): what the gradient of log pi is multiplied with, beside A, where the token trains."""
+    """min(w, C): factor of the gradient of log pi, beside A, if the token trains."""
     binary_tv: float
     binary_kl: float
     topk_tv: float | None
@@ -55,18 +55,20 @@ class Token:
     exact_tv: float | None
     exact_kl: float | None
     recomputed: float | None
-    """pi' of the rollout's weights by transformers; minus mu it is the trainer-engine mismatch."""
+    """pi': probability under the rollout's weights by transformers; pi' - mu is the trainer-engine
+    mismatch.
+    """
     entropy: float
     threshold: str
-    """The bounds that hold for a token with this sign of A."""
+    """The bounds for a token with this sign of A, as text."""
     trains: bool
     ppo_trains: bool
-    """Whether PPO's Clip-Higher would let it train."""
+    """Whether it would train under PPO's Clip-Higher."""
 
 
 @dataclass(frozen=True)
 class Response:
-    """A response, the tokens explained, and the sums of the package's metrics over them."""
+    """A response with its explained tokens and the sums of the package's metrics over them."""
 
     index: int
     rollout: Rollout
@@ -85,12 +87,21 @@ def explain_response(
     temperature: float,
     texts: TokenTexts,
 ) -> Response:
-    """What ``algorithm`` does to each token of a response under the policy of ``logits``.
+    """Explain the effect of ``algorithm`` on each token of a response.
 
-    ``logits`` and ``rollout_logits`` [P + R, V]: of the policy to explain and, where it is at hand,
-    of the rollout policy, which then gives pi', the exact divergences, and TopK(mu) where the batch
-    has none (the whole vocabulary for an algorithm that asks for it). ValueError where the
-    algorithm needs what is missing.
+    Args:
+        index: position of the response in the batch.
+        sampled: the response.
+        algorithm: whose mask and weight are explained.
+        logits: [P + R, V], of the policy that gives pi.
+        rollout_logits: [P + R, V], of the weights that sampled the response; they give pi', the
+            exact divergences, and TopK(mu) if the batch has none (K = V if the algorithm needs the
+            whole distribution).
+        temperature: of the rollout.
+        texts: token id -> text.
+
+    Raises:
+        ValueError: the algorithm needs data that is missing.
     """
     vocab_size = logits.shape[1]
     log_mu = None
@@ -136,7 +147,7 @@ def explain_response(
 
 
 def _sample(index: int, sampled: Rollout, log_mu: Tensor | None) -> TrainingSample:
-    """The response as the trainer would take it; pi' from the rollout policy's ``log_mu`` [R, V]."""
+    """The response as the trainer's input; pi' from the rollout policy's ``log_mu`` [R, V]."""
     recomputed = None
     if log_mu is not None:
         recomputed = log_mu.gather(1, torch.tensor(sampled.response_ids)[:, None])[:, 0].tolist()
@@ -155,9 +166,7 @@ def _sample(index: int, sampled: Rollout, log_mu: Tensor | None) -> TrainingSamp
 def _with_topk(
     sample: TrainingSample, algorithm: Algorithm, vocab_size: int, log_mu: Tensor | None
 ) -> TrainingSample:
-    """``sample`` with a TopK(mu) wide enough for the algorithm: the engine's, else the rollout
-    policy's.
-    """
+    """``sample`` with a TopK(mu) of sufficient K: the engine's, else from ``log_mu`` [R, V]."""
     carried = 0 if sample.topk_ids is None else sample.topk_ids.shape[1]
     wanted = vocab_size if algorithm.needs_full_distribution else 1
     if carried >= wanted:
@@ -207,7 +216,7 @@ def _exact(
     vocab_size: int,
     temperature: float,
 ) -> dict[str, Tensor | None]:
-    """The divergences over the whole vocabulary: Top-K's where K is all of it, else recomputed."""
+    """Divergences over the whole vocabulary: those of Top-K if K = V, else recomputed."""
     if sample.topk_ids is not None and sample.topk_ids.shape[1] == vocab_size:
         return {"exact_tv": columns["topk_tv"], "exact_kl": columns["topk_kl"]}
     if rollout_logits is None:
@@ -226,11 +235,11 @@ BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
     "mismatch_low": lambda bound, positive: f"pi'/mu < {bound:g}",
     "mismatch_high": lambda bound, positive: f"pi'/mu > {bound:g}",
 }
-"""A preset's number -> the bound that it sets for a token with A > 0, or A < 0; None: none."""
+"""Name of a preset's number -> (value, A > 0) -> the bound as text; None: no bound for this sign."""
 
 
 def threshold_text(algorithm: Algorithm, positive: bool) -> str:
-    """The algorithm's bounds for this sign of A; empty where it blocks nothing."""
+    """The algorithm's bounds for this sign of A, as text; empty if it blocks nothing."""
     bounds = [
         text
         for name, value in algorithm.numbers.items()

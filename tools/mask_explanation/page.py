@@ -1,4 +1,4 @@
-"""The explanation as one HTML file: no script, nothing loaded from elsewhere, all text escaped."""
+"""The explanation as one HTML file: no scripts, no external resources, all text escaped."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def render(
     name: str,
     responses: Sequence[Response],
 ) -> str:
-    """The page. ``facts``: lines above the tables; ``name``: the algorithm's."""
+    """The HTML page. ``facts``: lines above the tables; ``name``: of the algorithm."""
     blocks = [
         f"<h1>{escape(title)}</h1>",
         *(f"<div>{escape(fact)}</div>" for fact in facts),
@@ -105,7 +105,7 @@ def _span(name: str, token: Token) -> str:
 
 
 def numbers(name: str, token: Token) -> str:
-    """What one sees on pointing at a token."""
+    """The text of a token's tooltip."""
     pairs = [
         f"{quoted(token.text)}, id {token.token_id}, token {token.position}",
         verdict_of(name, token).words,
@@ -124,7 +124,7 @@ def numbers(name: str, token: Token) -> str:
 
 
 def visible(text: str) -> str:
-    """Line ends marked, other characters that don't print as escapes."""
+    """``text`` with line ends marked and unprintable characters as escapes."""
     return "".join(
         "\u23ce\n" if c == "\n" else c if c.isprintable() else repr(c)[1:-1] for c in text
     )

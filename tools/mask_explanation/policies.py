@@ -1,4 +1,4 @@
-"""A policy as a Hugging Face folder, on the CPU: its logits for one response."""
+"""Policies from Hugging Face folders on the CPU, and token ids as text."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_dppo.types import Rollout
 
 
 class Policy:
-    """The model in ``folder`` by transformers, in float32 whatever it was saved in.
+    """The model in ``folder`` by transformers, in float32.
 
-    Raises OSError or ValueError where the folder holds no model that transformers can load.
+    Raises OSError or ValueError if transformers cannot load a model from the folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,8 +30,9 @@ class Policy:
 
     @torch.no_grad()
     def logits(self, rollout: Rollout) -> Tensor:
-        """float32 [P + R, vocabulary]: row t predicts token t + 1. ValueError for an id that the
-        model does not know.
+        """Logits, float32 [P + R, V]; row t predicts token t + 1.
+
+        Raises ValueError for an id outside the model's vocabulary.
         """
         ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
         if int(ids.max()) >= self.vocab_size:
@@ -43,8 +44,8 @@ class Policy:
 
 
 class TokenTexts:
-    """Token ids as text. A token that is only part of a character goes by its name in the
-    vocabulary, an id that the tokenizer does not know by its number.
+    """Token id -> text. A token that is part of a character is shown by its name in the vocabulary,
+    an id that the tokenizer does not know by its number.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:

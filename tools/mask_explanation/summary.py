@@ -1,4 +1,4 @@
-"""What all explained tokens amount to, as tables of strings for the console and the page."""
+"""Summary of all explained tokens: tables of strings for console and page, and the CSV file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron_dppo.metrics.definitions import DEFINITIONS, means
 from megatron_dppo.metrics.sums import MetricSums
 
 FREQUENT = 12
-"""Tokens in a table of the most frequent ones."""
+"""Largest number of rows in a table of the most frequent tokens."""
 LEFT_ALIGNED = frozenset({"", "token", "metric", "meaning", "blocked where", "verdict"})
-"""Columns of words; the others hold numbers."""
+"""Columns of text; the others hold numbers."""
 METRICS = (
     "policy/tokens",
     "policy/abs_prob_gap",
@@ -36,7 +36,7 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the two masks say of a token; ``css``: its class on the page."""
+    """Decision of the two masks about a token; ``css``: its class on the page."""
 
     trains: bool
     ppo_trains: bool
@@ -44,12 +44,12 @@ class Verdict:
     words: str
 
     def holds(self, token: Token) -> bool:
-        """Whether it is this token's."""
+        """Whether this is the token's verdict."""
         return (token.trains, token.ppo_trains) == (self.trains, self.ppo_trains)
 
 
 def verdicts(name: str) -> tuple[Verdict, ...]:
-    """The four, in the words of an algorithm of that name."""
+    """The four possible verdicts, in words that name the algorithm."""
     return (
         Verdict(True, True, "train", "trains"),
         Verdict(False, False, "both", f"blocked by {name}, and by Clip-Higher too"),
@@ -73,7 +73,7 @@ def all_tokens(responses: Iterable[Response]) -> list[Token]:
 
 
 def sheets(name: str, responses: Sequence[Response]) -> list[Sheet]:
-    """Counts, the package's metrics, the most often blocked tokens, and both disagreements."""
+    """All tables: counts, metrics, most often blocked tokens, disagreements with Clip-Higher."""
     tokens = all_tokens(responses)
     _, _, own, ppo = verdicts(name)
     return [
@@ -86,7 +86,7 @@ def sheets(name: str, responses: Sequence[Response]) -> list[Sheet]:
 
 
 def counts(name: str, tokens: Sequence[Token]) -> Sheet:
-    """Tokens by verdict and sign of the advantage."""
+    """Number of tokens by verdict and sign of the advantage."""
     rows = []
     for verdict in verdicts(name):
         own = [t for t in tokens if verdict.holds(t)]
@@ -97,7 +97,7 @@ def counts(name: str, tokens: Sequence[Token]) -> Sheet:
 
 
 def metrics(responses: Iterable[Response]) -> Sheet:
-    """The run's own metrics, over the explained tokens."""
+    """The run's metrics, computed over the explained tokens."""
     total = MetricSums()
     for response in responses:
         total = total + response.metrics
@@ -107,7 +107,7 @@ def metrics(responses: Iterable[Response]) -> Sheet:
 
 
 def frequent(title: str, tokens: Sequence[Token], chosen: Callable[[Token], bool]) -> Sheet:
-    """The token ids that ``chosen`` holds for most often, with means over those occurrences."""
+    """The token ids with the most occurrences for which ``chosen`` is true, with means over these."""
     found: dict[int, list[Token]] = defaultdict(list)
     occurrences: dict[int, int] = defaultdict(int)
     for token in tokens:
@@ -142,7 +142,7 @@ NOTABLE_COLUMNS = (
 
 
 def notable(name: str, tokens: Sequence[Token], count: int) -> Sheet:
-    """``count`` tokens: those that a mask blocks first, the largest Binary TV first among equals."""
+    """``count`` tokens: blocked ones (by either mask) first, then by descending Binary TV."""
     ranked = sorted(tokens, key=lambda t: (t.trains and t.ppo_trains, -t.binary_tv))
     rows = [
         (
@@ -158,23 +158,24 @@ def notable(name: str, tokens: Sequence[Token], count: int) -> Sheet:
 
 
 def verdict_of(name: str, token: Token) -> Verdict:
-    """The one of ``verdicts(name)`` that is the token's."""
+    """The verdict of ``verdicts(name)`` for this token."""
     return next(v for v in verdicts(name) if v.holds(token))
 
 
 def number(value: float | None) -> str:
-    """Four significant digits; a dash for what is not known."""
+    """Four significant digits; a dash for None."""
     return "-" if value is None else f"{value:.4g}"
 
 
 def quoted(text: str) -> str:
-    """As a Python literal: spaces show, and no control character reaches a terminal."""
+    """``text`` as a Python literal: spaces are visible, control characters escaped."""
     return repr(text)
 
 
 def write_csv(path: Path, responses: Sequence[Response]) -> None:
-    """One line a token: problem and sample, then the fields of ``Token``; text as a Python literal,
-    nothing where a number is not known.
+    """Write one line for each token: problem, sample, then the fields of ``Token``.
+
+    Text is a Python literal; unknown numbers are empty.
     """
     columns = ["problem_id", "sample_index", *(f.name for f in fields(Token))]
     with path.open("w", newline="", encoding="utf-8") as file:

@@ -1,3 +1,1 @@
-"""Where the gap between the engine's and the trainer's probabilities comes from; the parts of
-``mismatch_report.py``.
-"""
+"""Modules of ``tools/mismatch_report.py``: measurement by cause, and the figure."""

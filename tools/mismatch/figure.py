@@ -1,5 +1,6 @@
-"""The report's picture: the parts of the gap, and pi / mu and |pi - mu| of every token against mu,
-as in Figure 2 of arXiv 2602.04879.
+"""Figure of the report: parts of the gap, and pi / mu and |pi - mu| of every token against mu.
+
+The token panels are those of Figure 2 of arXiv 2602.04879.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ COLOURS = {
     "numerics": BLUE,
 }
 SMALLEST_GAP = 1e-9
-"""Gaps below it are drawn at it: a logarithmic axis has no zero."""
+"""Smaller gaps are drawn at this value: a logarithmic axis has no zero."""
 NARROWEST_RATIO = 1.001
-"""The axis of pi / mu reaches at least from 1 / this to this, or rounding would fill it."""
+"""The axis of pi / mu covers at least 1 / this to this; else rounding would fill it."""
 WIDE_RATIO = 4.0
-"""Ratios beyond it, either way, are drawn on a logarithmic axis."""
+"""If a ratio is above this or below 1 / this, the axis is logarithmic."""
 GROUPS, FEWEST = 16, 50
-"""A percentile is drawn over so many groups of tokens at most, each of so many at least."""
+"""Percentiles: largest number of groups of tokens, smallest number of tokens in a group."""
 DARKENING = LinearSegmentedColormap.from_list("tokens", ["#9ecae1", "#08306b"])
 
 
@@ -43,10 +44,16 @@ def draw(
     measured: Sequence[Measured],
     rollout_log_probs: np.ndarray,
 ) -> None:
-    """Write the PNG: a row of bars, then two panels for the first and for the last rung in the run's
-    type.
+    """Write the PNG: a row of bars, then two panels for each of two passes in the run's dtype.
 
-    ``rollout_log_probs`` [tokens]: log mu.
+    The passes are the first (nothing fixed) and the last (all causes fixed but numerics).
+
+    Args:
+        path: of the PNG.
+        title: of the figure.
+        split: cause -> part of the gap.
+        measured: all passes.
+        rollout_log_probs: [tokens], log mu.
     """
     in_type = [m for m in measured if m.rung.dtype == measured[0].rung.dtype]
     shown = [in_type[0], in_type[-1]] if len(in_type) > 1 else in_type
@@ -73,7 +80,7 @@ def _name(found: Measured, measured: Sequence[Measured]) -> str:
 
 
 def _draw_parts(axes: Axes, split: Mapping[str, float], total: float) -> None:
-    """The ladder as bars: each begins where the gap stands and ends where the fix leaves it."""
+    """Draw one bar for each cause, from the gap before its fix to the gap after it."""
     level = total
     for row, (cause, part) in enumerate(split.items()):
         axes.barh(row, -part, left=level, color=COLOURS[cause], height=0.62)
@@ -116,7 +123,7 @@ def _draw_gap(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, mean: float) -
 def _density(
     axes: Axes, log_mu: np.ndarray, values: np.ndarray, scale: Literal["log", "linear"]
 ) -> None:
-    """Tokens as hexagons, darker where there are more."""
+    """Draw the density of tokens as hexagons, darker for more tokens."""
     axes.hexbin(
         np.exp(log_mu), values, xscale="log", yscale=scale, bins="log", gridsize=48,
         cmap=DARKENING, mincnt=1, linewidths=0.2,

@@ -1,8 +1,8 @@
-"""The trainer's probabilities of the same responses, with one more cause of a gap fixed at a time.
+"""Measurement of the gap by cause: passes over the batch, each with one more cause fixed.
 
-Each rung is a pass of the real Trainer over the batch. The gap is mean |pi - mu| over the response
-tokens; what it falls by from one rung to the next is that cause's part, and what the last rung
-leaves is numerics: kernels, order of summation and rounding.
+A rung of this ladder is one pass of the real Trainer over the batch. The gap is mean |pi - mu| over
+the response tokens; its decrease from one rung to the next is that cause's part. The gap of the last
+rung is numerics: kernels, order of summation and rounding.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ START = "nothing fixed"
 
 @dataclass(frozen=True)
 class Rung:
-    """One way to compute pi. ``fixes``: the cause that this rung removes, beside those before it."""
+    """Settings of one pass; ``fixes``: the cause that it removes in addition to those before it."""
 
     fixes: str
     weights: Path
@@ -46,11 +46,15 @@ class Rung:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rung found. ``log_probs`` [tokens]: log pi of the response tokens, in the batch's order.
+    """Results of one pass.
 
-    ``gap``: mean |pi - mu|. ``moved``: mean |pi - pi of the rung before|, which a change that cancels
-    another's does not hide. ``ratio_low``, ``ratio_high``: 1st and 99th percentile of pi / mu.
-    ``agreement``: share of recorded tokens x layers that route naturally as the engine did.
+    Attributes:
+        rung: its settings.
+        gap, gap_p99, gap_max: mean, 99th percentile and maximum of |pi - mu|.
+        moved: mean |pi - pi of the pass before|; shows also changes that cancel in ``gap``.
+        ratio_low, ratio_high: 1st and 99th percentile of pi / mu.
+        agreement: share of recorded tokens x layers whose natural routing is the engine's.
+        log_probs: float64 [tokens], log pi of the response tokens in the batch's order.
     """
 
     rung: Rung
@@ -64,16 +68,20 @@ class Measured:
     log_probs: Tensor = field(repr=False)
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the tokens."""
+        """All values except ``log_probs``."""
         rung = {**asdict(self.rung), "weights": str(self.rung.weights)}
         values = {k: v for k, v in vars(self).items() if k not in ("rung", "log_probs")}
         return {**rung, **values}
 
 
 def rungs(config: TrainConfig, *, rollout_policy: Path, policy: Path, recorded: bool) -> list[Rung]:
-    """The ladder that this batch has: a cause which can't be there has no rung.
+    """The passes for this batch; a cause that is not possible has none.
 
-    ``policy``: the trainer's weights now. ``recorded``: some response has recorded routing.
+    Args:
+        config: of the run.
+        rollout_policy: folder of the weights that sampled the batch.
+        policy: folder of the trainer's weights now.
+        recorded: whether a response has recorded routing.
     """
     dtype, temperature = config.model.dtype, config.temperature
     found = [Rung(START, policy, 1.0, False, dtype)]
@@ -88,12 +96,12 @@ def rungs(config: TrainConfig, *, rollout_policy: Path, policy: Path, recorded: 
     return found
 
 
-def climb(
+def measure(
     ladder: Sequence[Rung], config: TrainConfig, rollouts: Sequence[Rollout]
 ) -> Iterator[Measured]:
-    """Measure the rungs in order; a trainer is built only where weights or type change.
+    """Run the passes in order; a new trainer is built only if weights or dtype change.
 
-    Raises ValueError where a model and the batch do not belong together.
+    Raises ValueError if a model does not fit the batch.
     """
     mu = rollout_log_probs(rollouts).exp()
     trainer, built, before = None, None, None
@@ -125,10 +133,10 @@ def climb(
 
 
 def parts(measured: Sequence[Measured]) -> dict[str, float]:
-    """The gap of the first rung, split: what each fix takes away, and ``numerics``, which is left.
+    """Split the gap of the first pass: cause -> decrease by its fix, and ``numerics``: the rest.
 
-    A part is negative where fixing the cause widened the gap. ``precision`` is no part of its own:
-    it tells how much of the numerics a trainer in float32 would take away.
+    A part is negative if the fix increased the gap. ``precision`` is not a part: it shows how much of
+    the numerics a float32 trainer would remove.
     """
     causes = [m for m in measured if m.rung.fixes != "precision"]
     split = {b.rung.fixes: a.gap - b.gap for a, b in pairwise(causes)}
@@ -136,12 +144,12 @@ def parts(measured: Sequence[Measured]) -> dict[str, float]:
 
 
 def rollout_log_probs(rollouts: Sequence[Rollout]) -> Tensor:
-    """log mu of all response tokens, float64 [tokens]."""
+    """log mu of all response tokens, nats, float64 [tokens]."""
     return torch.tensor([p for r in rollouts for p in r.rollout_log_probs], dtype=torch.float64)
 
 
 def _trainer(config: TrainConfig, rung: Rung, rollouts: Sequence[Rollout]) -> Trainer:
-    """The run's model on this one process, with the rung's weights and type."""
+    """A Trainer of the run's model in this one process, with the rung's weights and dtype."""
     recorded = any(r.routed_experts is not None for r in rollouts)
     model = config.model.model_copy(
         update={"hf_checkpoint": str(rung.weights), "dtype": rung.dtype}

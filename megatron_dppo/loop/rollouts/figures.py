@@ -41,7 +41,7 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
     responses = sum(row.responses for row in rows)
     return {
         names.REWARD: sum(row.reward for row in rows) / responses,
-        names.GROUPS_WITHOUT_SPREAD: sum(row.flat for row in rows) / len(rows),
+        names.ZERO_VARIANCE_GROUPS: sum(row.flat for row in rows) / len(rows),
         names.RESPONSE_LENGTH: sum(row.tokens for row in rows) / responses,
         names.TRUNCATED: sum(row.truncated for row in rows) / responses,
         names.TOKENS: sum(row.tokens for row in rows),

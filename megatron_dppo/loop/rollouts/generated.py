@@ -31,7 +31,7 @@ from megatron_dppo.loop.rollouts.zero_variance import GroupQuota, Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.rewards import Verifier
-from megatron_dppo.trainer.distributed import all_gather_json
+from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem, Rollout
 

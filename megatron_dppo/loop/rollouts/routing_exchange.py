@@ -20,7 +20,7 @@ from megatron_dppo.data.routing import usable_rows
 from megatron_dppo.metrics import names
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.distributed import all_gather_json, any_rank
+from megatron_dppo.trainer.collectives import all_gather_json, any_rank
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Rollout
 

@@ -12,7 +12,7 @@ from megatron_dppo.data.rollout_codec import decode, encode
 from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.loop.rollouts.routing_exchange import keep_routing, without_routing
 from megatron_dppo.rewards import Verifier
-from megatron_dppo.trainer.distributed import broadcast_bytes
+from megatron_dppo.trainer.collectives import broadcast_bytes
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem, Rollout
 

@@ -1,4 +1,4 @@
-"""Megatron-Core without CUDA: what replaces the GPU's runtime and Transformer Engine.
+"""Megatron-Core without CUDA: replacements of the CUDA runtime and of Transformer Engine's layers.
 
-Imported by trainer/platform.py alone.
+Imported only by trainer/platform.py.
 """

@@ -17,33 +17,36 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 _SHORT = 32
-"""Tokens; up to this length sequences share one batch, however padded: a call costs more."""
+"""Tokens; shorter sequences share one batch, however much padded: a call costs more than padding."""
 
 
 class Bucket(NamedTuple):
-    """Sequences of like length, attended as one padded batch."""
+    """Sequences of similar length, computed as one padded batch."""
 
     gather: Tensor
-    """int64 [n * longest]; the packed token in each place; in padding, its sequence's first."""
+    """int64 [sequences * longest]; index of the packed token at each position; in padding, the index
+    of the sequence's first token.
+    """
     sequences: int
     longest: int
 
 
 class AttentionPlan(NamedTuple):
-    """How a pack is cut into buckets, and back."""
+    """Indices that turn a pack into padded buckets and the outputs back into a pack."""
 
     buckets: tuple[Bucket, ...]
     scatter: Tensor
-    """int64 [T]; the row of the concatenated padded outputs that belongs to each packed token."""
+    """int64 [T]; for each packed token, its row in the concatenated padded outputs."""
 
 
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
-    """Plan of the sequences between ``cu_seqlens`` [S + 1]; kept while that tensor lives.
+    """Plan for the sequences with boundaries ``cu_seqlens`` [S + 1]; cached as long as that tensor.
 
-    A bucket holds sequences at least half as long as its longest, or all of the short ones.
+    The sequences of a bucket are at least half as long as its longest; one bucket holds all short
+    ones (up to ``_SHORT`` tokens).
     """
     plan = _plans.get(cu_seqlens)
     if plan is None:
@@ -77,10 +80,10 @@ def _plan(bounds: list[int]) -> AttentionPlan:
 def packed_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float | None
 ) -> Tensor:
-    """softmax(q k^T * scale, causal in each sequence) v: q [T, H, D], k, v [T, G, D] -> [T, H, D].
+    """softmax(q k^T * scale) v, causal within each sequence: q [T, H, D], k, v [T, G, D] -> [T, H, D].
 
-    Padding follows the tokens of its sequence, so under the causal mask no token attends to it, and
-    its own output rows are dropped: its gradient is exactly zero.
+    Padding comes after the tokens of its sequence, so under the causal mask no token attends to it;
+    its own outputs are dropped. So its gradient is exactly zero.
     """
     outputs = []
     for gather, sequences, longest in plan.buckets:
@@ -96,7 +99,7 @@ def packed_causal_attention(
 
 
 class TorchAttention(MegatronModule):
-    """Core attention in place of Transformer Engine's: packed (thd) inputs, causal, no dropout."""
+    """Core attention that replaces Transformer Engine's: packed (thd) inputs, causal, no dropout."""
 
     def __init__(
         self,
@@ -126,7 +129,7 @@ class TorchAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """[T, H, D] and twice [T, G, D] -> [T, H * D]."""
+        """query [T, H, D], key and value [T, G, D] -> [T, H * D]."""
         if packed_seq_params is None:
             raise ValueError("sequences come packed: packed_seq_params is missing")
         plan = attention_plan(packed_seq_params.cu_seqlens_q)

@@ -1,8 +1,8 @@
-"""A decoder of torch modules whose parameter names equal those of the Transformer Engine spec.
+"""Layer spec of torch modules with the parameter names of the Transformer Engine spec.
 
-Checkpoints, conversion and weight synchronisation are therefore one code on a CPU and on a GPU.
-Everything is Megatron-Core's own class (TransformerLayer, SelfAttention, MLP, MoELayer,
-TEGroupedMLP, the tensor-parallel linears) but the four modules here and TorchAttention.
+So checkpoints, conversion and weight updates use the same code on CPU and GPU. All classes are
+Megatron-Core's own (TransformerLayer, SelfAttention, MLP, MoELayer, TEGroupedMLP, tensor-parallel
+linears) except the four modules here and TorchAttention.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from megatron_dppo.trainer.cpu.attention import TorchAttention
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * weight; under SP its gradient is summed over TP."""
+    """x / sqrt(mean(x^2) + eps) * weight; with SP the weight's gradient is summed over TP."""
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any
@@ -53,7 +53,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class NormColumnParallelLinear(ColumnParallelLinear):
-    """TELayerNormColumnParallelLinear: RMSNorm (``layer_norm_weight``), then the linear."""
+    """RMSNorm (``layer_norm_weight``), then the linear; replaces TELayerNormColumnParallelLinear."""
 
     def __init__(
         self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
@@ -69,7 +69,9 @@ class NormColumnParallelLinear(ColumnParallelLinear):
 
 
 class ColumnGroupedLinear(torch.nn.Module):
-    """TEColumnParallelGroupedLinear: ``weight0`` .. [out / ETP, in], one for each local expert."""
+    """One linear ``weight<i>`` [out / ETP, in] for each local expert i; replaces
+    TEColumnParallelGroupedLinear.
+    """
 
     partition_dim: ClassVar[int] = 0
 
@@ -105,7 +107,7 @@ class ColumnGroupedLinear(torch.nn.Module):
             self.register_parameter(f"weight{i}", weight)
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, None]:
-        """x [tokens, in] by expert, ``m_splits`` for each -> [tokens, out / ETP], no bias."""
+        """x [tokens, in], sorted by expert, ``m_splits`` tokens for each -> ([tokens, out / ETP], None)."""
         parts = x.split(m_splits)
         return torch.cat(
             [F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
@@ -114,7 +116,7 @@ class ColumnGroupedLinear(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> ShardedStateDict:
-        """A sharded tensor for each expert along an axis of experts, as Transformer Engine's."""
+        """One sharded tensor for each expert along an expert axis, as in Transformer Engine."""
         n, ep, out = self.num_gemms, self.groups.ep, {}
         for i in range(n):
             expert = (len(sharded_offsets), ep.rank() * n + i, ep.size() * n)
@@ -132,13 +134,15 @@ class ColumnGroupedLinear(torch.nn.Module):
 
 
 class RowGroupedLinear(ColumnGroupedLinear):
-    """TERowParallelGroupedLinear: ``weight0`` ... [out, in / ETP]."""
+    """One linear ``weight<i>`` [out, in / ETP] for each local expert; replaces
+    TERowParallelGroupedLinear.
+    """
 
     partition_dim: ClassVar[int] = 1
 
 
 class TorchSpecProvider(LocalSpecProvider):
-    """Which class stands for each of Transformer Engine's."""
+    """Selects the replacement of each Transformer Engine class."""
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
@@ -163,7 +167,7 @@ class TorchSpecProvider(LocalSpecProvider):
 def decoder_spec(
     config: TransformerConfig, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """Layers of this rank's chunk, dense or with experts as ``config.moe_layer_freq`` says."""
+    """Layer specs of this rank's chunk; ``config.moe_layer_freq`` selects dense or MoE layers."""
     provider = TorchSpecProvider()
     specs = {moe: _layer_spec(provider, config, moe) for moe in (True, False)}
     frequency = config.moe_layer_freq

@@ -1,12 +1,12 @@
-"""Let Megatron-Core run without CUDA: ``install()`` before the first import of ``megatron.core``.
+"""Shim that runs Megatron-Core without CUDA: ``install()`` before the first ``import megatron.core``.
 
-Megatron-Core names its device in literals (``device="cuda"``, ``"torch.cuda.FloatTensor"``) and in
-calls of ``torch.cuda``. The literals are rewritten in the code objects of megatron's own modules as
-they are imported, so torch's functions stay as they are for everybody else in the process. The
-torch.cuda functions, which can only raise on such a machine, are answered by the CPU.
+Megatron-Core selects its device by literals (``device="cuda"``, ``"torch.cuda.FloatTensor"``) and by
+calls of ``torch.cuda``. The literals are replaced in the code objects of megatron's own modules at
+import, so torch is unchanged for other libraries. The torch.cuda functions, which could only raise
+on such a machine, get CPU implementations.
 
-Wrapping torch's factory functions, or a TorchFunctionMode, would be shorter and wrong: the first
-changes the results of other libraries, the second is off in other threads and inside backward.
+Wrapping torch's factory functions would change the results of other libraries; a TorchFunctionMode
+is not active in other threads and inside backward.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LITERALS = {
 
 
 def _on_cpu(constant: Any) -> Any:
-    """``constant`` of a code object with the CUDA literals in it replaced, at any depth."""
+    """Replace the CUDA literals in a constant of a code object, recursively."""
     if isinstance(constant, types.CodeType):
         return constant.replace(co_consts=tuple(map(_on_cpu, constant.co_consts)))
     if isinstance(constant, (tuple, frozenset)):
@@ -47,7 +47,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == "megatron.core.jit":
-            module.disable_jit_fuser()  # it is torch.compile: minutes of C++ builds for these sizes
+            module.disable_jit_fuser()  # torch.compile: minutes of C++ builds, no gain at these sizes
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -66,7 +66,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Stream:
-    """A CUDA stream or event where everything happens in order: every method does nothing."""
+    """Replacement of a CUDA stream or event; its methods do nothing, as execution is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -85,7 +85,7 @@ class _Stream:
 
 
 def install() -> None:
-    """Answer for CUDA, once. Raises RuntimeError where megatron.core was imported before."""
+    """Install the shim; repeated calls do nothing. RuntimeError if megatron.core is already loaded."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     if "megatron.core" in sys.modules:
@@ -94,20 +94,21 @@ def install() -> None:
         )
     sys.meta_path.insert(0, _Finder())
     _silence_warnings()
-    _answer_torch_cuda()
-    _mend_megatron()
+    _replace_torch_cuda()
+    _patch_megatron()
 
 
 def _silence_warnings() -> None:
-    """What megatron.core says at import and in every step of libraries that are absent here."""
+    """Hide megatron.core's warnings about GPU libraries that are not installed here."""
     for message in ("Transformer Engine", "Apex", "CUDA_DEVICE_MAX_CONNECTIONS", "full scope is"):
         warnings.filterwarnings("ignore", f".*{message}", UserWarning, r"megatron\.core\b.*")
     warnings.filterwarnings("ignore", r".*`torch\.distributed\.", FutureWarning, r"torch\..*")
 
 
-def _answer_torch_cuda() -> None:
+def _replace_torch_cuda() -> None:
+    """Give the torch.cuda functions that megatron.core calls a CPU implementation."""
     stream = _Stream()
-    answers = {
+    replacements = {
         "current_device": lambda: CPU,  # megatron uses it only as a `device=`
         "synchronize": lambda *a: None,
         "empty_cache": lambda *a: None,
@@ -119,33 +120,33 @@ def _answer_torch_cuda() -> None:
         "manual_seed": torch.default_generator.manual_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
     }
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
+    for name, replacement in replacements.items():
+        setattr(torch.cuda, name, replacement)
     torch.Tensor.cuda = lambda self, *a, **k: self  # type: ignore[method-assign]
 
 
-def _mend_megatron() -> None:
-    """Places of megatron-core 0.16.1 that the rewriting of literals does not reach."""
+def _patch_megatron() -> None:
+    """Patch the places of megatron-core 0.16.1 that replacing literals does not cover."""
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.tensor_parallel import mappings, random
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
-    # Without these the states are queued until CUDA starts, and tracker forks silently do nothing.
+    # Without these, states are queued until CUDA starts and tracker forks have no effect.
     random._get_cuda_rng_state = lambda device=None, clone=False, graph_safe=False: (
         torch.get_rng_state()
     )
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(
         state
     )
-    # A name that is only bound where Transformer Engine is.
+    # This name is defined only if Transformer Engine is installed.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    # Only CUDA tensors were turned into lists of all-to-all split sizes.
+    # Megatron-Core converts only CUDA tensors to lists of all-to-all split sizes.
     token_dispatcher.maybe_move_tensor_to_cpu = _split_sizes
-    # Gloo gathers and scatters equal parts only; experts' tokens come in unequal ones.
+    # Gloo gathers and scatters parts of equal size only; tokens of experts have unequal sizes.
     mappings._gather_along_first_dim = _gathering(mappings._gather_along_first_dim)
     mappings._reduce_scatter_along_first_dim = _scattering(mappings._reduce_scatter_along_first_dim)
-    # It slices once a sequence in every layer: too slow for hundreds of short sequences.
+    # The original slices each sequence in every layer: too slow for hundreds of short sequences.
     rope_utils._apply_rotary_pos_emb_thd = _rotary_thd
 
 
@@ -154,7 +155,7 @@ def _split_sizes(tensor: Any, as_numpy: bool = False, record_stream: bool = Fals
 
 
 def _gathering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``_gather_along_first_dim`` that pads unequal parts to the largest."""
+    """``_gather_along_first_dim`` for unequal parts: padded to the largest, then cut."""
 
     def gather(
         input_: torch.Tensor,
@@ -173,7 +174,7 @@ def _gathering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.
 
 
 def _scattering(equal_parts: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``_reduce_scatter_along_first_dim`` that pads unequal parts to the largest."""
+    """``_reduce_scatter_along_first_dim`` for unequal parts: padded to the largest, then cut."""
 
     def scatter(
         input_: torch.Tensor,

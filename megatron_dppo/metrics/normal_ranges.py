@@ -1,8 +1,8 @@
-"""Is this figure normal? What to expect of each figure that people worry about.
+"""Normal ranges of the metrics that show whether a run is healthy, and the check against them.
 
-Ranges whose text says "chosen bound" are this project's judgement, as are the factors for sudden
-changes; the rest are published for DPPO (arXiv 2602.04879) or follow from the arithmetic. They are
-there to draw the eye, and nothing acts on them.
+Ranges whose text says "chosen bound", and the factors for sudden changes, are this project's
+choice; the others are published for DPPO (arXiv 2602.04879) or follow from the arithmetic. A figure
+outside its range is marked and explained; it changes nothing in the run.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ from megatron_dppo.metrics import names
 
 Dtype = Literal["float32", "bfloat16"]
 HISTORY = 5
-"""Earlier steps whose mean a figure is compared with, where it is its change that matters."""
+"""Number of earlier steps whose mean a figure is compared with to detect a sudden change."""
 
 
 @dataclass(frozen=True)
-class Expectation:
-    """What to expect of one metric.
+class NormalRange:
+    """The normal range of one metric.
 
-    ``low``, ``high``: bounds, both normal values; infinite where there is none. ``high_bf16``: the
-    upper bound in bf16, where rounding moves it. ``most_drop``, ``most_rise``: smallest and
-    largest normal ratio to the mean of the last five steps. ``why``: what lies behind a figure
-    outside the range, and what to look at.
+    Attributes:
+        metric, label: the metric's name, and its name for people.
+        why: likely causes of a figure outside the range, and what to check.
+        low, high: bounds (inclusive); infinite where there is none.
+        high_bf16: upper bound in bfloat16, where rounding makes it larger.
+        most_drop, most_rise: smallest and largest normal ratio to the mean of the last
+            ``HISTORY`` steps.
     """
 
     metric: str
@@ -45,11 +48,11 @@ class Expectation:
         return self.high_bf16 if dtype == "bfloat16" and self.high_bf16 is not None else self.high
 
     def show(self, value: float) -> str:
-        """``value`` with the metric's unit."""
+        """``value`` as text with the metric's unit."""
         return f"{100 * value:.3g}%" if self.metric in names.SHARES else f"{value:.3g}"
 
     def range_text(self, dtype: Dtype) -> str:
-        """The range in words, empty where only the change matters."""
+        """The range as text; empty where the metric has no bounds."""
         low, high = self.low, self.upper(dtype)
         if math.isfinite(low) and math.isfinite(high):
             return f"{self.show(low)} to {self.show(high)}"
@@ -58,8 +61,8 @@ class Expectation:
         return f"at least {self.show(low)}" if math.isfinite(low) else ""
 
 
-EXPECTATIONS: tuple[Expectation, ...] = (
-    Expectation(
+NORMAL_RANGES: tuple[NormalRange, ...] = (
+    NormalRange(
         names.GAP_ON_POLICY,
         "|pi-mu| at equal weights",
         "Trainer and engine disagree about the same tokens under the same weights: a weight "
@@ -68,7 +71,7 @@ EXPECTATIONS: tuple[Expectation, ...] = (
         high=1e-4,
         high_bf16=5e-3,
     ),
-    Expectation(
+    NormalRange(
         names.ROUTING_AGREEMENT,
         "natural routing as the engine's",
         "The trainer's routers would choose other experts than the engine recorded. Rounding in "
@@ -76,7 +79,7 @@ EXPECTATIONS: tuple[Expectation, ...] = (
         "layers, tokens or weights. Chosen bound.",
         low=0.75,
     ),
-    Expectation(
+    NormalRange(
         names.GAP,
         "mean |pi-mu| of the step",
         "The policy moves far within one rollout batch (stable DPPO runs stay near 0.004): a "
@@ -84,7 +87,7 @@ EXPECTATIONS: tuple[Expectation, ...] = (
         "weights is just as large, look there first. Chosen bound.",
         high=0.02,
     ),
-    Expectation(
+    NormalRange(
         names.MASKED_POSITIVE,
         "masked tokens of positive advantage",
         "The trust region blocks more than the rare tokens it is meant for (Binary-TV at "
@@ -92,55 +95,55 @@ EXPECTATIONS: tuple[Expectation, ...] = (
         "another divergence. Ratio clips block more than DPPO.",
         high=0.01,
     ),
-    Expectation(
+    NormalRange(
         names.MASKED_NEGATIVE,
         "masked tokens of negative advantage",
         "As for positive advantages; on this side it is what keeps unlikely tokens from being "
         "pushed to zero.",
         high=0.01,
     ),
-    Expectation(
+    NormalRange(
         names.BAD_UPDATE,
         "bad updates (A<0 and mu-pi >= 0.5)",
         "Tokens the engine was sure of lost half of their probability: the mark of a run about "
         "to collapse. Stable runs stay at or below 0.5%.",
         high=0.005,
     ),
-    Expectation(
+    NormalRange(
         names.CAP_HIT,
         "tokens at the ratio cap",
         "Importance ratios are cut on many tokens: the batch is far off-policy. Chosen bound.",
         high=0.01,
     ),
-    Expectation(
+    NormalRange(
         names.TOPK_MASS,
         "mass of the engine's top K",
         "The top-K ids hold little of the distribution, so the Top-K divergence is coarse: a "
         "larger K, or a lower temperature.",
         low=0.99,
     ),
-    Expectation(
+    NormalRange(
         names.ENTROPY,
         "entropy",
         "It should fall slowly. A cliff is a collapse: a group's responses become alike and "
         "nothing more is learnt.",
         most_drop=0.4,
     ),
-    Expectation(
+    NormalRange(
         names.GRAD_NORM,
         "gradient norm",
         "A jump to several times its recent size: a few tokens dominate the batch. Clipping "
         "bounds one such step; many in a row come before a collapse.",
         most_rise=5.0,
     ),
-    Expectation(
-        names.GROUPS_WITHOUT_SPREAD,
+    NormalRange(
+        names.ZERO_VARIANCE_GROUPS,
         "groups whose responses all earn the same",
         "Such groups have no advantage and teach nothing: the problems are too easy or too "
         "hard. Chosen bound.",
         high=0.8,
     ),
-    Expectation(
+    NormalRange(
         names.TRUNCATED,
         "truncated responses",
         "Many responses hit the length limit: raise rollout.max_response_tokens, or see whether "
@@ -149,32 +152,32 @@ EXPECTATIONS: tuple[Expectation, ...] = (
     ),
 )
 
-BY_METRIC: dict[str, Expectation] = {item.metric: item for item in EXPECTATIONS}
+BY_METRIC: dict[str, NormalRange] = {item.metric: item for item in NORMAL_RANGES}
 
 
 class NormalityCheck:
-    """Compares every step's figures with what is expected, remembering the steps before."""
+    """Compares each step's metrics with their normal ranges and with the steps before."""
 
     def __init__(self, dtype: Dtype) -> None:
         self.dtype = dtype
         self._history: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def step(self, values: Mapping[str, float]) -> dict[str, str]:
-        """Metric -> what is odd about it in this step; normal metrics are left out."""
-        odd: dict[str, str] = {}
-        for item in EXPECTATIONS:
+        """Compare one step; returns metric -> finding, for the unusual metrics only."""
+        unusual: dict[str, str] = {}
+        for item in NORMAL_RANGES:
             value = values.get(item.metric)
             if value is None:
                 continue
             finding = self._judge(item, value)
             if finding:
-                odd[item.metric] = f"{item.label} {item.show(value)}: {finding}"
+                unusual[item.metric] = f"{item.label} {item.show(value)}: {finding}"
             if math.isfinite(value):
                 self._history[item.metric].append(value)
-        return odd
+        return unusual
 
-    def _judge(self, item: Expectation, value: float) -> str:
-        """What is odd about ``value``; empty where nothing is."""
+    def _judge(self, item: NormalRange, value: float) -> str:
+        """The finding about ``value``; empty if it is normal."""
         if not math.isfinite(value):
             return "not a finite number"
         if not item.low <= value <= item.upper(self.dtype):

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.trainer.checkpoint_store import (
+from megatron_dppo.trainer.checkpoint_directory import (
     CheckpointDirectory,
     check_content,
     check_sizes,

@@ -1,6 +1,6 @@
-"""One readable line a step on the terminal, with a word on whatever looks unusual.
+"""The table on the console: one row for each step, and an explanation of unusual figures.
 
-Piped into a file the same lines come without colours, control codes or folding.
+Written to a file or a pipe, the rows have no colours, no control codes and no line breaks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from megatron_dppo.logging import shared_console
 from megatron_dppo.metrics import names
-from megatron_dppo.metrics.expectations import BY_METRIC, Dtype, NormalityCheck
+from megatron_dppo.metrics.normal_ranges import BY_METRIC, Dtype, NormalityCheck
 from megatron_dppo.metrics.records import mean_accuracy
 
 HEADER_EVERY = 20
@@ -22,10 +22,14 @@ HEADER_EVERY = 20
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of the line: two header words, its width, and how its metric is shown.
+    """One column of the table.
 
-    ``metric`` also names the expectation that marks the figure; ``value`` computes figures made of
-    several metrics.
+    Attributes:
+        top, bottom: the two lines of the header.
+        width: in characters.
+        show: formats the value.
+        metric: the metric that is shown, and whose normal range marks the figure.
+        value: computes a figure from several metrics; replaces ``metric``.
     """
 
     top: str
@@ -36,18 +40,18 @@ class Column:
     value: Callable[[Mapping[str, float]], float | None] | None = None
 
     def read(self, values: Mapping[str, float]) -> float | None:
-        """The figure of this step, None where it was not measured."""
+        """The value of this column in one step; None if it was not measured."""
         return self.value(values) if self.value else values.get(self.metric)
 
 
 def total_seconds(values: Mapping[str, float]) -> float | None:
-    """Wall-clock seconds of the step: the sum of its phases."""
+    """Wall-clock seconds of the step: the sum of its phases; None if no phase was timed."""
     phases = [value for name, value in values.items() if names.phase_of(name) is not None]
     return sum(phases) if phases else None
 
 
 def _percent(value: float) -> str:
-    """Two decimals below 10%, one above: 0.02%, 12.5%."""
+    """Percent with two decimals below 10%, one from 10% on: 0.02%, 12.5%."""
     return f"{100 * value:.2f}%" if abs(value) < 0.1 else f"{100 * value:.1f}%"
 
 
@@ -82,12 +86,16 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-class StepConsole:
-    """Prints a line for each step and explains what is unusual, once for each figure.
+class StepTable:
+    """Prints one row for each step; marks unusual figures with ``!`` and explains each once.
 
-    A header comes every twenty lines. ``dtype``: the policy's, which sets the expected ranges.
-    ``total_steps``: of the whole run. ``explain``: print the explanations; figures outside their
-    range are marked with ``!`` either way.
+    The header is repeated every ``HEADER_EVERY`` rows.
+
+    Args:
+        dtype: of the policy; selects the normal ranges.
+        total_steps: of the whole run.
+        explain: print the explanations; figures are marked either way.
+        console: where to print; default: the process's shared console.
     """
 
     def __init__(
@@ -107,33 +115,33 @@ class StepConsole:
         self._step_width = 2 * len(str(total_steps)) + 1
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Print ``step`` with its metrics as they are written to the metrics file."""
-        odd = self._check.step(values)
+        """Print the row of ``step``; ``values``: metric name -> value, as in the metrics file."""
+        unusual = self._check.step(values)
         if self._lines % HEADER_EVERY == 0:
             self._print(self._header())
         self._lines += 1
-        self._print(self._line(step, values, odd))
+        self._print(self._row(step, values, unusual))
         if self._explain:
-            for metric in [name for name in odd if name not in self._explained]:
+            for metric in [name for name in unusual if name not in self._explained]:
                 self._explained.add(metric)
-                self._print(Text(f"  ! {odd[metric]}. {BY_METRIC[metric].why}", style="yellow"))
+                self._print(Text(f"  ! {unusual[metric]}. {BY_METRIC[metric].why}", style="yellow"))
 
     def _header(self) -> Text:
         top = ["".rjust(self._step_width), *(c.top.rjust(c.width) for c in COLUMNS)]
         bottom = ["step".rjust(self._step_width), *(c.bottom.rjust(c.width) for c in COLUMNS)]
         return Text("\n".join(" ".join(row).rstrip() for row in (top, bottom)), style="bold")
 
-    def _line(self, step: int, values: Mapping[str, float], odd: Mapping[str, str]) -> Text:
+    def _row(self, step: int, values: Mapping[str, float], unusual: Mapping[str, str]) -> Text:
         line = Text(f"{step}/{self._total}".rjust(self._step_width) + " ")
         for column in COLUMNS:
             value = column.read(values)
             shown = "" if value is None else column.show(value) if math.isfinite(value) else "nan"
-            unusual = column.metric in odd
-            cell = shown.rjust(column.width) + ("!" if unusual else " ")
-            line.append(cell, style="yellow" if unusual else "")
+            marked = column.metric in unusual
+            cell = shown.rjust(column.width) + ("!" if marked else " ")
+            line.append(cell, style="yellow" if marked else "")
         line.rstrip()
         return line
 
     def _print(self, text: Text) -> None:
-        """Print without folding; outside a terminal rich would fold at 80 columns."""
+        """Print without line breaks; outside a terminal rich would break at 80 columns."""
         self._console.print(text, soft_wrap=True)

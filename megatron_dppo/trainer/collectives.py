@@ -1,4 +1,4 @@
-"""Plain values between ranks: JSON in byte tensors, never pickles."""
+"""Collectives of plain values between ranks: JSON in byte tensors, no pickle."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron_dppo.trainer import platform
 
 
 def broadcast_json(value: Any, src: int, group: ProcessGroup | None = None) -> Any:
-    """``value`` of global rank ``src``, on every rank of ``group`` (None: all ranks).
+    """Broadcast ``value`` of global rank ``src`` to every rank of ``group`` (None: all ranks).
 
-    Other ranks' ``value`` is ignored. What comes back went through JSON on every rank alike:
-    tuples are lists and keys are strings.
+    The ``value`` of other ranks is ignored. The result went through JSON on every rank, ``src``
+    included: tuples become lists, keys become strings.
     """
     return json.loads(broadcast_bytes(json.dumps(value).encode(), src, group))
 
 
 def broadcast_bytes(data: bytes, src: int, group: ProcessGroup | None = None) -> bytes:
-    """``data`` of global rank ``src``, on every rank of ``group``; other ranks' is ignored."""
+    """Broadcast ``data`` of global rank ``src`` to every rank of ``group``; others' is ignored."""
     device = platform.current().device
     own = dist.get_rank() == src
     size = torch.tensor([len(data)], device=device)
@@ -40,7 +40,7 @@ def broadcast_bytes(data: bytes, src: int, group: ProcessGroup | None = None) ->
 
 
 def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's ``value`` in the order of ranks in ``group``, on every rank; through JSON."""
+    """Gather the ``value`` of every rank of ``group``, through JSON, in the order of its ranks."""
     device = platform.current().device
     data = _encode(value).to(device)
     sizes = [
@@ -56,9 +56,9 @@ def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
 
 
 def agree(value: Any, what: str, group: ProcessGroup | None = None) -> None:
-    """Raise ValueError on every rank unless ``value`` is the same on all of ``group``.
+    """Raise ValueError on every rank unless ``value`` is the same on all ranks of ``group``.
 
-    One small all-reduce of a digest; the values themselves travel only into the error.
+    One all-reduce of a digest; the values are gathered only for the error message.
     """
     digest = int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:7], "big")
     bounds = torch.tensor([digest, -digest], device=platform.current().device)

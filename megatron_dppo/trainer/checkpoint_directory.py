@@ -1,12 +1,12 @@
-"""Checkpoint folders on the disk: what is complete, what is left over, and what may be deleted.
+"""Checkpoint folders of a run: complete ones, leftovers of crashes, publishing and deletion.
 
     checkpoints/step_000020/               complete: its manifest names every file with its size
     checkpoints/step_000040.partial-7/     being written, or left by a crash
-    checkpoints/step_000040.replaced-7/    an older folder of that step, about to be deleted
+    checkpoints/step_000040.replaced-7/    an older folder of that step, to be deleted
 
-A checkpoint is written into a partial folder, its manifest last, everything synced to the disk, and
-then renamed. So a folder of the first form is whole, whenever the writer died. Nothing here is
-collective: global rank 0 calls it.
+A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed, so
+a folder of the first form is complete even if the writer crashed. Not collective: global rank 0
+calls these functions.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _LEFTOVER = re.compile(r"step_\d+\.(?:partial|replaced)-(\d+)")
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A complete checkpoint. ``serial``: how many saves began in this directory up to it."""
+    """A checkpoint folder. ``serial``: number of the save in its directory, from 1."""
 
     path: Path
     step: int
     serial: int
 
     def to_json(self) -> list[Any]:
-        """For another rank."""
+        """Plain JSON, to send to another rank."""
         return [str(self.path), self.step, self.serial]
 
     @classmethod
@@ -51,10 +51,10 @@ class StoredCheckpoint:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one run, of which the ``keep`` last written ones stay.
+    """The checkpoint folders of one run; the ``keep`` last written are kept.
 
-    "Last written", not "of the highest step": a run that started again from an earlier step in the
-    same directory resumes from its own checkpoints.
+    Ordered by ``serial``, not by step: a run that restarted from an earlier step in the same
+    directory resumes from its own checkpoints.
     """
 
     def __init__(self, directory: str | Path, keep: int) -> None:
@@ -64,10 +64,9 @@ class CheckpointDirectory:
         self.keep = keep
 
     def complete(self) -> list[StoredCheckpoint]:
-        """Complete checkpoints, the last written one at the end.
+        """Complete checkpoints, in the order of writing.
 
-        A folder that looks published but whose files are missing or have other sizes is left alone
-        and logged.
+        A published folder whose files are missing or have other sizes is logged and skipped.
         """
         found = []
         for path in self._folders():
@@ -82,7 +81,7 @@ class CheckpointDirectory:
         return sorted(found, key=lambda stored: stored.serial)
 
     def begin(self, step: int) -> StoredCheckpoint:
-        """A new partial folder for ``step``, after the leftovers of dead saves were removed."""
+        """Remove leftovers of crashed saves; make and return a new partial folder for ``step``."""
         self.directory.mkdir(parents=True, exist_ok=True)
         serial = 1 + max([stored.serial for stored in self.complete()], default=0)
         for path in self._folders():
@@ -95,9 +94,9 @@ class CheckpointDirectory:
         return StoredCheckpoint(folder, step, serial)
 
     def publish(self, partial: StoredCheckpoint, manifest: dict[str, Any]) -> Path:
-        """Write the manifest and give the folder its name.
+        """Write the manifest and rename the folder to its final name, which is returned.
 
-        ``manifest["files"]`` must name every file, all of which are on the disk already.
+        ``manifest["files"]`` must name every file; all of them must be on the disk already.
         """
         write_manifest(partial.path, {**manifest, "step": partial.step, "serial": partial.serial})
         _sync(partial.path)
@@ -110,9 +109,9 @@ class CheckpointDirectory:
         return target
 
     def prune(self) -> None:
-        """Delete what a newer checkpoint replaces: all but the ``keep`` last written ones.
+        """Delete all but the ``keep`` last written checkpoints.
 
-        The folder is renamed first, so that a half deleted one can't be taken for a checkpoint.
+        Each folder is renamed first, so that a partly deleted one is never read as a checkpoint.
         """
         for stored in self.complete()[: -self.keep]:
             os.rename(stored.path, self.directory / f"{stored.path.name}.replaced-{stored.serial}")
@@ -131,7 +130,7 @@ class CheckpointDirectory:
 
 
 def file_record(path: Path) -> dict[str, Any]:
-    """Put a file on the disk; what the manifest says of it: {"bytes", "sha256"}."""
+    """Sync a file to the disk and return its manifest entry: {"bytes", "sha256"}."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -139,7 +138,7 @@ def file_record(path: Path) -> dict[str, Any]:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a text file and put it on the disk."""
+    """Write a text file and sync it to the disk."""
     with open(path, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -147,14 +146,14 @@ def write_file(path: Path, text: str) -> None:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
-    """Write ``content`` with the format's version and its own checksum."""
+    """Write ``content`` with the format version and a checksum of itself."""
     content = json.loads(json.dumps({"format": FORMAT, **content}))  # as a reader will see it
     text = json.dumps({**content, "sha256": _digest(content)}, indent=1, sort_keys=True)
     write_file(folder / MANIFEST, text + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a published folder. Raises CheckpointError naming the file."""
+    """The manifest of a published folder. Raises CheckpointError if it is missing or damaged."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -181,7 +180,7 @@ def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def check_content(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Raise CheckpointError for the first of ``files`` whose bytes are not those that were written."""
+    """Raise CheckpointError for the first of ``files`` whose SHA-256 is not the recorded one."""
     for name, record in files.items():
         with open(folder / name, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from megatron_dppo.metrics import names
-from megatron_dppo.metrics.console import COLUMNS, HEADER_EVERY, StepConsole
-from megatron_dppo.metrics.expectations import BY_METRIC, NormalityCheck
+from megatron_dppo.metrics.normal_ranges import BY_METRIC, NormalityCheck
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.metrics.step_table import COLUMNS, HEADER_EVERY, StepTable
 
 VALUES = {
     names.REWARD: 0.4125,
@@ -41,7 +41,7 @@ def lines_of(printed):
 
 def test_one_plain_unfolded_line_a_step_with_every_figure():
     printed = console()
-    StepConsole("float32", 60, console=printed).step(12, VALUES)
+    StepTable("float32", 60, console=printed).step(12, VALUES)
     *header, line = lines_of(printed)
     assert " ".join(line.split()) == (
         "12/60 0.412 0.500 2.0e-06 3.1e-03 0.02% 0.10% 0.830 41.2 5.00% 0.21 11.9 7.1 4.0 0.6 950"
@@ -52,7 +52,7 @@ def test_one_plain_unfolded_line_a_step_with_every_figure():
 
 def test_figures_stand_under_their_headers():
     printed = console()
-    StepConsole("float32", 60, console=printed).step(12, VALUES)
+    StepTable("float32", 60, console=printed).step(12, VALUES)
     _, bottom, line = lines_of(printed)
     assert bottom.index("reward") + len("reward") == line.index("0.412") + len("0.412")
     assert bottom.index("sync") + len("sync") == line.index("0.6 ") + len("0.6")
@@ -60,13 +60,13 @@ def test_figures_stand_under_their_headers():
 
 def test_what_was_not_measured_stays_empty():
     printed = console()
-    StepConsole("float32", 60, console=printed).step(0, {names.accuracy("held_out"): 0.25})
+    StepTable("float32", 60, console=printed).step(0, {names.accuracy("held_out"): 0.25})
     assert lines_of(printed)[-1].split() == ["0/60", "0.250"]
 
 
 def test_the_header_comes_back():
     printed = console()
-    steps = StepConsole("float32", 60, console=printed)
+    steps = StepTable("float32", 60, console=printed)
     for step in range(HEADER_EVERY + 1):
         steps.step(step, VALUES)
     assert sum("entropy" in line for line in lines_of(printed)) == 2
@@ -74,7 +74,7 @@ def test_the_header_comes_back():
 
 def test_an_unusual_figure_is_marked_each_time_and_explained_once():
     printed = console()
-    steps = StepConsole("float32", 60, console=printed)
+    steps = StepTable("float32", 60, console=printed)
     for step in (1, 2):
         steps.step(step, {**VALUES, names.GAP_ON_POLICY: 2e-3})
     text = printed.file.getvalue()
@@ -85,13 +85,13 @@ def test_an_unusual_figure_is_marked_each_time_and_explained_once():
 
 def test_marks_without_explanations():
     printed = console()
-    steps = StepConsole("float32", 60, explain=False, console=printed)
+    steps = StepTable("float32", 60, explain=False, console=printed)
     steps.step(1, {**VALUES, names.GRAD_NORM: math.nan})
     assert "nan!" in lines_of(printed)[-1]
     assert len(lines_of(printed)) == 3
 
 
-def test_every_marked_column_has_an_expectation_or_needs_none():
+def test_every_marked_column_has_a_normal_range_or_needs_none():
     unjudged = {names.REWARD, names.RESPONSE_LENGTH, names.TOKENS_PER_SECOND}
     marked = {c.metric for c in COLUMNS if c.metric.startswith(("policy/", "mask/", "optimizer/"))}
     assert marked <= set(BY_METRIC)
