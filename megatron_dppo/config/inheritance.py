@@ -40,8 +40,10 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     result = dict(base)
     for key, value in over.items():
         below = result.get(key)
-        both_tables = isinstance(below, Mapping) and isinstance(value, Mapping)
-        result[key] = merged(below, value) if both_tables else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            result[key] = merged(below, value)
+        else:
+            result[key] = value
     return result
 
 
