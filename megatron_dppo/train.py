@@ -80,7 +80,7 @@ def _algorithm(config: TrainConfig) -> None:
 def _reward(config: TrainConfig) -> None:
     from megatron_dppo.rewards import find_reward
 
-    find_reward(config.reward.name)
+    find_reward(config.reward.name).load()
 
 
 def _model(config: TrainConfig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.expectations import field_at, given, section_at, suggestion
+from megatron_dppo.config.inheritance import read_with_bases
 from megatron_dppo.config.schema import Section, TrainConfig
 from megatron_dppo.config.yaml_core import dump_yaml, parse_scalar, parse_yaml
 
@@ -34,10 +36,11 @@ def load_as(schema: type[C], path: str | Path, overrides: Sequence[str] = ()) ->
     field by itself.
 
     An override's value is a YAML scalar or a flow list; nothing after ``=`` means null; a missing
-    table is made. ``{key.path}`` in ``run.directory`` stands for that value. Checks across sections
-    are :mod:`megatron_dppo.config.checks`'s. Raises ConfigError.
+    table is made. ``base: other.yaml`` builds on that file
+    (:mod:`megatron_dppo.config.inheritance`). ``{key.path}`` in ``run.directory`` stands for that
+    value. Checks across sections are :mod:`megatron_dppo.config.checks`'s. Raises ConfigError.
     """
-    tree = _read_tree(Path(path), schema)
+    tree = read_with_bases(Path(path), partial(_read_tree, schema=schema))
     problems = _apply_overrides(tree, overrides)
     problems += _fill_in_directory(tree)
     config, invalid = _validate(tree, schema)

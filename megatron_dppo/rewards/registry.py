@@ -24,9 +24,12 @@ class Reward:
     runs_inline: bool = False
 
     def load(self) -> RewardFunction:
-        """Import and return the function."""
-        module, function = self.target.split(":")
-        return getattr(importlib.import_module(module), function)
+        """Import the function. Raises ValueError where there is no such module or function."""
+        module, _, function = self.target.partition(":")
+        try:
+            return getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"the reward {self.target!r} can't be imported: {error}") from error
 
     def __call__(self, response: str, answer: str) -> float:
         return self.load()(response, answer)

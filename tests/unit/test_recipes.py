@@ -1,0 +1,82 @@
+"""The paper's recipes: they load, they say what the paper says, and their layouts fit their models."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from megatron_dppo.config import check_config, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "examples" / "recipes"
+PAPER = {
+    # model, response length, prompts a batch, prompts an optimiser step, group, lr, TV, cap, every, R3
+    "qwen3_30b_a3b_base": ("qwen3-30b-a3b-base", 16384, 256, 32, 16, 1e-6, 0.2, 5.0, 5, False),
+    "qwen3_30b_a3b_base_r3": ("qwen3-30b-a3b-base", 16384, 256, 32, 16, 1e-6, 0.2, 5.0, 5, True),
+    "qwen3_30b_a3b": ("qwen3-30b-a3b", 16384, 256, 32, 16, 1e-6, 0.2, 5.0, 5, False),
+    "qwen3_30b_a3b_r3": ("qwen3-30b-a3b", 16384, 256, 32, 16, 1e-6, 0.2, 5.0, 5, True),
+    "qwen3_8b_base": ("qwen3-8b-base", 8000, 128, 32, 8, 1e-6, 0.2, 5.0, 10, False),
+    "r1_distill_qwen_1.5b_stability": (
+        *("deepseek-r1-distill-qwen-1.5b", 8000, 64, 16, 8),
+        *(1e-6, 0.15, float("inf"), 20, False),
+    ),
+    "qwen3_1.7b_base_efficiency": (
+        *("qwen3-1.7b-base", 8000, 128, 32, 8, 1e-6, 0.2, 5.0, 10, False),
+    ),
+    "octothinker_3b": ("octothinker-3b", 8000, 128, 32, 8, 1e-6, 0.2, 5.0, 10, False),
+}
+"""arXiv 2602.04879 v2, the appendix's table of hyper-parameters."""
+
+
+def test_every_recipe_is_in_the_table():
+    assert {p.stem for p in RECIPES.glob("*.yaml")} - {"scaling"} == set(PAPER)
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_recipe_says_what_the_paper_says(name):
+    config = load_config(RECIPES / f"{name}.yaml")
+    rollout, algorithm = config.rollout, config.algorithm
+    found = (
+        rollout.max_response_tokens,
+        rollout.prompts_per_step,
+        config.training.prompts_per_mini_batch,
+        rollout.group_size,
+        config.optimizer.lr,
+        algorithm.options["tv_threshold"],
+        algorithm.options["ratio_cap"],
+        config.evaluation.every,
+        rollout.router_replay,
+    )
+    assert found == PAPER[name][1:]
+    assert (rollout.temperature, rollout.top_p, config.data.max_prompt_tokens) == (1.0, 1.0, 1024)
+    evaluation = config.evaluation
+    assert (evaluation.samples_per_prompt, evaluation.temperature, evaluation.top_p) == (
+        *(32, 0.7, 0.95),
+    )
+    assert config.model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("algorithm", ["grpo-clip-higher", "dppo-topk-kl"])
+def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_path):
+    checkpoint = tmp_path / "model"
+    shutil.copytree(ROOT / "examples" / "model_configs" / PAPER[name][0], checkpoint)
+    for file in ("model.safetensors", "tokenizer.json"):  # what they hold is not looked at here
+        (checkpoint / file).touch()
+    data = tmp_path / "data.jsonl"
+    data.touch()
+    recipe = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    assert recipe["run"]["directory"].startswith("runs/")
+    config = load_config(
+        RECIPES / f"{name}.yaml",
+        [
+            f"algorithm.name={algorithm}",
+            "algorithm.options={}",
+            f"model.hf_checkpoint={checkpoint}",
+            f"data.train={data}",
+            f"data.evaluation={{held_out: {data}}}",
+        ],
+    )
+    plan = check_config(config, name)
+    assert plan.steps_per_batch == {256: 8, 128: 4, 64: 4}[config.rollout.prompts_per_step]
