@@ -3,7 +3,7 @@ PYTHON_IN_VENV := .venv/bin/python
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test lint types unit clean
+.PHONY: help setup demo why test lint types unit clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -13,6 +13,9 @@ setup:  ## the virtual environment .venv (done once)
 
 demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2, DIRECTORY=..., OVERRIDES="key=value ...")
 	@$(PYTHON_IN_VENV) -m examples.tiny_moe.demo $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
+
+why: setup  ## four algorithms where the trust region matters, three seeds each: figure in runs/why (also ALGORITHM=..., SEED=..., DIRECTORY=...)
+	@$(PYTHON_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
 
 test: lint types  ## every check: lint, types, unit, distributed and integration tests
 	@$(PYTHON_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile
