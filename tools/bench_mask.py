@@ -59,15 +59,15 @@ def main() -> int:
             print(f"ranks ended with exit codes {codes}", file=sys.stderr)
             return 1
         result = json.loads(result_path.read_text())
-    from mask_benchmark import report
+    from mask_benchmark import output
 
-    report.show(result)
+    output.show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
     if options.markdown:
-        options.markdown.write_text(report.markdown(result))
+        options.markdown.write_text(output.markdown(result))
     if options.png:
-        report.draw(result, options.png)
+        output.draw(result, options.png)
     return 0
 
 

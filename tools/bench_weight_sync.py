@@ -227,7 +227,7 @@ def main() -> None:
         receive(*map(int, options.receive.split(",")))
         return
     if options.checkpoint is None:
-        parser.error("which checkpoint?")
+        parser.error("checkpoint is missing: expected a Hugging Face folder")
     settings = {"strategy": options.strategy, "bucket_mib": options.bucket_mib}
     bench(options.checkpoint, options.rounds, settings)
 

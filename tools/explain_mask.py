@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def explain(options: argparse.Namespace, config: TrainConfig) -> None:
     """Read the batch and the policies, explain every token, write the requested files."""
-    from mask_explanation import page, summary
+    from mask_explanation import page, summary_tables
     from mask_explanation.explanation import explain_response
     from mask_explanation.policies import Policy, TokenTexts
 
@@ -96,11 +96,13 @@ def explain(options: argparse.Namespace, config: TrainConfig) -> None:
         f"{len(chosen)} of {len(batch)} responses; {skipped}",
     ]
     title = f"Masks of {options.run}, batch of step {step}"
-    tables = summary.sheets(algorithm.name, responses)
-    rows = summary.notable(algorithm.name, summary.all_tokens(responses), options.rows)
+    tables = summary_tables.sheets(algorithm.name, responses)
+    rows = summary_tables.notable(
+        algorithm.name, summary_tables.all_tokens(responses), options.rows
+    )
     show(title, facts, [*tables, rows] if options.rows else tables)
     if options.csv:
-        summary.write_csv(options.csv, responses)
+        summary_tables.write_csv(options.csv, responses)
         print(f"{options.csv}: every token")
     if options.html:
         html = page.render(title, facts, tables, algorithm.name, responses)
@@ -159,7 +161,7 @@ def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list
 
 def show(title: str, facts: Sequence[str], tables: Sequence[Any]) -> None:
     """Print title, facts and tables; 200 columns wide if the output is not a terminal."""
-    from mask_explanation.summary import LEFT_ALIGNED
+    from mask_explanation.summary_tables import LEFT_ALIGNED
 
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
     console.print(title, style="bold")

@@ -83,8 +83,8 @@ NORMAL_RANGES: tuple[NormalRange, ...] = (
         names.GAP,
         "mean |pi-mu| of the step",
         "The policy moves far within one rollout batch (stable DPPO runs stay near 0.004): a "
-        "smaller learning rate or fewer optimiser steps per batch; where the gap at equal "
-        "weights is just as large, look there first. Chosen bound.",
+        "smaller learning rate or fewer optimiser steps per batch. If the gap at equal weights is "
+        "equally large, check that first. Chosen bound.",
         high=0.02,
     ),
     NormalRange(
@@ -98,15 +98,15 @@ NORMAL_RANGES: tuple[NormalRange, ...] = (
     NormalRange(
         names.MASKED_NEGATIVE,
         "masked tokens of negative advantage",
-        "As for positive advantages; on this side it is what keeps unlikely tokens from being "
-        "pushed to zero.",
+        "As for positive advantages; here the mask also keeps unlikely tokens from being pushed to "
+        "probability 0.",
         high=0.01,
     ),
     NormalRange(
         names.BAD_UPDATE,
         "bad updates (A<0 and mu-pi >= 0.5)",
-        "Tokens the engine was sure of lost half of their probability: the mark of a run about "
-        "to collapse. Stable runs stay at or below 0.5%.",
+        "Tokens of high probability in the engine lost 0.5 of probability or more: a sign of a "
+        "coming collapse. Stable runs stay at or below 0.5%.",
         high=0.005,
     ),
     NormalRange(
@@ -125,29 +125,29 @@ NORMAL_RANGES: tuple[NormalRange, ...] = (
     NormalRange(
         names.ENTROPY,
         "entropy",
-        "It should fall slowly. A cliff is a collapse: a group's responses become alike and "
-        "nothing more is learnt.",
+        "It should fall slowly. A sudden drop is a collapse: the responses of a group become "
+        "equal, and training has no further effect.",
         most_drop=0.4,
     ),
     NormalRange(
         names.GRAD_NORM,
         "gradient norm",
         "A jump to several times its recent size: a few tokens dominate the batch. Clipping "
-        "bounds one such step; many in a row come before a collapse.",
+        "bounds one such step; many in a row often precede a collapse.",
         most_rise=5.0,
     ),
     NormalRange(
         names.ZERO_VARIANCE_GROUPS,
-        "groups whose responses all earn the same",
-        "Such groups have no advantage and teach nothing: the problems are too easy or too "
-        "hard. Chosen bound.",
+        "zero-variance groups (all responses with the same reward)",
+        "The advantages of such groups are 0, so they have no gradient: the problems are too easy "
+        "or too hard. Chosen bound.",
         high=0.8,
     ),
     NormalRange(
         names.TRUNCATED,
         "truncated responses",
-        "Many responses hit the length limit: raise rollout.max_response_tokens, or see whether "
-        "the policy has learnt to ramble. Chosen bound.",
+        "Many responses reach the length limit: raise rollout.max_response_tokens, or check "
+        "whether responses have become longer without need. Chosen bound.",
         high=0.1,
     ),
 )

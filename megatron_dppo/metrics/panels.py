@@ -31,7 +31,7 @@ STEP_AXIS = "step"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecords:
     """One run to draw; ``label`` is its name in a comparison."""
 
     label: str
@@ -80,7 +80,7 @@ def _plot_quantity(
 
 
 def _plot_quantities(
-    axes: Axes, runs: list[Run], quantities: list[Quantity], *, log: bool = False
+    axes: Axes, runs: list[RunRecords], quantities: list[Quantity], *, log: bool = False
 ) -> list[Line2D]:
     """Draw every quantity of every run; returns legend handles of the recorded ones."""
     handles = []
@@ -102,7 +102,7 @@ def _plot_quantities(
 
 
 def _plot_on_the_right(
-    axes: Axes, runs: list[Run], quantity: Quantity, limits: tuple[float, float], unit: str
+    axes: Axes, runs: list[RunRecords], quantity: Quantity, limits: tuple[float, float], unit: str
 ) -> list[Line2D]:
     """Draw a quantity on a right axis that covers at least ``limits``; returns legend handles."""
     if not any(series(run.records, quantity.metric)[0] for run in runs):
@@ -115,7 +115,9 @@ def _plot_on_the_right(
     return handles
 
 
-def _handle(name: str, runs: list[Run], colour: str, style: LineStyle, marker: str = "") -> Line2D:
+def _handle(
+    name: str, runs: list[RunRecords], colour: str, style: LineStyle, marker: str = ""
+) -> Line2D:
     """A legend entry; grey if colours stand for runs."""
     shade = "#444444" if len(runs) > 1 else colour
     return Line2D([], [], color=shade, linestyle=style, marker=marker, linewidth=1.8, label=name)
@@ -154,7 +156,7 @@ def mark_empty(axes: Axes, handles: list) -> None:
         axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
 
 
-def _band(axes: Axes, runs: list[Run], metric: str, scale: float, unit: str) -> list:
+def _band(axes: Axes, runs: list[RunRecords], metric: str, scale: float, unit: str) -> list:
     """Shade the normal range of ``metric``, keeping the axis limits; returns the legend handle."""
     upper = max(BY_METRIC[metric].upper(run.dtype) for run in runs) * scale
     name = f"expected: at most {upper:g}{unit}"
@@ -166,7 +168,7 @@ def _band(axes: Axes, runs: list[Run], metric: str, scale: float, unit: str) -> 
     return [band]
 
 
-def draw_reward(axes: Axes, runs: list[Run]) -> None:
+def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the mean training reward and the accuracy on held-out problems."""
     handles = _plot_quantities(axes, runs, [Quantity("training reward", names.REWARD, BLUE)])
     for index, run in enumerate(runs):
@@ -188,7 +190,7 @@ def draw_reward(axes: Axes, runs: list[Run]) -> None:
     finish(axes, "Reward and held-out accuracy", "fraction", handles)
 
 
-def draw_gap(axes: Axes, runs: list[Run]) -> None:
+def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw mean |pi - mu| at equal weights and over the step; right axis: agreement of routing."""
     quantities = [
         Quantity("equal weights", names.GAP_ON_POLICY, BLUE),
@@ -208,7 +210,7 @@ def draw_gap(axes: Axes, runs: list[Run]) -> None:
     finish(axes, "Mean |pi - mu| (trainer against engine)", "probability, log axis", handles)
 
 
-def draw_masked(axes: Axes, runs: list[Run]) -> None:
+def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the share of tokens that the trust region masks, by sign of the advantage."""
     quantities = [
         Quantity("A > 0", names.MASKED_POSITIVE, BLUE, scale=100),
@@ -222,7 +224,7 @@ def draw_masked(axes: Axes, runs: list[Run]) -> None:
     finish(axes, "Masked tokens by sign of advantage", "% of tokens", handles)
 
 
-def draw_entropy(axes: Axes, runs: list[Run]) -> None:
+def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the policy's mean entropy (it should fall slowly)."""
     handles = _plot_quantities(axes, runs, [Quantity("policy", names.ENTROPY, BLUE)])
     if handles:
@@ -232,7 +234,7 @@ def draw_entropy(axes: Axes, runs: list[Run]) -> None:
     finish(axes, "Entropy", "nats per token", handles if len(runs) == 1 else [])
 
 
-def draw_length(axes: Axes, runs: list[Run]) -> None:
+def draw_length(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the mean response length; right axis: share of truncated responses."""
     handles = _plot_quantities(axes, runs, [Quantity("length", names.RESPONSE_LENGTH, BLUE)])
     if handles:

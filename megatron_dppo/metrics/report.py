@@ -23,7 +23,7 @@ from megatron_dppo.metrics.panels import (
     RUN_COLOURS,
     SMALL,
     STEP_AXIS,
-    Run,
+    RunRecords,
     draw_entropy,
     draw_gap,
     draw_length,
@@ -82,7 +82,7 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
         records = read_records(directory)
         if not records:
             raise RecordsError(f"{directory}: no step is recorded yet, so there is nothing to draw")
-        runs.append(Run(label, records, info.dtype if info else "float32"))
+        runs.append(RunRecords(label, records, info.dtype if info else "float32"))
     title = _title(directories, infos)
     with matplotlib.rc_context(STYLE):
         _save(_draw(runs, title), Path(output))
@@ -117,7 +117,7 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
     return " | ".join([*common, f"{len(infos)} runs"])
 
 
-def _draw(runs: list[Run], title: str) -> Figure:
+def _draw(runs: list[RunRecords], title: str) -> Figure:
     """The page: six panels; of several runs also their names below."""
     figure = Figure(figsize=(10.5, 11), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)

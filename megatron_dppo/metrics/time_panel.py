@@ -16,7 +16,7 @@ from megatron_dppo.metrics.panels import (
     SKY,
     SMALL,
     VERMILION,
-    Run,
+    RunRecords,
     finish,
     mark_empty,
 )
@@ -62,12 +62,12 @@ def phase_colours(phases: list[str]) -> dict[str, str]:
     return {p: PHASE_COLOURS[p] if p in PHASE_COLOURS else next(spare) for p in phases}
 
 
-def draw_time(axes: Axes, runs: list[Run]) -> None:
+def draw_time(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw seconds by phase, stacked: of each step of one run, or of the mean step of each run.
 
     Step 0 (the work before training) is left out.
     """
-    trained = [Run(r.label, [x for x in r.records if step_of(x) > 0], r.dtype) for r in runs]
+    trained = [RunRecords(r.label, [x for x in r.records if step_of(x) > 0], r.dtype) for r in runs]
     tables = fold_short_phases([phase_table(run.records) for run in trained])
     colours = phase_colours(list(tables[0]))
     if len(trained) == 1:
@@ -83,7 +83,7 @@ def draw_time(axes: Axes, runs: list[Run]) -> None:
 
 
 def _draw_steps(
-    axes: Axes, run: Run, table: Mapping[str, list[float]], colours: Mapping[str, str]
+    axes: Axes, run: RunRecords, table: Mapping[str, list[float]], colours: Mapping[str, str]
 ) -> None:
     steps = [step_of(record) for record in run.records]
     bottom = [0.0] * len(steps)
@@ -96,7 +96,7 @@ def _draw_steps(
 
 def _draw_means(
     axes: Axes,
-    runs: list[Run],
+    runs: list[RunRecords],
     tables: list[dict[str, list[float]]],
     colours: Mapping[str, str],
 ) -> None:

@@ -23,7 +23,7 @@ from tests.tiny_models import save_tiny_model
 sys.path.insert(0, str(ROOT / "tools"))
 
 import explain_mask
-from mask_explanation import page, summary
+from mask_explanation import page, summary_tables
 from mask_explanation.explanation import explain_response, threshold_text
 
 TEMPERATURE = 0.5
@@ -243,8 +243,8 @@ def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
         temperature=TEMPERATURE, texts=Hostile(),
     )  # fmt: skip
     tables = [
-        *summary.sheets("dppo-binary-tv", [response]),
-        summary.notable("dppo-binary-tv", response.tokens, 9),
+        *summary_tables.sheets("dppo-binary-tv", [response]),
+        summary_tables.notable("dppo-binary-tv", response.tokens, 9),
     ]
     html = page.render("a <title>", ["<fact>"], tables, "dppo-binary-tv", [response])
     spans = Spans()

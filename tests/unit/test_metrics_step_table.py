@@ -1,4 +1,4 @@
-"""The line a step, its marks and explanations, and bars that degrade to lines."""
+"""The table of steps with its marks and explanations; progress bars and plain lines."""
 
 import io
 import math

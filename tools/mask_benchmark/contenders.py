@@ -18,7 +18,7 @@ from megatron_dppo.vocab_parallel import policy_stats
 
 
 @dataclass(frozen=True)
-class Problem:
+class Inputs:
     """Input of every implementation beside the logits; ``group``: the tensor-parallel ranks."""
 
     target_ids: Tensor
@@ -28,7 +28,7 @@ class Problem:
     ranks: int
 
 
-Forward = Callable[[Tensor, Problem], tuple[Tensor, Tensor | None]]
+Forward = Callable[[Tensor, Inputs], tuple[Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,14 @@ class Contender:
 def ours(*, entropy: bool, topk: bool, backend: str | None = None) -> Forward:
     """This project's policy_stats with the given extras."""
 
-    def forward(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+    def forward(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
         stats = policy_stats(
             logits,
-            p.target_ids,
-            p.group if p.ranks > 1 else None,
-            vocab_size=p.vocab_size,
+            inputs.target_ids,
+            inputs.group if inputs.ranks > 1 else None,
+            vocab_size=inputs.vocab_size,
             with_entropy=entropy,
-            topk_ids=p.topk_ids if topk else None,
+            topk_ids=inputs.topk_ids if topk else None,
             backend=backend,
         )
         return stats.log_probs, stats.entropy
@@ -60,41 +60,45 @@ def ours(*, entropy: bool, topk: bool, backend: str | None = None) -> Forward:
     return forward
 
 
-def megatron_cross_entropy(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+def megatron_cross_entropy(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """Megatron-Core's unfused vocab-parallel cross entropy."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    return -vocab_parallel_cross_entropy(logits, p.target_ids), None
+    return -vocab_parallel_cross_entropy(logits, inputs.target_ids), None
 
 
-def megatron_fused_cross_entropy(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+def megatron_fused_cross_entropy(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """Megatron-Core's torch.compile cross entropy."""
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
 
-    return -fused_vocab_parallel_cross_entropy(logits, p.target_ids, p.group), None
+    return -fused_vocab_parallel_cross_entropy(logits, inputs.target_ids, inputs.group), None
 
 
-def torch_log_softmax(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+def torch_log_softmax(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """fp32 log_softmax and gather; one rank only."""
     log_p = logits.float().log_softmax(-1)
-    return log_p.gather(1, p.target_ids[:, None])[:, 0], None
+    return log_p.gather(1, inputs.target_ids[:, None])[:, 0], None
 
 
-def transformer_engine(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+def transformer_engine(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """Transformer Engine's Triton cross entropy."""
     from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
     loss = parallel_cross_entropy(
-        logits[:, None], p.target_ids[:, None], 0.0, False, p.group if p.ranks > 1 else None
+        logits[:, None],
+        inputs.target_ids[:, None],
+        0.0,
+        False,
+        inputs.group if inputs.ranks > 1 else None,
     )
     return -loss[:, 0], None
 
 
-def liger(logits: Tensor, p: Problem) -> tuple[Tensor, Tensor | None]:
+def liger(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     """Liger's Triton cross entropy; one rank only."""
     from liger_kernel.transformers.functional import liger_cross_entropy
 
-    return -liger_cross_entropy(logits, p.target_ids, reduction="none"), None
+    return -liger_cross_entropy(logits, inputs.target_ids, reduction="none"), None
 
 
 def contenders(device: str, ranks: int, compiled: bool) -> list[Contender]:

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mask_benchmark.clock import Clock, copy_bandwidth, counted_collectives, peak_extra_bytes
-from mask_benchmark.contenders import Contender, Problem, contenders
-from mask_benchmark.masks import mask_overheads
+from mask_benchmark.contenders import Contender, Inputs, contenders
+from mask_benchmark.overheads import mask_overheads
 from megatron_dppo.trainer import platform
 
 CHECKED_ROWS = 16
@@ -66,7 +66,7 @@ class Bench:
         self.buffer = torch.empty_like(self.logits)
         ids = torch.randint(0, options.vocab, (options.tokens, 1 + options.topk), generator=seeded)
         self.coefficients = torch.randn(options.tokens, generator=seeded).to(device)
-        self.problem = Problem(
+        self.inputs = Inputs(
             target_ids=ids[:, 0].contiguous().to(device),
             topk_ids=ids[:, 1:].contiguous().to(device),
             vocab_size=options.vocab,
@@ -86,7 +86,7 @@ class Bench:
         """Run one forward and backward pass; returns milliseconds."""
         leaf = self.fresh()
         clock = Clock(self.device)
-        log_probs, _ = contender.forward(leaf, self.problem)
+        log_probs, _ = contender.forward(leaf, self.inputs)
         forward_wall, forward_cpu = clock.read()
         clock = Clock(self.device)
         log_probs.backward(self.coefficients)
@@ -125,7 +125,7 @@ class Bench:
         leaf = self.fresh()
 
         def once() -> None:
-            contender.forward(leaf, self.problem)[0].backward(self.coefficients)
+            contender.forward(leaf, self.inputs)[0].backward(self.coefficients)
 
         peak = peak_extra_bytes(self.device, once)
         log_prob_error, gradient_error = self.errors(contender)
@@ -145,11 +145,11 @@ class Bench:
     def errors(self, contender: Contender) -> tuple[float, float]:
         """Largest |log-prob| error and relative gradient error against float64, on CHECKED_ROWS."""
         leaf = self.fresh()
-        log_probs, _ = contender.forward(leaf, self.problem)
+        log_probs, _ = contender.forward(leaf, self.inputs)
         log_probs.backward(self.coefficients)
         rows = min(CHECKED_ROWS, self.options.tokens)
         exact = self.checked[:, : self.options.vocab].clone().requires_grad_()
-        ids = self.problem.target_ids[:rows].cpu()
+        ids = self.inputs.target_ids[:rows].cpu()
         exact_log_probs = exact.log_softmax(-1).gather(1, ids[:, None])[:, 0]
         exact_log_probs.backward(self.coefficients[:rows].double().cpu())
         width = self.logits.shape[1]

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 from html import escape
 
 from mask_explanation.explanation import Response, Token
-from mask_explanation.summary import LEFT_ALIGNED, Sheet, number, quoted, verdict_of, verdicts
+from mask_explanation.summary_tables import (
+    LEFT_ALIGNED,
+    Sheet,
+    number,
+    quoted,
+    verdict_of,
+    verdicts,
+)
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em;

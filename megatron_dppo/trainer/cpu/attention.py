@@ -20,7 +20,7 @@ _SHORT = 32
 """Tokens; shorter sequences share one batch, however much padded: a call costs more than padding."""
 
 
-class Bucket(NamedTuple):
+class PaddedBatch(NamedTuple):
     """Sequences of similar length, computed as one padded batch."""
 
     gather: Tensor
@@ -32,9 +32,9 @@ class Bucket(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """Indices that turn a pack into padded buckets and the outputs back into a pack."""
+    """Indices that turn a pack into padded batches and the outputs back into a pack."""
 
-    buckets: tuple[Bucket, ...]
+    batches: tuple[PaddedBatch, ...]
     scatter: Tensor
     """int64 [T]; for each packed token, its row in the concatenated padded outputs."""
 
@@ -45,7 +45,7 @@ _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
     """Plan for the sequences with boundaries ``cu_seqlens`` [S + 1]; cached as long as that tensor.
 
-    The sequences of a bucket are at least half as long as its longest; one bucket holds all short
+    The sequences of a batch are at least half as long as its longest; one batch holds all short
     ones (up to ``_SHORT`` tokens).
     """
     plan = _plans.get(cu_seqlens)
@@ -57,7 +57,7 @@ def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
 def _plan(bounds: list[int]) -> AttentionPlan:
     lengths = [b - a for a, b in pairwise(bounds)]
     order = sorted((i for i, n in enumerate(lengths) if n), key=lambda i: -lengths[i])
-    buckets, scatter, rows, first = [], torch.empty(bounds[-1], dtype=torch.int64), 0, 0
+    batches, scatter, rows, first = [], torch.empty(bounds[-1], dtype=torch.int64), 0, 0
     while first < len(order):
         longest = lengths[order[first]]
         floor = 1 if longest <= _SHORT else (longest + 1) // 2
@@ -72,9 +72,9 @@ def _plan(bounds: list[int]) -> AttentionPlan:
         gather = torch.where(real, starts + column, starts)
         row = rows + torch.arange(gather.numel()).view_as(gather)
         scatter[gather[real]] = row[real]
-        buckets.append(Bucket(gather.reshape(-1), len(members), longest))
+        batches.append(PaddedBatch(gather.reshape(-1), len(members), longest))
         rows, first = rows + gather.numel(), last
-    return AttentionPlan(tuple(buckets), scatter)
+    return AttentionPlan(tuple(batches), scatter)
 
 
 def packed_causal_attention(
@@ -86,7 +86,7 @@ def packed_causal_attention(
     its own outputs are dropped. So its gradient is exactly zero.
     """
     outputs = []
-    for gather, sequences, longest in plan.buckets:
+    for gather, sequences, longest in plan.batches:
         padded_q, padded_k, padded_v = (
             x.index_select(0, gather).view(sequences, longest, *x.shape[1:]).transpose(1, 2)
             for x in (q, k, v)

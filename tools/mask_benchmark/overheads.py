@@ -45,14 +45,14 @@ class Update:
 
     def statistics(self, logits: Tensor, topk: bool) -> PolicyStats:
         """Call policy_stats as the trainer does."""
-        p = self.bench.problem
+        inputs = self.bench.inputs
         return policy_stats(
             logits,
-            p.target_ids,
-            p.group if p.ranks > 1 else None,
-            vocab_size=p.vocab_size,
+            inputs.target_ids,
+            inputs.group if inputs.ranks > 1 else None,
+            vocab_size=inputs.vocab_size,
             with_entropy=True,
-            topk_ids=p.topk_ids if topk else None,
+            topk_ids=inputs.topk_ids if topk else None,
         )
 
     def inputs(self, stats: PolicyStats) -> TokenInputs:
