@@ -27,7 +27,8 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
     """The metrics of ``metrics.definitions`` over the tokens in ``loss_mask``.
 
     The names depend only on which optional tensors ``inputs`` has. Values are float64 scalars on
-    the inputs' device. A token whose log r is not finite counts in no mean of r.
+    the inputs' device. A token whose log r is not finite adds nothing to the
+    sums of probabilities and of r.
     """
     on, advantages = inputs.loss_mask, inputs.advantages
     log_ratio = inputs.log_probs.double() - inputs.rollout_log_probs.double()
@@ -42,8 +43,8 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
     clipped = on & ~masks.ratio_clip(inputs, rollout, **PPO_CLIP)
     sums = {
         "policy/tokens": _count(on),
-        "policy/abs_prob_gap": _sum(on, gap.abs()),
-        "policy/prob_gap": _sum(on, gap),
+        "policy/abs_prob_gap": _sum(known, gap.abs()),
+        "policy/prob_gap": _sum(known, gap),
         "policy/kl": _sum(known, torch.expm1(log_ratio) - log_ratio),
         "policy/bad_update": _count(negative & (-gap >= BAD_UPDATE_DROP)),
         "mask/tokens_positive": _count(positive),
@@ -53,7 +54,7 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
         "mask/masked_negative": _count(blocked & negative),
         "mask/cap_hit": _count(on & (decisions.weight > ratio_cap)),
         "mask/nonfinite": _count(on & ~decisions.finite),
-        "mask/rollout_prob_of_masked": _sum(blocked, mu),
+        "mask/rollout_prob_of_masked": _sum(blocked & known, mu),
         "mask/ppo_only": _count(clipped & ~blocked),
         "mask/dppo_only": _count(blocked & ~clipped),
         **_entropy(inputs, blocked),
@@ -61,7 +62,7 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
     }
     ratio = log_ratio.exp()
     maxima = {
-        "policy/prob_gap_max": torch.where(on, gap, -math.inf).amax()
+        "policy/prob_gap_max": torch.where(known, gap, -math.inf).amax()
         if gap.numel()
         else gap.new_tensor(-math.inf),
         "policy/ratio_max": torch.where(known, ratio, -math.inf).amax()
@@ -69,7 +70,7 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
         else gap.new_tensor(-math.inf),
     }
     minima = {
-        "policy/prob_gap_min": torch.where(on, gap, math.inf).amin()
+        "policy/prob_gap_min": torch.where(known, gap, math.inf).amin()
         if gap.numel()
         else gap.new_tensor(math.inf)
     }
@@ -91,7 +92,8 @@ def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
     if inputs.rollout_topk_log_probs is None or inputs.topk_valid is None:
         return {}
     valid = inputs.topk_valid[..., :-1]
-    mass = torch.where(valid, inputs.rollout_topk_log_probs[..., :-1].exp(), 0.0)
+    log_mu = inputs.rollout_topk_log_probs[..., :-1]
+    mass = torch.where(valid & ~log_mu.isnan(), log_mu.exp(), 0.0)
     return {"policy/topk_mass": _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
 
 
