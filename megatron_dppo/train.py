@@ -21,6 +21,7 @@ from megatron_dppo.config import (
     load_config,
     resolved_yaml,
 )
+from megatron_dppo.config.model_facts import read_model_facts
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.logging import configure_logging, fatal
 
@@ -66,15 +67,12 @@ def check_names(config: TrainConfig, source: str) -> None:
 
 
 def _algorithm(config: TrainConfig) -> None:
-    from megatron_dppo.algorithms.presets import build_algorithm
+    from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
 
-    algorithm = build_algorithm(config.algorithm.name, config.algorithm.options)
-    carried = config.rollout.topk_log_probs
-    if carried and carried < algorithm.topk:
-        raise ValueError(
-            f"needs the engine's top {algorithm.topk} log-probabilities, but "
-            f"rollout.topk_log_probs is {carried}; expected 0, or at least {algorithm.topk}"
-        )
+    chosen = config.algorithm
+    algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
+    vocab_size = read_model_facts(config.model.hf_checkpoint).vocab_size
+    carried_topk(algorithm, config.rollout.topk_log_probs, vocab_size)
 
 
 def _reward(config: TrainConfig) -> None:

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from megatron_dppo.algorithms.options import Settings
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.config.yaml_core import parse_scalar
@@ -112,9 +113,9 @@ def explain(options: argparse.Namespace, config: TrainConfig) -> None:
 
 def chosen_algorithm(
     options: argparse.Namespace, config: TrainConfig
-) -> tuple[str, dict[str, Any]]:
-    """Name and numbers of the algorithm: the run's unless ``--algorithm`` names another; ``--option``
-    overrides numbers.
+) -> tuple[str, dict[str, Any], Settings]:
+    """Name, numbers and settings of the algorithm: the run's unless ``--algorithm`` names another;
+    ``--option`` overrides numbers.
     """
     name = options.algorithm or config.algorithm.name
     numbers = dict(config.algorithm.options) if name == config.algorithm.name else {}
@@ -126,7 +127,7 @@ def chosen_algorithm(
             numbers[key] = parse_scalar(value)
         except yaml.YAMLError as error:
             raise ValueError(f"--option {option}: the value can't be read: {error}") from error
-    return name, numbers
+    return name, numbers, config.algorithm.settings
 
 
 def saved_step(folder: Path, asked: int | None) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import masks
+from megatron_dppo.algorithms.decisions import Decisions
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
 from megatron_dppo.metrics.sums import MetricSums
 
@@ -22,33 +23,38 @@ PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 @torch.no_grad()
-def token_metrics(
-    inputs: TokenInputs, trains: Tensor, weight: Tensor, ratio_cap: float
-) -> MetricSums:
+def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -> MetricSums:
     """The metrics of ``metrics.definitions`` over the tokens in ``loss_mask``.
 
-    ``trains``: where the mask lets a token train. ``weight``: w before the cap. The names depend
-    only on which optional tensors ``inputs`` has. Values are float64 scalars on the inputs' device.
+    The names depend only on which optional tensors ``inputs`` has. Values are float64 scalars on
+    the inputs' device. A token whose log r is not finite adds nothing to the
+    sums of probabilities and of r.
     """
     on, advantages = inputs.loss_mask, inputs.advantages
     log_ratio = inputs.log_probs.double() - inputs.rollout_log_probs.double()
     mu = inputs.rollout_log_probs.double().exp()
     gap = inputs.log_probs.double().exp() - mu
-    positive, negative, blocked = on & (advantages > 0), on & (advantages < 0), on & ~trains
+    known = on & log_ratio.isfinite()
+    positive, negative, blocked = (
+        on & (advantages > 0),
+        on & (advantages < 0),
+        on & ~decisions.trains,
+    )
     clipped = on & ~masks.ratio_clip(inputs, rollout, **PPO_CLIP)
     sums = {
         "policy/tokens": _count(on),
-        "policy/abs_prob_gap": _sum(on, gap.abs()),
-        "policy/prob_gap": _sum(on, gap),
-        "policy/kl": _sum(on, torch.expm1(log_ratio) - log_ratio),
+        "policy/abs_prob_gap": _sum(known, gap.abs()),
+        "policy/prob_gap": _sum(known, gap),
+        "policy/kl": _sum(known, torch.expm1(log_ratio) - log_ratio),
         "policy/bad_update": _count(negative & (-gap >= BAD_UPDATE_DROP)),
         "mask/tokens_positive": _count(positive),
         "mask/tokens_negative": _count(negative),
         "mask/masked": _count(blocked),
         "mask/masked_positive": _count(blocked & positive),
         "mask/masked_negative": _count(blocked & negative),
-        "mask/cap_hit": _count(on & (weight > ratio_cap)),
-        "mask/rollout_prob_of_masked": _sum(blocked, mu),
+        "mask/cap_hit": _count(on & (decisions.weight > ratio_cap)),
+        "mask/nonfinite": _count(on & ~decisions.finite),
+        "mask/rollout_prob_of_masked": _sum(blocked & known, mu),
         "mask/ppo_only": _count(clipped & ~blocked),
         "mask/dppo_only": _count(blocked & ~clipped),
         **_entropy(inputs, blocked),
@@ -56,15 +62,15 @@ def token_metrics(
     }
     ratio = log_ratio.exp()
     maxima = {
-        "policy/prob_gap_max": torch.where(on, gap, -math.inf).amax()
+        "policy/prob_gap_max": torch.where(known, gap, -math.inf).amax()
         if gap.numel()
         else gap.new_tensor(-math.inf),
-        "policy/ratio_max": torch.where(on, ratio, -math.inf).amax()
+        "policy/ratio_max": torch.where(known, ratio, -math.inf).amax()
         if gap.numel()
         else gap.new_tensor(-math.inf),
     }
     minima = {
-        "policy/prob_gap_min": torch.where(on, gap, math.inf).amin()
+        "policy/prob_gap_min": torch.where(known, gap, math.inf).amin()
         if gap.numel()
         else gap.new_tensor(math.inf)
     }
@@ -86,8 +92,9 @@ def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
     if inputs.rollout_topk_log_probs is None or inputs.topk_valid is None:
         return {}
     valid = inputs.topk_valid[..., :-1]
-    mass = (inputs.rollout_topk_log_probs[..., :-1].exp() * valid).sum(-1, dtype=torch.float64)
-    return {"policy/topk_mass": _sum(inputs.loss_mask, mass)}
+    log_mu = inputs.rollout_topk_log_probs[..., :-1]
+    mass = torch.where(valid & ~log_mu.isnan(), log_mu.exp(), 0.0)
+    return {"policy/topk_mass": _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
 
 
 def _sum(where: Tensor, value: Tensor) -> Tensor:

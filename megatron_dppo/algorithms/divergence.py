@@ -2,8 +2,8 @@
 the two distributions.
 
 All inputs are natural log-probabilities. All results are float64, never negative, and carry no
-gradient. For both divergences 0 <= Binary <= Top-K <= exact (data-processing inequality), and TV^2
-<= KL / 2 (Pinsker).
+gradient; NaN where a log-probability that counts is NaN. For both divergences 0 <= Binary <= Top-K
+<= exact (data-processing inequality), and TV^2 <= KL / 2 (Pinsker).
 """
 
 from __future__ import annotations
@@ -12,19 +12,6 @@ import math
 
 import torch
 from torch import Tensor
-
-
-def log1mexp(log_p: Tensor) -> Tensor:
-    """log(1 - p) from log p <= 0, to full relative precision at both ends; -inf at log p = 0.
-
-    Near p = 1, expm1 keeps the digits that 1 - exp(log p) cancels; near p = 0, log1p keeps those
-    that log would lose.
-    """
-    near_one = log_p > -math.log(2.0)
-    # Each branch is given a harmless argument where the other one answers.
-    a = torch.where(near_one, log_p, -1.0)
-    b = torch.where(near_one, -1.0, log_p)
-    return torch.where(near_one, torch.log(-torch.expm1(a)), torch.log1p(-torch.exp(b)))
 
 
 @torch.no_grad()
@@ -63,8 +50,8 @@ def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     ``binary_tv``.
     """
     _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
-    pi = topk_log_probs.detach().clamp(max=0).exp() * valid
-    mu = rollout_topk_log_probs.detach().clamp(max=0).exp() * valid
+    pi = torch.where(valid, topk_log_probs.detach().clamp(max=0).exp(), 0.0)
+    mu = torch.where(valid, rollout_topk_log_probs.detach().clamp(max=0).exp(), 0.0)
     other = (_rest(mu) - _rest(pi)).abs()
     return 0.5 * ((mu - pi).abs().sum(-1, dtype=torch.float64) + other)
 
@@ -82,13 +69,13 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     resolution = 4 * torch.finfo(_float_dtype(topk_log_probs)).eps
     pi = topk_log_probs.detach().clamp(max=0)
     mu = rollout_topk_log_probs.detach().clamp(max=0)
-    p_mu = mu.exp() * valid
+    p_mu, p_pi = (torch.where(valid, x.exp(), 0.0) for x in (mu, pi))
     inside = _kl_term(p_mu, mu, pi).sum(-1, dtype=torch.float64)
-    other_mu, other_pi = _rest(p_mu), _rest(pi.exp() * valid).clamp(min=resolution)
+    other_mu, other_pi = _rest(p_mu), _rest(p_pi).clamp(min=resolution)
     outside = torch.where(
-        other_mu > resolution,
-        other_mu * (other_mu.clamp(min=resolution).log() - other_pi.log()),
+        other_mu <= resolution,
         0.0,
+        other_mu * (other_mu.clamp(min=resolution).log() - other_pi.log()),
     )
     return (inside + outside).clamp(min=0)
 
@@ -114,8 +101,8 @@ def exact_kl(logits: Tensor, rollout_logits: Tensor) -> Tensor:
 
 
 def _kl_term(p: Tensor, log_p: Tensor, log_q: Tensor) -> Tensor:
-    """p log(p / q), 0 where p = 0 whatever the logarithms are."""
-    return torch.where(p > 0, p * (log_p - log_q), 0.0)
+    """p log(p / q), 0 where p = 0 whatever the logarithms are; NaN where p is NaN."""
+    return torch.where(p == 0, 0.0, p * (log_p - log_q))
 
 
 def _clamped(log_p: Tensor) -> Tensor:

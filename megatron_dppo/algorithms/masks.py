@@ -2,8 +2,9 @@
 
 Each takes ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: what
 pi is compared with), then its thresholds by keyword. A token exactly at a threshold trains. A token
-without advantage has no gradient and is never blocked. No mask carries a gradient. ``presets.py``
-binds anchor and thresholds.
+without advantage has no gradient and is not blocked. A comparison with NaN blocks: a mask lets a
+token train only where its test says so. No mask carries a gradient. ``presets.py`` binds anchor and
+thresholds.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megatron_dppo.algorithms import divergence
 from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, recomputed
+from megatron_dppo.algorithms.sequences import sequence_totals, trained_tokens
 
 Mask = Callable[[TokenInputs], Tensor]
 """Bool, shaped as ``log_probs``; True where the token trains."""
@@ -34,52 +36,76 @@ def ratio_clip(inputs: TokenInputs, anchor: Anchor, *, clip_low: float, clip_hig
     r = pi / anchor: mu for GRPO, the recomputed policy for MiniRL.
     """
     ratio = _ratio(inputs, anchor)
-    return ~_harmful(inputs, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    return _inside(inputs, ratio >= 1 - clip_low, ratio <= 1 + clip_high)
 
 
 @torch.no_grad()
-def binary_tv(inputs: TokenInputs, anchor: Anchor, *, tv_threshold: float) -> Tensor:
+def binary_tv(
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    tv_threshold: float,
+    tv_threshold_negative: float | None = None,
+) -> Tensor:
     """DPPO-Binary-TV: blocked when the update moves pi further away and |anchor - pi| >
-    ``tv_threshold``.
+    ``tv_threshold``; where A < 0, > ``tv_threshold_negative`` if that is given.
     """
-    return _beyond(
-        inputs, anchor, divergence.binary_tv(inputs.log_probs, anchor(inputs)), tv_threshold
-    )
+    distance = divergence.binary_tv(inputs.log_probs, anchor(inputs))
+    return _near(inputs, anchor, distance, tv_threshold, tv_threshold_negative)
 
 
 @torch.no_grad()
-def binary_kl(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float) -> Tensor:
+def binary_kl(
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    kl_threshold: float,
+    kl_threshold_negative: float | None = None,
+) -> Tensor:
     """DPPO-Binary-KL: blocked when the update moves pi further away and the binary KL exceeds
-    ``kl_threshold`` nats.
+    ``kl_threshold`` nats; where A < 0, ``kl_threshold_negative`` if that is given.
     """
-    return _beyond(
-        inputs, anchor, divergence.binary_kl(inputs.log_probs, anchor(inputs)), kl_threshold
-    )
+    distance = divergence.binary_kl(inputs.log_probs, anchor(inputs))
+    return _near(inputs, anchor, distance, kl_threshold, kl_threshold_negative)
 
 
 @torch.no_grad()
-def topk_tv(inputs: TokenInputs, anchor: Anchor, *, tv_threshold: float) -> Tensor:
+def topk_tv(
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    tv_threshold: float,
+    tv_threshold_negative: float | None = None,
+) -> Tensor:
     """DPPO-TopK-TV: as ``binary_tv`` with TV over TopK(mu), the sampled token and "other".
 
     With K = V this is DPPO-Exact-TV.
     """
-    return _beyond(inputs, anchor, divergence.topk_tv(*_topk(inputs)), tv_threshold)
+    distance = divergence.topk_tv(*_topk(inputs))
+    return _near(inputs, anchor, distance, tv_threshold, tv_threshold_negative)
 
 
 @torch.no_grad()
-def topk_kl(inputs: TokenInputs, anchor: Anchor, *, kl_threshold: float) -> Tensor:
+def topk_kl(
+    inputs: TokenInputs,
+    anchor: Anchor,
+    *,
+    kl_threshold: float,
+    kl_threshold_negative: float | None = None,
+) -> Tensor:
     """DPPO-TopK-KL: as ``binary_kl`` with KL over TopK(mu), the sampled token and "other".
 
     With K = V this is DPPO-Exact-KL.
     """
-    return _beyond(inputs, anchor, divergence.topk_kl(*_topk(inputs)), kl_threshold)
+    distance = divergence.topk_kl(*_topk(inputs))
+    return _near(inputs, anchor, distance, kl_threshold, kl_threshold_negative)
 
 
 @torch.no_grad()
 def large_drop(inputs: TokenInputs, anchor: Anchor, *, max_drop: float) -> Tensor:
     """Minimal mask "Mask-x": blocked when A < 0 and anchor(a) - pi(a) >= ``max_drop``."""
     drop = anchor(inputs).double().exp() - inputs.log_probs.double().exp()
-    return ~((inputs.advantages < 0) & (drop >= max_drop))
+    return (inputs.advantages >= 0) | (drop < max_drop)
 
 
 @torch.no_grad()
@@ -98,9 +124,11 @@ def relaxed_clip(
     """
     ratio = _ratio(inputs, anchor)
     rare = anchor(inputs).exp() < rare_below
-    too_high = (ratio > 1 + clip_high) & ~(rare & relax_high)
-    too_low = (ratio < 1 - clip_low) & ~(rare & relax_low)
-    return ~_harmful(inputs, too_high, too_low)
+    return _inside(
+        inputs,
+        (ratio >= 1 - clip_low) | (rare & relax_low),
+        (ratio <= 1 + clip_high) | (rare & relax_high),
+    )
 
 
 @torch.no_grad()
@@ -132,7 +160,7 @@ def sequence_clip(
     trains whole or not at all.
     """
     ratio = sequence_ratio(inputs, anchor)
-    return ~_harmful(inputs, ratio > 1 + clip_high, ratio < 1 - clip_low)
+    return _inside(inputs, ratio >= 1 - clip_low, ratio <= 1 + clip_high)
 
 
 @torch.no_grad()
@@ -143,37 +171,34 @@ def sequence_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     The mean is over tokens in ``loss_mask``. A response must lie whole in the tensors. ValueError
     without sequence_ids.
     """
-    if inputs.sequence_ids is None:
-        raise ValueError(
-            "the algorithm works on whole sequences, but TokenInputs has no sequence_ids"
-        )
-    log_ratio = torch.where(inputs.loss_mask, inputs.log_probs - anchor(inputs), 0.0).double()
-    ids = inputs.sequence_ids.flatten()
-    # As many bins as tokens: an upper bound of the number of sequences that is known without asking
-    # the device.
-    totals, counts = (
-        torch.zeros(ids.numel(), dtype=torch.float64, device=ids.device).index_add_(
-            0, ids, x.flatten().double()
-        )
-        for x in (log_ratio, inputs.loss_mask)
-    )
-    return (totals / counts.clamp(min=1)).exp()[ids].view_as(log_ratio)
+    log_ratio = (inputs.log_probs - anchor(inputs)).double()
+    return (sequence_totals(inputs, log_ratio) / trained_tokens(inputs)).exp()
 
 
 def _ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     return (inputs.log_probs.detach() - anchor(inputs)).exp()
 
 
-def _harmful(inputs: TokenInputs, too_high: Tensor, too_low: Tensor) -> Tensor:
-    """Where the update would push a token further out on the side on which it already is."""
-    return ((inputs.advantages > 0) & too_high) | ((inputs.advantages < 0) & too_low)
+def _inside(inputs: TokenInputs, above_low: Tensor, below_high: Tensor) -> Tensor:
+    """True unless the update would push a token further out on the side on which it already is."""
+    return ((inputs.advantages <= 0) | below_high) & ((inputs.advantages >= 0) | above_low)
 
 
-def _beyond(inputs: TokenInputs, anchor: Anchor, distance: Tensor, threshold: float) -> Tensor:
-    # A > 0 and r > 1, or A < 0 and r < 1: the update pushes further the way pi has gone.
+def _near(
+    inputs: TokenInputs,
+    anchor: Anchor,
+    distance: Tensor,
+    threshold: float,
+    threshold_negative: float | None,
+) -> Tensor:
+    """True where ``distance`` is within the threshold, or the update leads back to the anchor."""
+    close = distance <= threshold
+    if threshold_negative is not None:
+        close = torch.where(inputs.advantages < 0, distance <= threshold_negative, close)
+    # Outward are A > 0 with r > 1 and A < 0 with r < 1: further the way pi has gone.
     shift = inputs.log_probs.detach() - anchor(inputs)
-    outward = inputs.advantages.sign() * shift > 0
-    return ~(outward & (distance > threshold))
+    inward = inputs.advantages.sign() * shift <= 0
+    return (close | inward) & distance.isfinite()
 
 
 def _topk(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:

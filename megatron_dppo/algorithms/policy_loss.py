@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_dppo.algorithms.decisions import Decisions, decide
 from megatron_dppo.algorithms.diagnostics import token_metrics
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.presets import Algorithm
@@ -25,24 +26,47 @@ class LossSums:
     blocked: Tensor | None = None
 
 
-def policy_loss(algorithm: Algorithm, inputs: TokenInputs) -> LossSums:
+def policy_loss(
+    algorithm: Algorithm, inputs: TokenInputs, token_scale: Tensor | None = None
+) -> LossSums:
     """Sum over tokens in ``loss_mask`` of -M min(w, C) A, whose gradient is -sum M min(w, C) A grad
-    log pi.
+    log pi, plus the algorithm's penalties.
 
-    w is r = pi / mu except where the algorithm says otherwise (``weights.py``). M, w, C and A carry
-    no gradient; it flows through ``inputs.log_probs`` only. Tokens with a zero coefficient get a
-    gradient of exactly 0, even where log pi is -inf; a NaN or infinite weight reaches the loss, for
-    the trainer to stop on. Nothing is divided: the caller divides once by a global count.
+    w is r = pi / mu except where the algorithm says otherwise (``token_weights.py``). M, w, C and A
+    carry no gradient; it flows through ``inputs.log_probs`` only. ``token_scale``: a factor of each
+    token's loss, 1 where it is None. Tokens with a zero coefficient get a gradient of exactly 0,
+    even where log pi is -inf. A token at which something else is not finite is blocked and counted
+    (``decisions.py``); log pi or A that are NaN reach the loss, for the trainer to stop on. Nothing
+    is divided: the caller divides once by a global count.
     """
+    decisions = decide(algorithm, inputs)
     with torch.no_grad():
-        trains = algorithm.mask(inputs) & inputs.loss_mask
-        weight = algorithm.weight(inputs)
-        capped = weight.clamp(max=algorithm.ratio_cap)
-        coefficient = torch.where(trains, capped * inputs.advantages, 0.0)
-        metrics = token_metrics(inputs, trains, weight, algorithm.ratio_cap)
-    used = torch.where(coefficient != 0, inputs.log_probs, 0.0)
-    # 1 + log pi - stop(log pi) has the value 1 and log pi's gradient: the loss reads as the
-    # surrogate, not as A log pi.
-    loss = -(coefficient * (1 + used - used.detach())).sum()
-    blocked = inputs.loss_mask & ~trains
-    return LossSums(loss, metrics.add("loss/sum", loss.detach()), blocked)
+        value, slope, metrics = _coefficients(algorithm, inputs, decisions)
+        metrics = token_metrics(inputs, decisions, algorithm.ratio_cap) + metrics
+        if token_scale is not None:
+            scale = token_scale.to(value.dtype)
+            value, slope = value * scale, slope * scale
+    used = torch.where(slope != 0, inputs.log_probs, 0.0)
+    # log pi - stop(log pi) has the value 0 and log pi's gradient: the loss reads as the surrogate,
+    # not as A log pi.
+    loss = (value + slope * (used - used.detach())).sum()
+    return LossSums(loss, metrics, inputs.loss_mask & ~decisions.trains)
+
+
+def _coefficients(
+    algorithm: Algorithm, inputs: TokenInputs, decisions: Decisions
+) -> tuple[Tensor, Tensor, MetricSums]:
+    """Each token's loss, its derivative by log pi, and both kinds of terms as metrics."""
+    surrogate = -torch.where(decisions.trains, decisions.capped * inputs.advantages, 0.0)
+    lost = inputs.loss_mask & (inputs.log_probs.isnan() | inputs.advantages.isnan())
+    surrogate = torch.where(lost, torch.nan, surrogate)
+    sums = {"loss/sum": surrogate.sum(dtype=torch.float64)}
+    if not algorithm.penalties:
+        return surrogate, surrogate, MetricSums(sums=sums)
+    counted = inputs.loss_mask & decisions.finite
+    log_ratio = torch.where(counted, inputs.log_probs - inputs.rollout_log_probs, 0.0)
+    terms = [(c, *term(log_ratio)) for c, term in algorithm.penalties]
+    penalty = torch.stack([c * value for c, value, _ in terms]).sum(0)
+    slope = torch.stack([c * derivative for c, _, derivative in terms]).sum(0)
+    sums["loss/penalty"] = penalty.sum(dtype=torch.float64)
+    return surrogate + penalty, surrogate + slope, MetricSums(sums=sums)

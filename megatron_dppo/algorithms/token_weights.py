@@ -29,7 +29,7 @@ def sequence_importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
     """GSPO's s_i (arXiv 2507.18071, Eq. 7) at each of the response's tokens.
 
     GSPO's own objective divides a response's sum by its length, sum_i s_i A_i (1/|y_i|) sum_t grad
-    log pi; here, as for every algorithm, the sum is divided once by the run's global denominator.
+    log pi: that is the aggregation ``sequence-mean-token-mean``.
     """
     return sequence_ratio(inputs, anchor).to(inputs.log_probs.dtype)
 

@@ -103,11 +103,12 @@ def _untruncated_sampling(config: TrainConfig) -> Problems:
 
 def _aggregation(config: TrainConfig) -> Problems:
     algorithm = config.algorithm
-    if algorithm.aggregation == "token-mean" and algorithm.aggregation_constant is not None:
+    own = algorithm.aggregation == "sequence-mean-with-constant"
+    if not own and algorithm.aggregation_constant is not None:
         yield (
             f"algorithm.aggregation_constant: got {algorithm.aggregation_constant} with "
-            "aggregation "
-            "'token-mean', expected null: only 'sequence-mean-with-constant' divides by it"
+            f"aggregation {algorithm.aggregation!r}, expected null: only "
+            "'sequence-mean-with-constant' divides by it"
         )
 
 

@@ -113,13 +113,21 @@ class AlgorithmConfig(Section):
 
     name: str = "dppo-binary-tv"
     """A name in ``megatron_dppo.algorithms.presets``."""
+    settings: Literal["stability", "scaling"] = "stability"
+    """Whose numbers the preset has: the paper's stability study's or its scaling runs';
+    docs/algorithms.md lists both."""
     options: dict[str, Annotated[float, AllowInfNan()] | int | bool] = Field(default_factory=dict)
-    """Overrides of the preset's numbers (``tv_threshold``, ``ratio_cap``, ...), checked against
-    it."""
-    aggregation: Literal["token-mean", "sequence-mean-with-constant"] = (
-        "sequence-mean-with-constant"
-    )
-    """Denominator of the summed loss: global tokens, or global sequences times a constant."""
+    """Overrides of these numbers (``tv_threshold``, ``ratio_cap``, ...), checked against the
+    preset."""
+    aggregation: Literal[
+        "token-mean",
+        "sequence-mean-with-constant",
+        "sequence-mean-token-sum",
+        "sequence-mean-token-mean",
+    ] = "sequence-mean-with-constant"
+    """What divides the tokens' summed loss: global tokens; global sequences times a constant;
+    global sequences; the same, each token's loss being divided by its own sequence's trained tokens
+    first (GSPO's objective)."""
     aggregation_constant: float | None = Field(default=None, gt=0)
     """Tokens; the constant above. Empty: ``rollout.max_response_tokens``."""
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"

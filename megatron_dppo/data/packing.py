@@ -7,6 +7,7 @@ width of the Top-K.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.data.balancing import partition_by_length, plan_micro_batches, plan_mini_batch
+from megatron_dppo.data.log_prob_checks import check_log_probs, check_topk
 from megatron_dppo.data.routing import routing_columns
 
 __all__ = [
@@ -76,6 +78,16 @@ class TrainingSample:
                     f"sample {self.index}: {len(column)} rows of {name} for {self.length} tokens, "
                     f"expected {self.length - 1}: all but the last token's"
                 )
+
+        self._check_values()
+
+    def _check_values(self) -> None:
+        where = f"sample {self.index}"
+        if not math.isfinite(self.advantage):
+            raise ValueError(f"{where}: advantage {self.advantage}, expected a finite number")
+        check_log_probs(self.rollout_log_probs, f"{where}: rollout_log_probs")
+        if self.topk_ids is not None and self.topk_log_probs is not None:
+            check_topk(self.topk_ids, self.topk_log_probs, where)
 
     @property
     def length(self) -> int:

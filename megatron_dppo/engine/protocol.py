@@ -26,13 +26,11 @@ from typing import Any
 import numpy as np
 import orjson
 
+from megatron_dppo.data.log_prob_checks import LOG_PROB_ROUNDING
 from megatron_dppo.data.routing import check_recording, is_unwritten
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.engine.requests import GenerationRequest, GenerationResult, RoutedShape
 from megatron_dppo.types import UNVERIFIED_VERSION, FinishReason, VersionSpan
-
-LOG_PROB_ROUNDING = 1e-6
-"""A log-probability may exceed 0 by this much: what fp32 makes of a near-certain token."""
 
 
 def request_ids(rid: str, count: int) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.data.packing import PackedBatch, TrainingSample, pack, plan_mini_batch
 from megatron_dppo.data.routing import usable_rows
@@ -55,20 +56,6 @@ def trains(rollout: Rollout, config: AlgorithmConfig) -> bool:
     return not (rollout.truncated and config.truncated_responses == "drop")
 
 
-def _token_mean(trained: Sequence[Rollout], constant: float) -> float:
-    return float(sum(len(r.response_ids) for r in trained))
-
-
-def _sequence_mean(trained: Sequence[Rollout], constant: float) -> float:
-    return len(trained) * constant
-
-
-DENOMINATORS: dict[str, Callable[[Sequence[Rollout], float], float]] = {
-    "token-mean": _token_mean,
-    "sequence-mean-with-constant": _sequence_mean,
-}
-
-
 def training_samples(rollouts: Sequence[Rollout], config: TrainConfig) -> list[TrainingSample]:
     """One sample a rollout, in the same order; with its recorded routing where that is replayed."""
     replayed = [r.routed_experts if config.router_replay else None for r in rollouts]
@@ -100,11 +87,12 @@ def plan_mini_batches(
     """
     size = config.training.prompts_per_mini_batch * config.rollout.group_size
     constant = config.algorithm.aggregation_constant or config.rollout.max_response_tokens
-    denominator_of = DENOMINATORS[config.algorithm.aggregation]
+    denominator_of = AGGREGATIONS[config.algorithm.aggregation].denominator
     plans = []
     for start in range(0, len(rollouts), size):
         part = rollouts[start : start + size]
-        denominator = denominator_of([r for r in part if trains(r, config.algorithm)], constant)
+        trained = [len(r.response_ids) for r in part if trains(r, config.algorithm)]
+        denominator = denominator_of(trained, constant)
         if denominator == 0:
             continue
         plan = plan_mini_batch(

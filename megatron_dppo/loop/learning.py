@@ -44,7 +44,9 @@ class Learner:
         self._trainer = trainer
         self._algorithm = algorithm
         self._masked = MaskedTokenCounts(trainer.shape.vocab_size)
-        self._loss = _counting(make_token_loss(algorithm), self._masked)
+        self._loss = _counting(
+            make_token_loss(algorithm, config.algorithm.aggregation), self._masked
+        )
         self.most_masked: list[MaskedToken] = []
         self.layout = BatchLayout(
             dp_rank=trainer.topology.dp_rank,
@@ -63,10 +65,12 @@ class Learner:
         Under router replay the recorded routing is moved to the ranks that train on it, in ``rollouts`` itself;
         global rank 0 has all of it afterwards where ``rollout.save`` wants the batch whole.
         Log-probabilities at the rollout's weights are recomputed before the first update, and only where the
-        algorithm needs them: as its anchor, or of the whole vocabulary (fp32 [tokens, V] in memory) where the
-        engine does not give it. Raises NonFiniteLossError before the step that would have applied it,
-        RoutingExchangeError where recorded routing is missing or changed on its way.
+        algorithm needs them: as its anchor, or of the whole vocabulary (fp32 [tokens, V] in memory). Raises
+        NonFiniteLossError before the step that would have applied it, NonFiniteLogProbsError where recomputed
+        ones are none, RoutingExchangeError where recorded routing is missing or changed on its way, and
+        ValueError where the rollouts carry another number of Top-K ids than the run asks for.
         """
+        check_carried_topk(rollouts, self.layout.topk)
         batches, routing = self._mini_batches(rollouts)
         self._recompute(batches)
         self._masked.clear()
@@ -94,12 +98,12 @@ class Learner:
 
     def _recompute(self, batches: Sequence[MiniBatch]) -> None:
         """What the algorithm needs of the policy at the rollout's weights and the engine doesn't say."""
-        whole = self._algorithm.needs_full_distribution and not self.layout.topk
+        whole = self._algorithm.needs_recomputed_distribution
         for mini in batches:
             if self._algorithm.needs_recomputed:
                 recomputed = self._trainer.log_probs(mini.micro_batches)
                 mini.micro_batches[:] = [
-                    replace(b, recomputed_log_probs=p.to(b.rollout_log_probs.device) * b.loss_mask)
+                    replace(b, recomputed_log_probs=_where_trained(b, p))
                     for b, p in zip(mini.micro_batches, recomputed, strict=True)
                 ]
             if whole:
@@ -124,6 +128,25 @@ class Learner:
             figures = self._routing.deliver(rollouts, needed, gather=self._config.rollout.save)
         samples = training_samples(rollouts, self._config)
         return [pack_mini_batch(samples, plan, self.layout) for plan in plans], figures
+
+
+def check_carried_topk(rollouts: Sequence[Rollout], topk: int) -> None:
+    """Raise ValueError where a rollout's Top-K has not ``topk`` ids a token; 0: whatever it has.
+
+    Fewer would make another divergence of the algorithm, under its name.
+    """
+    for rollout in rollouts:
+        width = 0 if rollout.topk_ids is None else rollout.topk_ids.shape[1]
+        if topk and width != topk:
+            raise ValueError(
+                f"problem {rollout.problem_id}, sample {rollout.sample_index}: {width} Top-K ids for "
+                f"each token, expected {topk}: recorded with another rollout.topk_log_probs?"
+            )
+
+
+def _where_trained(batch: PackedBatch, log_probs: torch.Tensor) -> torch.Tensor:
+    """``log_probs`` [T] on the batch's device, 0 outside its loss mask."""
+    return torch.where(batch.loss_mask, log_probs.to(batch.loss_mask.device), 0.0)
 
 
 def _with_whole_vocabulary(batch: PackedBatch, size: int) -> PackedBatch:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.algorithms.presets import Algorithm, build_algorithm
+from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import DataError
 from megatron_dppo.data.rollout_codec import RolloutFormatError, save_batch
@@ -41,21 +41,19 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank
-from megatron_dppo.trainer.errors import NonFiniteLossError
+from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.types import Rollout
 
 log = logging.getLogger(__name__)
 
-ENGINE_WHOLE_VOCABULARY = 4096
-"""Tokens of a vocabulary up to which the engine is asked for its whole distribution: 8 bytes each, for every token."""
-
 EXPECTED_ERRORS = (
     CheckpointError,
     DataError,
     EngineError,
     EngineUnavailableError,
+    NonFiniteLogProbsError,
     NonFiniteLossError,
     RecordingError,
     RecordsError,
@@ -101,10 +99,15 @@ class Run:
         self.data = data
         self.should_stop = stop
         self.timer = PhaseTimer()
-        algorithm = build_algorithm(config.algorithm.name, config.algorithm.options)
-        self.topk = carried_topk(config, algorithm)
+        chosen = config.algorithm
+        algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
+        self.topk = carried_topk(
+            algorithm,
+            config.rollout.topk_log_probs,
+            load_model_shape(config.model.hf_checkpoint).vocab_size,
+        )
         with self.timer("start"):
-            topk = self.topk > 0 or algorithm.needs_full_distribution
+            topk = self.topk > 0 or algorithm.needs_recomputed_distribution
             self.trainer = Trainer(config, StatsSpec(topk=topk, entropy=True))
             self.store = CheckpointStore(
                 Path(config.run.directory) / "checkpoints", config.checkpoint.keep
@@ -295,14 +298,3 @@ class Run:
         with self.timer("checkpoint"):
             self.store.save(self.trainer, self.state.step, self.state.to_json())
         self.saved_step = self.state.step
-
-
-def carried_topk(config: TrainConfig, algorithm: Algorithm) -> int:
-    """K of TopK(mu) that the engine returns: as configured, else as the algorithm asks.
-
-    All of the vocabulary for an exact divergence, unless that is large: 0 then, and the learner recomputes it.
-    """
-    if algorithm.needs_full_distribution:
-        size = load_model_shape(config.model.hf_checkpoint).vocab_size
-        return size if size <= ENGINE_WHOLE_VOCABULARY else 0
-    return config.rollout.topk_log_probs or algorithm.topk

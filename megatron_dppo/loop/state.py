@@ -61,8 +61,11 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
     With another value the metrics after the resume would not continue those before it. Learning
     rates, batch sizes, layouts, limits and schedules may change.
     """
+    settings = config.algorithm.settings
     return {
         "algorithm.name": config.algorithm.name,
+        # Left out where it is the default: a checkpoint without it was written by that.
+        **({"algorithm.settings": settings} if settings != "stability" else {}),
         "algorithm.options": dict(config.algorithm.options),
         "data.train (SHA-256)": data_sha256,
         "data.max_prompt_tokens": config.data.max_prompt_tokens,

@@ -28,6 +28,7 @@ COMPARED = "r3/compared"
 DEFINITIONS: dict[str, Definition] = {
     TOKENS: Definition("tokens that train: loss_mask is True"),
     "loss/sum": Definition("mean over trained tokens of -M min(w, C) A", TOKENS),
+    "loss/penalty": Definition("mean over trained tokens of the additive terms", TOKENS),
     "policy/abs_prob_gap": Definition("mean |pi - mu| of the sampled tokens", TOKENS),
     "policy/prob_gap": Definition("mean pi - mu of the sampled tokens", TOKENS),
     "policy/prob_gap_max": Definition("largest pi - mu"),
@@ -47,6 +48,9 @@ DEFINITIONS: dict[str, Definition] = {
         "share of the tokens with A < 0 that the mask blocks", NEGATIVE
     ),
     "mask/cap_hit": Definition("share of tokens whose weight the cap cuts", TOKENS),
+    "mask/nonfinite": Definition(
+        "tokens that are blocked because mu, pi', TopK(mu) or their weight is not finite"
+    ),
     "mask/rollout_prob_of_masked": Definition("mean mu of the blocked tokens", MASKED),
     "mask/entropy_of_masked": Definition(
         "mean entropy of pi where a token is blocked, nats", MASKED

@@ -25,3 +25,9 @@ class NonFiniteLossError(ValueError):
             f"loss or gradient is not finite (gradient norm {grad_norm}), nothing was updated: "
             f"{where}"
         )
+
+
+class NonFiniteLogProbsError(ValueError):
+    """Log-probabilities asked for without training come from logits that are no distribution: NaN,
+    +inf, or nothing but -inf. Raised on every rank alike.
+    """

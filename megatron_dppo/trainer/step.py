@@ -129,24 +129,27 @@ def forward_log_probs(
     replay: ModelReplay | None = None,
     *,
     topk: bool = False,
-) -> list[Tensor]:
-    """log pi of each batch's targets, fp32 [T]; on the last stage only, an empty list elsewhere.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """log pi of each batch's targets, fp32 [T], and its ``PolicyStats.faults``; on the last stage
+    only, empty lists elsewhere.
 
-    ``topk``: at its ``rollout_topk_ids`` instead, fp32 [T, K]. Not checked: an id outside the
-    vocabulary or a NaN in the logits gives NaN.
+    ``topk``: at its ``rollout_topk_ids`` instead, fp32 [T, K]. An id outside the vocabulary or a
+    NaN in the logits gives NaN and is counted among the faults, for the caller to stop on.
     """
     log_probs: list[Tensor] = []
+    faults: list[Tensor] = []
 
     def keep(batch: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         policy = stats(logits, batch, StatsSpec(topk=topk))
         wanted = policy.topk_log_probs if topk else policy.log_probs
         assert wanted is not None
         log_probs.append(wanted.float())
+        faults.append(policy.faults)
         zero = torch.zeros((), device=logits.device)
         return zero, zero.int(), {}
 
     _run_schedule(chunks, batches, keep, replay, forward_only=True)
-    return log_probs
+    return log_probs, faults
 
 
 def _run_schedule(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
 from megatron_dppo.algorithms.presets import Algorithm
@@ -22,11 +23,19 @@ TokenLoss = Callable[[PolicyStats, "PackedBatch"], LossSums]
 """What the trainer calls with the statistics of each micro-batch."""
 
 
-def make_token_loss(algorithm: Algorithm) -> TokenLoss:
-    """The loss of ``algorithm`` as a function of a micro-batch's statistics: a SUM over tokens."""
+def make_token_loss(
+    algorithm: Algorithm, aggregation: str = "sequence-mean-with-constant"
+) -> TokenLoss:
+    """The loss of ``algorithm`` as a function of a micro-batch's statistics: a SUM over tokens.
+
+    ``aggregation``: a name in ``algorithms.aggregation.AGGREGATIONS``, whose factor of each token
+    the sum has; its denominator is the caller's.
+    """
+    token_scale = AGGREGATIONS[aggregation].token_scale
 
     def token_loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
-        return policy_loss(algorithm, inputs_from(stats, batch))
+        inputs = inputs_from(stats, batch)
+        return policy_loss(algorithm, inputs, None if token_scale is None else token_scale(inputs))
 
     return token_loss
 

@@ -20,7 +20,7 @@ from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import check_layout
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import agree, all_gather_json
-from megatron_dppo.trainer.errors import NonFiniteLossError
+from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
 from megatron_dppo.trainer.hf_weights import export_hf, gather_buckets, load_hf, named_parameters
 from megatron_dppo.trainer.megatron_config import DTYPES, sequence_parallel, transformer_config
 from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
@@ -165,6 +165,10 @@ class Trainer:
         Returns:
             fp32 [T] for each micro-batch, on the trainer's device; the same on all ranks of a
             replica.
+
+        Raises (on every rank alike):
+            NonFiniteLogProbsError: the logits are no distribution.
+            ValueError: a token id lies outside the vocabulary.
         """
         return self._log_probs(micro_batches, temperature, topk=False)
 
@@ -181,7 +185,8 @@ class Trainer:
         stats = (
             self._stats if temperature is None else replace(self._stats, temperature=temperature)
         )
-        found = forward_log_probs(self.ddp_chunks, batches, stats, self._replay, topk=topk)
+        found, faults = forward_log_probs(self.ddp_chunks, batches, stats, self._replay, topk=topk)
+        self._check_faults(faults)
         if self.topology.pp_size > 1:
             sizes = [b.num_tokens for b in batches]
             ids = batches[0].rollout_topk_ids if topk else None
@@ -190,6 +195,18 @@ class Trainer:
             dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
             found = list(flat.split(sizes))
         return [x[: b.num_tokens] for x, b in zip(found, micro_batches, strict=True)]
+
+    def _check_faults(self, faults: list[Tensor]) -> None:
+        """Raise on every rank where any rank's statistics have faults. Collective."""
+        counts = torch.zeros(len(FAULTS), device=self.device)
+        if faults:
+            counts += torch.stack(faults).sum(0)
+        dist.all_reduce(counts, dist.ReduceOp.MAX)
+        *bad_ids, bad_rows = counts.cpu()
+        if problem := describe(bad_ids):
+            raise ValueError(problem)
+        if bad_rows:
+            raise NonFiniteLogProbsError(f"{describe(counts.cpu())}; nothing was trained on them")
 
     def routing_agreement(self) -> MetricSums:
         """``r3/`` sums of the last micro-batches, reduced over all ranks; empty without router replay.

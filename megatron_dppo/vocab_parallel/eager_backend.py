@@ -53,6 +53,8 @@ class EagerBackend:
         if gradient.entropy is not None:
             used = used | (gradient.entropy != 0)
         out[:, real:] = 0
+        if not real:  # a shard of padding alone owns no target
+            return
         for rows in _blocks(logits):
             on_cpu = logits.device.type == "cpu"
             if on_cpu and not used[rows].any():

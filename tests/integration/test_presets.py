@@ -38,12 +38,9 @@ BLOCKED, PPO_ONLY, OWN_ONLY = "mask/masked", "mask/ppo_only", "mask/dppo_only"
 OTHER_WEIGHTS = {"gspo", "drpo"}
 """Presets whose weight is not pi / mu."""
 SAME_RATIO = [name for name in PRESETS if name not in OTHER_WEIGHTS]
-CARRIED = {name: "whole" if p.needs_full_distribution else "topk" if p.topk else "none"
+CARRIED = {name: "whole" if p.needs_full_distribution else "topk" if "topk" in p.stability else "none"
            for name, p in PRESETS.items()}  # fmt: skip
 """What of TopK(mu) the batch has that a preset is replayed on."""
-_RECOMPUTED = "-recomputed"
-RECOMPUTED = f"dppo-exact-tv{_RECOMPUTED}"
-"""The exact preset where the vocabulary counts as too large to be asked for."""
 
 
 def settings(folder: Path) -> dict[str, Any]:
@@ -138,7 +135,6 @@ def batches(recorded) -> dict[str, str]:
 
 def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
     """What each preset did in one step: calls of log_probs, and every mini-batch's figures."""
-    import megatron_dppo.loop.run as run_module
     from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.loop.run import Run, RunData
     from megatron_dppo.loop.stopping import StopFlag
@@ -164,12 +160,10 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
 
     Trainer.train_mini_batch, Trainer.log_probs = watched_train, watched_log_probs
     found = {}
-    for label, carried in {**CARRIED, RECOMPUTED: "none"}.items():
-        name = label.removesuffix(_RECOMPUTED)
-        run_module.ENGINE_WHOLE_VOCABULARY = 0 if label == RECOMPUTED else VOCABULARY
+    for name, carried in CARRIED.items():
         own = {
             **config,
-            "run": {"directory": f"{config['run']['directory']}-{label}", "steps": 1},
+            "run": {"directory": f"{config['run']['directory']}-{name}", "steps": 1},
             "algorithm": {**config["algorithm"], "name": name},
             "rollout": {
                 **config["rollout"],
@@ -185,7 +179,7 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
             run.begin()
             run.step()
             run.trainer.close()
-        found[label] = {**seen, "record": records_of(Path(own["run"]["directory"]))[-1]}
+        found[name] = {**seen, "record": records_of(Path(own["run"]["directory"]))[-1]}
     return found
 
 
@@ -236,8 +230,7 @@ def test_a_preset_trains_in_the_real_loop(name, replayed):
     del figures["weights"]
     assert all(np.isfinite(v) for v in figures.values() if isinstance(v, int | float))
     assert figures["grad_norm"] > 0
-    carries_topk = bool(algorithm.topk or algorithm.needs_full_distribution)
-    assert ("policy/topk_mass" in figures) == carries_topk
+    assert ("policy/topk_mass" in figures) == algorithm.reads_topk
     assert found["record"]["optimizer/steps"] == MINI_BATCHES
 
 
@@ -258,11 +251,12 @@ def test_the_second_mini_batch_is_off_policy_and_masks_act(second):
     assert all(second[name][BLOCKED] == 0 for name in ("pg-is", "pg-tis", "cispo", "drpo"))
 
 
-def test_the_exact_divergence_is_the_same_from_the_engine_and_recomputed(second):
-    engine, recomputed = second["dppo-exact-tv"], second[RECOMPUTED]
-    assert recomputed[BLOCKED] == engine[BLOCKED] > 0
-    assert recomputed["grad_norm"] == pytest.approx(engine["grad_norm"], rel=1e-4)
-    assert recomputed["policy/topk_mass"] / recomputed[TOKENS] == pytest.approx(1, abs=1e-5)
+def test_exact_on_mu_and_on_the_recomputed_policy_agree_where_engine_and_trainer_do(second):
+    for kind in ("tv", "kl"):
+        engine, recomputed = second[f"dppo-exact-{kind}"], second[f"recomputed-exact-{kind}"]
+        assert recomputed[BLOCKED] == engine[BLOCKED] > 0
+        assert recomputed["grad_norm"] == pytest.approx(engine["grad_norm"], rel=1e-4)
+        assert recomputed["policy/topk_mass"] / recomputed[TOKENS] == pytest.approx(1, abs=1e-5)
 
 
 def test_masks_that_contain_each_other(second):

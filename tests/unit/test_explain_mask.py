@@ -157,7 +157,7 @@ def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tm
     assert all(r["exact_tv"] == "" for r in rows)
     known = explained(run, model, tmp_path, "--rollout-policy", str(other))
     full = explained(
-        run, model, tmp_path, "--rollout-policy", str(other), "--algorithm", "dppo-exact-kl"
+        run, model, tmp_path, "--rollout-policy", str(other), "--algorithm", "recomputed-exact-kl"
     )
     for row, with_mu, all_of_it, expected in zip(rows, known, full, exact, strict=True):
         assert row["topk_tv"] == with_mu["topk_tv"]
@@ -176,7 +176,11 @@ def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     from megatron_dppo.data.problems import load_tokenizer
 
     ids, advantage = RESPONSES[0]
-    sampled = rollout(ids, advantage, log_pi[0][range(4), ids].tolist())
+    arrays = {}
+    if PRESETS[name].needs_full_distribution:
+        top = log_pi[0].topk(log_pi[0].shape[1])
+        arrays = {"topk_ids": top.indices.int().numpy(), "topk_log_probs": top.values.numpy()}
+    sampled = rollout(ids, advantage, log_pi[0][range(4), ids].tolist(), **arrays)
     logits = Policy(model).logits(sampled)
     texts = TokenTexts(load_tokenizer(model))
     response = explain_response(
@@ -193,6 +197,9 @@ def test_every_preset_trains_everything_on_policy(name, model, log_pi):
 
 def test_thresholds_in_words():
     assert threshold_text(build_algorithm("dppo-binary-tv"), True) == "TV > 0.15"
+    both = build_algorithm("dppo-binary-kl", {"kl_threshold_negative": 0.02})
+    assert threshold_text(both, True) == "KL > 0.05"
+    assert threshold_text(both, False) == "KL > 0.02"
     assert threshold_text(build_algorithm("minirl"), True) == "r > 1.28 (against pi')"
     assert threshold_text(build_algorithm("mask-0.5"), False) == "drop >= 0.5"
     assert threshold_text(build_algorithm("mask-0.5"), True) == ""
@@ -284,6 +291,8 @@ def test_responses_without_a_gradient_are_left_out(model, log_pi, tmp_path, caps
         (["--option", "clip_low=0.1"], "has no option 'clip_low'"),
         (["--algorithm", "minirl"], "give these weights with --rollout-policy"),
         (["--algorithm", "dppo-topk-kl"], "the batch has K = 0"),
+        (["--algorithm", "dppo-exact-tv"], "needs TopK(mu) with K >= "),
+        (["--algorithm", "recomputed-exact-tv"], "give these weights with --rollout-policy"),
         (["--policy", "nowhere"], "nowhere: expected a Hugging Face folder"),
         (["--limit", "-1"], "expected 0 (all) or more"),
     ],

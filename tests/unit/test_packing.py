@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused(build, message):
 
 
 def with_topk(k: int) -> TrainingSample:
-    ids, log_probs = np.zeros((1, k), np.int32), np.zeros((1, k), np.float32)
+    ids, log_probs = np.arange(k, dtype=np.int32)[None], np.zeros((1, k), np.float32)
     return sample([1], [2], topk_ids=ids, topk_log_probs=log_probs)
 
 

@@ -3,51 +3,61 @@ checked.
 """
 
 import math
+import re
 from functools import partial
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from megatron_dppo.algorithms import masks
-from megatron_dppo.algorithms.presets import OPTIONS, PRESETS, build_algorithm
+from megatron_dppo.algorithms import masks, penalties
+from megatron_dppo.algorithms.aggregation import AGGREGATIONS
+from megatron_dppo.algorithms.inputs import rollout
+from megatron_dppo.algorithms.options import COEFFICIENTS, NEGATIVE, OPTIONS, Settings
+from megatron_dppo.algorithms.presets import PRESETS, build_algorithm, carried_topk
+from megatron_dppo.config.schema import AlgorithmConfig
+from tests.unit.golden_presets import GOLDEN
 
-NAMES = [
-    "pg-is",
-    "pg-tis",
-    "cispo",
-    "ppo",
-    "grpo",
-    "grpo-clip-higher",
-    "minirl",
-    "minirl-tis",
-    "dppo-binary-tv",
-    "dppo-binary-kl",
-    "dppo-topk-tv",
-    "dppo-topk-kl",
-    "dppo-exact-tv",
-    "dppo-exact-kl",
-    "dppo-decoupled-binary-tv",
-    "dppo-decoupled-binary-kl",
-    "mask-0.5",
-    "mask-0.8",
-    "mask-0.5-recompute",
-    "relax-high",
-    "relax-low",
-    "relax-both",
-    "icepop",
-    "gspo",
-    "drpo",
-]
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "algorithms.md"
 
 
-def test_every_algorithm_is_in_the_table():
-    assert sorted(PRESETS) == sorted(NAMES)
+@pytest.mark.parametrize("settings", get_args(Settings))
+def test_every_number_is_the_published_one(settings):
+    column = get_args(Settings).index(settings)
+    expected = {name: row[column] for name, row in GOLDEN.items()}
+    assert {name: build_algorithm(name, settings=settings).numbers for name in PRESETS} == expected
+
+
+def test_the_table_in_the_docs_is_the_golden_copy():
+    """Row by row: both settings' numbers, and both sources."""
+
+    def words(numbers):
+        return ", ".join(f"`{name}` {value:g}" for name, value in sorted(numbers.items()))
+
+    lines = [line for line in DOCS.read_text().splitlines() if line.startswith("| `")]
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+    found = {row[0].strip("`"): row[2:] for row in cells if len(row) == 6}
+    found.pop("algorithm.name")
+    expected = {
+        name: [words(stability), words(scaling), *sources]
+        for name, (stability, scaling, *sources) in GOLDEN.items()
+    }
+    assert list(found) == list(PRESETS)
+    assert found == expected
+
+
+def test_the_configuration_knows_the_same_settings_and_aggregations():
+    fields = AlgorithmConfig.model_fields
+    assert get_args(fields["settings"].annotation) == get_args(Settings)
+    assert set(get_args(fields["aggregation"].annotation)) == set(AGGREGATIONS)
+    assert AlgorithmConfig().settings == "stability"
 
 
 def test_what_each_algorithm_costs_is_declared():
     built = {name: build_algorithm(name) for name in PRESETS}
     assert {n for n, a in built.items() if a.needs_recomputed} == {
         "minirl", "minirl-tis", "dppo-decoupled-binary-tv", "dppo-decoupled-binary-kl",
-        "mask-0.5-recompute", "icepop",
+        "mask-0.5-recompute", "icepop", "recomputed-exact-tv", "recomputed-exact-kl",
     }  # fmt: skip
     assert {n: a.topk for n, a in built.items() if a.topk} == {
         "dppo-topk-tv": 20,
@@ -57,18 +67,14 @@ def test_what_each_algorithm_costs_is_declared():
         "dppo-exact-tv",
         "dppo-exact-kl",
     }
+    assert {n for n, a in built.items() if a.needs_recomputed_distribution} == {
+        "recomputed-exact-tv",
+        "recomputed-exact-kl",
+    }
+    assert {n for n, a in built.items() if a.reads_topk} == {
+        n for n in PRESETS if "topk" in n or "exact" in n
+    }
     assert {n for n, a in built.items() if a.needs_sequences} == {"gspo"}
-    assert {n: a.ratio_cap for n, a in built.items() if a.ratio_cap != math.inf} == {
-        "pg-tis": 3.0, "cispo": 5.0, "minirl-tis": 3.0,
-    }  # fmt: skip
-
-
-def test_the_papers_numbers():
-    assert build_algorithm("dppo-binary-tv").numbers["tv_threshold"] == 0.15
-    assert build_algorithm("dppo-binary-kl").numbers["kl_threshold"] == 0.05
-    assert build_algorithm("dppo-topk-tv").numbers["tv_threshold"] == 0.2
-    assert build_algorithm("grpo-clip-higher").numbers["clip_high"] == 0.28
-    assert build_algorithm("mask-0.8").numbers["max_drop"] == 0.8
 
 
 def test_options_replace_numbers_and_reach_the_mask():
@@ -76,12 +82,53 @@ def test_options_replace_numbers_and_reach_the_mask():
     assert (algorithm.ratio_cap, algorithm.topk) == (5, 8)
     assert isinstance(algorithm.mask, partial)
     assert algorithm.mask.func is masks.topk_tv
-    assert algorithm.mask.keywords["tv_threshold"] == 0.1
+    assert algorithm.mask.keywords == {"anchor": rollout, "tv_threshold": 0.1}
     assert algorithm.numbers == {"tv_threshold": 0.1, "ratio_cap": 5, "topk": 8}
 
 
+def test_options_go_on_top_of_the_settings():
+    algorithm = build_algorithm("dppo-binary-tv", {"ratio_cap": 7}, "scaling")
+    assert algorithm.numbers == {"tv_threshold": 0.2, "ratio_cap": 7}
+    with pytest.raises(ValueError, match="unknown settings 'paper' of an algorithm; known: stab"):
+        build_algorithm("dppo-binary-tv", {}, "paper")
+
+
+def test_options_that_no_preset_has_by_itself_reach_mask_and_loss():
+    algorithm = build_algorithm(
+        "dppo-topk-kl", {"kl_threshold_negative": 0.01, "kl_coefficient": 0.5}
+    )
+    assert algorithm.mask.keywords["kl_threshold_negative"] == 0.01
+    assert algorithm.penalties == ((0.5, penalties.kl),)
+    assert build_algorithm("pg-is", {"log_ratio_coefficient": 2}).penalties == (
+        (2, penalties.squared_log_ratio),
+    )
+    assert build_algorithm("pg-is", {"kl_coefficient": 0}).penalties == ()
+
+
 def test_every_number_of_every_preset_is_a_described_option():
-    assert {n for p in PRESETS.values() for n in p.numbers} == set(OPTIONS)
+    own = {n for p in PRESETS.values() for s in get_args(Settings) for n in p.numbers(s)}
+    assert own | set(NEGATIVE.values()) | set(COEFFICIENTS) == set(OPTIONS)
+
+
+def test_exact_divergences_take_all_of_mu_from_the_engine_or_are_refused():
+    exact = build_algorithm("dppo-exact-tv")
+    assert carried_topk(exact, 0, 4096) == carried_topk(exact, 4096, 4096) == 4096
+    with pytest.raises(ValueError, match=r"has 4097 tokens, 32776 bytes .* at most 4096"):
+        carried_topk(exact, 0, 4097)
+    with pytest.raises(ValueError, match="recomputed-exact-tv measures the trainer's own"):
+        carried_topk(exact, 0, 151936)
+    with pytest.raises(ValueError, match="topk_log_probs is 20; expected 0 or 36"):
+        carried_topk(exact, 20, 36)
+    assert carried_topk(build_algorithm("recomputed-exact-tv"), 0, 151936) == 0
+
+
+def test_carried_top_k_is_the_configured_one_where_that_is_enough():
+    topk = build_algorithm("dppo-topk-tv")
+    assert [carried_topk(topk, k, 151936) for k in (0, 20, 50)] == [20, 20, 50]
+    with pytest.raises(ValueError, match=r"engine's top 20 .* is 19; expected 0, or at least 20"):
+        carried_topk(topk, 19, 151936)
+    assert carried_topk(build_algorithm("grpo"), 0, 99) == 0
+    assert carried_topk(build_algorithm("grpo"), 5, 99) == 5
 
 
 @pytest.mark.parametrize(
@@ -97,8 +144,12 @@ def test_every_number_of_every_preset_is_a_described_option():
         ("pg-tis", {"ratio_cap": 0}, "outside its range"),
         ("pg-tis", {"ratio_cap": math.nan}, "outside its range"),
         ("drpo", {"penalty_threshold": -1.0}, "outside its range"),
+        ("dppo-binary-tv", {"tv_threshold": -1e-9}, "outside its range, [0, 1]"),
+        ("grpo", {"tv_threshold_negative": 0.1}, "has no option 'tv_threshold_negative'"),
+        ("grpo", {"kl_coefficient": -0.1}, "outside its range, [0, inf]"),
+        ("icepop", {"mismatch_low": 6}, "mismatch_low 6 lies above mismatch_high 5, so no token"),
     ],
 )
 def test_bad_names_and_options_are_refused(name, options, message):
-    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         build_algorithm(name, options)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megatron_dppo.algorithms.presets import build_algorithm
 from megatron_dppo.config import check_config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,14 +38,15 @@ def test_every_recipe_is_in_the_table():
 def test_the_recipe_says_what_the_paper_says(name):
     config = load_config(RECIPES / f"{name}.yaml")
     rollout, algorithm = config.rollout, config.algorithm
+    numbers = build_algorithm(algorithm.name, algorithm.options, algorithm.settings).numbers
     found = (
         rollout.max_response_tokens,
         rollout.prompts_per_step,
         config.training.prompts_per_mini_batch,
         rollout.group_size,
         config.optimizer.lr,
-        algorithm.options["tv_threshold"],
-        algorithm.options["ratio_cap"],
+        numbers["tv_threshold"],
+        numbers["ratio_cap"],
         config.evaluation.every,
         rollout.router_replay,
     )
@@ -72,7 +74,6 @@ def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_p
         RECIPES / f"{name}.yaml",
         [
             f"algorithm.name={algorithm}",
-            "algorithm.options={}",
             f"model.hf_checkpoint={checkpoint}",
             f"data.train={data}",
             f"data.evaluation={{held_out: {data}}}",

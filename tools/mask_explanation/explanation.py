@@ -14,8 +14,10 @@ from torch import Tensor
 
 from mask_explanation.policies import TokenTexts
 from megatron_dppo.algorithms import divergence, masks
+from megatron_dppo.algorithms.decisions import Decisions, decide
 from megatron_dppo.algorithms.diagnostics import PPO_CLIP, token_metrics
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
+from megatron_dppo.algorithms.options import NEGATIVE
 from megatron_dppo.algorithms.presets import Algorithm
 from megatron_dppo.algorithms.token_weights import importance_ratio
 from megatron_dppo.data.packing import TrainingSample, pack
@@ -95,8 +97,8 @@ def explain_response(
         algorithm: whose mask and weight are explained.
         logits: [P + R, V], of the policy that gives pi.
         rollout_logits: [P + R, V], of the weights that sampled the response; they give pi', the
-            exact divergences, and TopK(mu) if the batch has none (K = V if the algorithm needs the
-            whole distribution).
+            exact divergences, and TopK(mu) if the batch has none. The whole of mu, which
+            ``dppo-exact-...`` need, must come from the engine.
         temperature: of the rollout.
         texts: token id -> text.
 
@@ -125,11 +127,10 @@ def explain_response(
             f"{algorithm.name} compares pi with log-probabilities recomputed at the rollout's "
             "weights: give these weights with --rollout-policy"
         )
-    trains = algorithm.mask(inputs)
-    weight = algorithm.weight(inputs)
-    columns = _columns(inputs, trains, weight.clamp(max=algorithm.ratio_cap))
+    decisions = decide(algorithm, inputs)
+    columns = _columns(inputs, decisions)
     columns |= _exact(columns, sample, logits, rollout_logits, vocab_size, temperature)
-    metrics = token_metrics(inputs, trains & inputs.loss_mask, weight, algorithm.ratio_cap)
+    metrics = token_metrics(inputs, decisions, algorithm.ratio_cap)
     values: dict[str, list[Any]] = {
         name: [None] * len(sampled.response_ids) if c is None else c[inputs.loss_mask].tolist()
         for name, c in columns.items()
@@ -168,24 +169,32 @@ def _with_topk(
 ) -> TrainingSample:
     """``sample`` with a TopK(mu) of sufficient K: the engine's, else from ``log_mu`` [R, V]."""
     carried = 0 if sample.topk_ids is None else sample.topk_ids.shape[1]
-    wanted = vocab_size if algorithm.needs_full_distribution else 1
-    if carried >= wanted:
+    recomputed = algorithm.needs_recomputed_distribution
+    whole = recomputed or algorithm.needs_full_distribution
+    wanted = vocab_size if whole else 1
+    if carried >= wanted and not recomputed:
         return sample
-    if log_mu is not None:
-        k = vocab_size if algorithm.needs_full_distribution else algorithm.topk or DEFAULT_TOPK
+    if log_mu is not None and not algorithm.needs_full_distribution:
+        k = vocab_size if recomputed else algorithm.topk or DEFAULT_TOPK
         top = log_mu.topk(min(k, vocab_size))
         ids = top.indices.to(torch.int32).numpy()
-        return replace(sample, topk_ids=ids, topk_log_probs=top.values.numpy())
-    if algorithm.topk or algorithm.needs_full_distribution:
+        # A log-softmax of a near-certain token can end a rounding step above 0.
+        return replace(sample, topk_ids=ids, topk_log_probs=top.values.clamp(max=0).numpy())
+    if recomputed:
+        raise ValueError(
+            f"{algorithm.name} measures the policy recomputed at the rollout's weights: give these "
+            "weights with --rollout-policy"
+        )
+    if algorithm.reads_topk:
         raise ValueError(
             f"{algorithm.name} needs TopK(mu) with K >= {wanted}, the batch has K = {carried}: "
-            "record it with rollout.topk_log_probs, or give the rollout's weights with "
-            "--rollout-policy"
+            "record it with rollout.topk_log_probs"
+            + ("" if whole else ", or give the rollout's weights with --rollout-policy")
         )
     return sample
 
 
-def _columns(inputs: TokenInputs, trains: Tensor, weight: Tensor) -> dict[str, Tensor | None]:
+def _columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | None]:
     """Fields of ``Token`` for every row of the pack."""
     pi, mu, recomputed = inputs.log_probs, inputs.rollout_log_probs, inputs.recomputed_log_probs
     topk_tv = topk_kl = None
@@ -196,14 +205,14 @@ def _columns(inputs: TokenInputs, trains: Tensor, weight: Tensor) -> dict[str, T
         "mu": mu.exp(),
         "pi": pi.exp(),
         "ratio": importance_ratio(inputs, rollout),
-        "weight": weight,
+        "weight": decisions.capped,
         "binary_tv": divergence.binary_tv(pi, mu),
         "binary_kl": divergence.binary_kl(pi, mu),
         "topk_tv": topk_tv,
         "topk_kl": topk_kl,
         "recomputed": None if recomputed is None else recomputed.exp(),
         "entropy": inputs.entropy,
-        "trains": trains,
+        "trains": decisions.trains,
         "ppo_trains": masks.ratio_clip(inputs, rollout, **PPO_CLIP),
     }
 
@@ -240,9 +249,14 @@ BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
 
 def threshold_text(algorithm: Algorithm, positive: bool) -> str:
     """The algorithm's bounds for this sign of A, as text; empty if it blocks nothing."""
+    numbers = dict(algorithm.numbers)
+    for name, negative in NEGATIVE.items():
+        own = numbers.pop(negative, None)
+        if own is not None and not positive:
+            numbers[name] = own
     bounds = [
         text
-        for name, value in algorithm.numbers.items()
+        for name, value in numbers.items()
         if name in BOUNDS and (text := BOUNDS[name](value, positive)) is not None
     ]
     anchor = " (against pi')" if algorithm.needs_recomputed and bounds else ""

@@ -1,0 +1,104 @@
+"""Every preset's numbers in both settings with their sources, copied from the papers by hand.
+
+docs/algorithms.md and the table of presets are compared with this copy. Sources: S = stability
+study of arXiv 2602.04879 v2 (App. C.1), L = its table of scaling runs (v2 appendix), F.3 = its Top-K
+ablation, "chosen" = published nowhere.
+"""
+
+INF = float("inf")
+
+
+def golden(stability, scaling, stability_source, scaling_source):
+    return stability, scaling, stability_source, scaling_source
+
+
+PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+STUDY = {"clip_low": 0.2, "clip_high": 0.28}
+RUNS = {"clip_low": 0.2, "clip_high": 0.27}
+ICEPOP = {"mismatch_low": 0.5, "mismatch_high": 5.0, "clip_low": 0.2, "clip_high": 0.2,
+          "ratio_cap": INF}  # fmt: skip
+GSPO = {"clip_low": 0.0003, "clip_high": 0.0004, "ratio_cap": INF}
+DRPO = {"penalty_threshold": 12.5, "ratio_cap": INF}
+OWN = "as in stability"
+
+GOLDEN = {
+    "pg-is": golden({"ratio_cap": INF}, {"ratio_cap": INF}, "S", "by its definition"),
+    "pg-tis": golden({"ratio_cap": 3.0}, {"ratio_cap": 5.0}, "S", "L"),
+    "cispo": golden({"ratio_cap": 3.0}, {"ratio_cap": 5.0}, "S", "L"),
+    "ppo": golden(
+        {**PPO_CLIP, "ratio_cap": INF}, {**PPO_CLIP, "ratio_cap": 5.0},
+        "1707.06347, Sec. 6.1 (clip); S (C)", "1707.06347, Sec. 6.1 (clip); L (C)",
+    ),
+    "grpo": golden(
+        {**PPO_CLIP, "ratio_cap": INF}, {**PPO_CLIP, "ratio_cap": 5.0},
+        "1707.06347, Sec. 6.1 (clip); S (C)", "1707.06347, Sec. 6.1 (clip); L (C)",
+    ),
+    "grpo-clip-higher": golden({**STUDY, "ratio_cap": INF}, {**RUNS, "ratio_cap": 5.0}, "S", "L"),
+    "minirl": golden(
+        {**STUDY, "ratio_cap": INF}, {**RUNS, "ratio_cap": 5.0}, "S", "chosen (as L's Clip-Higher)"
+    ),
+    "minirl-tis": golden(
+        {**STUDY, "ratio_cap": 3.0}, {**RUNS, "ratio_cap": 5.0}, "S", "chosen (as L's Clip-Higher)"
+    ),
+    "dppo-binary-tv": golden(
+        {"tv_threshold": 0.15, "ratio_cap": INF}, {"tv_threshold": 0.2, "ratio_cap": 5.0}, "S", "L"
+    ),
+    "dppo-binary-kl": golden(
+        {"kl_threshold": 0.05, "ratio_cap": INF}, {"kl_threshold": 0.05, "ratio_cap": 5.0}, "S", "L"
+    ),
+    "dppo-topk-tv": golden(
+        {"tv_threshold": 0.15, "topk": 20, "ratio_cap": INF},
+        {"tv_threshold": 0.2, "topk": 20, "ratio_cap": 5.0}, "chosen (as Binary's)", "F.3",
+    ),
+    "dppo-topk-kl": golden(
+        {"kl_threshold": 0.05, "topk": 20, "ratio_cap": INF},
+        {"kl_threshold": 0.05, "topk": 20, "ratio_cap": 5.0}, "chosen (as Binary's)", "F.3",
+    ),
+    "dppo-exact-tv": golden(
+        {"tv_threshold": 0.15, "ratio_cap": INF}, {"tv_threshold": 0.2, "ratio_cap": 5.0},
+        "chosen (as Binary's)", "chosen (as Top-K's)",
+    ),
+    "dppo-exact-kl": golden(
+        {"kl_threshold": 0.05, "ratio_cap": INF}, {"kl_threshold": 0.05, "ratio_cap": 5.0},
+        "chosen (as Binary's)", "chosen (as Top-K's)",
+    ),
+    "recomputed-exact-tv": golden(
+        {"tv_threshold": 0.15, "ratio_cap": INF}, {"tv_threshold": 0.2, "ratio_cap": 5.0},
+        "chosen (as Binary's)", "chosen (as Top-K's)",
+    ),
+    "recomputed-exact-kl": golden(
+        {"kl_threshold": 0.05, "ratio_cap": INF}, {"kl_threshold": 0.05, "ratio_cap": 5.0},
+        "chosen (as Binary's)", "chosen (as Top-K's)",
+    ),
+    "dppo-decoupled-binary-tv": golden(
+        {"tv_threshold": 0.15, "ratio_cap": INF}, {"tv_threshold": 0.2, "ratio_cap": 5.0},
+        "S", "chosen (as Binary's)",
+    ),
+    "dppo-decoupled-binary-kl": golden(
+        {"kl_threshold": 0.05, "ratio_cap": INF}, {"kl_threshold": 0.05, "ratio_cap": 5.0},
+        "S", "chosen (as Binary's)",
+    ),
+    "mask-0.5": golden(
+        {"max_drop": 0.5, "ratio_cap": INF}, {"max_drop": 0.5, "ratio_cap": 5.0},
+        "S", "chosen (C as L)",
+    ),
+    "mask-0.8": golden(
+        {"max_drop": 0.8, "ratio_cap": INF}, {"max_drop": 0.8, "ratio_cap": 5.0},
+        "S", "chosen (C as L)",
+    ),
+    "mask-0.5-recompute": golden(
+        {"max_drop": 0.5, "ratio_cap": INF}, {"max_drop": 0.5, "ratio_cap": 5.0},
+        "S", "chosen (C as L)",
+    ),
+    **{
+        name: golden(
+            {**STUDY, "rare_below": 0.1, "ratio_cap": INF},
+            {**RUNS, "rare_below": 0.1, "ratio_cap": 5.0},
+            "efficiency study", "chosen (clip and C as L)",
+        )
+        for name in ("relax-high", "relax-low", "relax-both")
+    },
+    "icepop": golden(ICEPOP, ICEPOP, "2510.18855 (band); chosen (clip)", OWN),
+    "gspo": golden(GSPO, GSPO, "2507.18071, Sec. 5.1", OWN),
+    "drpo": golden(DRPO, DRPO, "2606.09821, its authors' code", OWN),
+}  # fmt: skip

@@ -1,0 +1,234 @@
+"""Numbers that are not finite: refused where they enter, blocked and counted where they get through,
+and never trained on in silence.
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.algorithms import divergence, masks
+from megatron_dppo.algorithms.decisions import decide
+from megatron_dppo.algorithms.inputs import TokenInputs, recomputed, rollout
+from megatron_dppo.algorithms.policy_loss import policy_loss
+from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.algorithms.supervised import negative_log_likelihood
+from megatron_dppo.data.log_prob_checks import check_log_probs, check_topk
+from megatron_dppo.data.packing import TrainingSample
+from tests.unit.test_policy_loss import complete_inputs
+from tests.unit.token_inputs import inputs
+
+NAN, INF = math.nan, math.inf
+
+
+def spoiled(field, value, row):
+    """Complete inputs with one number of one trained token replaced."""
+    x = replace(complete_inputs(), loss_mask=torch.ones(24, dtype=torch.bool))
+    column = getattr(x, field).clone()
+    column[row] = value
+    return replace(x, **{field: column})
+
+
+def stepped(algorithm, x):
+    log_probs = x.log_probs.detach().clone().requires_grad_()
+    sums = policy_loss(algorithm, replace(x, log_probs=log_probs))
+    (grad,) = torch.autograd.grad(sums.loss, log_probs)
+    return sums, grad
+
+
+READ = [
+    *((name, "rollout_log_probs") for name in PRESETS),
+    *((name, "recomputed_log_probs") for name in PRESETS if build_algorithm(name).needs_recomputed),
+]
+
+
+@pytest.mark.parametrize("value", [NAN, -INF, INF])
+@pytest.mark.parametrize(("name", "field"), READ)
+def test_a_number_that_is_not_finite_blocks_its_token_and_is_counted(name, field, value):
+    algorithm = build_algorithm(name)
+    _, before = stepped(algorithm, spoiled(field, 0.0, []))
+    sums, grad = stepped(algorithm, spoiled(field, value, 5))
+    assert grad[5] == 0
+    assert sums.loss.isfinite()
+    assert grad.isfinite().all()
+    assert sums.blocked[5]
+    if not algorithm.needs_sequences:  # one token spoils its sequence's ratio there
+        assert sums.metrics.values()["mask/nonfinite"] == 1
+        rest = torch.arange(24) != 5
+        torch.testing.assert_close(grad[rest], before[rest])
+    for metric, figure in sums.metrics.values().items():
+        assert math.isfinite(figure), metric
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if build_algorithm(n).reads_topk])
+@pytest.mark.parametrize("field", ["topk_log_probs", "rollout_topk_log_probs"])
+@pytest.mark.parametrize("value", [NAN, -INF])
+def test_a_valid_topk_entry_that_is_not_finite_blocks(name, field, value):
+    algorithm = build_algorithm(name)
+    sums, grad = stepped(algorithm, spoiled(field, value, (5, 1)))
+    assert grad[5] == 0
+    assert sums.blocked[5]
+    assert sums.metrics.values()["mask/nonfinite"] == 1
+    assert all(math.isfinite(figure) for figure in sums.metrics.values().values())
+
+
+@pytest.mark.parametrize("name", [n for n in PRESETS if build_algorithm(n).reads_topk])
+def test_an_invalid_topk_entry_may_hold_anything(name):
+    algorithm = build_algorithm(name)
+    x = spoiled("topk_log_probs", 0.0, [])
+    valid = x.topk_valid.clone()
+    valid[5, 2] = False
+    x = replace(x, topk_valid=valid)
+    _, expected = stepped(algorithm, x)
+    for field in ("topk_log_probs", "rollout_topk_log_probs"):
+        column = getattr(x, field).clone()
+        column[5, 2] = NAN
+        sums, grad = stepped(algorithm, replace(x, **{field: column}))
+        torch.testing.assert_close(grad, expected)
+        assert sums.metrics.values()["mask/nonfinite"] == 0
+
+
+def test_a_preset_does_not_mind_what_it_does_not_read():
+    for field in ("recomputed_log_probs", "topk_log_probs"):
+        sums, _ = stepped(build_algorithm("dppo-binary-tv"), spoiled(field, NAN, 5))
+        assert sums.metrics.values()["mask/nonfinite"] == 0
+
+
+def test_masks_by_themselves_block_nan_for_either_sign():
+    x = inputs([0.5, 0.5, 0.5], [NAN, NAN, NAN], [1.0, -1.0, 0.0], recomputed=[NAN] * 3)
+    clip = {"clip_low": 0.2, "clip_high": 0.2}
+    for anchor in (rollout, recomputed):
+        found = [
+            masks.ratio_clip(x, anchor, **clip),
+            masks.relaxed_clip(x, anchor, **clip, rare_below=0.1, relax_low=True, relax_high=True),
+            masks.binary_tv(x, anchor, tv_threshold=1.0),
+            masks.binary_kl(x, anchor, kl_threshold=INF),
+        ]
+        assert [mask.tolist()[:2] for mask in found] == [[False, False]] * 4
+    assert masks.large_drop(x, rollout, max_drop=0.5).tolist() == [True, False, True]
+    band = masks.icepop(x, recomputed, mismatch_low=0, mismatch_high=INF, **clip)
+    assert band.tolist() == [False] * 3
+
+
+def test_a_distance_that_is_infinite_blocks_even_towards_the_anchor():
+    # pi = 0 < mu: A > 0 leads back, yet the distance is no number that a threshold bounds.
+    x = inputs([0.0, 0.0], [0.5, 0.5], [1.0, -1.0])
+    assert masks.binary_kl(x, rollout, kl_threshold=INF).tolist() == [False, False]
+
+
+def test_divergences_are_nan_where_what_counts_is_nan():
+    x = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    bad = torch.tensor([[NAN, -2.0]], dtype=torch.float64)
+    every, second = torch.tensor([[True, True]]), torch.tensor([[False, True]])
+    for f in (divergence.topk_tv, divergence.topk_kl):
+        for pair in ((bad, x), (x, bad)):
+            assert f(*pair, every).isnan().all()
+            torch.testing.assert_close(f(*pair, second), f(x, x, second))
+    for f in (divergence.binary_tv, divergence.binary_kl):
+        assert f(bad[0], x[0]).isnan().tolist() == [True, False]
+        assert f(x[0], bad[0]).isnan().tolist() == [True, False]
+
+
+def test_an_overflowing_ratio_blocks_one_token_under_an_infinite_cap_and_is_cut_under_a_finite_one():
+    # log r = 89 overflows float32, whose largest number is e^88.7.
+    x = inputs([1.0, 0.5], [1.0, 0.5], [-1.0, 1.0], dtype=torch.float32)
+    x = replace(x, rollout_log_probs=torch.tensor([-89.0, math.log(0.5)]))
+    sums, grad = stepped(build_algorithm("pg-is"), x)
+    assert grad.tolist() == [0.0, -1.0]
+    assert sums.blocked.tolist() == [True, False]
+    assert sums.loss.isfinite()
+    assert sums.metrics.values()["mask/nonfinite"] == 1
+    sums, grad = stepped(build_algorithm("pg-tis"), x)
+    assert grad.tolist() == [3.0, -1.0]
+    assert sums.metrics.values()["mask/nonfinite"] == 0
+    # Just below, it trains whatever its size.
+    x = replace(x, rollout_log_probs=torch.tensor([-88.0, math.log(0.5)]))
+    assert stepped(build_algorithm("pg-is"), x)[1][0] == pytest.approx(math.exp(88), rel=1e-5)
+
+
+def test_an_overflowing_penalty_blocks_its_token():
+    x = inputs([1.0], [1.0], [-1.0], dtype=torch.float32)
+    x = replace(x, rollout_log_probs=torch.tensor([-89.0]))
+    sums, grad = stepped(build_algorithm("pg-tis", {"kl_coefficient": 0.1}), x)
+    assert (grad.item(), sums.loss.item()) == (0.0, 0.0)
+    assert sums.metrics.values()["mask/nonfinite"] == 1
+
+
+@pytest.mark.parametrize("field", ["log_probs", "advantages"])
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_a_nan_that_training_itself_makes_reaches_the_loss(name, field):
+    x = spoiled("rollout_log_probs", 0.0, [])
+    column = getattr(x, field).detach().clone()
+    column[5] = NAN
+    assert policy_loss(build_algorithm(name), replace(x, **{field: column})).loss.isnan()
+    outside = replace(x, **{field: column}, loss_mask=torch.arange(24) != 5)
+    if name != "gspo" or field != "log_probs":
+        assert policy_loss(build_algorithm(name), outside).loss.isfinite()
+
+
+def test_decisions_keep_the_loss_mask():
+    x = complete_inputs()
+    decisions = decide(build_algorithm("pg-is"), x)
+    assert torch.equal(decisions.trains, x.loss_mask)
+    assert decisions.finite.all()
+
+
+def test_the_warm_start_ignores_what_stands_outside_its_mask():
+    log_probs = torch.tensor([-INF, NAN, -1.5], requires_grad=True)
+    sums = negative_log_likelihood(log_probs, torch.tensor([False, False, True]))
+    sums.loss.backward()
+    assert sums.loss.item() == 1.5
+    assert log_probs.grad.tolist() == [0.0, 0.0, -1.0]
+    assert sums.metrics.values() == {"loss/sum": 1.5, "policy/tokens": 1}
+
+
+def sample(**changes):
+    values = {
+        "prompt_ids": [1], "response_ids": [2, 3], "advantage": 0.5,
+        "rollout_log_probs": [-1.0, -2.0], "recomputed_log_probs": None,
+        "topk_ids": np.array([[0, 7], [7, -1]], np.int32),
+        "topk_log_probs": np.array([[-1.0, -2.0], [-0.5, NAN]], np.float32), "index": 4,
+    }  # fmt: skip
+    return TrainingSample(**{**values, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout_log_probs": [-1.0, NAN]}, "sample 4: rollout_log_probs: nan at token 1"),
+        ({"rollout_log_probs": [-INF, -1.0]}, "rollout_log_probs: -inf at token 0"),
+        ({"rollout_log_probs": [-1.0, 1e-5]}, "1e-05 at token 1, expected a finite"),
+        ({"advantage": NAN}, "sample 4: advantage nan, expected a finite number"),
+        ({"topk_ids": np.array([[7, 7], [0, 1]], np.int32)}, "Top-K id 7 stands twice at token 0"),
+        ({"topk_ids": np.array([[0, 7], [0, 0]], np.int32)}, "id 0 stands twice at token 1"),
+        ({"topk_ids": np.array([[0, 7], [0, 1]], np.int32)}, "Top-K log-probabilities: nan at token 1"),
+    ],
+)  # fmt: skip
+def test_samples_refuse_what_the_engines_protocol_refuses(changes, message):
+    if "twice" in message:
+        changes = {**changes, "topk_log_probs": np.full((2, 2), -1.0, np.float32)}
+    with pytest.raises(ValueError, match=message):
+        sample(**changes)
+
+
+def test_what_rounding_makes_and_what_is_not_valid_is_accepted():
+    sample()
+    sample(rollout_log_probs=[1e-6, 0.0])
+    check_log_probs([1e-6, -1e30], "here")
+    check_topk(np.array([[-1, -1]]), np.array([[NAN, INF]]), "here")
+
+
+def test_token_inputs_still_take_any_shape():
+    x = complete_inputs()
+    shaped = TokenInputs(
+        **{
+            name: value.view(4, 6, *value.shape[1:])
+            for name in x.__dataclass_fields__
+            if (value := getattr(x, name)) is not None
+        }
+    )
+    for name in PRESETS:
+        flat, square = (policy_loss(build_algorithm(name), v).loss for v in (x, shaped))
+        torch.testing.assert_close(flat, square)
