@@ -26,7 +26,6 @@ import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES
 from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
-from megatron_dppo.checkpoint_conversion.publishing import sync_folder
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
     hf_to_torch_dist,
@@ -36,6 +35,7 @@ from megatron_dppo.checkpoint_conversion.streaming import (
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.system.files import sync_folder
 
 COPY_BYTES = 256 << 10
 """Buffer of the plain copy: the fastest of 64 KiB to 32 MiB on the machine of docs/benchmarks.md."""

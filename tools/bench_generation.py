@@ -34,12 +34,13 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.child_server import free_port
 from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.ports import free_port
 
 ADMIN_KEY = "bench"
 OURS, PEER, STREAMING = "ours", "sglang", "sglang, streaming"
@@ -200,7 +201,7 @@ def start_server(work: Work, dtype: str, folder: Path) -> EngineProcess:
         }
     )
     server = EngineProcess(
-        config,
+        ServerSections.of(config),
         port=free_port("127.0.0.1"),
         log_path=folder / "engine.log",
         seed=1,
@@ -254,7 +255,7 @@ def _flush(url: str) -> None:
     """Flush the server's cache."""
 
     async def ask(client: EngineClient) -> None:
-        await client.flush_cache()
+        await client.control("/flush_cache")
         await client.close()
 
     with AsyncRunner() as runner:

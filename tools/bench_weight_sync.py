@@ -30,13 +30,16 @@ from torch import Tensor
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
-from megatron_dppo.engine.child_server import free_port
+from megatron_dppo.engine.http_client import HttpClient
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import Bucket, ParameterKey, hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.weight_sync.interfaces import UpdateReport
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.transaction import WeightUpdater
@@ -106,7 +109,12 @@ def start_server(folder: Path, dtype: str, log: Path) -> EngineProcess:
     )
     port = free_port("127.0.0.1")
     server = EngineProcess(
-        config, port=port, log_path=log, seed=1, api_key=None, admin_api_key=ADMIN_KEY
+        ServerSections.of(config),
+        port=port,
+        log_path=log,
+        seed=1,
+        api_key=None,
+        admin_api_key=ADMIN_KEY,
     )
     server.start()
     server.wait_healthy()
@@ -174,26 +182,27 @@ def report(
 def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
     """Alternate updates and plain broadcasts, so that both run under the same load."""
     source = Weights(folder)
-    with tempfile.TemporaryDirectory() as scratch:
+    with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
         server = start_server(folder, source.dtype_name, Path(scratch) / "engine.log")
         port = free_port("127.0.0.1")
         arguments = [f"--receive={port},{source.bytes},{rounds}"]
         peer = subprocess.Popen([sys.executable, os.path.abspath(__file__), *arguments])
         try:
             _join(port, rank=0)
-            engine = EngineWeights(
-                server.url,
-                source.shape,
-                source.dtype_name,
-                admin_api_key=ADMIN_KEY,
-                timeout_s=TIMEOUT_S,
-            )
+
+            async def open_engine(url: str) -> EngineWeights:
+                client = HttpClient(url, admin_api_key=ADMIN_KEY)
+                return await EngineWeights.connect(
+                    client, source.shape, source.dtype_name, timeout_s=TIMEOUT_S
+                )
+
             verified, unverified = (
                 WeightUpdater(
                     source,
                     WeightSyncConfig(verify_every=every, canary_every=0, **settings),
                     lambda error: error,
-                    lambda url: engine,
+                    open_engine,
+                    runner,
                 )
                 for every in (1, 2 * rounds)
             )
@@ -206,7 +215,9 @@ def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
                 updates.append(verified.update(version))
                 plain.append(broadcast(message))
                 fast.append(unverified.update(version))
+            engine = runner.run(open_engine(server.url))
             report(updates, fast, plain, hash_seconds_per_gb(engine, source))
+            runner.run(engine.close())
             for updater in (verified, unverified):
                 updater.close()
         finally:

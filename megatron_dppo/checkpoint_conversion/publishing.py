@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.system.files import sync_folder, sync_to_disk
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 SLACK_BYTES = 16 << 20
@@ -80,25 +81,7 @@ class StagedFolder:
         sync_folder(self.folder)
         self._require_empty()
         os.rename(self.folder, self.out)
-        sync_folder(self.out.parent, files=False)
-
-
-def sync_folder(folder: Path, *, files: bool = True) -> None:
-    """Put a folder's entries, and with ``files`` all that is in it, on the disk."""
-    for path in folder.iterdir() if files else ():
-        if path.is_dir():
-            sync_folder(path)
-        else:
-            _sync(path)
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        sync_to_disk(self.out.parent)
 
 
 def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:

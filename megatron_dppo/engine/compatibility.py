@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.model.shape import ModelShape
 
 log = logging.getLogger(__name__)
+
+_SINGLE = ("pp_size", "dp_size", "ep_size", "moe_dp_size")
 
 SGLANG_VERSION = "0.5.23"
 """The release whose protocol this package speaks; requirements pin it."""
 
 
-async def check_engine(config: TrainConfig, client: EngineClient) -> None:
+async def check_engine(config: ServerSections, client: EngineClient) -> None:
     """Compare the server's release, model, vocabulary, type, room and routing capture with the
     run's.
 
@@ -28,7 +32,7 @@ async def check_engine(config: TrainConfig, client: EngineClient) -> None:
     that comparison is left to the weight update, which a wrong vocabulary makes fail. Raises
     EngineMismatchError with every difference, and the client's errors.
     """
-    info, model_info = await client.server_info(), await client.model_info()
+    info, model_info = await client.get_json("/server_info"), await client.get_json("/model_info")
     differences = compare_server(config, info, model_info)
     size = _hf_config(config)["vocab_size"]
     if not differences and not await client.ready():
@@ -42,13 +46,13 @@ async def check_engine(config: TrainConfig, client: EngineClient) -> None:
 
 
 def compare_server(
-    config: TrainConfig, info: dict[str, Any], model_info: dict[str, Any]
+    config: ServerSections, info: dict[str, Any], model_info: dict[str, Any]
 ) -> list[str]:
     """One line for each thing that ``/server_info`` and ``/model_info`` say and the run does not
     expect.
     """
     model = _hf_config(config)
-    room = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    room = config.sequence_tokens
     wanted: dict[str, tuple[Any, Any]] = {
         "sglang version": (info["version"], SGLANG_VERSION),
         "model type": (model_info["model_type"], model["model_type"]),
@@ -92,5 +96,24 @@ async def _scores(client: EngineClient, token: int) -> bool:
     return True
 
 
-def _hf_config(config: TrainConfig) -> dict[str, Any]:
+def _hf_config(config: ServerSections) -> dict[str, Any]:
     return json.loads((Path(config.model.hf_checkpoint) / "config.json").read_text())
+
+
+def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShape) -> None:
+    """Raise EngineMismatchError where ``/server_info`` names a layout, or a type of weights, whose
+    weight updates can't be verified.
+    """
+    for field in _SINGLE:
+        if info.get(field, 1) != 1:
+            raise EngineMismatchError(
+                f"{url}: {field} is {info[field]}; verified weight updates know tensor parallelism "
+                f"only, expected 1"
+            )
+    if info.get("quantization") is not None:
+        raise EngineMismatchError(f"{url}: quantization is {info['quantization']!r}, expected none")
+    served = shape.dtype if info["dtype"] == "auto" else info["dtype"]
+    if served != dtype:
+        raise EngineMismatchError(
+            f"{url}: the engine's weights are {served}, the trainer's {dtype}"
+        )

@@ -1,37 +1,26 @@
 """Entry point of the engine's process: SGLang's own server, with the keys kept out of sight.
 
 ``python -m megatron_dppo.engine.launch_server <SGLang's own flags>`` with one JSON object on
-standard input: ``{"parent": pid, "api_key": str | null, "admin_api_key": str}``. SGLang takes its
-keys only as command-line flags, where ``ps`` shows them, prints them in its log, and answers them
-to whoever holds the API key at ``/server_info``. Here they come through a pipe, and the printed
-configuration says ``<redacted>``.
+standard input: ``{"api_key": str | null, "admin_api_key": str}``. SGLang takes its keys only as
+command-line flags, where ``ps`` shows them, prints them in its log, and answers them to whoever
+holds the API key at ``/server_info``. Here they come through a pipe, and the printed configuration
+says ``<redacted>``.
 
-The process dies with the parent's thread that started it (``PR_SET_PDEATHSIG``); SGLang's children
-die with it.
+The kernel ends this process with the thread that started it (``system.processes``); those that
+SGLang spawns end with this one.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import signal
 import sys
 from typing import Any
 
+from megatron_dppo.system.processes import die_with_parent
+
 KEY_FIELDS = ("api_key", "admin_api_key")
-PR_SET_PDEATHSIG = 1
 _PARENT_VARIABLE = "MEGATRON_DPPO_ENGINE_PARENT"
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel SIGKILL this process when ``parent`` dies; exit where it is dead already."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        sys.exit(f"engine launcher: parent process {parent} is gone")
-    os.environ[_PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
 
 
 def redact_keys(configuration: dict[str, Any]) -> dict[str, Any]:
@@ -54,7 +43,7 @@ def redact_server_args() -> None:
 def main() -> None:
     """Read the keys, parse SGLang's flags, run its server until it is told to stop."""
     start = json.load(sys.stdin)
-    die_with_parent(start["parent"])
+    os.environ[_PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args

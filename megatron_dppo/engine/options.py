@@ -1,4 +1,4 @@
-"""The engine's configuration file and environment, from a run's configuration.
+"""A server's configuration file and environment, from a run's configuration.
 
 Light: imports neither torch nor sglang.
 """
@@ -8,10 +8,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import (
+    DataConfig,
+    EngineConfig,
+    ModelConfig,
+    RolloutConfig,
+    TrainConfig,
+)
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Budget of the key-value cache on a CPU; SGLang's own takes most of the machine's memory."""
@@ -28,19 +35,59 @@ _RANK_VARIABLES = (
 )
 
 
-def engine_device(config: TrainConfig) -> Literal["cpu", "cuda"]:
+@dataclass(frozen=True)
+class ServerSections:
+    """The parts of a run's configuration that say what its SGLang servers must be.
+
+    ``trainer_ranks``: devices that the trainer takes on this machine.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    engine: EngineConfig
+    sglang: Mapping[str, Any]
+    trainer_ranks: int
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> ServerSections:
+        """Those of a whole configuration."""
+        return cls(
+            config.model,
+            config.data,
+            config.rollout,
+            config.engine,
+            config.sglang,
+            config.parallel.world_size,
+        )
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Tokens of the longest prompt and the longest response together."""
+        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+
+
+def engine_device(engine: EngineConfig) -> Literal["cpu", "cuda"]:
     """``engine.device``, or else cuda where the NVIDIA driver shows a device to this process."""
-    if config.engine.device is not None:
-        return config.engine.device
+    if engine.device is not None:
+        return engine.device
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) and not hidden
     return "cuda" if has_gpu else "cpu"
 
 
-def server_options(config: TrainConfig, *, port: int, seed: int, index: int = 0) -> dict[str, Any]:
-    """ServerArgs fields of the fleet's server number ``index``; the ``sglang:`` table overrides our
-    defaults."""
-    device = engine_device(config)
+def server_options(
+    config: ServerSections, *, port: int, seed: int, index: int = 0
+) -> dict[str, Any]:
+    """SGLang's ServerArgs fields for one server; the ``sglang:`` table overrides our defaults.
+
+    Args:
+        config: the run's sections.
+        port: where it listens.
+        seed: of its sampling.
+        index: its number in the fleet, which decides its devices on a GPU machine.
+    """
+    device = engine_device(config.engine)
     options: dict[str, Any] = {
         "model_path": str(Path(config.model.hf_checkpoint).resolve()),
         "dtype": config.model.dtype,
@@ -65,7 +112,7 @@ def server_options(config: TrainConfig, *, port: int, seed: int, index: int = 0)
     return options
 
 
-def first_gpu(config: TrainConfig, index: int) -> int:
+def first_gpu(config: ServerSections, index: int) -> int:
     """The first device of server ``index``: each has its own, next to each other.
 
     ``sglang.base_gpu_id`` is the first server's; without it they come after the trainer's ranks,
@@ -74,16 +121,16 @@ def first_gpu(config: TrainConfig, index: int) -> int:
     table = config.sglang
     devices = (table.get("tp_size") or 1) * (table.get("pp_size") or 1)
     first = table.get("base_gpu_id")
-    return (config.parallel.world_size if first is None else first) + index * devices
+    return (config.trainer_ranks if first is None else first) + index * devices
 
 
-def cpu_kv_tokens(config: TrainConfig) -> int:
+def cpu_kv_tokens(config: ServerSections) -> int:
     """Tokens of key-value cache for a CPU server.
 
     Enough for every request in flight at full length, within CPU_KV_CACHE_BYTES, and never below
     two sequences.
     """
-    sequence = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    sequence = config.sequence_tokens
     wanted = config.rollout.max_concurrent_requests * sequence
     model = json.loads((Path(config.model.hf_checkpoint) / "config.json").read_text())
     heads = model.get("num_key_value_heads", model["num_attention_heads"])
@@ -99,7 +146,7 @@ def write_options(options: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(flags, indent=2) + "\n")
 
 
-def server_environment(config: TrainConfig) -> dict[str, str]:
+def server_environment(config: ServerSections) -> dict[str, str]:
     """This process's environment, less what names a trainer rank, plus what SGLang reads."""
     env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     env |= {
@@ -113,7 +160,7 @@ def server_environment(config: TrainConfig) -> dict[str, str]:
         # How soon the server sees that a client is gone and aborts its request (stock: 4 s).
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
     }
-    if engine_device(config) == "cpu":
+    if engine_device(config.engine) == "cpu":
         ranks = config.sglang.get("tp_size", 1) * config.sglang.get("dp_size", 1)
         env["SGLANG_PLATFORM"] = "torch_cpu"
         # Two threads that wait for each other while the trainer holds a core are 20 times slower

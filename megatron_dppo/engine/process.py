@@ -8,17 +8,32 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.child_server import ChildServer
-from megatron_dppo.engine.options import server_environment, server_options, write_options
+from megatron_dppo.engine.options import (
+    ServerSections,
+    server_environment,
+    server_options,
+    write_options,
+)
+
+if TYPE_CHECKING:
+    from megatron_dppo.engine.http_client import Answer
 
 
 class EngineProcess(ChildServer):
-    """One SGLang server. ``index``: which of the fleet's, it decides the devices on a GPU machine.
+    """One SGLang server.
 
-    ``seed`` seeds its sampling; give each server and each restart another one, or it repeats the
-    samples of the other.
+    Args:
+        config: the run's sections.
+        port: where it listens.
+        log_path: its output is appended there; its options go beside it.
+        seed: of its sampling. Give each server and each restart another one, or it repeats the
+            samples of the other.
+        api_key: opens generation and information; None leaves them open.
+        admin_api_key: opens whatever changes the server.
+        index: its number in the fleet, which decides its devices on a GPU machine.
     """
 
     what = "the engine"
@@ -26,7 +41,7 @@ class EngineProcess(ChildServer):
 
     def __init__(
         self,
-        config: TrainConfig,
+        config: ServerSections,
         *,
         port: int,
         log_path: Path,
@@ -58,9 +73,11 @@ class EngineProcess(ChildServer):
     def _secrets(self) -> Mapping[str, str | None]:
         return self._keys
 
-    def _answers(self) -> bool:
+    def _probe(self) -> tuple[str, str | None]:
+        return "/model_info", self._keys["api_key"]
+
+    def _accepts(self, answer: Answer) -> bool:
         """It takes our key and serves our model."""
-        answer = self._get("/model_info", self._keys["api_key"])
-        if answer is None or answer[0] != 200:
+        if answer.status != 200:
             return False
-        return json.loads(answer[1])["model_path"] == self._options["model_path"]
+        return json.loads(answer.body)["model_path"] == self._options["model_path"]

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
-from megatron_dppo.engine.client import Answer
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineError,
@@ -22,13 +21,14 @@ from megatron_dppo.engine.errors import (
     ServerLostError,
     StaleWeightsError,
 )
+from megatron_dppo.engine.http_client import Answer
 from megatron_dppo.engine.protocol import parse_answers, request_body
 from megatron_dppo.engine.requests import GenerationRequest, GenerationResult
 from megatron_dppo.fleet.folder import Server
-from megatron_dppo.fleet.members import Member, Place, breakable, client_of
-from megatron_dppo.fleet.router_client import SERVED_BY
-from megatron_dppo.fleet.router_link import RouterLink
-from megatron_dppo.fleet.router_process import ROUTED_MODEL
+from megatron_dppo.fleet.http_router_client import SERVED_BY
+from megatron_dppo.fleet.http_router_link import HttpRouterLink
+from megatron_dppo.fleet.http_router_process import ROUTED_MODEL
+from megatron_dppo.fleet.members import ActiveServer, Member, breakable, client_of
 
 log = logging.getLogger(__name__)
 
@@ -46,10 +46,12 @@ class FleetClient:
     router where the run has one.
     """
 
-    def __init__(self, on_lost: Callable[[Server], None], router: RouterLink | None = None) -> None:
+    def __init__(
+        self, on_lost: Callable[[Server], None], router: HttpRouterLink | None = None
+    ) -> None:
         self._on_lost = on_lost
         self._router = router
-        self._places: list[Place] = []
+        self._servers: list[ActiveServer] = []
         self._routed: set[asyncio.Task[Any]] = set()
         self._probing: asyncio.Task[None] | None = None
         self._chores: set[asyncio.Task[None]] = set()
@@ -62,11 +64,13 @@ class FleetClient:
         """Generate on ``members``, which have committed weight version ``version``; nobody is
         suspended any more. No generation may be under way.
         """
-        kept = {place.member: place for place in self._places if place.member in members}
-        for place in self._places:
-            if place.member not in kept:
-                await place.client.close()
-        self._places = [Place(m, kept[m].client if m in kept else client_of(m)) for m in members]
+        kept = {active.member: active for active in self._servers if active.member in members}
+        for active in self._servers:
+            if active.member not in kept:
+                await active.client.close()
+        self._servers = [
+            ActiveServer(m, kept[m].client if m in kept else client_of(m)) for m in members
+        ]
         self._version = version
         if self._router is not None:
             await self._router.serve({m.server.url: m.keys.api for m in members})
@@ -82,7 +86,7 @@ class FleetClient:
         for chore in chores:
             chore.cancel()
         await asyncio.gather(*chores, return_exceptions=True)
-        await asyncio.gather(*(place.client.close() for place in self._places))
+        await asyncio.gather(*(active.client.close() for active in self._servers))
         if self._router is not None:
             await self._router.close()
 
@@ -98,7 +102,7 @@ class FleetClient:
 
     async def abort(self, rid: str, count: int) -> None:
         """End a call wherever it runs: no router forwards this."""
-        aborts = (place.client.abort(rid, count) for place in self._live())
+        aborts = (active.client.abort(rid, count) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineLostError):
                 raise outcome
@@ -108,9 +112,9 @@ class FleetClient:
         server is left.
         """
         tasks = []
-        for place in self._live():
-            place.watch = asyncio.create_task(self._watch(place, hang_timeout_s))
-            tasks.append(place.watch)
+        for active in self._live():
+            active.watch = asyncio.create_task(self._watch(active, hang_timeout_s))
+            tasks.append(active.watch)
         router = self._router
         if router is not None:
             tasks.append(asyncio.create_task(router.watch(hang_timeout_s, self._router_lost)))
@@ -135,22 +139,24 @@ class FleetClient:
         live = self._live()
         if not live:
             raise self._nobody()
-        place = min(live, key=lambda p: p.in_flight)
-        place.in_flight += len(requests)
+        active = min(live, key=lambda p: p.in_flight)
+        active.in_flight += len(requests)
         try:
-            return await breakable(place.client.generate(requests, rid, self._version), place.calls)
+            return await breakable(
+                active.client.generate(requests, rid, self._version), active.calls
+            )
         except StaleWeightsError as error:
-            raise self._suspend(place, str(error)) from error
+            raise self._suspend(active, str(error)) from error
         except EngineLostError as error:
             await self._probe()
-            if not place.suspended:
+            if not active.suspended:
                 raise AbortedError(str(error)) from error
             raise self._lost(str(error)) from error
         finally:
-            place.in_flight -= len(requests)
+            active.in_flight -= len(requests)
 
     async def _through_router(
-        self, router: RouterLink, requests: Sequence[GenerationRequest], rid: str
+        self, router: HttpRouterLink, requests: Sequence[GenerationRequest], rid: str
     ) -> list[GenerationResult]:
         body = request_body(requests, rid, model=ROUTED_MODEL)
         try:
@@ -161,18 +167,18 @@ class FleetClient:
         if answer.status >= 400:
             what = f"{router.url}/generate answered {answer.status}: {answer.reason}"
             raise await self._refused(router, answer, what)
-        place = self._place_at(answer.headers.get(SERVED_BY, ""))
+        active = self._server_at(answer.headers.get(SERVED_BY, ""))
         try:
             results = parse_answers(answer.body, requests, self._version)
         except StaleWeightsError as error:
-            if place is None:
+            if active is None:
                 raise AbortedError(f"{error}; from a server that is no member") from error
-            raise self._suspend(place, str(error)) from error
-        if place is not None:
-            place.client.note_life()
+            raise self._suspend(active, str(error)) from error
+        if active is not None:
+            active.client.note_life()
         return results
 
-    async def _refused(self, router: RouterLink, answer: Answer, what: str) -> EngineError:
+    async def _refused(self, router: HttpRouterLink, answer: Answer, what: str) -> EngineError:
         """What a call comes to that the router, or a server behind it, answered with an error."""
         if answer.code in _KNOWS_NOBODY:
             router.mark_down(what)  # it has begun anew
@@ -180,24 +186,24 @@ class FleetClient:
         if answer.status < 500:
             return EngineRequestError(answer.status, what)
         await self._probe()
-        if any(p.suspended and p.member.server.url in what for p in self._places):
+        if any(p.suspended and p.member.server.url in what for p in self._servers):
             await asyncio.sleep(_FORGETTING_SECONDS)  # the router may not have dropped it yet
             return self._lost(what)
         return AbortedError(what)
 
     # --- losses
 
-    def _live(self) -> list[Place]:
-        return [place for place in self._places if not place.suspended]
+    def _live(self) -> list[ActiveServer]:
+        return [active for active in self._servers if not active.suspended]
 
-    def _place_at(self, url: str) -> Place | None:
-        return next((p for p in self._places if p.member.server.url == url.rstrip("/")), None)
+    def _server_at(self, url: str) -> ActiveServer | None:
+        return next((p for p in self._servers if p.member.server.url == url.rstrip("/")), None)
 
-    async def _watch(self, place: Place, hang_timeout_s: float) -> None:
+    async def _watch(self, active: ActiveServer, hang_timeout_s: float) -> None:
         try:
-            await place.client.watch(hang_timeout_s)
+            await active.client.watch(hang_timeout_s)
         except EngineLostError as error:
-            self._suspend(place, str(error))
+            self._suspend(active, str(error))
 
     async def _probe(self) -> None:
         """Suspend every server that doesn't answer; one probe serves all who ask meanwhile."""
@@ -208,44 +214,46 @@ class FleetClient:
     async def _probe_all(self) -> None:
         live = self._live()
         healthy = await asyncio.gather(*(p.client.health(_PROBE_SECONDS) for p in live))
-        for place, answered in zip(live, healthy, strict=True):
+        for active, answered in zip(live, healthy, strict=True):
             if not answered:
-                self._suspend(place, f"{place.member.server.url} does not answer")
+                self._suspend(active, f"{active.member.server.url} does not answer")
 
-    def _suspend(self, place: Place, reason: str) -> ServerLostError | EngineLostError:
+    def _suspend(self, active: ActiveServer, reason: str) -> ServerLostError | EngineLostError:
         """Give a server no more calls, and break off those that it has; what their callers see."""
-        if place.suspended:
-            return self._lost(place.suspended)
-        server = place.member.server
-        place.suspended = self._losses[server.name] = reason
+        if active.suspended:
+            return self._lost(active.suspended)
+        server = active.member.server
+        active.suspended = self._losses[server.name] = reason
         log.warning("%s is suspended: %s", server.name, reason)
-        for call in place.calls:
+        for call in active.calls:
             call.cancel()
-        if place.watch is not None:
-            place.watch.cancel()
+        if active.watch is not None:
+            active.watch.cancel()
         self._on_lost(server)
         if self._router is not None:
             self._chore(self._router.remove(server.url))
-            self._chore(self._break_routed(place, frozenset(self._routed)))
+            self._chore(self._break_routed(active, frozenset(self._routed)))
         return self._lost(reason)
 
-    async def _break_routed(self, place: Place, calls: frozenset[asyncio.Task[Any]]) -> None:
+    async def _break_routed(
+        self, active: ActiveServer, calls: frozenset[asyncio.Task[Any]]
+    ) -> None:
         """Ask again what a hung server may have: the router doesn't tell who has a call.
 
         By then the supervisor has killed its own, by which just that server's calls failed. So this
         is for one that nobody can kill; calls that others still work on are asked again with its own.
         """
         await asyncio.sleep(_REPLACED_SECONDS)
-        if place not in self._places:
+        if active not in self._servers:
             return  # the generation it had calls of has ended, and its client is closed
         try:
-            await place.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
+            await active.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
         except EngineLostError as error:
             if isinstance(error.__cause__, TimeoutError):
                 for call in calls & self._routed:
                     call.cancel()
 
-    def _router_lost(self, router: RouterLink, reason: str) -> None:
+    def _router_lost(self, router: HttpRouterLink, reason: str) -> None:
         """The router broke off, or hangs: go directly, and ask again what it had."""
         if router.mark_down(reason) and router.server is not None:
             self._on_lost(router.server)
@@ -256,7 +264,7 @@ class FleetClient:
         return ServerLostError(reason) if self._live() else self._nobody()
 
     def _nobody(self) -> EngineLostError:
-        reasons = [f"{p.member.server.name}: {p.suspended}" for p in self._places]
+        reasons = [f"{p.member.server.name}: {p.suspended}" for p in self._servers]
         return EngineLostError("; ".join(reasons) or "no server has the weights")
 
     def _chore(self, work: Coroutine[Any, Any, None]) -> None:

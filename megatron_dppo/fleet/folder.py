@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from megatron_dppo.system.files import write_atomically
+
 ROUTER = "router"
 """The router's name, where servers have theirs."""
 API_KEY_VARIABLE = "MEGATRON_DPPO_API_KEY"
@@ -189,16 +191,6 @@ def attached_name(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"got {url!r}, expected http://host:port")
     return re.sub(r"[^\w.]+", "-", url.rstrip("/"))
-
-
-def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
-    """Put a file there by a rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-    temporary.replace(path)
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import EngineConfig, RolloutConfig
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineLostError,
@@ -74,13 +74,12 @@ class GenerationLimits:
     responses_per_call: int = 1
 
     @classmethod
-    def of(cls, config: TrainConfig) -> GenerationLimits:
+    def of(cls, rollout: RolloutConfig, engine: EngineConfig) -> GenerationLimits:
         """The limits that a run's configuration sets."""
-        rollout = config.rollout
         return cls(
             concurrency=rollout.max_concurrent_requests,
             request_timeout_s=rollout.request_timeout_s,
-            hang_timeout_s=config.engine.hang_timeout_s,
+            hang_timeout_s=engine.hang_timeout_s,
             responses_per_call=rollout.responses_per_call,
         )
 

@@ -1,4 +1,4 @@
-"""One server of a fleet at work, and calls that can be broken off."""
+"""Servers of a fleet as a client sees them, and calls that can be broken off."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ class Member:
 
 
 @dataclass(eq=False)
-class Place:
-    """A member at work. ``suspended``: why it gets no more calls; empty while it gets them."""
+class ActiveServer:
+    """A member that generates, and the calls that it has.
+
+    ``suspended``: why it gets no more calls; empty while it gets them.
+    """
 
     member: Member
     client: EngineClient

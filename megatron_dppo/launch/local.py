@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,18 +11,18 @@ from typing import TypeGuard
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
-from megatron_dppo.engine.child_server import free_port, require_free_port
-from megatron_dppo.engine.errors import EngineStartError
+from megatron_dppo.engine.child_server import ChildServer
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.fleet.fleet_keeper import FleetKeeper
 from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
-from megatron_dppo.fleet.keeper import Engine, EngineKeeper
-from megatron_dppo.fleet.router_process import RouterProcess
+from megatron_dppo.fleet.http_router_process import HttpRouterProcess
+from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.ranks import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Supervisor
 from megatron_dppo.logging import configure_logging
+from megatron_dppo.system.ports import FreePorts, PortTakenError, free_port, require_free_port
 
 _LOOPBACK = "127.0.0.1"
 _SEEDS_PER_START = 10_007
@@ -39,7 +38,7 @@ def run_local(config: PolicyConfig, module: str) -> int:
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
         port = _master_port()
-        fleet = fleet_keeper(config, directory) if _generates(config) else None
+        fleet = supervised_fleet(config, directory) if _generates(config) else None
         directory.write_config(resolved_yaml(config))
         ranks = RankGroup(_command(module, directory), _outputs(config, directory), port)
         return Supervisor(ranks, fleet).run()
@@ -57,35 +56,29 @@ def _outputs(config: PolicyConfig, directory: RunDirectory) -> list[Path]:
     return [directory.rank_output(rank) for rank in range(config.parallel.world_size)]
 
 
-def fleet_keeper(config: TrainConfig, directory: RunDirectory) -> FleetKeeper:
-    """The run's servers and router, not started, under new keys, but for the API key where the
+def supervised_fleet(config: TrainConfig, directory: RunDirectory) -> SupervisedFleet:
+    """The run's servers and HTTP router, not started, under new keys, but for the API key where the
     environment has one. Raises LaunchError for a taken port."""
     engine = config.engine
     if engine.port is not None:
         for index in range(engine.started):
-            _require_engine_port(engine.host, engine.port + index)
+            _require_free("engine.port", engine.host, engine.port + index)
     # A resumed run, or a restarted server, must not draw the samples of its beginning once more.
     seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
     # The router hands its client's key on, so the servers of a fleet take the same one.
     api_key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
     admin_key = secrets.token_urlsafe(32)
     folder = directory.fleet
-    given: set[int] = set()
+    ports = FreePorts(engine.host)
+    sections = ServerSections.of(config)
 
-    def new_port() -> int:
-        """A free one, and no other's who has not bound it yet."""
-        while (port := free_port(engine.host)) in given:
-            continue
-        given.add(port)
-        return port
-
-    def keeper_of(index: int) -> EngineKeeper:
+    def server_of(index: int) -> SupervisedServer:
         name = f"engine{index}"
 
-        def make(incarnation: int) -> Engine:
+        def make(incarnation: int) -> ChildServer:
             return EngineProcess(
-                config,
-                port=new_port() if engine.port is None else engine.port + index,
+                sections,
+                port=ports.next() if engine.port is None else engine.port + index,
                 log_path=directory.server_log(name, incarnation),
                 seed=seed + index * (engine.max_restarts + 1) + incarnation - 1,
                 api_key=api_key,
@@ -94,25 +87,25 @@ def fleet_keeper(config: TrainConfig, directory: RunDirectory) -> FleetKeeper:
             )
 
         what = "the engine" if engine.started == 1 else name
-        return EngineKeeper(name, make, folder, max_restarts=engine.max_restarts, what=what)
+        return SupervisedServer(name, make, folder, max_restarts=engine.max_restarts, what=what)
 
-    def make_router(incarnation: int) -> Engine:
-        return RouterProcess(
-            config,
-            port=new_port(),
-            metrics_port=new_port(),
+    def make_router(incarnation: int) -> ChildServer:
+        return HttpRouterProcess(
+            engine,
+            port=ports.next(),
+            metrics_port=ports.next(),
             log_path=directory.server_log(ROUTER, incarnation),
             api_key=api_key,
             admin_api_key=admin_key,
         )
 
-    servers = [keeper_of(index) for index in range(engine.started)]
+    servers = [server_of(index) for index in range(engine.started)]
     router = None
     if engine.uses_router:
-        router = EngineKeeper(
+        router = SupervisedServer(
             ROUTER, make_router, folder, max_restarts=engine.max_restarts, what="the router"
         )
-    return FleetKeeper(servers, router, folder, Keys(api_key, admin_key))
+    return SupervisedFleet(servers, router, folder, Keys(api_key, admin_key))
 
 
 def _master_port() -> int:
@@ -122,23 +115,14 @@ def _master_port() -> int:
         return free_port(_LOOPBACK)
     if not pinned.isdigit():
         raise LaunchError(f"MASTER_PORT: got {pinned!r}, expected a port number")
-    if not _is_free(int(pinned)):
-        raise LaunchError(f"MASTER_PORT: {pinned} is taken; unset it for a free one")
+    _require_free("MASTER_PORT", _LOOPBACK, int(pinned))
     return int(pinned)
 
 
-def _require_engine_port(host: str, port: int) -> None:
+def _require_free(key: str, host: str, port: int) -> None:
     try:
         require_free_port(host, port)
-    except EngineStartError as error:
-        raise LaunchError(str(error)) from error
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((_LOOPBACK, port))
-        except OSError:
-            return False
-    return True
+    except PortTakenError as error:
+        raise LaunchError(
+            f"{key}: {error}; leave {key} out for a free one, or end what listens there"
+        ) from error

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from megatron_dppo.launch.console import Tee
-from megatron_dppo.system.processes import describe_exit, kill_all, start_process, tail
+from megatron_dppo.system.processes import describe_exit, kill_families, quote, start_process, tail
 
 
 @dataclass(frozen=True)
@@ -29,7 +27,7 @@ class RankFailure:
         """What happened to it, and the end of what it said."""
         return (
             f"rank {self.rank} {describe_exit(self.code)}; the end of {self.output}:\n"
-            f"{tail(self.output)}"
+            f"{quote(tail(self.output))}"
         )
 
 
@@ -103,14 +101,7 @@ class RankGroup:
     def kill(self) -> None:
         """SIGKILL ranks and their descendants; returns when they are gone and their output is
         copied."""
-        family: list[psutil.Process] = []
-        for process in self._processes:
-            if process.poll() is None:
-                root = psutil.Process(process.pid)
-                family += [root, *root.children(recursive=True)]
-        kill_all(family)
-        for process in self._processes:
-            process.wait()
+        kill_families([process for process in self._processes if process.poll() is None])
         if self._tee is not None:
             self._tee.finish()
 

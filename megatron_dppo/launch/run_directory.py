@@ -18,8 +18,9 @@ import os
 from pathlib import Path
 from types import TracebackType
 
-from megatron_dppo.fleet.folder import FleetFolder, write_atomically
+from megatron_dppo.fleet.folder import FleetFolder
 from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.system.files import write_atomically
 
 
 class RunDirectory:

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from megatron_dppo.fleet.fleet_keeper import FleetKeeper
-from megatron_dppo.fleet.keeper import EngineGivenUpError
+from megatron_dppo.fleet.supervision import EngineGivenUpError, SupervisedFleet
 from megatron_dppo.launch.ranks import RankFailure, RankGroup
 from megatron_dppo.system.processes import adopt_orphans, kill_descendants
 
@@ -30,7 +29,7 @@ class Supervisor:
     """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its
     descendants."""
 
-    def __init__(self, ranks: RankGroup, fleet: FleetKeeper | None) -> None:
+    def __init__(self, ranks: RankGroup, fleet: SupervisedFleet | None) -> None:
         self._ranks = ranks
         self._fleet = fleet
         self._received: list[int] = []

@@ -17,19 +17,22 @@ from typing import Self
 import torch
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.compatibility import check_engine
+from megatron_dppo.engine.http_client import HttpClient
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
-from megatron_dppo.fleet.generation_in_background import Generation, Outcome
-from megatron_dppo.fleet.members import Member
-from megatron_dppo.fleet.roster import (
+from megatron_dppo.fleet.generation_run import Generation, Outcome
+from megatron_dppo.fleet.http_router_link import HttpRouterLink
+from megatron_dppo.fleet.members import Member, client_of
+from megatron_dppo.fleet.membership import (
     EngineUnavailableError,
-    Roster,
+    FleetMembership,
     member_from_json,
     member_to_json,
 )
-from megatron_dppo.fleet.router_link import RouterLink
 from megatron_dppo.loop.stopping import RunStoppedError
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadcast_json
@@ -50,7 +53,7 @@ with those that are attached by URL.
 
 
 class EngineSession:
-    """``connect`` first; a context manager that leaves the servers in peace.
+    """``connect`` first; a context manager. Its end closes the connections; the servers keep running.
 
     ``version`` is the weight version that the fleet has committed; None before the first update.
     """
@@ -63,15 +66,21 @@ class EngineSession:
         self._folder = FleetFolder(config.run.directory)
         router = None
         if config.engine.uses_router:
-            router = RouterLink(self._find_router, registers=trainer.topology.rank == 0)
+            router = HttpRouterLink(self._find_router, registers=trainer.topology.rank == 0)
         self._fleet = FleetClient(self._report_lost, router)
-        self._roster: Roster | None = None
+        self._membership: FleetMembership | None = None
         if trainer.topology.rank == 0:
-            self._roster = Roster(config, self._runner, self._open_weights, stop)
+            self._membership = FleetMembership(
+                self._folder, config.engine, self._runner, self._check_newcomer, stop
+            )
         self._members: list[Member] = []
         self._attached = False
         self._updater = WeightUpdater(
-            TrainerWeights(trainer), config.weight_sync, first_failure, self._open_engine
+            TrainerWeights(trainer),
+            config.weight_sync,
+            first_failure,
+            self._open_engine,
+            self._runner,
         )
         self._failures = 0
         self.version: int | None = None
@@ -87,8 +96,7 @@ class EngineSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if kind is None:
-            self._updater.close()
+        self._updater.close(at_once=kind is not None)
         self._runner.cancel_all()  # while there are clients that can abort it on the servers
         self._runner.run(self._fleet.close())
         self._runner.close()
@@ -122,11 +130,11 @@ class EngineSession:
         self.version = version
         self.updates += 1
         self.verified_updates += report.verified
-        if self._roster is not None:
-            self._roster.commit(self._members, version)
+        if self._membership is not None:
+            self._membership.commit(self._members, version)
             self._runner.run(self._fleet.serve(self._members, version))
         any_rank(False)  # rank 0 has told the router, which the others ask
-        if self._roster is None:
+        if self._membership is None:
             self._runner.run(self._fleet.serve(self._members, version))
 
     # --- generation
@@ -170,7 +178,7 @@ class EngineSession:
             self._resume(generation)
 
     def _resume(self, generation: Generation) -> None:
-        limits = GenerationLimits.of(self._config)
+        limits = GenerationLimits.of(self._config.rollout, self._config.engine)
         generation.resume(self._runner, self._fleet, limits, self._stop)
 
     # --- membership
@@ -207,8 +215,8 @@ class EngineSession:
             for name, reason in part.items()
         }
         chosen = None
-        if self._roster is not None:
-            members = self._roster.choose(self._members, suspended)
+        if self._membership is not None:
+            members = self._membership.choose(self._members, suspended)
             chosen = None if members is None else [member_to_json(m) for m in members]
         shared = broadcast_json(chosen, src=0)
         if shared is None:
@@ -223,8 +231,8 @@ class EngineSession:
             log.warning("%s", error)
         else:
             self._count_failure(str(error))
-        if self._roster is not None:
-            self._roster.blame(self._members, error.engines, str(error))
+        if self._membership is not None:
+            self._membership.blame(self._members, error.engines, str(error))
 
     def _count_failure(self, reason: str) -> None:
         self._failures += 1
@@ -234,17 +242,22 @@ class EngineSession:
                 f"the engine was lost {self._failures} times in a row; the last time: {reason}"
             )
 
-    def _open_engine(self, url: str) -> EngineWeights:
-        """The weight control of a member; called on rank 0 and on every rank that sends weights."""
-        return self._open_weights(next(m for m in self._members if m.server.url == url))
+    async def _check_newcomer(self, member: Member) -> None:
+        """Raise EngineMismatchError for a server that the run can't use."""
+        async with client_of(member) as client:
+            await check_engine(ServerSections.of(self._config), client)
+        await (await self._open_weights(member)).close()
 
-    def _open_weights(self, member: Member) -> EngineWeights:
-        return EngineWeights(
-            member.server.url,
+    async def _open_engine(self, url: str) -> EngineWeights:
+        """The weight control of a member; called on rank 0 and on every rank that sends weights."""
+        return await self._open_weights(next(m for m in self._members if m.server.url == url))
+
+    async def _open_weights(self, member: Member) -> EngineWeights:
+        server, keys = member.server, member.keys
+        return await EngineWeights.connect(
+            HttpClient(server.url, keys.api, keys.admin),
             self._trainer.shape,
             self._config.model.dtype,
-            api_key=member.keys.api,
-            admin_api_key=member.keys.admin,
             timeout_s=self._config.weight_sync.timeout_s,
         )
 

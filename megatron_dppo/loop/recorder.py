@@ -21,13 +21,13 @@ from megatron_dppo.metrics.records import (
     mean_accuracy,
     read_records,
     step_of,
-    write_text_atomically,
 )
 from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.run_info import RunInfo
 from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import write_summary
 from megatron_dppo.metrics.writer import MetricsWriter
+from megatron_dppo.system.files import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Recorder:
             before = last.get(name) if name in COUNTS else None
             last[name] = value + (before or 0)
         lines = [encode_record(step_of(r), _finite(r)) + "\n" for r in records]
-        write_text_atomically(Path(self._config.run.directory) / RECORDS_FILE, "".join(lines))
+        write_atomically(Path(self._config.run.directory) / RECORDS_FILE, "".join(lines))
 
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Keep the counts in ``values`` for the next record: a resumed run writes no record of its

@@ -18,7 +18,7 @@ from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
-from megatron_dppo.fleet.roster import EngineUnavailableError
+from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate

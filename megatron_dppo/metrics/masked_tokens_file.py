@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dppo.metrics.masked_tokens import MaskedToken, NamedMaskedToken, with_text
-from megatron_dppo.metrics.records import RecordsError, write_text_atomically
+from megatron_dppo.metrics.records import RecordsError
+from megatron_dppo.system.files import write_atomically
 
 FILE = "masked_tokens.jsonl"
 
@@ -31,7 +32,7 @@ class MaskedTokensFile:
         self._text_of = text_of
         if self._path.exists():
             kept = [line for line in _complete_lines(self._path) if line["step"] < resume_step]
-            write_text_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
+            write_atomically(self._path, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, step: int, tokens: Sequence[MaskedToken]) -> list[NamedMaskedToken]:
         """Append the line of ``step``; returns the tokens with their text. Raises OSError."""

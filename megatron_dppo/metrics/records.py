@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -18,19 +17,6 @@ Record = dict[str, float | None]
 
 class RecordsError(ValueError):
     """A metrics file cannot be read, or a value cannot be written to it."""
-
-
-def write_text_atomically(path: Path, text: str) -> None:
-    """Replace the content of ``path``; after a crash it holds the old or the new text, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def encode_record(step: int, values: Mapping[str, float]) -> str:

@@ -7,7 +7,6 @@ python -m megatron_dppo.metrics.report runs/a runs/b --output ab.png   # one lin
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from megatron_dppo.metrics.panels import (
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from megatron_dppo.metrics.run_info import RunInfo
 from megatron_dppo.metrics.time_panel import draw_time
+from megatron_dppo.system.files import atomic_file
 
 REPORT_FILE = "report.png"
 PANELS = (draw_reward, draw_gap, draw_masked, draw_entropy, draw_length, draw_time)
@@ -144,12 +144,8 @@ def _draw(runs: list[RunRecords], title: str) -> Figure:
 
 def _save(figure: Figure, output: Path) -> None:
     """Write the PNG and rename it, so that no reader sees an incomplete file."""
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        FigureCanvasAgg(figure).print_png(temporary)
-        os.replace(temporary, output)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with atomic_file(output) as file:
+        FigureCanvasAgg(figure).print_png(file)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -17,9 +17,9 @@ from megatron_dppo.metrics.records import (
     read_records,
     series,
     step_of,
-    write_text_atomically,
 )
 from megatron_dppo.metrics.run_info import RunInfo
+from megatron_dppo.system.files import write_atomically
 
 SUMMARY_FILE = "summary.json"
 
@@ -128,5 +128,5 @@ def write_summary(
         read_records(directory), info, hf_export_max_logprob_diff=hf_export_max_logprob_diff
     )
     text = json.dumps(asdict(summary), indent=2, allow_nan=False) + "\n"
-    write_text_atomically(Path(directory) / SUMMARY_FILE, text)
+    write_atomically(Path(directory) / SUMMARY_FILE, text)
     return summary

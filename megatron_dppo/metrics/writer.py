@@ -13,8 +13,8 @@ from megatron_dppo.metrics.records import (
     decode_records,
     encode_record,
     step_of,
-    write_text_atomically,
 )
+from megatron_dppo.system.files import write_atomically
 
 TENSORBOARD_FOLDER = "tensorboard"
 
@@ -49,7 +49,7 @@ class MetricsWriter:
         steps = [step_of(record) for record in decode_records(lines, str(path))]
         kept = [line for line, step in zip(lines, steps, strict=False) if step < resume_step]
         if len(kept) < len(lines):
-            write_text_atomically(path, "".join(kept))
+            write_atomically(path, "".join(kept))
         return max((step for step in steps if step < resume_step), default=-1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

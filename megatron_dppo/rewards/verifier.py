@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from megatron_dppo.rewards.registry import find_reward
+from megatron_dppo.system.processes import kill_families, start_process
 
 START_LIMIT_S = 300.0
 """Longest time for a worker to import its reward; long, because machines start many at once."""
@@ -132,13 +133,14 @@ class _Worker:
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in kill()
-        self._process = subprocess.Popen(
+        # It ends with its standard input: the thread that scores may end long before this process.
+        self._process = start_process(
             [sys.executable, "-m", "megatron_dppo.rewards.worker", name, str(timeout_s)],
+            environment=os.environ,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._output,
-            bufsize=0,
-            start_new_session=True,
+            output=subprocess.PIPE,
+            errors=self._output.fileno(),
+            dies_with_thread=False,
         )
         assert self._process.stdin
         assert self._process.stdout
@@ -181,8 +183,7 @@ class _Worker:
 
     def kill(self) -> None:
         """End the process at once, and its output with it."""
-        self._process.kill()
-        self._process.wait()
+        kill_families([self._process])
         self._questions.close()
         self.answers.close()
         self._output.close()

@@ -1,12 +1,14 @@
-"""Child processes that never outlive their parent, and the words for how one ended."""
+"""Child processes: start one, end it with all its descendants, say how it ended, quote its log."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import signal
 import subprocess
+import textwrap
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,26 +25,43 @@ _TAIL_BYTES = 1 << 16
 def start_process(
     command: Sequence[str],
     *,
-    output: int,
     environment: Mapping[str, str],
+    output: int,
+    errors: int = subprocess.STDOUT,
+    stdin: int = subprocess.DEVNULL,
+    dies_with_thread: bool = True,
 ) -> subprocess.Popen[bytes]:
-    """Start ``command`` in a session of its own, stdout and stderr to the descriptor ``output``.
+    """Start ``command`` in a session and process group of its own, which Ctrl-C does not reach.
 
-    The kernel kills it when the *thread* that called this ends, so call it from the main thread.
+    Args:
+        command: program and arguments. Everybody can read them with ``ps``: secrets go through
+            ``stdin``.
+        environment: all of the child's variables.
+        output: file descriptor for its standard output, or ``subprocess.PIPE``.
+        errors: the same for its standard error; by default both go to ``output``.
+        stdin: ``subprocess.PIPE`` opens an unbuffered pipe to its standard input.
+        dies_with_thread: the kernel kills it when the *thread* that called this ends, and so also
+            when this process is killed. Call it from a thread that lives as long as the child.
     """
+    end_with = functools.partial(die_with_parent, os.getpid()) if dies_with_thread else None
     return subprocess.Popen(
         list(command),
-        stdin=subprocess.DEVNULL,
+        bufsize=0,
+        stdin=stdin,
         stdout=output,
-        stderr=subprocess.STDOUT,
+        stderr=errors,
         env=dict(environment),
         start_new_session=True,
-        preexec_fn=functools.partial(_die_with_parent, os.getpid()),  # noqa: PLW1509  prctl only
+        preexec_fn=end_with,  # noqa: PLW1509  between fork and exec it makes system calls only
     )
 
 
-def _die_with_parent(parent: int) -> None:
-    """Between fork and exec: nothing but system calls, since other threads' locks are lost here."""
+def die_with_parent(parent: int) -> None:
+    """Have the kernel SIGKILL this process when the thread of ``parent`` that started it ends.
+
+    Exits at once where ``parent`` is dead already. Makes system calls only, so that it may run
+    between fork and exec, where locks that other threads held are lost.
+    """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:  # it died before prctl took effect
         os._exit(1)
@@ -77,20 +96,44 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
         time.sleep(0.02)
 
 
-def kill_all(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL each and wait for them, at most ten seconds. Ones that are gone already are no
-    error."""
-    processes = list(processes)
-    _kill(processes)
-    psutil.wait_procs(processes, timeout=_KILL_WAIT_S)
+def kill_families(processes: Iterable[subprocess.Popen[bytes]]) -> None:
+    """SIGKILL each process that ``start_process`` gave, its process group and its descendants.
+
+    Returns when all are gone, or after ten seconds. Processes that have ended are no error.
+    """
+    roots = list(processes)
+    family = [member for root in roots for member in _family(root.pid)]
+    for root in roots:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(root.pid, signal.SIGKILL)
+    _kill(family)
+    for root in roots:
+        root.wait()
+    deadline = time.monotonic() + _KILL_WAIT_S
+    while any(_runs(member) for member in family) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """Descendants of a process; empty where it has ended."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    """False for a zombie too, which may wait long until its parent reaps it."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 def describe_exit(code: int) -> str:
@@ -103,12 +146,16 @@ def describe_exit(code: int) -> str:
 
 
 def tail(path: Path, lines: int = 40) -> str:
-    """The last ``lines`` lines of a log, indented; a note where it is empty or missing."""
+    """The last ``lines`` lines of a log file; empty where it is empty or missing."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
-        text = ""
-    rows = text.rstrip().splitlines()[-lines:] or ["(empty)"]
-    return "\n".join(f"    {row}" for row in rows)
+        return ""
+    return "\n".join(text.rstrip().splitlines()[-lines:])
+
+
+def quote(text: str) -> str:
+    """``text`` indented by four spaces, for a message; a note where it is empty."""
+    return textwrap.indent(text or "(empty)", "    ", lambda line: True)

@@ -29,6 +29,7 @@ from torch.nn import Parameter
 
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.layout import Layout
+from megatron_dppo.system.files import write_synced
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.checkpoint_directory import (
     CheckpointDirectory,
@@ -37,7 +38,6 @@ from megatron_dppo.trainer.checkpoint_directory import (
     check_sizes,
     file_record,
     read_manifest,
-    write_file,
 )
 from megatron_dppo.trainer.collectives import agree, all_gather_json, broadcast_json
 from megatron_dppo.trainer.optimizer_state import (
@@ -152,7 +152,7 @@ class CheckpointStore:
         free = _on_rank_0(lambda: shutil.disk_usage(folder).free)
 
         def write_small_files() -> dict[str, Any]:
-            write_file(folder / _rng_file(rank), json.dumps(rng_state()))
+            write_synced(folder / _rng_file(rank), json.dumps(rng_state()))
             if rank == 0:
                 save.write_headers(folder)
             return {path.name: file_record(path) for path in _files_of(folder, rank)}

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.system.files import sync_to_disk, write_synced
 
 log = logging.getLogger(__name__)
 
@@ -99,13 +100,13 @@ class CheckpointDirectory:
         ``manifest["files"]`` must name every file; all of them must be on the disk already.
         """
         write_manifest(partial.path, {**manifest, "step": partial.step, "serial": partial.serial})
-        _sync(partial.path)
+        sync_to_disk(partial.path)
         target = self.directory / _name(partial.step)
         replaced = self.directory / f"{_name(partial.step)}.replaced-{partial.serial}"
         if target.exists():
             os.rename(target, replaced)
         os.rename(partial.path, target)
-        _sync(self.directory)
+        sync_to_disk(self.directory)
         return target
 
     def prune(self) -> None:
@@ -137,19 +138,11 @@ def file_record(path: Path) -> dict[str, Any]:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a text file and sync it to the disk."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write ``content`` with the format version and a checksum of itself."""
     content = json.loads(json.dumps({"format": FORMAT, **content}))  # as a reader will see it
     text = json.dumps({**content, "sha256": _digest(content)}, indent=1, sort_keys=True)
-    write_file(folder / MANIFEST, text + "\n")
+    write_synced(folder / MANIFEST, text + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -195,11 +188,3 @@ def _name(step: int) -> str:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _sync(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -1,130 +1,84 @@
-"""The engines that take an update together: calls to all of them at once, and who is to blame."""
+"""The engines that take an update together: their bytes, calls to all at once, who is to blame."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import socket
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.system.background import TransferTimeoutError, in_background
-from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError, TransferTimeoutError
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """How long an engine may take to come back out of a broadcast that was broken off."""
 
-
-class Header(Protocol):
-    """How a bucket lies in its flat bytes."""
-
-    @property
-    def bytes(self) -> int: ...
-
-
-class Expected(Protocol):
-    """Checksums that engines must have; see ``rollout.engine_checksums.ExpectedChecksums``."""
-
-    def add(self, bucket: Bucket) -> None: ...
-
-    def partial(self) -> Any: ...
-
-    def digests(self, partials: Sequence[Any]) -> Sequence[Mapping[str, str]]: ...
-
-
-H = TypeVar("H", bound=Header)
 T = TypeVar("T")
+Call: TypeAlias = Callable[[EngineWeights], Coroutine[Any, Any, T]]
+OpenEngine: TypeAlias = Callable[[str], Coroutine[Any, Any, EngineWeights]]
+"""Connects to the engine at a URL."""
 
 
-class Receiver(Protocol[H]):
-    """One engine's half, blocking calls; see ``rollout.engine_weights.EngineWeights``."""
+class Engines:
+    """One engine or more; each call below goes to all of them at the same time.
 
-    url: str
-    device: str
+    ``runner`` runs the calls, so that this rank's threads may wait for them or do other work.
+    """
 
-    @property
-    def ranks(self) -> int: ...
+    def __init__(self, members: Sequence[EngineWeights], runner: AsyncRunner) -> None:
+        self.members = tuple(members)
+        self._runner = runner
 
-    @property
-    def layout(self) -> Hashable: ...
+    @classmethod
+    def connect(cls, urls: Sequence[str], open_engine: OpenEngine, runner: AsyncRunner) -> Self:
+        """Open the engines at ``urls`` at the same time.
 
-    def answers(self, timeout_s: float) -> bool: ...
-
-    def pause_when_idle(self, timeout_s: float) -> bool: ...
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def flush(self) -> None: ...
-
-    def set_version(self, label: str) -> None: ...
-
-    def open_group(
-        self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
-    ) -> None: ...
-
-    def close_group(self, name: str) -> None: ...
-
-    def begin(self) -> None: ...
-
-    def inputs(self, name: str) -> Sequence[str]: ...
-
-    def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> H: ...
-
-    def pack(self, bucket: Bucket) -> list[Tensor]: ...
-
-    def receive(self, header: H, group: str) -> None: ...
-
-    def receive_shared(self, header: H, data: Tensor) -> None: ...
-
-    def shared_empty(self, size: int, device: torch.device) -> Tensor: ...
-
-    def load_folder(self, folder: str) -> None: ...
-
-    def end(self) -> None: ...
-
-    def checksums(self) -> Sequence[Mapping[str, str]]: ...
-
-    def expected(self) -> Expected: ...
-
-    def score(self, prompts: Sequence[Sequence[int]]) -> Sequence[Sequence[float]]: ...
-
-
-class Engines(Generic[H]):
-    """At least one engine; each call below goes to all of them in parallel threads."""
-
-    def __init__(self, receivers: Sequence[Receiver[H]]) -> None:
-        self.receivers = tuple(receivers)
+        Raises EngineFaultError naming those that don't answer as they must, and what ``open_engine``
+        raises of another kind, such as the ValueError of an engine that does not fit.
+        """
+        opening = {url: runner.submit(open_engine(url)) for url in urls}
+        wait(opening.values())
+        faults = {url: e for url, f in opening.items() if (e := f.exception()) is not None}
+        engines = cls([f.result() for url, f in opening.items() if url not in faults], runner)
+        if not faults:
+            return engines
+        engines.close()
+        for error in faults.values():
+            if isinstance(error, ValueError) or not isinstance(error, (OSError, RuntimeError)):
+                raise error
+        raise EngineFaultError(faults)
 
     @property
-    def first(self) -> Receiver[H]:
+    def first(self) -> EngineWeights:
         """The one that knows the format for all: they serve the same model."""
-        return self.receivers[0]
+        return self.members[0]
 
     @property
     def ranks(self) -> int:
         """Ranks of all engines together."""
-        return sum(engine.ranks for engine in self.receivers)
+        return sum(engine.ranks for engine in self.members)
 
     def first_ranks(self) -> dict[str, int]:
         """By URL, an engine's first rank in a broadcast group whose rank 0 is a trainer's."""
         ranks, at = {}, 1
-        for engine in self.receivers:
+        for engine in self.members:
             ranks[engine.url] = at
             at += engine.ranks
         return ranks
 
-    def start(self, call: Callable[[Receiver[H]], T]) -> dict[str, Future[T]]:
+    def start(self, call: Call[T]) -> dict[str, Future[T]]:
         """Begin ``call`` on every engine."""
-        return {e.url: in_background(partial(call, e)) for e in self.receivers}
+        return {e.url: self._runner.submit(call(e)) for e in self.members}
 
-    def each(self, call: Callable[[Receiver[H]], T]) -> dict[str, T]:
+    def each(self, call: Call[T]) -> dict[str, T]:
         """Every engine's answer by URL, when all have come. ``call`` must end in bounded time.
 
         Raises EngineFaultError naming those whose call raised.
@@ -165,18 +119,89 @@ class Engines(Generic[H]):
     def quarantine(self, label: str) -> None:
         """Pause whoever still answers and take back its version. Never raises."""
 
-        def withdraw(engine: Receiver[H]) -> None:
-            if engine.answers(GRACE_S):
-                engine.pause()
-                engine.set_version(label)
+        async def withdraw(engine: EngineWeights) -> None:
+            if await engine.answers(GRACE_S):
+                await engine.pause()
+                await engine.set_version(label)
 
         try:
             self.each(withdraw)
         except EngineFaultError as error:
             log.warning("an engine could not be quarantined: %s", error)
 
+    def close(self) -> None:
+        """Close the connections; the engines keep running."""
+        self.each(lambda engine: engine.close())
+
     def _lost(self, calls: Mapping[str, Future[None]]) -> list[str]:
         """Engines that don't come back from their call, or answer nothing at all."""
         answers = self.start(lambda engine: engine.answers(GRACE_S))
         wait(answers.values())
         return [url for url, call in calls.items() if not call.done() or not answers[url].result()]
+
+
+class Packer:
+    """Puts a bucket's tensors into the flat bytes that engines take.
+
+    ``pieces`` gives the 1-D ``uint8`` pieces of a bucket in the engines' order. Pieces that lie one
+    after another in memory are sent from there. Others are copied into one of two buffers that take
+    turns: it holds until the second call after.
+    """
+
+    def __init__(self, pieces: Callable[[Bucket], list[Tensor]]) -> None:
+        self._pieces = pieces
+        self._buffers: list[Tensor | None] = [None, None]
+
+    def pack(self, bucket: Bucket) -> Tensor:
+        """The flat bytes; a view of the bucket's own memory where that is possible."""
+        pieces = self._pieces(bucket)
+        flat = adjacent(pieces)
+        return self._copied(pieces, _plain) if flat is None else flat
+
+    def copy(self, bucket: Bucket, allocate: Callable[[int, torch.device], Tensor]) -> Tensor:
+        """The flat bytes in memory that came from ``allocate(bytes, device)``."""
+        return self._copied(self._pieces(bucket), allocate)
+
+    def _copied(
+        self, pieces: list[Tensor], allocate: Callable[[int, torch.device], Tensor]
+    ) -> Tensor:
+        size = sum(piece.numel() for piece in pieces)
+        self._buffers.reverse()
+        buffer = self._buffers[0]
+        if buffer is None or buffer.numel() < size:
+            buffer = self._buffers[0] = allocate(size, pieces[0].device)
+        return torch.cat(pieces, out=buffer[:size])
+
+
+def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
+    """The 1-D pieces as one view of the memory in which they lie without a gap; None otherwise."""
+    first, end = pieces[0], pieces[0].data_ptr()
+    storage = first.untyped_storage().data_ptr()
+    for piece in pieces:
+        if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != storage:
+            return None
+        end += piece.numel()
+    return first.as_strided((end - first.data_ptr(),), (1,), first.storage_offset())
+
+
+def _plain(size: int, device: torch.device) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=device)
+
+
+def local_address(url: str) -> str:
+    """This machine's address on the network that leads to ``url``.
+
+    Loopback for an engine on the same machine.
+    """
+    place = urlsplit(url)
+    target = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
+        probe.connect(target[4])
+        return str(probe.getsockname()[0])
+
+
+def on_this_host(url: str) -> bool:
+    """Whether packets to ``url`` stay on this machine."""
+    place = urlsplit(url)
+    target = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_DGRAM)[0]
+    return local_address(url) == str(target[4][0])

@@ -1,20 +1,28 @@
-"""What a weight update is made of: the source of tensors, a way for them, and the report.
+"""What a weight update is made of: the source of tensors, a strategy that moves them, report, errors.
 
-All protocols here are seen from one trainer rank. Rank 0 conducts: it alone gives the engines orders.
-Ranks that a plan names as receivers send the buckets that they gathered.
+The protocols are seen from one trainer rank. Rank 0 conducts: it alone gives the engines orders.
+Ranks that a plan names as receivers gather buckets from the others and send them to the engines.
 """
 
 from __future__ import annotations
 
+import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
-from megatron_dppo.weight_sync.canary import CanaryReport
+
+if TYPE_CHECKING:
+    from megatron_dppo.weight_sync.engines import Engines
+
+T = TypeVar("T")
 
 Bucket = Sequence[tuple[str, Tensor]]
 """Full tensors with their Hugging Face names."""
@@ -30,7 +38,7 @@ For one rank the identity.
 
 
 class WeightSource(Protocol):
-    """The trainer, as this package sees it. All but ``rank``, ``plan`` and ``bound`` is collective."""
+    """The trainer, as this package sees it. All methods but ``plan`` and ``gather_bound`` are collective."""
 
     @property
     def rank(self) -> int:
@@ -63,20 +71,50 @@ class WeightSource(Protocol):
         """The weights' type, "float32" or "bfloat16"."""
 
 
-class Strategy(Protocol):
-    """A way for buckets into the attached engines; one object on every trainer rank.
+@dataclass(frozen=True)
+class Transfer:
+    """What a strategy is given: from trainer rank ``rank`` to ``engines``.
 
-    Every step but ``abort`` and ``close`` may raise RuntimeError, ValueError or OSError; an
-    EngineFaultError names the engines at fault. ``copies``: how often a bucket's bytes move.
+    ``plan``: all buckets, each of ``dtype``. ``timeout_s`` bounds each request to an engine.
+    ``directory``: the configured folder, of strategy ``disk``.
     """
 
+    rank: int
+    engines: Engines
+    plan: Plan
+    dtype: torch.dtype
+    timeout_s: float
+    directory: str | None = None
+
+    @property
+    def conducts(self) -> bool:
+        """Whether this rank gives the engines their orders."""
+        return self.rank == 0
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank gathers buckets, and sends them."""
+        return any(bucket.receiver == self.rank for bucket in self.plan)
+
+
+class Strategy(Protocol):
+    """How buckets get into the attached engines; one object on every rank that takes part.
+
+    Every step but ``abort`` and ``close`` may raise RuntimeError, ValueError or OSError; an
+    EngineFaultError names the engines at fault. ``spread``: several ranks send, each the buckets that it
+    holds most of; otherwise rank 0 sends all. ``copies``: how often a bucket's bytes move.
+    """
+
+    spread: bool
     copies: int
 
-    def hello(self) -> Any:
-        """What the other ranks must know before ``begin``; JSON."""
+    def __init__(self, transfer: Transfer) -> None: ...
 
-    def begin(self, hellos: Sequence[Any]) -> None:
-        """Connect, given every rank's hello; rank 0 opens the update in the engines."""
+    def meeting_point(self) -> Any:
+        """What the other ranks must know of this one before ``begin``; JSON."""
+
+    def begin(self, meeting_points: Sequence[Any]) -> None:
+        """Connect, given every rank's meeting point; rank 0 opens the update in the engines."""
 
     def send(self, bucket: Bucket) -> int:
         """Put a bucket, gathered here, on its way; returns its bytes.
@@ -98,19 +136,12 @@ class Strategy(Protocol):
 
 
 @dataclass(frozen=True)
-class ChecksumMismatch:
-    """One engine tensor whose bytes aren't the trainer's.
+class CanaryReport:
+    """Differences of log-probabilities in nats over all tokens of the fixed prompts."""
 
-    ``expected`` or ``got`` None: that side has no such tensor.
-    """
-
-    tensor: str
-    rank: int
-    expected: str | None
-    got: str | None
-
-    def __str__(self) -> str:
-        return f"{self.tensor} on engine rank {self.rank}: expected {self.expected}, got {self.got}"
+    max_abs_diff: float
+    mean_abs_diff: float
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -147,6 +178,37 @@ class UpdateReport:
         return values | {f"weights/{phase}_s": s for phase, s in self.seconds.items()}
 
 
+class Phases:
+    """Runs one rank's steps of an update, timed, until the first that fails.
+
+    ``error``: of the step that failed; later ones are not run. ``seconds``: by phase.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def run(self, phase: str, call: Callable[..., T], *arguments: Any) -> T | None:
+        """``call``'s answer; None where it fails (RuntimeError, ValueError, OSError) or one has."""
+        if self.error is not None:
+            return None
+        with self.timed(phase):
+            try:
+                return call(*arguments)
+            except (OSError, RuntimeError, ValueError) as error:
+                self.error = error
+                return None
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the block's duration to ``phase``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+
 class WeightUpdateError(RuntimeError):
     """An update failed, or engines could not be attached: on all trainer ranks alike.
 
@@ -164,6 +226,10 @@ class WeightUpdateRefusedError(WeightUpdateError):
     """Requests kept ``engines`` busy; all go on with the weights and the version that they had."""
 
 
+class TransferTimeoutError(RuntimeError):
+    """A broadcast, or its group, was not complete in time."""
+
+
 class EngineFaultError(RuntimeError):
     """What went wrong, by the URL of the engine at fault; ``reason`` where none is."""
 
@@ -178,29 +244,3 @@ class EngineFaultError(RuntimeError):
     def engines(self) -> tuple[str, ...]:
         """URLs."""
         return tuple(self.faults)
-
-
-class ChecksumMismatchError(RuntimeError):
-    """Weights arrived wrong. ``mismatches``: each tensor and engine rank."""
-
-    def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
-        shown = "; ".join(str(m) for m in mismatches[:5])
-        more = f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
-        super().__init__(
-            f"{len(mismatches)} engine tensors differ from the trainer's: {shown}{more}"
-        )
-        self.mismatches = tuple(mismatches)
-
-
-def compare_checksums(
-    expected: Sequence[Mapping[str, str]], got: Sequence[Mapping[str, str]]
-) -> list[ChecksumMismatch]:
-    """Differences by engine rank and tensor name; a tensor that only one side has is one, too."""
-    if len(expected) != len(got):
-        raise ValueError(f"checksums of {len(got)} engine ranks, expected {len(expected)}")
-    return [
-        ChecksumMismatch(name, rank, e.get(name), g.get(name))
-        for rank, (e, g) in enumerate(zip(expected, got, strict=True))
-        for name in sorted(e.keys() | g.keys())
-        if e.get(name) != g.get(name)
-    ]

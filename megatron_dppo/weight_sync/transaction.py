@@ -1,4 +1,4 @@
-"""The transaction: every tensor has provably arrived under a new version, or all ranks raise."""
+"""The weight update as a transaction: every tensor has arrived, verified, or all ranks raise."""
 
 from __future__ import annotations
 
@@ -6,30 +6,36 @@ import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Generic
+from typing import Any
 
 import torch
 
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.system.background import in_background
+from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.types import UNVERIFIED_VERSION
-from megatron_dppo.weight_sync.canary import TOLERANCE, CanaryReport, canary_prompts
-from megatron_dppo.weight_sync.checks import ExpectedByLayout, compare_scores, compare_tensors
-from megatron_dppo.weight_sync.engines import Engines, H, Receiver
+from megatron_dppo.weight_sync.engines import Engines, OpenEngine
 from megatron_dppo.weight_sync.interfaces import (
     Agree,
     Bucket,
+    CanaryReport,
     EngineFaultError,
+    Phases,
     Plan,
     Strategy,
+    Transfer,
     UpdateReport,
     WeightSource,
     WeightUpdateError,
     WeightUpdateRefusedError,
 )
-from megatron_dppo.weight_sync.phases import Steps
 from megatron_dppo.weight_sync.strategies import STRATEGIES
-from megatron_dppo.weight_sync.strategies.route import Route
+from megatron_dppo.weight_sync.verification import (
+    TOLERANCE,
+    ExpectedByLayout,
+    canary_prompts,
+    compare_scores,
+    compare_tensors,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +44,18 @@ _BUSY = "requests kept the engine busy beyond weight_sync.timeout_s"
 _RESUMED = ("canary", "commit")
 
 
-class WeightUpdater(Generic[H]):
+class WeightUpdater:
     """Pushes the trainer's weights; every method is collective over all trainer ranks.
 
-    ``open_engine`` connects to an engine by its URL; it is called on rank 0 and on every rank that
-    sends. ``agree``: see base.py. ``committed_version``: what the engines run, on every rank; None
-    before the first update and while they are quarantined.
+    Args:
+        source: the trainer's weights.
+        config: the strategy, its limits, and how often an update is verified.
+        agree: shares the first failure among the ranks.
+        open_engine: called on rank 0 and on every rank that sends.
+        runner: runs the calls to the engines.
+
+    ``committed_version``: what the engines run, on every rank; None before the first update and while
+    they are quarantined.
     """
 
     def __init__(
@@ -51,15 +63,17 @@ class WeightUpdater(Generic[H]):
         source: WeightSource,
         config: WeightSyncConfig,
         agree: Agree,
-        open_engine: Callable[[str], Receiver[H]],
+        open_engine: OpenEngine,
+        runner: AsyncRunner,
     ) -> None:
         self._source = source
         self._config = config
         self._agree = agree
         self._open_engine = open_engine
+        self._runner = runner
         self._plan: Plan | None = None
         self._strategy: Strategy | None = None
-        self._engines: Engines[H] | None = None
+        self._engines: Engines | None = None
         self._since = {"verify": 0, "canary": 0}
         self.committed_version: int | None = None
 
@@ -94,24 +108,24 @@ class WeightUpdater(Generic[H]):
         score = self._is_due("canary", self._config.canary_every)
         previous, self.committed_version = self.committed_version, None
         what = f"weight update to version {version}"
-        steps = Steps()
+        phases = Phases()
         try:
-            self._begin(steps, version, what)
-            sent, received, partials = self._stream(steps, verify)
-            self._local(steps, "arrive", lambda s: s.arrive())
-            self._share(steps.error, what)
+            self._begin(phases, version, what)
+            sent, received, partials = self._stream(phases, verify)
+            self._local(phases, "arrive", lambda s: s.arrive())
+            self._share(phases.error, what)
             facts = self._source.all_gather([sent, received, partials, *self._static()])
-            self._conduct(steps, "end", self._end)
-            tensors = self._verify(steps, [f[2] for f in facts if f[2]]) if verify else 0
-            self._share(steps.error, what)
-            canary = self._canary(steps, what) if score else None
-            self._conduct(steps, "commit", partial(_commit, version))
-            self._share(steps.error, what)
+            self._conduct(phases, "end", self._end)
+            tensors = self._verify(phases, [f[2] for f in facts if f[2]]) if verify else 0
+            self._share(phases.error, what)
+            canary = self._canary(phases, what) if score else None
+            self._conduct(phases, "commit", partial(_commit, version))
+            self._share(phases.error, what)
         except WeightUpdateRefusedError:
             self.committed_version = previous
             raise
         except BaseException:
-            self._abort(steps, version)
+            self._abort(phases, version)
             raise
         self.committed_version = version
         self._count(verify=verify, canary=score)
@@ -120,31 +134,36 @@ class WeightUpdater(Generic[H]):
         moved = sum(f[1] for f in facts) + copies * sizes
         bound = self._source.gather_bound() + copies * whole
         return UpdateReport(
-            version, sizes, moved, bound, dict(steps.seconds), verify, tensors, canary
+            version, sizes, moved, bound, dict(phases.seconds), verify, tensors, canary
         )
 
-    def close(self) -> None:
-        """Leave the engines in peace; they keep their weights."""
-        if self._strategy is not None:
+    def close(self, *, at_once: bool = False) -> None:
+        """Close the connections; the engines keep running, with the weights that they have.
+
+        ``at_once``: don't wait for the engines to leave their broadcast groups.
+        """
+        if self._strategy is not None and not at_once:
             self._strategy.close()
+        if self._engines is not None:
+            self._engines.close()
         self._strategy = self._engines = None
 
     # --- the transaction's parts
 
-    def _begin(self, steps: Steps, version: int, what: str) -> None:
-        busy = self._conduct(steps, "drain", partial(_pause_idle, self._config.timeout_s))
-        self._share(steps.error, what)
+    def _begin(self, phases: Phases, version: int, what: str) -> None:
+        busy = self._conduct(phases, "drain", partial(_pause_idle, self._config.timeout_s))
+        self._share(phases.error, what)
         if (refused := self._agree(json.dumps(busy) if busy else None)) is not None:
             raise WeightUpdateRefusedError(f"{what}: {_BUSY}", json.loads(refused))
         label = f"{UNVERIFIED_VERSION}{version}"
-        self._conduct(steps, "begin", lambda e: e.each(lambda engine: engine.set_version(label)))
-        hello = self._local(steps, "begin", lambda s: s.hello())
-        self._share(steps.error, what)
-        hellos = self._source.all_gather(hello)
-        self._local(steps, "begin", lambda s: s.begin(hellos))
-        self._share(steps.error, what)
+        self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.set_version(label)))
+        mine = self._local(phases, "begin", lambda s: s.meeting_point())
+        self._share(phases.error, what)
+        points = self._source.all_gather(mine)
+        self._local(phases, "begin", lambda s: s.begin(points))
+        self._share(phases.error, what)
 
-    def _stream(self, steps: Steps, verify: bool) -> tuple[int, int, list[Any] | None]:
+    def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
         """Send this rank's buckets: their bytes, the bytes that came for them, parts of checksums.
 
         After a failure the rest is gathered all the same: the other ranks are in that collective.
@@ -156,41 +175,43 @@ class WeightUpdater(Generic[H]):
         sent = received = 0
         buckets = self._source.gather(self._plan)
         while True:
-            with steps.timed("gather"):
+            with phases.timed("gather"):
                 bucket = next(buckets, None)
             if bucket is None:
                 break
             received += bucket.received
-            if steps.error is not None:
+            if phases.error is not None:
                 continue
             if bucket.tensors:
-                sent += self._local(steps, "transfer", partial(_send, bucket.tensors)) or 0
+                sent += self._local(phases, "transfer", partial(_send, bucket.tensors)) or 0
             if bucket.tensors and expected is not None:
-                steps.run("hash", expected.add, bucket.tensors)
-            if steps.error is not None and self._strategy is not None:
+                phases.run("hash", expected.add, bucket.tensors)
+            if phases.error is not None and self._strategy is not None:
                 self._strategy.abort()  # at once: engines may be waiting for this rank's next bucket
         return sent, received, None if expected is None else expected.partials()
 
-    def _end(self, engines: Engines[H]) -> None:
+    def _end(self, engines: Engines) -> None:
         assert self._strategy is not None
         self._strategy.end()
         engines.each(lambda engine: engine.flush())
 
-    def _verify(self, steps: Steps, partials: list[Any]) -> int:
-        return self._conduct(steps, "verify", lambda e: compare_tensors(e, partials)) or 0
+    def _verify(self, phases: Phases, partials: list[Any]) -> int:
+        return self._conduct(phases, "verify", lambda e: compare_tensors(e, partials)) or 0
 
-    def _canary(self, steps: Steps, what: str) -> CanaryReport | None:
+    def _canary(self, phases: Phases, what: str) -> CanaryReport | None:
         """Compare log-probabilities; the trainer's are a collective of their own."""
         prompts = canary_prompts(self._source.vocab_size)
-        with steps.timed("canary"):
+        with phases.timed("canary"):
             ours = self._source.score(prompts)
         tolerance = TOLERANCE[self._source.dtype_name]
-        return self._conduct(steps, "canary", lambda e: compare_scores(e, prompts, ours, tolerance))
+        return self._conduct(
+            phases, "canary", lambda e: compare_scores(e, prompts, ours, tolerance)
+        )
 
-    def _abort(self, steps: Steps, version: int) -> None:
+    def _abort(self, phases: Phases, version: int) -> None:
         if self._strategy is not None:
             self._strategy.abort()
-        if self._conducts and self._engines is not None and steps.seconds.keys() & set(_RESUMED):
+        if self._conducts and self._engines is not None and phases.seconds.keys() & set(_RESUMED):
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
 
     # --- who does what
@@ -203,42 +224,35 @@ class WeightUpdater(Generic[H]):
         return any(bucket.receiver == self._source.rank for bucket in self._plan or ())
 
     def _open(self, urls: Sequence[str]) -> None:
-        kind = STRATEGIES[self._config.strategy]
+        strategy = STRATEGIES[self._config.strategy]
         if self._plan is None:
-            self._plan = self._source.plan(self._config.bucket_mib * _MIB, spread=kind.spread)
+            size = self._config.bucket_mib * _MIB
+            self._plan = self._source.plan(size, spread=strategy.spread)
         if not (self._conducts or self._sends()):
             return
-        opening = {url: in_background(partial(self._open_engine, url)) for url in urls}
-        faults = {url: e for url, f in opening.items() if (e := f.exception()) is not None}
-        for error in faults.values():
-            if isinstance(error, ValueError) or not isinstance(error, (OSError, RuntimeError)):
-                raise error
-        if faults:
-            raise EngineFaultError(faults)
-        engines = Engines([future.result() for future in opening.values()])
-        self._strategy = kind.make(
-            Route(
-                self._source.rank,
-                engines,
-                self._plan,
-                getattr(torch, self._source.dtype_name),
-                self._config.timeout_s,
-                self._config.directory,
+        engines = Engines.connect(urls, self._open_engine, self._runner)
+        dtype = getattr(torch, self._source.dtype_name)
+        limit, folder = self._config.timeout_s, self._config.directory
+        try:
+            self._strategy = strategy(
+                Transfer(self._source.rank, engines, self._plan, dtype, limit, folder)
             )
-        )
+        except ValueError:
+            engines.close()
+            raise
         self._engines = engines
 
-    def _conduct(self, steps: Steps, phase: str, call: Callable[[Engines[H]], Any]) -> Any:
+    def _conduct(self, phases: Phases, phase: str, call: Callable[[Engines], Any]) -> Any:
         """A step of rank 0 alone."""
         if not self._conducts:
             return None
         if self._engines is None:
             raise ValueError("weight update: no engine is attached")
-        return steps.run(phase, call, self._engines)
+        return phases.run(phase, call, self._engines)
 
-    def _local(self, steps: Steps, phase: str, call: Callable[[Strategy], Any]) -> Any:
+    def _local(self, phases: Phases, phase: str, call: Callable[[Strategy], Any]) -> Any:
         """A step of every rank that has a part in the transfer."""
-        return None if self._strategy is None else steps.run(phase, call, self._strategy)
+        return None if self._strategy is None else phases.run(phase, call, self._strategy)
 
     def _static(self) -> tuple[int, int]:
         """On rank 0: how often bytes move to engines, and the bytes of all weights there."""
@@ -270,7 +284,7 @@ class WeightUpdater(Generic[H]):
             raise WeightUpdateError(f"{what}: {reason}", engines) from error
 
 
-def _pause_idle(timeout_s: float, engines: Engines[H]) -> list[str]:
+def _pause_idle(timeout_s: float, engines: Engines) -> list[str]:
     """Let running requests finish, then pause; the URLs of engines where they didn't finish."""
     idle = engines.each(lambda engine: engine.pause_when_idle(timeout_s))
     busy = [url for url, is_idle in idle.items() if not is_idle]
@@ -283,7 +297,7 @@ def _send(bucket: Bucket, strategy: Strategy) -> int:
     return strategy.send(bucket)
 
 
-def _commit(version: int, engines: Engines[H]) -> None:
+def _commit(version: int, engines: Engines) -> None:
     """``weight_version`` becomes ``str(version)`` everywhere; then generation goes on."""
     engines.each(lambda engine: engine.set_version(str(version)))
     engines.each(lambda engine: engine.resume())

@@ -15,7 +15,7 @@ import psutil
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.members import Member
-from megatron_dppo.launch.local import fleet_keeper
+from megatron_dppo.launch.local import supervised_fleet
 from megatron_dppo.launch.run_directory import RunDirectory
 
 _PATIENT_S = 300.0
@@ -49,7 +49,7 @@ class KeptFleet:
 
     def _keep(self) -> None:
         with RunDirectory(self._config.run.directory) as directory:
-            keeper = fleet_keeper(self._config, directory)
+            keeper = supervised_fleet(self._config, directory)
             try:
                 keeper.start()
                 while not self._end.wait(0.05):
@@ -78,7 +78,7 @@ class KeptFleet:
         return [Member(s, self.folder.keys(s)) for s in self.folder.servers()]
 
     def router(self) -> tuple[Server, Keys] | None:
-        """Where the router is, as a RouterLink wants to know it."""
+        """Where the router is, as a HttpRouterLink wants to know it."""
         server = self.folder.router()
         return None if server is None else (server, self.folder.keys(server))
 

@@ -27,8 +27,8 @@ from megatron_dppo.fleet.generation import (
     Results,
     generate_many,
 )
+from megatron_dppo.fleet.http_router_link import HttpRouterLink
 from megatron_dppo.fleet.members import Member, client_of
-from megatron_dppo.fleet.router_link import RouterLink
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import KeptFleet, config_of, family, kill, proceed, stop
 from tests.integration.weight_server import reference_log_probs
@@ -65,7 +65,7 @@ class CountingClient(FleetClient):
     """Keeps what was answered, however often."""
 
     def __init__(self, fleet: KeptFleet, *, routed: bool) -> None:
-        self.link = RouterLink(fleet.router, registers=True) if routed else None
+        self.link = HttpRouterLink(fleet.router, registers=True) if routed else None
         super().__init__(fleet.folder.report_lost, self.link)
         self.answered: Counter[int] = Counter()
 
@@ -271,7 +271,7 @@ def test_a_thousand_prompts_without_router_and_a_server_killed_while_it_is_pause
 
     async def pause() -> None:
         async with client_of(victim) as client:
-            await client.pause("in_place")
+            await client.control("/pause_generation", {"mode": "in_place"})
 
     def pause_and_kill() -> None:
         asyncio.run(pause())

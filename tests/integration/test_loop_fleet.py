@@ -11,9 +11,10 @@ import pytest
 
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.rollout_codec import load_batch
-from megatron_dppo.engine.child_server import free_port
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.folder import FleetFolder, Server
+from megatron_dppo.system.ports import free_port
 from tests.integration.kept_fleet import kill, stop_scheduler
 from tests.integration.runs import (
     GROUP,
@@ -39,7 +40,7 @@ def config(tmp_path_factory) -> Path:
 def elsewhere(config) -> Iterator[EngineProcess]:
     """A server that the run does not start; it comes up while the run does."""
     process = EngineProcess(
-        load_config(str(config), []),
+        ServerSections.of(load_config(str(config), [])),
         port=free_port("127.0.0.1"),
         log_path=config.parent / "elsewhere.log",
         seed=99,

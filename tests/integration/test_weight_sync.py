@@ -25,15 +25,16 @@ from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.weight_sync.engines import GRACE_S
 from megatron_dppo.weight_sync.interfaces import (
     Bucket,
-    ChecksumMismatchError,
     EngineFaultError,
     UpdateReport,
     WeightUpdateError,
     WeightUpdateRefusedError,
 )
 from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weight_sync.verification import ChecksumMismatchError
 from tests.integration.weight_server import (
     PROMPT,
+    RUNNER,
     TIMEOUT_S,
     Generation,
     Served,
@@ -73,7 +74,7 @@ def test_the_engine_runs_the_new_weights(served: Served, trained: Path) -> None:
     assert report.verified
     assert report.tensors == 21
     assert report.bytes == sum(t.nbytes for t in read(trained).values())
-    assert engine.version() == "1"
+    assert served.version() == "1"
     assert_serves(served, trained, 1)
     # The group is kept for the next update.
     updates._source = Source(read(served.folder), model=served.folder)
@@ -111,9 +112,9 @@ class Corrupting(EngineWeights):
     def header(self, tensors: Sequence[tuple[str, Sequence[int]]]) -> WireHeader:
         return super().header([(name, dims) for name, dims in tensors if name in self.on_the_way])
 
-    def pack(self, bucket: Bucket) -> list[Tensor]:
+    def pieces(self, bucket: Bucket) -> list[Tensor]:
         names = [name for name, _ in bucket if name in self.on_the_way]
-        return super().pack([(name, self.on_the_way[name]) for name in names])
+        return super().pieces([(name, self.on_the_way[name]) for name in names])
 
 
 CORRUPTIONS = [
@@ -148,13 +149,12 @@ def test_a_corruption_on_the_way_is_caught_and_named(
     assert {(m.tensor, m.rank) for m in cause.mismatches} == {(name, 0) for name in tensors}
     assert all(name in str(failure.value) for name in tensors)
     assert updates.committed_version is None
-    engine = served.weights()
-    assert engine.version() == "unverified-11"
+    assert served.version() == "unverified-11"
     # Quarantined: no one gets an answer from these weights.
     with pytest.raises((TimeoutError, urllib.error.URLError)):
         served.post("/generate", {"input_ids": PROMPT}, timeout=2)
-    updates._open_engine = lambda url: engine
-    updates.attach([engine.url])
+    spoiled.on_the_way = new
+    updates.attach([spoiled.url])
     assert updates.update(11).verified
     assert_serves(served, trained, 11)
     updates.close()
@@ -167,7 +167,7 @@ def test_a_trainer_that_never_sends_an_expert_is_refused(served: Served, trained
     updates = updater(served.weights(), Source(weights))
     with pytest.raises(WeightUpdateError, match=f"never sent: {lost}"):
         updates.update(20)
-    assert served.weights().version() == "unverified-20"
+    assert served.version() == "unverified-20"
     assert updater(served.weights(), Source(read(trained))).update(20).verified
 
 
@@ -193,7 +193,7 @@ def test_a_senders_own_failure_frees_the_engine_at_once(served: Served, trained:
         updates.update(21)
     assert failure.value.engines == ()
     assert time.monotonic() - start < TIMEOUT_S / 3
-    assert served.weights().version() == "unverified-21"
+    assert served.version() == "unverified-21"
     assert updater(served.weights(), Source(read(trained))).update(21).verified
 
 
@@ -216,7 +216,7 @@ def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) ->
         updates.update(30)
     assert failure.value.engines == (served.process.url,)
     engine = served.weights()
-    assert engine.version() == "unverified-30"
+    assert served.version() == "unverified-30"
     with pytest.raises((TimeoutError, urllib.error.URLError)):
         served.post("/generate", {"input_ids": PROMPT}, timeout=2)
     # Without the canary all would pass.
@@ -232,12 +232,12 @@ def test_the_canary_sees_what_checksums_cannot(served: Served, trained: Path) ->
 class Spoiled(EngineWeights):
     """Has one bit of the folder flipped before the engine reads it."""
 
-    def load_folder(self, folder: str) -> None:
+    async def load_folder(self, folder: str) -> None:
         (file,) = Path(folder).glob("*.safetensors")
         data = bytearray(file.read_bytes())
         data[-5] ^= 1
         file.write_bytes(data)
-        super().load_folder(folder)
+        await super().load_folder(folder)
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "disk"])
@@ -251,7 +251,7 @@ def test_other_strategies_keep_the_same_promises(
     options = {"strategy": strategy, "directory": str(tmp_path)}
     with pytest.raises(WeightUpdateError, match="1 engine tensors differ from the trainer's"):
         updater(spoiled, Source(new), **options).update(80)
-    assert served.weights().version() == "unverified-80"
+    assert served.version() == "unverified-80"
     updates = updater(served.weights(), Source(new, model=trained), **options)
     report = updates.update(80)
     assert report.verified
@@ -275,7 +275,7 @@ def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trai
     with pytest.raises(WeightUpdateRefusedError, match="kept the engine busy"):
         hurried.update(41)
     assert hurried.committed_version == 40
-    assert served.weights().version() == "40"
+    assert served.version() == "40"
     assert running.is_alive()
 
     late: list[Generation] = []
@@ -297,11 +297,11 @@ def test_a_paused_engine_leaves_the_processor_to_others(served: Served) -> None:
     engine = served.weights()
     children = psutil.Process(served.process.pid).children(recursive=True)
     (scheduler,) = [child for child in children if "scheduler" in child.name()]
-    assert engine.pause_when_idle(30)
+    assert RUNNER.run(engine.pause_when_idle(30))
     before = sum(scheduler.cpu_times()[:2])
     time.sleep(2)
     assert sum(scheduler.cpu_times()[:2]) - before < 0.2
-    engine.resume()
+    RUNNER.run(engine.resume())
 
 
 def test_a_hung_engine_fails_in_time_and_recovers(served: Served, trained: Path) -> None:
@@ -316,7 +316,7 @@ def test_a_hung_engine_fails_in_time_and_recovers(served: Served, trained: Path)
         assert updates.committed_version is None
     finally:
         os.killpg(group, signal.SIGCONT)
-    assert served.weights().version() == "unverified-50"
+    assert served.version() == "unverified-50"
     updates = updater(served.weights(), Source(read(served.folder), model=served.folder))
     assert updates.update(50).verified
     assert_serves(served, served.folder, 50)
@@ -330,13 +330,13 @@ def expert_parallel(url: str, trained: str, served: str) -> list[dict[str, Any]]
     outcomes = []
     for on_the_way in (flip_one_bit(weights, {}), weights):
 
-        def open_engine(url: str, wire: Weights = on_the_way) -> EngineWeights:
-            engine = engine_weights(url, served, Corrupting)
+        async def open_engine(url: str, wire: Weights = on_the_way) -> EngineWeights:
+            engine = await engine_weights(url, served, Corrupting)
             engine.on_the_way = wire
             return engine
 
         updates = WeightUpdater(
-            TrainerWeights(trainer), WeightSyncConfig(), first_failure, open_engine
+            TrainerWeights(trainer), WeightSyncConfig(), first_failure, open_engine, RUNNER
         )
         updates.attach([url])
         try:
@@ -408,7 +408,7 @@ def test_an_engine_killed_in_the_update_of_two(served: Served, trained: Path) ->
         assert time.monotonic() - start < 30
         assert failure.value.engines == (second.process.url,)
         assert updates.committed_version is None
-        assert served.weights().version() == "unverified-71"
+        assert served.version() == "unverified-71"
         updates._source = Source(new, model=served.folder)
         updates.attach([served.process.url])
         assert updates.update(71).verified

@@ -17,15 +17,18 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
-from megatron_dppo.engine.child_server import free_port
+from megatron_dppo.engine.http_client import HttpClient
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
-from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.ports import free_port
 from megatron_dppo.weight_sync.interfaces import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weight_sync.verification import Tolerance, compare_canary
 
 KEY, ADMIN_KEY = "user-key", "admin-key"
 PROMPT = [19, 13, 20, 31, 45, 61, 7]
@@ -33,6 +36,8 @@ TIMEOUT_S = 60.0
 BUCKET_TENSORS = 7
 Weights = dict[str, Tensor]
 E = TypeVar("E", bound=EngineWeights)
+RUNNER = AsyncRunner()
+"""Runs the calls to engines for all tests; its thread ends with the process."""
 
 
 @dataclass
@@ -42,8 +47,11 @@ class Served:
     process: EngineProcess
     folder: Path
 
-    def weights(self, kind: type[E] = EngineWeights, **options: Any) -> E:
-        return engine_weights(self.process.url, self.folder, kind, **options)
+    def weights(self, kind: type[E] = EngineWeights) -> E:
+        return RUNNER.run(engine_weights(self.process.url, self.folder, kind))
+
+    def version(self) -> str:
+        return RUNNER.run(self.weights().version())
 
     def request(self, path: str, body: dict[str, Any]) -> urllib.request.Request:
         request = urllib.request.Request(self.process.url + path, json.dumps(body).encode())
@@ -56,11 +64,9 @@ class Served:
             return json.loads(answer.read())
 
 
-def engine_weights(
-    url: str, folder: str | Path, kind: type[E] = EngineWeights, **options: Any
-) -> E:
-    options = {"api_key": KEY, "admin_api_key": ADMIN_KEY, "timeout_s": TIMEOUT_S, **options}
-    return kind(url, load_model_shape(folder), "float32", **options)
+async def engine_weights(url: str, folder: str | Path, kind: type[E] = EngineWeights) -> E:
+    client = HttpClient(url, KEY, ADMIN_KEY)
+    return await kind.connect(client, load_model_shape(folder), "float32", timeout_s=TIMEOUT_S)
 
 
 def policy_config(folder: str | Path, **parallel: Any) -> TrainConfig:
@@ -85,7 +91,7 @@ def run_config(folder: Path, **sections: Any) -> TrainConfig:
 
 def serve(folder: Path, **sglang: Any) -> Served:
     process = EngineProcess(
-        run_config(folder, sglang=sglang),
+        ServerSections.of(run_config(folder, sglang=sglang)),
         port=free_port("127.0.0.1"),
         log_path=folder / "engine.log",
         seed=1,
@@ -150,7 +156,11 @@ def updater(
     by_url = {engine.url: engine for engine in engines}
     canary = {"canary_every": int(source.model is not None)}
     settings = WeightSyncConfig(timeout_s=timeout_s, **{**canary, **config})
-    updates = WeightUpdater(source, settings, lambda error: error, by_url.__getitem__)
+
+    async def open_engine(url: str) -> EngineWeights:
+        return by_url[url]
+
+    updates = WeightUpdater(source, settings, lambda error: error, open_engine, RUNNER)
     updates.attach(list(by_url))
     return updates
 

@@ -20,9 +20,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dppo.fleet.fleet_keeper import FleetKeeper
 from megatron_dppo.fleet.folder import Keys
-from megatron_dppo.fleet.keeper import EngineKeeper
+from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.ranks import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Supervisor
@@ -50,7 +49,7 @@ def report_lost(incarnation, name="engine0"):
 
 
 class StandInEngine:
-    """Meets ``launch.engine.Engine`` with a child that says it is healthy by making a file."""
+    """As ``engine.child_server.ChildServer``, with a child that says it is healthy by making a file."""
 
     def __init__(self, code: str, directory: RunDirectory, name: str, incarnation: int) -> None:
         self.url = f"http://stand-in/{name}/{incarnation}"
@@ -112,16 +111,18 @@ def main() -> int:
         for url in spec["attached"]:
             folder.attach(url)
 
-        def keeper(name: str, codes: list[str]) -> EngineKeeper:
+        def supervised(name: str, codes: list[str]) -> SupervisedServer:
             def make(i: int) -> StandInEngine:
                 code = prelude + codes[min(i, len(codes)) - 1]
                 return StandInEngine(code, directory, name, i)
 
-            return EngineKeeper(name, make, folder, max_restarts=spec["max_restarts"], what=name)
+            return SupervisedServer(
+                name, make, folder, max_restarts=spec["max_restarts"], what=name
+            )
 
-        servers = [keeper(f"engine{i}", codes) for i, codes in enumerate(spec["servers"])]
-        router = keeper("router", spec["router"]) if spec["router"] else None
-        fleet = FleetKeeper(servers, router, folder, Keys("a", "b"))
+        servers = [supervised(f"engine{i}", codes) for i, codes in enumerate(spec["servers"])]
+        router = supervised("router", spec["router"]) if spec["router"] else None
+        fleet = SupervisedFleet(servers, router, folder, Keys("a", "b"))
         return Supervisor(RankGroup(command, outputs, 1), fleet).run()
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 from typing import Any
@@ -17,7 +18,9 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
+from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.test_engine_checksums import model_shape
 
 SERVER_INFO = {
@@ -75,10 +78,39 @@ def engine() -> Iterator[Engine]:
     server.server_close()
 
 
-def weights(engine: Engine) -> EngineWeights:
-    return EngineWeights(
-        engine.url, model_shape(), "float32", api_key="user", admin_api_key="admin", timeout_s=5
-    )
+@pytest.fixture
+def runner() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as runner:
+        yield runner
+
+
+class Control:
+    """EngineWeights whose coroutines are waited for."""
+
+    def __init__(self, runner: AsyncRunner, client: HttpClient, **shape: Any) -> None:
+        self._runner = runner
+        self._engine = runner.run(
+            EngineWeights.connect(client, model_shape(**shape), "float32", timeout_s=5)
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._engine, name)
+        if not inspect.iscoroutinefunction(method):
+            return method
+        return lambda *arguments: self._runner.run(method(*arguments))
+
+
+@pytest.fixture
+def connect(engine: Engine, runner: AsyncRunner) -> Iterator[Callable[..., Control]]:
+    clients: list[HttpClient] = []
+
+    def open_one(url: str = engine.url, **shape: Any) -> Control:
+        clients.append(HttpClient(url, "user", "admin"))
+        return Control(runner, clients[-1], **shape)
+
+    yield open_one
+    for client in clients:
+        runner.run(client.close())
 
 
 @pytest.mark.parametrize(
@@ -91,21 +123,23 @@ def weights(engine: Engine) -> EngineWeights:
     ],
 )
 def test_servers_that_cannot_be_verified_are_refused(
-    engine: Engine, changes: dict[str, Any], message: str
+    engine: Engine, connect: Callable[..., Control], changes: dict[str, Any], message: str
 ) -> None:
     engine.info(**changes)
     with pytest.raises(EngineMismatchError, match=message):
-        weights(engine)
+        connect()
 
 
-def test_errors_say_whether_the_server_refused_or_is_lost(engine: Engine) -> None:
-    control = weights(engine)
+def test_errors_say_whether_the_server_refused_or_is_lost(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
+    control = connect()
     engine.answers["/end_weight_update"] = (400, "no session is open")
-    with pytest.raises(EngineRequestError, match="HTTP 400: no session is open") as refused:
+    with pytest.raises(EngineRequestError, match="answered 400: no session is open") as refused:
         control.end()
     assert refused.value.status == 400
     engine.answers["/end_weight_update"] = (503, "")
-    with pytest.raises(EngineLostError, match="HTTP 503"):
+    with pytest.raises(EngineLostError, match="answered 503"):
         control.end()
     engine.answers["/end_weight_update"] = (200, "<html>")
     with pytest.raises(EngineAnswerError, match="no JSON object: '<html>'"):
@@ -116,25 +150,29 @@ def test_errors_say_whether_the_server_refused_or_is_lost(engine: Engine) -> Non
         control.end()
 
 
-def test_keys_go_where_they_belong(engine: Engine) -> None:
-    weights(engine).resume()
+def test_keys_go_where_they_belong(engine: Engine, connect: Callable[..., Control]) -> None:
+    connect().resume()
     assert engine.asked == [
         ("/server_info", "Bearer user"),
         ("/continue_generation", "Bearer admin"),
     ]
 
 
-def test_a_version_that_does_not_stick_is_an_error(engine: Engine) -> None:
+def test_a_version_that_does_not_stick_is_an_error(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
     engine.answers["/model_info"] = (200, '{"weight_version": "6"}')
-    control = weights(engine)
+    control = connect()
     control.set_version("6")
     with pytest.raises(EngineAnswerError, match="'6' after it was set to '7'"):
         control.set_version("7")
 
 
-def test_checksums_come_by_rank_and_completely(engine: Engine) -> None:
+def test_checksums_come_by_rank_and_completely(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
     engine.info(tp_size=2)
-    control = weights(engine)
+    control = connect()
 
     def rank(number: int) -> dict[str, Any]:
         place = [{"tp_rank": number}]
@@ -147,8 +185,8 @@ def test_checksums_come_by_rank_and_completely(engine: Engine) -> None:
         control.checksums()
 
 
-def test_busy_engine_is_resumed(engine: Engine) -> None:
-    control = weights(engine)
+def test_busy_engine_is_resumed(engine: Engine, connect: Callable[..., Control]) -> None:
+    control = connect()
     engine.answers["/flush_cache"] = (400, "requests are running")
     engine.asked.clear()
     assert not control.pause_when_idle(0)
@@ -156,28 +194,33 @@ def test_busy_engine_is_resumed(engine: Engine) -> None:
     assert paths == ["/pause_generation", "/flush_cache", "/continue_generation"]
 
 
-def test_a_bucket_is_its_tensors_bytes_and_a_header(engine: Engine) -> None:
-    control = weights(engine)
+def test_a_bucket_is_its_tensors_bytes_and_a_header(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
+    control = connect()
     bucket = [("a", torch.tensor([[0.5, 2.0]])), ("b", torch.tensor([1.0]))]
     header = control.header([(name, tensor.shape) for name, tensor in bucket])
     assert (header.names, header.dtypes) == (("a", "b"), ("float32", "float32"))
     assert (header.shapes, header.bytes) == (((1, 2), (1,)), 12)
-    flat = torch.cat(control.pack(bucket))
+    flat = torch.cat(control.pieces(bucket))
     assert bytes(flat.tolist()).hex() == "0000003f000000400000803f"
 
 
-def test_a_tied_mixtures_embedding_is_sent_twice(engine: Engine) -> None:
-    shape = model_shape(tied=True)
-    control = EngineWeights(engine.url, shape, "float32")
+def test_a_tied_mixtures_embedding_is_sent_twice(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
+    control = connect(tied=True)
     name = "model.embed_tokens.weight"
     header = control.header([(name, (100, 8))])
     assert (header.names, header.bytes) == ((name, "lm_head.weight"), 2 * 3200)
-    first, second = control.pack([(name, torch.ones(100, 8))])
+    first, second = control.pieces([(name, torch.ones(100, 8))])
     assert first.data_ptr() == second.data_ptr()
 
 
-def test_scores_are_of_the_tokens_that_were_asked(engine: Engine) -> None:
-    control = weights(engine)
+def test_scores_are_of_the_tokens_that_were_asked(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
+    control = connect()
 
     def answers(*prompts: list[list[Any]]) -> tuple[int, str]:
         body = [{"meta_info": {"input_token_logprobs": entries}} for entries in prompts]
@@ -191,29 +234,33 @@ def test_scores_are_of_the_tokens_that_were_asked(engine: Engine) -> None:
         control.score([[5, 6, 8], [8, 9]])
 
 
-def test_a_cache_that_cannot_be_flushed_is_an_error(engine: Engine) -> None:
-    control = weights(engine)
+def test_a_cache_that_cannot_be_flushed_is_an_error(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
+    control = connect()
     control.flush()
     engine.answers["/flush_cache"] = (400, "requests are running")
     with pytest.raises(EngineAnswerError, match="was not flushed"):
         control.flush()
 
 
-def test_whether_a_server_answers(engine: Engine) -> None:
-    control = weights(engine)
+def test_whether_a_server_answers(engine: Engine, connect: Callable[..., Control]) -> None:
+    control = connect()
     assert control.answers(5)
     engine.shutdown()
     engine.server_close()
     assert not control.answers(5)
 
 
-def test_a_path_prefix_of_the_url_is_kept(engine: Engine) -> None:
+def test_a_path_prefix_of_the_url_is_kept(engine: Engine, connect: Callable[..., Control]) -> None:
     engine.answers["/fleet/a/server_info"] = engine.answers["/server_info"]
-    EngineWeights(f"{engine.url}/fleet/a/", model_shape(), "float32", api_key="user")
+    connect(f"{engine.url}/fleet/a/")
     assert engine.asked == [("/fleet/a/server_info", "Bearer user")]
 
 
-def test_no_key_travels_in_clear_text_to_an_https_engine(engine: Engine) -> None:
+def test_no_key_travels_in_clear_text_to_an_https_engine(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
     with pytest.raises(EngineLostError, match="SSL"):
-        EngineWeights(engine.url.replace("http:", "https:"), model_shape(), "float32", api_key="k")
+        connect(engine.url.replace("http:", "https:"))
     assert engine.asked == []

@@ -1,4 +1,4 @@
-"""Rank 0's book of servers, over small HTTP servers that answer or don't."""
+"""Rank 0's record of servers, over small HTTP servers that answer or don't."""
 
 from __future__ import annotations
 
@@ -9,28 +9,30 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.fleet import roster as fleet_membership
+from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.members import Member
-from megatron_dppo.fleet.roster import EngineUnavailableError, Roster
+from megatron_dppo.fleet.membership import EngineUnavailableError, FleetMembership
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.unit.small_fleet import KEYS, SmallServer
 
 
 class Book:
-    """A Roster, the servers that it may find, and what it is told."""
+    """A FleetMembership, the servers that it may find, and what it is told."""
 
     def __init__(self, folder: Path, **engine: object) -> None:
         self.runner = AsyncRunner()
         self.stopping = False
         self.unfit: dict[str, str] = {}
-        self.config = config_of(folder, folder, start_timeout_s=0.6, **engine)
         self.folder = FleetFolder(folder)
-        self.roster = Roster(self.config, self.runner, self.open_weights, lambda: self.stopping)
+        engines = config_of(folder, folder, start_timeout_s=0.6, **engine).engine
+        self.membership = FleetMembership(
+            self.folder, engines, self.runner, self.check, lambda: self.stopping
+        )
         self.servers: list[SmallServer] = []
 
-    def open_weights(self, member: Member) -> None:
+    async def check(self, member: Member) -> None:
         if member.server.name in self.unfit:
             raise EngineMismatchError(self.unfit[member.server.name])
 
@@ -53,7 +55,7 @@ class Book:
         self.runner.run(self.small(server).die())
 
     def choose(self, current: list[Member], **suspended: str) -> list[Member]:
-        chosen = self.roster.choose(current, suspended)
+        chosen = self.membership.choose(current, suspended)
         assert chosen is not None
         return chosen
 
@@ -67,10 +69,9 @@ class Book:
 @pytest.fixture
 def open_book(tmp_path, monkeypatch) -> Iterator[Callable[..., Book]]:
     for name in ("_ANSWER_S", "_GENERATE_S"):
-        monkeypatch.setattr(fleet_membership, name, 0.3)
-    monkeypatch.setattr(fleet_membership, "_SETTLE_S", 0.3)
-    monkeypatch.setattr(fleet_membership, "_POLL_S", 0.02)
-    monkeypatch.setattr(fleet_membership, "check_engine", _fits)
+        monkeypatch.setattr(membership, name, 0.3)
+    monkeypatch.setattr(membership, "_SETTLE_S", 0.3)
+    monkeypatch.setattr(membership, "_POLL_S", 0.02)
     monkeypatch.setenv("MEGATRON_DPPO_API_KEY", "user")
     books: list[Book] = []
 
@@ -81,10 +82,6 @@ def open_book(tmp_path, monkeypatch) -> Iterator[Callable[..., Book]]:
     yield open_one
     for book in books:
         book.close()
-
-
-async def _fits(config: object, client: object) -> None:
-    return None
 
 
 def names(members: list[Member]) -> list[str]:
@@ -136,7 +133,7 @@ def test_nobody_in_time_is_an_error_that_says_who_was_seen(open_book):
 def test_a_stop_ends_the_wait(open_book):
     book = open_book()
     book.stopping = True
-    assert book.roster.choose([], {}) is None
+    assert book.membership.choose([], {}) is None
 
 
 def test_a_suspended_server_is_out_until_the_supervisor_has_replaced_it(open_book):
@@ -155,7 +152,7 @@ def test_a_suspended_server_is_out_until_the_supervisor_has_replaced_it(open_boo
 
 
 def test_an_attached_server_that_was_suspended_comes_back_when_it_generates(open_book, monkeypatch):
-    monkeypatch.setattr(fleet_membership, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(membership, "_ASK_AGAIN_S", 0.0)
     book = open_book()
     members = [Member(book.start("engine0"), Keys()), Member(book.attach(), Keys())]
     elsewhere = members[1].server
@@ -172,10 +169,10 @@ def test_a_server_that_fails_an_update_is_left_out_of_it_and_then_replaced(open_
     book = open_book()
     members = book.choose([Member(book.start(n), Keys()) for n in ("engine0", "engine1")])
     bad = members[1].server
-    book.roster.blame(members, [bad.url], "checksum")
+    book.membership.blame(members, [bad.url], "checksum")
     left = book.choose(members)
     assert names(left) == ["engine0"]
-    book.roster.commit(left, 1)
+    book.membership.commit(left, 1)
     assert book.folder.status()["servers"] == {
         "engine0": "serves",
         "engine1": "quarantined: checksum",
@@ -183,7 +180,7 @@ def test_a_server_that_fails_an_update_is_left_out_of_it_and_then_replaced(open_
     both = book.choose(left)
     assert names(both) == ["engine0", "engine1"]
     assert book.folder.take_report("engine1") is None
-    book.roster.blame(both, [bad.url], "checksum")
+    book.membership.blame(both, [bad.url], "checksum")
     assert book.folder.take_report("engine1") == 1
     assert names(book.choose(both)) == ["engine0"]
 
@@ -192,31 +189,31 @@ def test_an_update_that_succeeds_forgives(open_book):
     book = open_book()
     members = book.choose([Member(book.start(n), Keys()) for n in ("engine0", "engine1")])
     for version in (1, 2, 3):
-        book.roster.blame(members, [members[1].server.url], "timed out")
+        book.membership.blame(members, [members[1].server.url], "timed out")
         left = book.choose(members)
         assert names(left) == ["engine0"]
-        book.roster.commit(left, version)
+        book.membership.commit(left, version)
         members = book.choose(left)
         assert names(members) == ["engine0", "engine1"]
-        book.roster.commit(members, version)
+        book.membership.commit(members, version)
 
 
 def test_the_only_server_gets_a_second_try_at_once(open_book):
     book = open_book(servers=1)
     members = book.choose([Member(book.start("engine0"), Keys())])
-    book.roster.blame(members, [members[0].server.url], "timed out")
+    book.membership.blame(members, [members[0].server.url], "timed out")
     assert book.choose(members) == members
-    book.roster.blame(members, [members[0].server.url], "timed out")
+    book.membership.blame(members, [members[0].server.url], "timed out")
     assert book.folder.take_report("engine0") == 1
 
 
 def test_a_failed_update_nobody_is_to_blame_for_is_tried_with_all_that_answer(open_book):
     book = open_book()
     members = book.choose([Member(book.start(n), Keys()) for n in ("engine0", "engine1")])
-    book.roster.blame(members, [], "a transfer timed out")
+    book.membership.blame(members, [], "a transfer timed out")
     assert book.choose(members) == members
     book.small(members[0].server).silent = True
-    book.roster.blame(members, [], "a transfer timed out")
+    book.membership.blame(members, [], "a transfer timed out")
     assert names(book.choose(members)) == ["engine1"]
     assert book.folder.take_report("engine0") == 1
 
@@ -226,10 +223,10 @@ def test_an_attached_server_that_fails_twice_is_refused_until_it_is_attached_ane
     engine, elsewhere = book.start("engine0"), book.attach()
     members = [Member(engine, Keys()), Member(elsewhere, Keys("user"))]
     for version in (1, 2):
-        book.roster.blame(members, [elsewhere.url], "checksum")
+        book.membership.blame(members, [elsewhere.url], "checksum")
         left = book.choose(members)
         assert names(left) == ["engine0"]
-        book.roster.commit(left, version)
+        book.membership.commit(left, version)
     assert names(book.choose(left)) == ["engine0"]
     book.folder.detach(elsewhere.url)
     assert names(book.choose(left)) == ["engine0"]
@@ -244,7 +241,7 @@ def test_one_attached_by_command_that_does_not_fit_is_refused_and_the_run_goes_o
     book.unfit[elsewhere.name] = "another model"
     left = book.choose([])
     assert names(left) == ["engine0"]
-    book.roster.commit(left, 1)
+    book.membership.commit(left, 1)
     assert book.folder.status()["servers"][elsewhere.name] == "refused: another model"
 
 

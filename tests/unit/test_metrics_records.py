@@ -17,7 +17,6 @@ from megatron_dppo.metrics.records import (
     phase_table,
     read_records,
     series,
-    write_text_atomically,
 )
 from megatron_dppo.metrics.writer import TENSORBOARD_FOLDER, MetricsWriter
 
@@ -112,20 +111,6 @@ def test_a_fresh_run_starts_the_file_anew(tmp_path):
         with MetricsWriter(tmp_path) as writer:
             writer.write(1, {"reward/mean": value})
     assert read_records(tmp_path) == [{"step": 1, "reward/mean": 0.5}]
-
-
-def test_a_failed_replacement_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "summary.json"
-    path.write_text("old")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("megatron_dppo.metrics.records.os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_text_atomically(path, "new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_every_policy_metric_that_people_are_shown_is_one_that_the_loss_computes():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -15,34 +16,41 @@ from torch import Tensor
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineLostError, EngineMismatchError, EngineRequestError
-from megatron_dppo.engine.weights import WireHeader
+from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
-from megatron_dppo.system.background import TransferTimeoutError, in_background
+from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync import engines
-from megatron_dppo.weight_sync.canary import (
-    CanaryError,
-    CanaryReport,
-    Tolerance,
-    canary_prompts,
-    compare_canary,
+from megatron_dppo.weight_sync.engines import (
+    Engines,
+    OpenEngine,
+    Packer,
+    adjacent,
+    local_address,
+    on_this_host,
 )
-from megatron_dppo.weight_sync.engines import Engines
 from megatron_dppo.weight_sync.interfaces import (
     Agree,
     Bucket,
-    ChecksumMismatch,
-    ChecksumMismatchError,
+    CanaryReport,
     EngineFaultError,
     Plan,
+    TransferTimeoutError,
     WeightUpdateError,
     WeightUpdateRefusedError,
-    compare_checksums,
 )
 from megatron_dppo.weight_sync.strategies import disk, tensor
-from megatron_dppo.weight_sync.strategies.broadcast import local_address
-from megatron_dppo.weight_sync.strategies.packing import Packer, adjacent
+from megatron_dppo.weight_sync.strategies.distributed import in_background
 from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weight_sync.verification import (
+    CanaryError,
+    ChecksumMismatch,
+    ChecksumMismatchError,
+    Tolerance,
+    canary_prompts,
+    compare_canary,
+    compare_checksums,
+)
 
 A, B = "http://127.0.0.1:1", "http://127.0.0.1:2"
 BUCKETS: list[Bucket] = [[("a", torch.ones(2))], [("b", torch.ones(3)), ("c", torch.ones(1))]]
@@ -100,10 +108,10 @@ class Expected:
         return [{name: "1" for names in partials for name in names}]
 
 
-class Engine:
-    """A receiver that remembers its calls; the one named ``failing`` raises ``error``."""
+class Engine(EngineWeights):
+    """An engine without a server: remembers its calls; the one named ``failing`` raises ``error``."""
 
-    device, ranks, layout = "cpu", 1, 1
+    device, ranks, layout = "cpu", 1, (1, "cpu")  # type: ignore[assignment]
 
     def __init__(self, url: str = A) -> None:
         self.url = url
@@ -113,35 +121,40 @@ class Engine:
         self.calls: list[str] = []
         self.loaded: list[Tensor] = []
         self.score_value = SCORE
+        self.closed = False
+        self.held = dict.fromkeys("abc", "1")
+
+    async def close(self) -> None:
+        self.closed = True
 
     def step(self, name: str) -> None:
         self.calls.append(name)
         if name == self.failing:
             raise self.error
 
-    def answers(self, timeout_s: float) -> bool:
+    async def answers(self, timeout_s: float) -> bool:
         return self.alive
 
-    def pause_when_idle(self, timeout_s: float) -> bool:
+    async def pause_when_idle(self, timeout_s: float) -> bool:
         self.step("idle")
         return self.idle
 
-    def pause(self) -> None:
+    async def pause(self) -> None:
         self.step("pause")
 
-    def resume(self) -> None:
+    async def resume(self) -> None:
         self.step("resume")
 
-    def flush(self) -> None:
+    async def flush(self) -> None:
         self.step("flush")
 
-    def set_version(self, label: str) -> None:
+    async def set_version(self, label: str) -> None:
         self.step(label)
 
-    def close_group(self, name: str) -> None:
+    async def close_group(self, name: str) -> None:
         self.step("close_group")
 
-    def begin(self) -> None:
+    async def begin(self) -> None:
         self.step("begin")
 
     def inputs(self, name: str) -> list[str]:
@@ -151,29 +164,41 @@ class Engine:
         size = 4 * sum(torch.Size(dims).numel() for _, dims in tensors)
         return WireHeader(tuple(n for n, _ in tensors), (), (), size)
 
-    def pack(self, bucket: Bucket) -> list[Tensor]:
+    def pieces(self, bucket: Bucket) -> list[Tensor]:
         return [t.view(torch.uint8) for _, t in bucket]
 
-    def shared_empty(self, size: int, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=torch.uint8)
-
-    def receive_shared(self, header: WireHeader, data: Tensor) -> None:
+    async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
         self.step("load")
         self.loaded.append(data.view(torch.float32).clone())
 
-    def end(self) -> None:
+    async def end(self) -> None:
         self.step("end")
 
-    def checksums(self) -> list[Mapping[str, str]]:
+    async def checksums(self) -> list[Mapping[str, str]]:
         self.step("checksums")
-        return [dict.fromkeys("abc", "1")]
+        return [self.held]
 
     def expected(self) -> Expected:
         return Expected(self)
 
-    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
         self.step("score")
         return [[self.score_value] * (len(prompt) - 1) for prompt in prompts]
+
+
+RUNNER = AsyncRunner()
+"""Runs the calls to engines for all tests; its thread ends with the process."""
+
+
+def opener(engines: Mapping[str, Engine | Exception]) -> OpenEngine:
+    """Opens the engine at a URL, or raises what stands in its place."""
+
+    async def open_engine(url: str) -> EngineWeights:
+        if isinstance(found := engines[url], Exception):
+            raise found
+        return found
+
+    return open_engine
 
 
 def alone(error: str | None) -> str | None:
@@ -186,7 +211,7 @@ def updater(
     """Attached, with the strategy that needs no process group."""
     by_url = {engine.url: engine for engine in receivers}
     settings = WeightSyncConfig(**{"strategy": "tensor", **config})
-    updates = WeightUpdater(source or Source(), settings, agree, by_url.__getitem__)
+    updates = WeightUpdater(source or Source(), settings, agree, opener(by_url), RUNNER)
     if receivers:
         updates.attach(list(by_url))
     return updates
@@ -254,7 +279,7 @@ def test_one_bad_engine_spoils_the_update_of_all_and_is_named() -> None:
 
 def test_a_wrong_checksum_names_engine_and_tensor() -> None:
     good, bad = Engine(A), Engine(B)
-    bad.checksums = lambda: [{"a": "1", "b": "9", "c": "1"}]  # type: ignore[method-assign]
+    bad.held = {"a": "1", "b": "9", "c": "1"}
     updates = updater(good, bad)
     with pytest.raises(WeightUpdateError, match="b on engine rank 0: expected 1, got 9") as failure:
         updates.update(1)
@@ -309,25 +334,19 @@ def test_an_engine_that_does_not_answer_cannot_be_attached() -> None:
     updates = updater(Engine(A))
     updates.update(1)
 
-    def refuse(url: str) -> Engine:
-        if url == B:
-            raise EngineLostError("connection refused")
-        return Engine(url)
-
-    updates._open_engine = refuse  # type: ignore[assignment]
+    good = Engine(A)
+    updates._open_engine = opener({A: good, B: EngineLostError("connection refused")})
     with pytest.raises(WeightUpdateError, match="connection refused") as failure:
         updates.attach([A, B])
     assert failure.value.engines == (B,)
     assert updates.committed_version is None
+    assert good.closed
 
 
 def test_an_engine_of_another_model_is_no_matter_of_trying_again() -> None:
     updates = updater()
 
-    def mismatch(url: str) -> Engine:
-        raise EngineMismatchError("another model")
-
-    updates._open_engine = mismatch  # type: ignore[assignment]
+    updates._open_engine = opener({A: EngineMismatchError("another model")})
     with pytest.raises(EngineMismatchError, match="another model"):
         updates.attach([A])
 
@@ -408,7 +427,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blamed(fleet: list[Engine], step: Any, timeout_s: float = 20.0) -> EngineFaultError:
     """Of a step in which engines wait for each other; breaking it off sets ``step.broken``."""
-    together = Engines(fleet)
+    together = Engines(fleet, RUNNER)
     start = time.monotonic()
     with pytest.raises(EngineFaultError) as failure:
         together.arrive(together.start(step), timeout_s, "a test", step.broken.set)
@@ -423,17 +442,19 @@ class Together:
         self.fault = fault
         self.broken = threading.Event()
 
-    def __call__(self, engine: Engine) -> None:
+    async def __call__(self, engine: EngineWeights) -> None:
+        assert isinstance(engine, Engine)
         fault = self.fault.get(engine.url)
         if fault == "killed":
             engine.alive = False
             raise EngineLostError("connection reset")
         if fault == "hung":
             engine.alive = False
-            threading.Event().wait(30)
+            await asyncio.sleep(30)
         if fault == "refuses":
             raise EngineRequestError(400, "no such group")
-        assert self.broken.wait(30)
+        while not self.broken.is_set():
+            await asyncio.sleep(0.01)
         raise EngineRequestError(400, "broadcast failed")
 
 
@@ -461,7 +482,7 @@ def test_a_lone_engine_that_refuses_is_blamed() -> None:
 def test_quarantine_reaches_whoever_answers_and_never_raises() -> None:
     good, dead, odd = Engine(A), Engine(B), Engine("http://127.0.0.1:3")
     dead.alive, odd.failing = False, "pause"
-    Engines([good, dead, odd]).quarantine("unverified-3")
+    Engines([good, dead, odd], RUNNER).quarantine("unverified-3")
     assert (good.calls, dead.calls, odd.calls) == (["pause", "unverified-3"], [], ["pause"])
 
 
@@ -491,4 +512,4 @@ def test_background_calls_hand_over_their_errors() -> None:
 
 def test_local_address_of_a_local_engine_is_loopback() -> None:
     assert local_address("http://127.0.0.1:30000") == "127.0.0.1"
-    assert tensor.on_this_host("http://127.0.0.1:30000")
+    assert on_this_host("http://127.0.0.1:30000")

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.fleet.generation import GenerationJob
-from megatron_dppo.fleet.generation_in_background import Generation
+from megatron_dppo.fleet.generation_run import Generation
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.rollouts.figures import (
     GroupRow,

@@ -15,47 +15,47 @@ from typing import Any
 
 from megatron_dppo.checkpoint_conversion.hf_io import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
-from megatron_dppo.weight_sync.interfaces import Bucket
-from megatron_dppo.weight_sync.strategies.route import Route
-from megatron_dppo.weight_sync.strategies.tensor import on_this_host
+from megatron_dppo.weight_sync.engines import on_this_host
+from megatron_dppo.weight_sync.interfaces import Bucket, Transfer
 
 MEMORY = "/dev/shm"
 
 
 class DiskStrategy:
-    """See ``base.Strategy``; rank 0 writes all. The folder is removed when the engines have read it.
+    """See ``interfaces.Strategy``; rank 0 writes all. The folder is removed when the engines have read it.
 
     Raises ValueError where no folder is configured and an engine can't see this host's memory.
     """
 
+    spread = False
     copies = 1
 
-    def __init__(self, route: Route) -> None:
-        remote = [e.url for e in route.engines.receivers if not on_this_host(e.url)]
-        if remote and route.directory is None:
+    def __init__(self, transfer: Transfer) -> None:
+        remote = [e.url for e in transfer.engines.members if not on_this_host(e.url)]
+        if remote and transfer.directory is None:
             raise ValueError(
                 f"weight_sync.strategy disk: the engine at {remote[0]} runs on another host; expected "
                 "weight_sync.directory, a folder that trainer and engines see under the same path"
             )
-        self._route = route
+        self._transfer = transfer
         self._folder: Path | None = None
         self._writing = ExitStack()
         self._writer: ShardedWriter | None = None
 
-    def hello(self) -> Any:
+    def meeting_point(self) -> Any:
         """Nobody has to know anything."""
         return None
 
-    def begin(self, hellos: Sequence[Any]) -> None:
+    def begin(self, meeting_points: Sequence[Any]) -> None:
         """Open a new folder's files."""
-        first = self._route.engines.first
+        first = self._transfer.engines.first
         tensors = {
-            name: TensorSpec(tensor.shape, self._route.dtype)
-            for bucket in self._route.plan
+            name: TensorSpec(tensor.shape, self._transfer.dtype)
+            for bucket in self._transfer.plan
             for tensor in bucket.tensors
             for name in first.inputs(tensor.name)
         }
-        where = self._route.directory or MEMORY
+        where = self._transfer.directory or MEMORY
         Path(where).mkdir(parents=True, exist_ok=True)
         self._folder = Path(tempfile.mkdtemp(prefix="megatron-dppo-weights-", dir=where))
         self._writer = self._writing.enter_context(ShardedWriter(self._folder / "hf", tensors))
@@ -65,7 +65,7 @@ class DiskStrategy:
         assert self._writer is not None
         written = 0
         for name, tensor in bucket:
-            for each in self._route.engines.first.inputs(name):
+            for each in self._transfer.engines.first.inputs(name):
                 self._writer.write(each, tensor)
                 written += tensor.nbytes
         return written
@@ -78,7 +78,7 @@ class DiskStrategy:
         assert self._folder is not None
         self._writing.close()
         folder = str(self._folder / "hf")
-        self._route.engines.each(lambda e: e.load_folder(folder))
+        self._transfer.engines.each(lambda e: e.load_folder(folder))
         self._remove()
 
     def abort(self) -> None:

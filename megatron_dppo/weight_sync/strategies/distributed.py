@@ -2,71 +2,90 @@
 
 Every rank that holds weights sends its own: it gathers a bucket from the ranks that share its tensors,
 and broadcasts it in a group of its own with all engines. Rank 0 conducts. It knows every bucket from
-the plan, so it tells the engines, in the plan's order, which broadcast to enter next; they load one
-bucket while its sender, and the others, gather and hash the next. All engines thus enter the same
+the plan, so it tells the engines by HTTP, in the plan's order, which broadcast to enter next; they load
+one bucket while its sender, and the others, gather and hash the next. All engines thus enter the same
 broadcasts in the same order, which no two senders could ensure.
+
+A dead engine breaks its connections at once; a hung one runs into the time limit of the request.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+import socket
+import threading
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from megatron_dppo.system.background import in_background
-from megatron_dppo.weight_sync.engines import Receiver
-from megatron_dppo.weight_sync.interfaces import Bucket, PlannedBucket
-from megatron_dppo.weight_sync.strategies.broadcast import BroadcastGroup, call_off, local_address
-from megatron_dppo.weight_sync.strategies.packing import Packer
-from megatron_dppo.weight_sync.strategies.route import Route
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.distributed_c10d import GroupName
+
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.weight_sync.engines import Packer, local_address
+from megatron_dppo.weight_sync.interfaces import Bucket, PlannedBucket, Transfer
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+"""Of torch.distributed, by the engine's device."""
+_CALLED_OFF = "called off"
+_LISTEN_S = 0.2
+_CALL_S = 5.0
+_SLACK = timedelta(seconds=30)
+
 
 class DistributedStrategy:
-    """See ``base.Strategy``. Groups live from one update to the next, and are made anew after an abort.
+    """See ``interfaces.Strategy``. Groups live from one update to the next, and are made anew after an abort.
 
     The configured time limit bounds each request to an engine: entering a group, and a bucket from
     when the engines are told of it until they have loaded it.
     """
 
-    def __init__(self, route: Route) -> None:
-        self._route = route
-        self.copies = route.engines.ranks
+    spread = True
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+        self.copies = transfer.engines.ranks
         self._group: BroadcastGroup | None = None
         self._known: list[Any] = []
-        self._packer = Packer(route.engines.first.pack)
+        self._packer = Packer(transfer.engines.first.pieces)
         self._in_flight: Future[None] | None = None
         self._conducting: Future[None] | None = None
 
-    def hello(self) -> Any:
+    def meeting_point(self) -> Any:
         """Where this rank's group meets; None from a rank that sends nothing."""
-        if not self._route.sends:
+        if not self._transfer.sends:
             return None
         if self._group is None:
-            engines = self._route.engines
+            engines = self._transfer.engines
             self._group = BroadcastGroup(
                 ranks=engines.ranks,
                 address=local_address(engines.first.url),
                 device=engines.first.device,
-                timeout_s=self._route.timeout_s,
+                timeout_s=self._transfer.timeout_s,
             )
         group = self._group
         return [group.address, group.port, group.name, group.backend]
 
-    def begin(self, hellos: Sequence[Any]) -> None:
+    def begin(self, meeting_points: Sequence[Any]) -> None:
         """Have the engines join every sender's group, and open the update session."""
-        if self._route.conducts:
-            known, self._known = self._known, list(hellos)
-            for hello in hellos:
-                if hello is not None and hello not in known:
-                    self._invite(*hello)
-            self._route.engines.each(lambda e: e.begin())
+        if self._transfer.conducts:
+            known, self._known = self._known, list(meeting_points)
+            for point in meeting_points:
+                if point is not None and point not in known:
+                    self._invite(*point)
+            self._transfer.engines.each(lambda e: e.begin())
         if self._group is not None:
             self._group.wait(self._group.joined)
-        if self._route.conducts:
+        if self._transfer.conducts:
             self._conducting = in_background(self._conduct)
 
     def send(self, bucket: Bucket) -> int:
@@ -86,11 +105,11 @@ class DistributedStrategy:
 
     def end(self) -> None:
         """Close the update session."""
-        self._route.engines.each(lambda e: e.end())
+        self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
         """Break this rank's group, which frees an engine that waits in it; rank 0 tells the others."""
-        if self._route.conducts:
+        if self._transfer.conducts:
             self._call_off()
         self._in_flight = self._conducting = None
         self._known = []
@@ -102,32 +121,34 @@ class DistributedStrategy:
         """Have the engines leave the groups; one that is gone has left already. Never raises."""
         for _, _, name, _ in filter(None, self._known):
             try:
-                self._route.engines.each(partial(_leave, name))
+                self._transfer.engines.each(partial(EngineWeights.close_group, name=name))
             except (OSError, RuntimeError) as error:
                 log.info("an engine did not leave the weight group: %s", error)
         self._known = []
         self.abort()
 
     def _invite(self, address: str, port: int, name: str, backend: str) -> None:
-        engines = self._route.engines
-        first_ranks, size = engines.first_ranks(), engines.ranks + 1
-        calls = engines.start(partial(_enter, (address, port, name, backend), first_ranks, size))
+        engines = self._transfer.engines
+        ranks, size = engines.first_ranks(), engines.ranks + 1
+        calls = engines.start(
+            lambda e: e.open_group(address, port, name, backend, first_rank=ranks[e.url], size=size)
+        )
         self._all_arrive(calls, f"opening the broadcast group {name}")
 
     def _conduct(self) -> None:
         """Tell the engines of every bucket in turn."""
-        for planned in self._route.plan:
+        for planned in self._transfer.plan:
             self._announce(planned)
 
     def _announce(self, planned: PlannedBucket) -> None:
-        engines, name = self._route.engines, self._known[planned.receiver][2]
+        engines, name = self._transfer.engines, self._known[planned.receiver][2]
         header = engines.first.header([(t.name, t.shape) for t in planned.tensors])
         calls = engines.start(lambda e: e.receive(header, name))
         what = f"a broadcast of {header.bytes} bytes from trainer rank {planned.receiver}"
         self._all_arrive(calls, what)
 
     def _all_arrive(self, calls: dict[str, Future[None]], what: str) -> None:
-        self._route.engines.arrive(calls, self._route.timeout_s, what, self._call_off)
+        self._transfer.engines.arrive(calls, self._transfer.timeout_s, what, self._call_off)
 
     def _call_off(self) -> None:
         for address, port, *_ in filter(None, self._known):
@@ -148,14 +169,121 @@ class DistributedStrategy:
             raise
 
 
-def _enter(
-    meeting: tuple[str, int, str, str],
-    first_ranks: Mapping[str, int],
-    size: int,
-    engine: Receiver[Any],
-) -> None:
-    engine.open_group(*meeting, first_rank=first_ranks[engine.url], size=size)
+class CalledOffError(RuntimeError):
+    """The conducting rank gave the transfer up; it knows why."""
 
 
-def _leave(name: str, engine: Receiver[Any]) -> None:
-    engine.close_group(name)
+def call_off(address: str, port: int) -> None:
+    """Tell the rank whose rendezvous is at ``address`` to stop waiting. Never raises."""
+    limit = timedelta(seconds=_CALL_S)
+    try:
+        store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
+        store.set(_CALLED_OFF, "1")
+    except (RuntimeError, OSError) as error:  # it is gone, or has broken its group off itself
+        log.info("weight transfer: %s:%d was not told to stop: %s", address, port, error)
+
+
+class BroadcastGroup:
+    """This process, as rank 0, and ``ranks`` more. ``joined`` is done when all are in.
+
+    The others must be told ``address``, ``port``, ``name`` and ``backend``. The rendezvous listens
+    on a free port of ``address`` only.
+    """
+
+    def __init__(self, *, ranks: int, address: str, device: str, timeout_s: float) -> None:
+        self.name = f"weights-{uuid.uuid4().hex[:12]}"
+        self.address = address
+        self.backend = BACKENDS[device]
+        # Whoever waits has a limit of its own, which says what took too long: this one is the last.
+        self._backend_limit = timedelta(seconds=timeout_s) + _SLACK
+        self._group: dist.ProcessGroup | None = None
+        listener = socket.create_server((address, 0), family=_family(address))
+        self.port = int(listener.getsockname()[1])
+        self._store = dist.TCPStore(
+            address,
+            self.port,
+            ranks + 1,
+            True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        self.joined: Future[None] = in_background(partial(self._join, ranks + 1))
+
+    def wait(self, future: Future[None]) -> None:
+        """Wait for ``future`` of this group, or until someone calls the whole transfer off.
+
+        Time is kept by who gives the engines their orders, which includes waiting for other ranks'
+        buckets; this side only listens. Raises CalledOffError, or what the future raises.
+        """
+        while not wait([future], _LISTEN_S).done:
+            if self._store.check([_CALLED_OFF]):
+                raise CalledOffError("another rank called the weight transfer off")
+        future.result()
+
+    def _join(self, size: int) -> None:
+        limit = self._backend_limit
+        # An engine makes its group with this helper, too: both sides must name their keys alike.
+        group, _ = c10d._new_process_group_helper(
+            size,
+            0,
+            [],
+            c10d.Backend(self.backend),
+            dist.PrefixStore(self.name, self._store),
+            group_name=GroupName(self.name),
+            backend_options=_gloo_options(self.address, limit) if self.backend == "gloo" else None,
+            timeout=limit,
+        )
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
+        self._group = group
+
+    def broadcast(self, data: Tensor) -> Future[None]:
+        """Start sending ``data``; the others must enter the same broadcast. Done when it is out."""
+        assert self._group is not None
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        work = self._group.broadcast([data], options)
+        return in_background(partial(_finish, work, data, self._group, self._backend_limit))
+
+    def abort(self) -> None:
+        """Break the group's connections; both sides' pending broadcasts fail."""
+        if self._group is not None:
+            self._group.abort()
+            dist.destroy_process_group(self._group)
+            self._group = None
+
+
+def _finish(work: dist.Work, data: Tensor, group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Wait until ``data`` may change, holding ``group``: gloo can't cancel, and blocks who drops a
+    busy one.
+    """
+    work.wait(limit)
+    if data.is_cuda:  # NCCL's wait is for the stream only
+        torch.cuda.current_stream(data.device).synchronize()
+
+
+def _gloo_options(address: str, limit: timedelta) -> Any:
+    """Listen on ``address`` only, whatever the machine's name resolves to."""
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = limit
+    return options
+
+
+def _family(address: str) -> int:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def in_background(call: Callable[[], T]) -> Future[T]:
+    """Run ``call`` in a thread that doesn't keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

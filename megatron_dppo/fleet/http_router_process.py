@@ -1,4 +1,4 @@
-"""The router as a child process: smg, which spreads generation over the servers it is told of.
+"""The HTTP router as a child process: smg, which spreads generation over the servers it is told of.
 
 Light: imports neither torch nor smg.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.child_server import ChildServer
+
+if TYPE_CHECKING:
+    from megatron_dppo.engine.http_client import Answer
 
 ROUTED_MODEL = "policy"
 """The model's name at the router; the servers' own may differ (a path each)."""
@@ -19,8 +22,8 @@ ROUTED_MODEL = "policy"
 _FOREVER_S = 7 * 24 * 3600
 
 
-class RouterProcess(ChildServer):
-    """One router, without servers until it is told of them (``router_client.RouterClient``).
+class HttpRouterProcess(ChildServer):
+    """One HTTP router, without servers until ``HttpRouterClient`` names them.
 
     ``api_key`` opens generation, ``admin_api_key`` the list of servers.
     """
@@ -29,7 +32,7 @@ class RouterProcess(ChildServer):
 
     def __init__(
         self,
-        config: TrainConfig,
+        engine: EngineConfig,
         *,
         port: int,
         metrics_port: int,
@@ -37,14 +40,12 @@ class RouterProcess(ChildServer):
         api_key: str,
         admin_api_key: str,
     ) -> None:
-        engine = config.engine
         super().__init__(engine.host, port, log_path, engine.start_timeout_s)
-        self._admin_key = admin_api_key
-        self._options = router_options(engine.host, port, metrics_port, engine.router_policy)
+        self._options = http_router_options(engine.host, port, metrics_port, engine.router_policy)
         self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
 
     def _command(self) -> Sequence[str]:
-        return ["-m", "megatron_dppo.fleet.launch_router"]
+        return ["-m", "megatron_dppo.fleet.launch_http_router"]
 
     def _environment(self) -> Mapping[str, str]:
         return os.environ
@@ -52,13 +53,15 @@ class RouterProcess(ChildServer):
     def _secrets(self) -> Mapping[str, Any]:
         return {**self._keys, "options": self._options}
 
-    def _answers(self) -> bool:
+    def _probe(self) -> tuple[str, str | None]:
+        return "/workers", self._keys["admin_api_key"]
+
+    def _accepts(self, answer: Answer) -> bool:
         """It takes our key, which no other router would."""
-        answer = self._get("/workers", self._admin_key)
-        return answer is not None and answer[0] == 200
+        return answer.status == 200
 
 
-def router_options(host: str, port: int, metrics_port: int, policy: str) -> dict[str, Any]:
+def http_router_options(host: str, port: int, metrics_port: int, policy: str) -> dict[str, Any]:
     """Fields of smg's RouterArgs.
 
     Retries, deadlines and health are the client's business: it knows which weights a server has, and

@@ -1,4 +1,6 @@
-"""Who may serve: rank 0 reads which servers are published, checks newcomers and keeps faults in mind.
+"""Which servers take part in the next weight update, as rank 0 decides.
+
+It reads which are published, checks newcomers and remembers faults.
 
 A server serves from the weight update that first reaches it until it is *suspended* in generation or
 *blamed* for a failed update. One that no longer answers is reported to the supervisor, which replaces
@@ -10,13 +12,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.compatibility import check_engine
 from megatron_dppo.engine.errors import EngineError, EngineMismatchError
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.members import Member, client_of
@@ -37,29 +38,37 @@ class EngineUnavailableError(RuntimeError):
     """No healthy server appeared in time, or servers were lost again and again."""
 
 
-class Roster:
-    """Rank 0's book of servers. ``open_weights``: opens a server's weight control, to see whether it
-    can be updated; raises EngineError. ``stop``: a clean stop was asked for.
+class FleetMembership:
+    """Rank 0's record of servers: who is sound, left out, lost or refused, and why.
+
+    Args:
+        folder: where servers are published.
+        config: the servers that the configuration names, and how long to wait for one.
+        runner: runs the questions to servers.
+        check: raises EngineMismatchError for a server elsewhere that does not serve what the run
+            trains or can't be updated, EngineError where it does not answer.
+        stop: says whether a clean stop was asked for.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        folder: FleetFolder,
+        config: EngineConfig,
         runner: AsyncRunner,
-        open_weights: Callable[[Member], object],
+        check: Callable[[Member], Coroutine[Any, Any, None]],
         stop: Callable[[], bool],
     ) -> None:
-        self.folder = FleetFolder(config.run.directory)
-        self.folder.sync_configured(config.engine.urls)
-        self._config = config
+        self.folder = folder
+        self.folder.sync_configured(config.urls)
+        self._start_timeout = config.start_timeout_s
         self._runner = runner
-        self._open_weights = open_weights
+        self._check = check
         self._stop = stop
         self._strikes: dict[Server, int] = {}
         self._gone: dict[Server, str] = {}
         self._out: dict[Server, str] = {}
         self._asked: dict[Server, float] = {}
-        self._expected = config.engine.started + len(config.engine.urls)
+        self._expected = config.started + len(config.urls)
 
     def choose(
         self, current: Sequence[Member], suspended: Mapping[str, str]
@@ -91,7 +100,7 @@ class Roster:
             if first_found is not None and now > first_found + max(_SETTLE_S, first_found / 2):
                 log.warning("%d of %d servers are ready; going on", len(found), expected)
                 return found
-            if not found and now > self._config.engine.start_timeout_s:
+            if not found and now > self._start_timeout:
                 raise EngineUnavailableError(self._nobody(now))
             time.sleep(_POLL_S)
             found = self._present(found)
@@ -164,8 +173,7 @@ class Roster:
         if server.replaceable:
             return True
         try:
-            self._with_client(member, lambda client: check_engine(self._config, client))
-            self._open_weights(member)
+            self._runner.run(self._check(member))
         except EngineMismatchError as error:
             if server.origin == "config":
                 raise

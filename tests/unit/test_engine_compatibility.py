@@ -11,8 +11,8 @@ from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.compatibility import SGLANG_VERSION, check_engine
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.system.async_runner import AsyncRunner
+from tests.unit.test_engine_server import MODEL, sections
 from tests.unit.test_engine_weights import Engine, engine
-from tests.unit.test_rollout_server import MODEL, run_config
 
 __all__ = ["engine"]  # a fixture
 
@@ -29,7 +29,7 @@ def fitting(engine: Engine) -> Engine:
 def check(folder: Path, url: str) -> None:
     async def connect_and_check() -> None:
         async with EngineClient(url) as client:
-            await check_engine(run_config(folder), client)
+            await check_engine(sections(folder), client)
 
     with AsyncRunner() as runner:
         runner.run(connect_and_check())

@@ -1,7 +1,7 @@
-"""Entry point of the router's process: smg, with the keys kept out of sight.
+"""Entry point of the HTTP router's process: smg, with the keys kept out of sight.
 
-``python -m megatron_dppo.fleet.launch_router`` with one JSON object on standard input:
-``{"parent": pid, "options": {field of smg's RouterArgs: value}, "api_key": str, "admin_api_key":
+``python -m megatron_dppo.fleet.launch_http_router`` with one JSON object on standard input:
+``{"options": {field of smg's RouterArgs: value}, "api_key": str, "admin_api_key":
 str}``. smg takes its keys only as command-line flags, where ``ps`` shows them; here they come
 through a pipe. The process dies with the parent's thread that started it.
 """
@@ -11,13 +11,10 @@ from __future__ import annotations
 import json
 import sys
 
-from megatron_dppo.engine.launch_server import die_with_parent
-
 
 def main() -> None:
     """Read the options and run the router until it is told to stop."""
     start = json.load(sys.stdin)
-    die_with_parent(start["parent"])
     print(json.dumps(start["options"]), flush=True)
     from smg.launch_router import launch_router
     from smg.router_args import RouterArgs

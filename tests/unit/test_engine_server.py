@@ -12,11 +12,11 @@ import pytest
 from smg.router_args import RouterArgs
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.child_server import free_port
 from megatron_dppo.engine.compatibility import SGLANG_VERSION, compare_server
 from megatron_dppo.engine.errors import EngineStartError
 from megatron_dppo.engine.launch_server import redact_keys
 from megatron_dppo.engine.options import (
+    ServerSections,
     bind_cores,
     cpu_kv_tokens,
     engine_device,
@@ -25,7 +25,8 @@ from megatron_dppo.engine.options import (
     write_options,
 )
 from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.fleet.router_process import router_options
+from megatron_dppo.fleet.http_router_process import http_router_options
+from megatron_dppo.system.ports import free_port
 
 MODEL = {
     "model_type": "qwen3_moe",
@@ -55,8 +56,12 @@ def run_config(folder: Path, **sections) -> TrainConfig:
     return TrainConfig.model_validate(given)
 
 
+def sections(folder: Path, **given) -> ServerSections:
+    return ServerSections.of(run_config(folder, **given))
+
+
 def test_options_of_a_cpu_server(tmp_path):
-    options = server_options(run_config(tmp_path), port=31000, seed=5)
+    options = server_options(sections(tmp_path), port=31000, seed=5)
     assert options["model_path"] == str(tmp_path)
     assert (options["host"], options["port"]) == ("127.0.0.1", 31000)
     assert (options["device"], options["attention_backend"]) == ("cpu", "torch_native")
@@ -68,7 +73,7 @@ def test_options_of_a_cpu_server(tmp_path):
 
 
 def test_options_of_a_gpu_server_leave_its_memory_and_kernels_to_sglang(tmp_path):
-    config = run_config(tmp_path, engine={"device": "cuda"}, rollout={"router_replay": True})
+    config = sections(tmp_path, engine={"device": "cuda"}, rollout={"router_replay": True})
     options = server_options(config, port=1, seed=1)
     assert options["device"] == "cuda"
     assert options["enable_return_routed_experts"] is True
@@ -77,8 +82,8 @@ def test_options_of_a_gpu_server_leave_its_memory_and_kernels_to_sglang(tmp_path
 
 
 def test_servers_of_a_gpu_fleet_have_devices_of_their_own(tmp_path):
-    def first(index: int, **sections) -> object:
-        config = run_config(tmp_path, parallel={"world_size": 4}, **sections)
+    def first(index: int, **given) -> object:
+        config = sections(tmp_path, parallel={"world_size": 4}, **given)
         return server_options(config, port=1, seed=1, index=index).get("base_gpu_id")
 
     two = {"device": "cuda", "servers": 2}
@@ -90,7 +95,7 @@ def test_servers_of_a_gpu_fleet_have_devices_of_their_own(tmp_path):
 
 def test_the_router_knows_its_options_and_binds_nothing_public():
     known = {field.name for field in dataclasses.fields(RouterArgs)}
-    options = router_options("127.0.0.1", 1, 2, "power_of_two")
+    options = http_router_options("127.0.0.1", 1, 2, "power_of_two")
     assert set(options) <= known
     assert (options["host"], options["prometheus_host"]) == ("127.0.0.1", "127.0.0.1")
     assert (options["port"], options["prometheus_port"]) == (1, 2)
@@ -103,7 +108,7 @@ def test_the_table_overrides_defaults_and_none_leaves_sglangs(tmp_path):
         "tp_size": 2,
         "chunked_prefill_size": None,
     }
-    options = server_options(run_config(tmp_path, sglang=table), port=1, seed=1)
+    options = server_options(sections(tmp_path, sglang=table), port=1, seed=1)
     assert (options["max_total_tokens"], options["sleep_on_idle"], options["tp_size"]) == (
         4096,
         False,
@@ -114,12 +119,12 @@ def test_the_table_overrides_defaults_and_none_leaves_sglangs(tmp_path):
 
 def test_the_cache_holds_every_request_within_its_budget(tmp_path):
     # A token: 2 (key, value) x 2 layers x 2 heads x 16 x 4 bytes = 512 bytes. 256 x 128 tokens fit.
-    assert cpu_kv_tokens(run_config(tmp_path)) == 256 * 128
+    assert cpu_kv_tokens(sections(tmp_path)) == 256 * 128
     # 2^30 / 512 = 2,097,152 tokens are the budget.
-    many = run_config(tmp_path, rollout={"max_concurrent_requests": 100_000})
+    many = sections(tmp_path, rollout={"max_concurrent_requests": 100_000})
     assert cpu_kv_tokens(many) == 2_097_152
     # bf16 halves a token; two sequences of 3 million tokens are the least that makes sense.
-    long = run_config(tmp_path, data={"max_prompt_tokens": 3_000_000}, model={"dtype": "bfloat16"})
+    long = sections(tmp_path, data={"max_prompt_tokens": 3_000_000}, model={"dtype": "bfloat16"})
     assert cpu_kv_tokens(long) == max(2 * 3_000_028, 4_194_304)
 
 
@@ -138,7 +143,7 @@ def test_the_environment_hides_the_trainer_and_binds_engine_ranks(tmp_path, monk
     monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
-    env = server_environment(run_config(tmp_path, sglang={"tp_size": 2}))
+    env = server_environment(sections(tmp_path, sglang={"tp_size": 2}))
     assert "RANK" not in env
     assert env["SGLANG_PLATFORM"] == "torch_cpu"
     assert env["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
@@ -149,13 +154,13 @@ def test_the_environment_hides_the_trainer_and_binds_engine_ranks(tmp_path, monk
 
 
 def test_the_device_is_what_the_run_says_or_what_is_there(tmp_path, monkeypatch):
-    config = run_config(tmp_path, engine={"device": None})
-    assert engine_device(run_config(tmp_path, engine={"device": "cuda"})) == "cuda"
+    config = sections(tmp_path, engine={"device": None})
+    assert engine_device(sections(tmp_path, engine={"device": "cuda"}).engine) == "cuda"
     monkeypatch.setattr(Path, "glob", lambda self, pattern: iter([self / "nvidia0"]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert engine_device(config) == "cuda"
+    assert engine_device(config.engine) == "cuda"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert engine_device(config) == "cpu"
+    assert engine_device(config.engine) == "cpu"
 
 
 def test_a_port_in_use_is_told_before_anything_starts(tmp_path):
@@ -174,7 +179,7 @@ def test_a_port_in_use_is_told_before_anything_starts(tmp_path):
 
 def engine_of(folder: Path, port: int) -> EngineProcess:
     return EngineProcess(
-        run_config(folder),
+        sections(folder),
         port=port,
         log_path=folder / "engine" / "server.log",
         seed=1,
@@ -215,11 +220,11 @@ def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
         "max_total_num_tokens": 128,
     }
     model_info = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    config = run_config(tmp_path)
+    config = sections(tmp_path)
     assert compare_server(config, info, model_info) == []
     wrong = info | {"version": "0.5.22", "dtype": "bfloat16", "max_total_num_tokens": 127}
     lines = compare_server(
-        run_config(tmp_path, rollout={"router_replay": True}),
+        sections(tmp_path, rollout={"router_replay": True}),
         wrong,
         model_info | {"model_type": "llama"},
     )

@@ -1,4 +1,4 @@
-"""The router's list of servers, and generation through it."""
+"""Client of the HTTP router: its list of servers, and generation through it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence, Set
 
 import orjson
 
-from megatron_dppo.engine.client import Answer, EngineClient, Method
 from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
+from megatron_dppo.engine.http_client import Answer, HttpClient, Method
 from megatron_dppo.fleet.folder import Keys
-from megatron_dppo.fleet.router_process import ROUTED_MODEL
+from megatron_dppo.fleet.http_router_process import ROUTED_MODEL
 
 SERVED_BY = "x-smg-routed-worker-id"
 """Header of an answer: the URL of the server that gave it."""
@@ -20,13 +20,13 @@ _POLL_SECONDS = 0.05
 _CONTROL_SECONDS = 10.0
 
 
-class RouterClient:
-    """The router at ``url``, from one event loop; ``close`` it. Its methods raise EngineLostError
+class HttpRouterClient:
+    """The HTTP router at ``url``, from one event loop; ``close`` it. Its methods raise EngineLostError
     where it doesn't answer."""
 
     def __init__(self, url: str, keys: Keys) -> None:
         self.url = url
-        self._client = EngineClient(url, keys.api, keys.admin)
+        self._client = HttpClient(url, keys.api, keys.admin)
 
     async def close(self) -> None:
         """Close the connections; the router breaks off what was in flight on them."""

@@ -1,4 +1,4 @@
-"""A client's way to the router, which may die and come back under another address, knowing nobody."""
+"""A client's connection to the HTTP router, which may die and come back under another address, knowing nobody."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 
-from megatron_dppo.engine.client import Answer
 from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
+from megatron_dppo.engine.http_client import Answer
 from megatron_dppo.fleet.folder import Keys, Server
-from megatron_dppo.fleet.router_client import RouterClient
+from megatron_dppo.fleet.http_router_client import HttpRouterClient
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ _RETRY_SECONDS = 1.0
 _WATCH_SECONDS = 5.0
 
 
-class RouterLink:
+class HttpRouterLink:
     """``find``: where the router is published now, and its keys; None while there is none.
 
     ``registers``: this client tells the router of its servers; the others of a run wait until it
@@ -27,7 +27,7 @@ class RouterLink:
     def __init__(self, find: Callable[[], tuple[Server, Keys] | None], *, registers: bool) -> None:
         self._find = find
         self._registers = registers
-        self._client: RouterClient | None = None
+        self._client: HttpRouterClient | None = None
         self._wanted: dict[str, str | None] = {}
         self._announced: Server | None = None
         self.server: Server | None = None
@@ -55,7 +55,7 @@ class RouterLink:
                 log.info("the router was not told of a lost server: %s", error)
 
     async def generate(self, body: bytes) -> Answer:
-        """As RouterClient's. Raises EngineLostError where the router breaks off."""
+        """As HttpRouterClient's. Raises EngineLostError where the router breaks off."""
         if self._client is None:
             raise EngineLostError("there is no router")
         return await self._client.generate(body)
@@ -68,7 +68,7 @@ class RouterLink:
         return was_usable
 
     async def watch(
-        self, hang_timeout_s: float, on_lost: Callable[[RouterLink, str], None]
+        self, hang_timeout_s: float, on_lost: Callable[[HttpRouterLink, str], None]
     ) -> None:
         """Tell ``on_lost`` of a router that hangs, and use one again that came back; for ever."""
         clock = asyncio.get_running_loop().time
@@ -101,7 +101,7 @@ class RouterLink:
         server, keys = found
         if server != self.server or self._client is None:
             await self.close()
-            self.server, self._client = server, RouterClient(server.url, keys)
+            self.server, self._client = server, HttpRouterClient(server.url, keys)
         try:
             self.usable = await self._knows_servers(self._client)
         except (EngineLostError, EngineRequestError) as error:
@@ -110,7 +110,7 @@ class RouterLink:
             self._announced = server
             log.info("generating through the router at %s", server.url)
 
-    async def _knows_servers(self, client: RouterClient) -> bool:
+    async def _knows_servers(self, client: HttpRouterClient) -> bool:
         if self._registers:
             await client.set_servers(self._wanted)
             return True

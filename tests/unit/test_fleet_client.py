@@ -15,7 +15,7 @@ from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
-from megatron_dppo.fleet.router_link import RouterLink
+from megatron_dppo.fleet.http_router_link import HttpRouterLink
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
 
@@ -48,7 +48,7 @@ class Fleet:
         link = None
         if self.router is not None:
             await self.router.start()
-            link = RouterLink(self.find, registers=self.registers)
+            link = HttpRouterLink(self.find, registers=self.registers)
         self.client = CountingClient(self.lost.append, link)
         await self.client.serve([s.member for s in self.servers], version)
         return self.client
@@ -268,7 +268,7 @@ def test_a_dead_router_is_done_without(runner):
 @pytest.mark.parametrize("registers", [True, False], ids=["rank 0", "another rank"])
 def test_a_router_that_came_back_is_used_again(runner, registers, monkeypatch):
     """Its servers are told to it again by the rank that does that; the others wait until they are."""
-    monkeypatch.setattr("megatron_dppo.fleet.router_link._RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("megatron_dppo.fleet.http_router_link._RETRY_SECONDS", 0.1)
     fleet = Fleet(pair(), SmallRouter())
     first, second = fleet.router, SmallRouter(incarnation=2)
     assert first is not None

@@ -1,0 +1,202 @@
+"""The servers of a run and their HTTP router, kept alive: the run goes on while one server is left.
+
+A server that is healthy is published in the run's folder; one that died, or that the ranks reported
+lost, is withdrawn and started again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from megatron_dppo.engine.child_server import ChildServer
+from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.system.processes import describe_exit, quote
+
+log = logging.getLogger(__name__)
+
+_PROGRESS_S = 10.0
+_RESTART_TAIL_LINES = 10
+_DYING_S = 0.1
+"""A client sees a killed server's connections break some milliseconds before its exit shows."""
+
+
+class EngineGivenUpError(RuntimeError):
+    """The engine failed for good; the message holds the end of its log."""
+
+
+class SupervisedServer:
+    """One server of a run, or its HTTP router, through its incarnations 1, 2, ...
+
+    All methods are called from the main thread.
+
+    Args:
+        name: under which it is published.
+        make_process: makes the process of an incarnation, not started.
+        folder: where it is published.
+        max_restarts: incarnations beyond the first.
+        what: its name in messages.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make_process: Callable[[int], ChildServer],
+        folder: FleetFolder,
+        *,
+        max_restarts: int,
+        what: str = "the engine",
+    ) -> None:
+        self.name = name
+        self.what = what
+        self._make_process = make_process
+        self._folder = folder
+        self._max_restarts = max_restarts
+        self._process: ChildServer | None = None
+        self._starting: Future[float] | None = None
+        self._waiter = ThreadPoolExecutor(1, f"start-{name}")
+        self._next_progress = 0.0
+        self.incarnation = 0
+
+    def start(self) -> None:
+        """Start the next incarnation and return at once; :meth:`check` publishes it when it is
+        healthy."""
+        self.incarnation += 1
+        self._next_progress = _PROGRESS_S
+        self._process = self._make_process(self.incarnation)
+        try:
+            self._process.start()
+        except RuntimeError as error:
+            self._starting = Future()
+            self._starting.set_exception(error)
+            return
+        self._starting = self._waiter.submit(self._process.wait_healthy, self._progress)
+
+    def check(self) -> None:
+        """Publish a server that became healthy; restart one that died, or was reported lost.
+
+        A hung process runs on, so only its clients can tell; a report on an earlier incarnation
+        comes too late and is dropped.
+
+        Raises EngineGivenUpError when the first start failed, or the restarts are used up.
+        """
+        assert self._process is not None
+        if self._starting is not None:
+            self._check_start(self._process, self._starting)
+            return
+        reported = self._folder.take_report(self.name) == self.incarnation
+        if reported and self._process.poll() is None:
+            time.sleep(_DYING_S)
+        code = self._process.poll()
+        if code is not None:
+            tail = quote(self._process.log_tail(_RESTART_TAIL_LINES))
+            self._restart(f"{self.what} {describe_exit(code)}; the end of its log:\n{tail}")
+        elif reported:
+            tail = quote(self._process.log_tail(_RESTART_TAIL_LINES))
+            self._restart(
+                f"{self.what} runs but was reported lost by the trainer; the end of its log:\n{tail}"
+            )
+
+    def stop(self, *, at_once: bool) -> None:
+        """End the server, by force where ``at_once``, and withdraw it."""
+        self._folder.withdraw(self.name)
+        if self._process is not None:
+            if at_once or self._starting is not None:
+                self._process.kill()
+            else:
+                self._process.stop()
+        self._waiter.shutdown()
+
+    def _check_start(self, process: ChildServer, starting: Future[float]) -> None:
+        if not starting.done():
+            return
+        self._starting = None
+        error = starting.exception()
+        if error is None:
+            self._folder.publish(Server(self.name, process.url, self.incarnation, process.pid))
+            log.info("%s ready after %.0f s at %s", self.what, starting.result(), process.url)
+            return
+        if not isinstance(error, RuntimeError):
+            raise error
+        if self.incarnation == 1:
+            raise EngineGivenUpError(f"{self.what} did not start: {error}")
+        self._restart(f"{self.what} did not start again: {error}")
+
+    def _restart(self, reason: str) -> None:
+        assert self._process is not None
+        self._folder.withdraw(self.name)
+        self._process.kill()
+        if self.incarnation > self._max_restarts:
+            raise EngineGivenUpError(
+                f"{reason}\ngiving up after {self._max_restarts} restarts (engine.max_restarts)"
+            )
+        log.warning("%s\nrestart %d of %d", reason, self.incarnation, self._max_restarts)
+        self.start()
+
+    def _progress(self, seconds: float, line: str) -> None:
+        if seconds >= self._next_progress:
+            self._next_progress = seconds + _PROGRESS_S
+            log.info("%s is starting, %.0f s: %s", self.what, seconds, line.strip()[:100])
+
+
+class SupervisedFleet:
+    """``servers`` may be empty where others run elsewhere. ``keys``: what clients of these
+    processes must show. All methods are called from the main thread."""
+
+    def __init__(
+        self,
+        servers: Sequence[SupervisedServer],
+        router: SupervisedServer | None,
+        folder: FleetFolder,
+        keys: Keys,
+    ) -> None:
+        self._servers = list(servers)
+        self._router = router
+        self._folder = folder
+        self._keys = keys
+        self._ended: list[SupervisedServer] = []
+
+    def start(self) -> None:
+        """Start every process and return at once."""
+        self._folder.publish_keys(self._keys)
+        for server in self._running():
+            server.start()
+
+    def check(self) -> None:
+        """Publish who became healthy, restart who died.
+
+        Raises EngineGivenUpError when the last server is given up and none is attached.
+        """
+        for server in self._servers[:]:
+            try:
+                server.check()
+            except EngineGivenUpError as error:
+                self._give_up_server(server, error)
+        if self._router is not None:
+            try:
+                self._router.check()
+            except EngineGivenUpError as error:
+                log.error("%s\ngoing on without a router", error)
+                self._ended.append(self._router)
+                self._router = None
+
+    def stop(self, *, at_once: bool) -> None:
+        """End all of them at the same time."""
+        everything = [*self._running(), *self._ended]
+        with ThreadPoolExecutor(max(1, len(everything)), "stop") as pool:
+            for ended in [pool.submit(server.stop, at_once=at_once) for server in everything]:
+                ended.result()
+
+    def _running(self) -> list[SupervisedServer]:
+        return self._servers + ([self._router] if self._router is not None else [])
+
+    def _give_up_server(self, server: SupervisedServer, error: EngineGivenUpError) -> None:
+        self._servers.remove(server)
+        self._ended.append(server)
+        attached = [s for s in self._folder.servers() if not s.replaceable]
+        if not self._servers and not attached:
+            raise error
+        left = len(self._servers) + len(attached)
+        log.error("%s\ngoing on with the other servers, %d", error, left)

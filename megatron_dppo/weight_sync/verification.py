@@ -1,0 +1,190 @@
+"""What is compared before a commit: a checksum of every tensor, and log-probabilities (the canary).
+
+Checksums say that the bytes arrived. They can't see whether engine and trainer mean the same by the
+same bytes: a conversion that swaps two tensors hands both sides the same wrong bytes, and a kernel may
+keep a stale copy of right ones. The log-probabilities of fixed prompts, computed by both, tell that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.engine.checksums import ExpectedChecksums
+from megatron_dppo.weight_sync.engines import Engines
+from megatron_dppo.weight_sync.interfaces import Bucket, CanaryReport, EngineFaultError
+
+PROMPTS = 4
+PROMPT_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Differences of log-probabilities (nats) that numerics explain.
+
+    ``largest``: of one token. ``mean``: over all.
+    """
+
+    largest: float
+    mean: float
+
+
+TOLERANCE = {"float32": Tolerance(1e-3, 1e-4), "bfloat16": Tolerance(3.0, 0.2)}
+"""By weight type. In bfloat16 one logit of 20 is rounded to a multiple of 0.125, and a router whose
+choice is a tie sends a token to another expert: single tokens may differ by a nat, their mean may not.
+"""
+
+
+class CanaryError(RuntimeError):
+    """Trainer and engine compute different probabilities."""
+
+
+def canary_prompts(vocab_size: int) -> list[list[int]]:
+    """PROMPTS fixed sequences of PROMPT_TOKENS ids all over the vocabulary: the same in every run.
+
+    Without the last id, in whose place SGLang 0.5.23 scores id 0 (it takes it for padding).
+    """
+    draw = random.Random(20_240_711)
+    return [[draw.randrange(vocab_size - 1) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
+
+
+def compare_canary(
+    trainer: Sequence[Sequence[float]], engine: Sequence[Sequence[float]], tolerance: Tolerance
+) -> CanaryReport:
+    """Compare log-probabilities ``[prompt][token]`` of the same tokens at temperature 1.
+
+    Raises CanaryError naming the worst prompt and token where a difference, or the mean of all,
+    exceeds ``tolerance`` or is not a number; ValueError where the two don't hold the same tokens.
+    """
+    if [len(p) for p in trainer] != [len(p) for p in engine] or not any(trainer):
+        raise ValueError(
+            f"canary: token counts by prompt differ or are empty: trainer {[len(p) for p in trainer]}, "
+            f"engine {[len(p) for p in engine]}"
+        )
+    differences = [
+        (abs(a - b), prompt, token)
+        for prompt, (ours, theirs) in enumerate(zip(trainer, engine, strict=True))
+        for token, (a, b) in enumerate(zip(ours, theirs, strict=True))
+    ]
+    values = [d[0] for d in differences]
+    mean = sum(values) / len(values)
+    # NaN compares false with everything: look for what is not within the tolerance.
+    failed = [d for d in differences if not d[0] <= tolerance.largest]
+    if failed or not mean <= tolerance.mean:
+        worst, prompt, token = next((d for d in failed if d[0] != d[0]), max(differences))
+        raise CanaryError(
+            f"canary: log-probability of token {token} of prompt {prompt} differs by {worst:.3g} "
+            f"(trainer {trainer[prompt][token]:.6g}, engine {engine[prompt][token]:.6g}), "
+            f"expected at most {tolerance.largest:g}; {len(failed)} of {len(differences)} tokens are "
+            f"off; the mean difference is {mean:.3g}, expected at most {tolerance.mean:g}"
+        )
+    return CanaryReport(max(values), mean, len(values))
+
+
+def compare_scores(
+    engines: Engines,
+    prompts: Sequence[Sequence[int]],
+    trainer: Sequence[Sequence[float]],
+    tolerance: Tolerance,
+) -> CanaryReport:
+    """Let the engines go on, for as long as it takes to score ``prompts``, and compare.
+
+    Returns the worst engine's report. Raises EngineFaultError of CanaryError.
+    """
+    engines.each(lambda engine: engine.resume())
+    scores = engines.each(lambda engine: engine.score(prompts))
+    reports: list[CanaryReport] = []
+    faults: dict[str, BaseException] = {}
+    for url, theirs in scores.items():
+        try:
+            reports.append(compare_canary(trainer, theirs, tolerance))
+        except CanaryError as error:
+            faults[url] = error
+    if faults:
+        raise EngineFaultError(faults)
+    return max(reports, key=lambda report: report.max_abs_diff)
+
+
+@dataclass(frozen=True)
+class ChecksumMismatch:
+    """One engine tensor whose bytes aren't the trainer's.
+
+    ``expected`` or ``got`` None: that side has no such tensor.
+    """
+
+    tensor: str
+    rank: int
+    expected: str | None
+    got: str | None
+
+    def __str__(self) -> str:
+        return f"{self.tensor} on engine rank {self.rank}: expected {self.expected}, got {self.got}"
+
+
+class ChecksumMismatchError(RuntimeError):
+    """Weights arrived wrong. ``mismatches``: each tensor and engine rank."""
+
+    def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
+        shown = "; ".join(str(m) for m in mismatches[:5])
+        more = f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
+        super().__init__(
+            f"{len(mismatches)} engine tensors differ from the trainer's: {shown}{more}"
+        )
+        self.mismatches = tuple(mismatches)
+
+
+def compare_checksums(
+    expected: Sequence[Mapping[str, str]], got: Sequence[Mapping[str, str]]
+) -> list[ChecksumMismatch]:
+    """Differences by engine rank and tensor name; a tensor that only one side has is one, too."""
+    if len(expected) != len(got):
+        raise ValueError(f"checksums of {len(got)} engine ranks, expected {len(expected)}")
+    return [
+        ChecksumMismatch(name, rank, e.get(name), g.get(name))
+        for rank, (e, g) in enumerate(zip(expected, got, strict=True))
+        for name in sorted(e.keys() | g.keys())
+        if e.get(name) != g.get(name)
+    ]
+
+
+class ExpectedByLayout:
+    """Checksums of the buckets that this rank sends, once for each layout among the engines."""
+
+    def __init__(self, engines: Engines) -> None:
+        self._by_layout: dict[tuple[int, str], ExpectedChecksums] = {}
+        for engine in engines.members:
+            if engine.layout not in self._by_layout:
+                self._by_layout[engine.layout] = engine.expected()
+
+    def add(self, bucket: Bucket) -> None:
+        """Hash a bucket as the engines fuse and cut it."""
+        for expected in self._by_layout.values():
+            expected.add(bucket)
+
+    def partials(self) -> list[Any]:
+        """What was added, by layout; JSON."""
+        return [expected.partial() for expected in self._by_layout.values()]
+
+
+def compare_tensors(engines: Engines, partials: Sequence[Sequence[Any]]) -> int:
+    """Compare every engine tensor with what all senders' ``partials`` say; returns how many there are.
+
+    Raises EngineFaultError of ChecksumMismatchError, and IncompleteWeightsError.
+    """
+    layouts = list(dict.fromkeys(engine.layout for engine in engines.members))
+    digests: dict[tuple[int, str], Sequence[Mapping[str, str]]] = {}
+    for engine in engines.members:
+        if engine.layout not in digests:
+            mine = [sender[layouts.index(engine.layout)] for sender in partials]
+            digests[engine.layout] = engine.expected().digests(mine)
+    got = engines.each(lambda engine: engine.checksums())
+    faults = {}
+    for engine in engines.members:
+        mismatches = compare_checksums(digests[engine.layout], got[engine.url])
+        if mismatches:
+            faults[engine.url] = ChecksumMismatchError(mismatches)
+    if faults:
+        raise EngineFaultError(faults)
+    return sum(len(rank) for ranks in got.values() for rank in ranks)

@@ -1,0 +1,141 @@
+"""Processes and ports: who ends with whom, and what is told of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_dppo.system.ports import FreePorts, PortTakenError, free_port, require_free_port
+from megatron_dppo.system.processes import (
+    describe_exit,
+    kill_families,
+    quote,
+    start_process,
+    tail,
+)
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(300)"]
+PARENT = [
+    sys.executable,
+    "-c",
+    "import subprocess, sys, time\n"
+    "own = subprocess.Popen(['sleep', '300'])\n"
+    "away = subprocess.Popen(['sleep', '300'], start_new_session=True)\n"
+    "print(own.pid, away.pid, flush=True); time.sleep(300)",
+]
+
+
+def within(condition: Callable[[], object], seconds: float = 20) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def start(command: list[str], **options: object) -> subprocess.Popen[bytes]:
+    return start_process(
+        command, environment=os.environ, output=subprocess.PIPE, **options  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_child_ends_with_the_thread_that_started_it_or_outlives_it(dies: bool) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    thread = threading.Thread(target=lambda: started.append(start(SLEEP, dies_with_thread=dies)))
+    thread.start()
+    thread.join()
+    [child] = started
+    try:
+        if dies:
+            assert child.wait(20) == -signal.SIGKILL
+        else:
+            time.sleep(0.3)
+            assert child.poll() is None
+    finally:
+        kill_families([child])
+
+
+def test_the_terminal_does_not_reach_a_child_and_secrets_come_through_its_input() -> None:
+    code = "import os, sys; print(os.getsid(0) == os.getpid(), sys.stdin.read(), flush=True)"
+    child = start([sys.executable, "-c", code], stdin=subprocess.PIPE)
+    assert child.stdin is not None
+    with child.stdin as pipe:
+        pipe.write(b"secret")
+    assert child.stdout is not None
+    assert child.stdout.read() == b"True secret\n"
+    assert child.wait(20) == 0
+
+
+def test_the_whole_family_is_killed_also_twice() -> None:
+    child = start(PARENT)
+    assert child.stdout is not None
+    pids = [int(pid) for pid in child.stdout.readline().split()]
+    kill_families([child])
+    assert child.poll() == -signal.SIGKILL
+    assert all(ended(pid) for pid in pids)
+    kill_families([child])
+
+
+def test_the_group_of_a_child_that_died_is_killed() -> None:
+    child = start(PARENT)
+    assert child.stdout is not None
+    own, away = (int(pid) for pid in child.stdout.readline().split())
+    try:
+        child.kill()
+        child.wait()
+        assert not ended(own)
+        kill_families([child])
+        assert within(lambda: ended(own))
+    finally:
+        os.kill(away, signal.SIGKILL)
+
+
+def test_exits_in_words() -> None:
+    assert describe_exit(3) == "exited with code 3"
+    assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV (signal 11)"
+    assert "memory" in describe_exit(-signal.SIGKILL)
+
+
+def test_the_tail_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert tail(log) == ""
+    log.write_text("one\ntwo\n\nthree\n\n")
+    assert tail(log, 3) == "two\n\nthree"
+    assert quote(tail(log, 3)) == "    two\n    \n    three"
+    assert quote("") == "    (empty)"
+    log.write_bytes(b"x" * (1 << 17) + b"\nend\n")
+    assert tail(log, 1) == "end"
+
+
+def test_a_taken_port_is_refused_and_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PortTakenError, match=rf"cannot bind 127.0.0.1:{port} \(Address"):
+            require_free_port("127.0.0.1", port)
+    require_free_port("127.0.0.1", free_port())
+
+
+def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers = iter([7, 7, 7, 8])
+    monkeypatch.setattr("megatron_dppo.system.ports.free_port", lambda host: next(offers))
+    ports = FreePorts("127.0.0.1")
+    assert [ports.next(), ports.next()] == [7, 8]
