@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from examples.tiny_moe.prepare import Material
-from megatron_dppo.metrics.records import write_text_atomically
 from megatron_dppo.metrics.summary import SUMMARY_FILE
+from megatron_dppo.system.files import write_atomically
 
 CONFIG = Path(__file__).resolve().parent / "config.yaml"
 COMMAND_FILE = "command.json"
@@ -89,7 +89,7 @@ class PlannedRun:
                 )
             return
         self.directory.mkdir(parents=True, exist_ok=True)
-        write_text_atomically(path, json.dumps(list(arguments), indent=1) + "\n")
+        write_atomically(path, json.dumps(list(arguments), indent=1) + "\n")
 
 
 def plan_runs(

@@ -8,7 +8,7 @@ from pathlib import Path
 from examples.why.aggregate import Series, end_value
 from examples.why.figure import PANELS, label, panel_series
 from examples.why.plan import PlannedRun
-from megatron_dppo.metrics.records import write_text_atomically
+from megatron_dppo.system.files import write_atomically
 
 WINDOW = 10
 """Steps that an end value is the mean of."""
@@ -23,7 +23,7 @@ def write_table(runs: Sequence[PlannedRun], output: Path) -> Path:
         folders = [run.directory for run in runs if run.algorithm == algorithm]
         cells = [cell([panel_series(folder, panel) for folder in folders]) for panel in PANELS]
         lines.append(_row([f"{label(algorithm)} ({len(folders)} seeds)", *cells]))
-    write_text_atomically(output, "\n".join(lines) + "\n")
+    write_atomically(output, "\n".join(lines) + "\n")
     return output
 
 

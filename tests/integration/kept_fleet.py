@@ -49,18 +49,18 @@ class KeptFleet:
 
     def _keep(self) -> None:
         with RunDirectory(self._config.run.directory) as directory:
-            keeper = supervised_fleet(self._config, directory)
+            fleet = supervised_fleet(self._config, directory)
             try:
-                keeper.start()
+                fleet.start()
                 while not self._end.wait(0.05):
-                    keeper.check()
+                    fleet.check()
             except RuntimeError as error:
                 self._error = error
             finally:
-                keeper.stop(at_once=True)
+                fleet.stop(at_once=True)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
-        """Until it holds; fails when the keeper gives up or time is up first."""
+        """Until it holds; fails when the fleet gives up or time is up first."""
         deadline = time.monotonic() + _PATIENT_S
         while not condition():
             assert self._error is None, self._error
