@@ -1,26 +1,12 @@
-"""Many responses from a server or a fleet, within bounds, and what is finished kept when it dies.
-
-A response is counted once: each key holds the result of one attempt, every attempt has a request id
-of its own, and an attempt that was given up is aborted and its answer never read.
-"""
+"""What a generation is: the responses that are asked for, its limits, its progress, who answers it."""
 
 from __future__ import annotations
 
-import asyncio
-import uuid
-from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from megatron_dppo.config.schema import EngineConfig, RolloutConfig
-from megatron_dppo.engine.errors import (
-    AbortedError,
-    EngineLostError,
-    GenerationInterruptedError,
-    ServerLostError,
-    StopRequestedError,
-)
 from megatron_dppo.engine.requests import (
     GenerationRequest,
     GenerationResult,
@@ -31,11 +17,6 @@ from megatron_dppo.types import Problem, Rollout
 
 Results = dict[Hashable, GenerationResult]
 """By the key of the request, in the order of the requests."""
-
-_TICK_SECONDS = 0.2
-_CLEAN_UP_SECONDS = 5.0
-_BACK_OFF_SECONDS = 0.5
-_MAX_LOSSES = 20
 
 
 class GenerationClient(Protocol):
@@ -154,139 +135,3 @@ def to_rollout(problem: Problem, sample_index: int, result: GenerationResult) ->
         topk_log_probs=result.topk_log_probs,
         routed_experts=result.routed_experts,
     )
-
-
-async def generate_many(
-    client: GenerationClient,
-    requests: Sequence[GenerationRequest],
-    limits: GenerationLimits,
-    *,
-    on_progress: Callable[[GenerationProgress], None] | None = None,
-    stop: Callable[[], bool] | None = None,
-) -> Results:
-    """Results by key, in the order of ``requests`` whatever the order of completion.
-
-    Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
-    StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as
-    they come. In every case nothing of this call is left running on a server. ``on_progress`` and
-    ``stop`` are called a few times a second.
-    """
-    keys = [request.key for request in requests]
-    if len(set(keys)) != len(keys):
-        raise ValueError("two generation requests have the same key")
-    run = _Generation(client, requests, limits)
-    try:
-        await run.wait(on_progress, stop)
-    except EngineLostError as error:
-        raise GenerationInterruptedError(run.in_order(), str(error)) from error
-    return run.in_order()
-
-
-class _Generation:
-    """State of one ``generate_many``."""
-
-    def __init__(
-        self,
-        client: GenerationClient,
-        requests: Sequence[GenerationRequest],
-        limits: GenerationLimits,
-    ) -> None:
-        self._client = client
-        self._requests = requests
-        self._limits = limits
-        self._prefix = uuid.uuid4().hex[:12]
-        self._in_flight: dict[str, int] = {}
-        self._results: Results = {}
-        self._tokens = 0
-        size = limits.responses_per_call
-        self._pending = deque(
-            range(start, min(start + size, len(requests)))
-            for start in range(0, len(requests), size)
-        )
-        self._clock = asyncio.get_running_loop().time
-        self._started = self._clock()
-
-    def in_order(self) -> Results:
-        return {r.key: self._results[r.key] for r in self._requests if r.key in self._results}
-
-    async def wait(
-        self,
-        on_progress: Callable[[GenerationProgress], None] | None,
-        stop: Callable[[], bool] | None,
-    ) -> None:
-        workers = -(-self._limits.concurrency // self._limits.responses_per_call)
-        tasks = [asyncio.create_task(self._work()) for _ in range(min(workers, len(self._pending)))]
-        work = asyncio.gather(*tasks)
-        watch = asyncio.create_task(self._client.watch(self._limits.hang_timeout_s))
-        both: set[asyncio.Future] = {work, watch}
-        try:
-            while not work.done():
-                await asyncio.wait(both, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
-                if watch.done() and not work.done():
-                    watch.result()
-                if on_progress is not None:
-                    on_progress(self._progress())
-                if stop is not None and stop():
-                    raise StopRequestedError(
-                        f"stopped with {len(self._results)} of {len(self._requests)} responses"
-                    )
-            work.result()
-        finally:
-            await self._clean_up([*tasks, work, watch])
-
-    async def _work(self) -> None:
-        while self._pending:
-            await self._draw(self._pending.popleft())
-
-    async def _draw(self, indices: range) -> None:
-        """Results of one call, with retries under new request ids."""
-        requests, failures, losses, reason = [self._requests[i] for i in indices], 0, 0, ""
-        while failures < self._limits.max_attempts and losses < _MAX_LOSSES:
-            # Fixed width: SGLang aborts every request whose id begins with the given one.
-            rid = f"{self._prefix}-{indices.start:08d}-{failures + losses:02d}"
-            self._in_flight[rid] = len(indices)
-            try:
-                async with asyncio.timeout(self._limits.request_timeout_s):
-                    results = await self._client.generate(requests, rid)
-            except TimeoutError:
-                reason = f"no response within {self._limits.request_timeout_s} s"
-                failures += 1
-                await self._client.abort(rid, len(indices))
-            except AbortedError as error:
-                reason = str(error)
-                await asyncio.sleep(_BACK_OFF_SECONDS * 2**failures)
-                failures += 1
-            except ServerLostError as error:
-                reason = str(error)
-                losses += 1
-            else:
-                self._record(results)
-                return
-            finally:
-                del self._in_flight[rid]
-        raise EngineLostError(
-            f"request {requests[0].key}: {failures + losses} attempts failed, the last: {reason}"
-        )
-
-    def _record(self, results: list[GenerationResult]) -> None:
-        for result in results:
-            self._results[result.key] = result
-            self._tokens += len(result.output_ids)
-
-    def _progress(self) -> GenerationProgress:
-        seconds = self._clock() - self._started
-        return GenerationProgress(len(self._results), len(self._requests), self._tokens, seconds)
-
-    async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
-        """Cancel what runs here and abort it on the server, where it would run on for nobody."""
-        calls = dict(self._in_flight)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        if calls:
-            try:
-                async with asyncio.timeout(_CLEAN_UP_SECONDS):
-                    aborts = (self._client.abort(rid, count) for rid, count in calls.items())
-                    await asyncio.gather(*aborts)
-            except (EngineLostError, TimeoutError):
-                return  # nobody is there to run them

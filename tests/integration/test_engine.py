@@ -47,8 +47,8 @@ from megatron_dppo.fleet.generation import (
     GenerationLimits,
     GenerationProgress,
     Results,
-    generate_many,
 )
+from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.types import Problem, VersionSpan

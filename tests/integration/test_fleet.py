@@ -25,8 +25,8 @@ from megatron_dppo.fleet.generation import (
     GenerationLimits,
     GenerationProgress,
     Results,
-    generate_many,
 )
+from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.fleet.http_router_link import HttpRouterLink
 from megatron_dppo.fleet.members import Member, client_of
 from megatron_dppo.system.async_runner import AsyncRunner

@@ -22,7 +22,8 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.rollout_codec import load_batch, save_batch
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
-from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
+from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
+from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.runs import TrainingRun, records_of

@@ -14,7 +14,8 @@ from megatron_dppo.engine.errors import EngineRequestError, GenerationInterrupte
 from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.folder import Server
-from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
+from megatron_dppo.fleet.generation import GenerationLimits, Results
+from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.fleet.http_router_link import HttpRouterLink
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
