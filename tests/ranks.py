@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,18 +20,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.system.ports import free_port
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class RankFailedError(AssertionError):
     """A rank raised, was killed, or ran out of time; the message holds the end of its output."""
-
-
-def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
 
 
 def run_ranks(

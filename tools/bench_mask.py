@@ -14,12 +14,13 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from megatron_dppo.system.ports import free_port
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -86,13 +87,10 @@ def wait_for(ranks: list[subprocess.Popen]) -> list[int]:
 
 def start_ranks(options: argparse.Namespace, result: Path) -> list[subprocess.Popen]:
     """Start one process for each tensor-parallel rank, on this machine."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     environment = {
         "WORLD_SIZE": str(options.tp),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": str(options.threads),
         "TORCHDYNAMO_DISABLE": "0" if options.compile else "1",
     }

@@ -41,7 +41,7 @@ class ChildServer(ABC):
     """
 
     what = "the server"
-    """In messages."""
+    """Its name in messages."""
     port_key = "port"
     """The key of the configuration that sets ``port``."""
 
@@ -67,7 +67,7 @@ class ChildServer(ABC):
 
     @abstractmethod
     def _probe(self) -> tuple[str, str | None]:
-        """A path for GET, and the key to send with it, which this server alone answers as it must."""
+        """The path, and the key to send with it, of a GET that tells this server from others."""
 
     @abstractmethod
     def _accepts(self, answer: Answer) -> bool:

@@ -1,9 +1,9 @@
 """Generation on several servers that hold the same committed weights.
 
-Each call goes through the router, which sees the load of every client, or else to the server that
-has the fewest of ours in flight. A server that dies, hangs, or answers with other weights is
-*suspended*: it gets nothing more until the next ``serve``, its unfinished calls are asked again
-elsewhere, and the supervisor is told. A router that dies is done without until it is back.
+Each call goes through the HTTP router, which sees the load of every client, or else to the server
+that has the fewest of this client's requests in flight. A server that dies, hangs, or answers with
+other weights is *suspended*: it gets no calls until the next ``serve``, its unfinished calls are sent
+to other servers, and the supervisor is told. While the router is down, calls go to servers directly.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ _KNOWS_NOBODY = ("no_available_workers", "model_not_found")
 class FleetClient:
     """A GenerationClient over the servers that ``serve`` names, from one event loop.
 
-    ``on_lost`` is told of a server, or the router, that must be replaced. ``router``: the way to the
-    router where the run has one.
+    Args:
+        on_lost: called with a server, or the HTTP router, that must be replaced.
+        router: the connection to the HTTP router where the run has one.
     """
 
     def __init__(
@@ -61,8 +62,8 @@ class FleetClient:
     # --- who serves
 
     async def serve(self, members: Sequence[Member], version: int) -> None:
-        """Generate on ``members``, which have committed weight version ``version``; nobody is
-        suspended any more. No generation may be under way.
+        """Generate on ``members``, which have committed weight version ``version``. Ends
+        every suspension. No generation may be under way.
         """
         kept = {active.member: active for active in self._servers if active.member in members}
         for active in self._servers:
@@ -101,14 +102,14 @@ class FleetClient:
         return await self._directly(requests, rid)
 
     async def abort(self, rid: str, count: int) -> None:
-        """End a call wherever it runs: no router forwards this."""
+        """End a call on every server: the HTTP router does not forward aborts."""
         aborts = (active.client.abort(rid, count) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineLostError):
                 raise outcome
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
-        """Suspend servers that hang, and give a lost router up; raises EngineLostError when no
+        """Suspend servers that hang, and stop using a lost router; raises EngineLostError when no
         server is left.
         """
         tasks = []
@@ -179,7 +180,7 @@ class FleetClient:
         return results
 
     async def _refused(self, router: HttpRouterLink, answer: Answer, what: str) -> EngineError:
-        """What a call comes to that the router, or a server behind it, answered with an error."""
+        """The error for a call that the router, or a server behind it, answered with an error status."""
         if answer.code in _KNOWS_NOBODY:
             router.mark_down(what)  # it has begun anew
             return ServerLostError(what)
@@ -219,7 +220,7 @@ class FleetClient:
                 self._suspend(active, f"{active.member.server.url} does not answer")
 
     def _suspend(self, active: ActiveServer, reason: str) -> ServerLostError | EngineLostError:
-        """Give a server no more calls, and break off those that it has; what their callers see."""
+        """Send a server no more calls and cancel those that it has; returns the error for their callers."""
         if active.suspended:
             return self._lost(active.suspended)
         server = active.member.server
@@ -238,7 +239,7 @@ class FleetClient:
     async def _break_routed(
         self, active: ActiveServer, calls: frozenset[asyncio.Task[Any]]
     ) -> None:
-        """Ask again what a hung server may have: the router doesn't tell who has a call.
+        """Repeat the calls that a hung server may have: the router doesn't tell which server has a call.
 
         By then the supervisor has killed its own, by which just that server's calls failed. So this
         is for one that nobody can kill; calls that others still work on are asked again with its own.
@@ -254,7 +255,7 @@ class FleetClient:
                     call.cancel()
 
     def _router_lost(self, router: HttpRouterLink, reason: str) -> None:
-        """The router broke off, or hangs: go directly, and ask again what it had."""
+        """The router closed a connection, or hangs: cancel its calls, which are then sent to servers directly."""
         if router.mark_down(reason) and router.server is not None:
             self._on_lost(router.server)
         for call in self._routed:

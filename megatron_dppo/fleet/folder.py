@@ -1,5 +1,5 @@
-"""The files in which a run's servers are written down: the supervisor, the ranks and the user's
-command meet here.
+"""The files that name a run's servers: written and read by the supervisor, the ranks and the user's
+command.
 
     <run.directory>/engine/
       keys.json             {api_key, admin_api_key} of the servers started here; owner's eyes only
@@ -88,16 +88,16 @@ class FleetFolder:
         return _read_server(self._place(ROUTER))
 
     def publish(self, server: Server) -> None:
-        """Write a server, or the router, down."""
+        """Write the file of a server, or of the HTTP router."""
         write_atomically(self._place(server.name), json.dumps(asdict(server)))
 
     def withdraw(self, name: str) -> None:
-        """It is no longer there, and what was reported of it is settled."""
+        """Remove the file of a server, or of the HTTP router, and the report on it."""
         self._place(name).unlink(missing_ok=True)
         (self._lost / f"{name}.json").unlink(missing_ok=True)
 
     def withdraw_started(self) -> None:
-        """Forget everything that a supervisor published; attached servers stay."""
+        """Remove everything that a supervisor published; attached servers stay."""
         for server in self.servers():
             if server.replaceable:
                 self.withdraw(server.name)
@@ -113,8 +113,8 @@ class FleetFolder:
     # --- servers that run elsewhere
 
     def attach(self, url: str, origin: Origin = "command") -> Server:
-        """Write a server down that runs elsewhere. Raises ValueError for what is no URL, or is
-        there."""
+        """Add a server that runs elsewhere. Raises ValueError for what is no URL, or is a member
+        already."""
         server = Server(attached_name(url), url.rstrip("/"), origin=origin)
         if any(other.url == server.url for other in self.servers()):
             raise ValueError(f"{server.url} belongs to the fleet already")

@@ -20,22 +20,22 @@ Results = dict[Hashable, GenerationResult]
 
 
 class GenerationClient(Protocol):
-    """Who draws the responses: ``EngineClient``, or ``FleetClient`` over several of them."""
+    """Draws responses: ``EngineClient`` on one server, ``FleetClient`` on several."""
 
     async def generate(
         self, requests: Sequence[GenerationRequest], rid: str
     ) -> list[GenerationResult]:
         """Draw ``requests`` in one call under a new id.
 
-        Raises AbortedError where this call failed and another may not; ServerLostError where the
-        next one will be served by somebody else; EngineLostError where nobody is left.
+        Raises AbortedError where this call failed and another may succeed; ServerLostError where
+        another server will take the next call; EngineLostError where no server is left.
         """
 
     async def abort(self, rid: str, count: int) -> None:
         """End a call of ``count`` requests, whose answer nobody waits for. Raises EngineLostError."""
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
-        """Raises EngineLostError when nobody is left who generates anything within that time."""
+        """Raises EngineLostError when no server is left that generates anything within that time."""
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ class Generation:
         limits: GenerationLimits,
         stop: Callable[[], bool],
     ) -> None:
-        """Have what is still missing generated in the background."""
+        """Start to generate, in the background, the responses that are missing."""
         requests = self.job.requests(self.done)
         self.latest = None
         if not requests:
@@ -88,7 +88,7 @@ class Generation:
         self.running = runner.submit(self._timed(work))
 
     def wait(self, stop: Callable[[], bool]) -> tuple[Outcome, str]:
-        """Until this attempt ends, with a progress bar; how it ended, and why where it was lost."""
+        """Wait until this attempt ends, with a progress bar; how it ended, and why where it was lost."""
         if self.running is None:
             return (Outcome.STOPPED if stop() else Outcome.DONE), ""
         already = len(self.done)
@@ -239,7 +239,7 @@ class _Generation:
         return GenerationProgress(len(self._results), len(self._requests), self._tokens, seconds)
 
     async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
-        """Cancel what runs here and abort it on the server, where it would run on for nobody."""
+        """Cancel the calls in flight, and abort them on the servers, which would go on with them."""
         calls = dict(self._in_flight)
         for task in tasks:
             task.cancel()

@@ -51,7 +51,7 @@ class HttpRouterClient:
         return {worker["url"].rstrip("/"): worker["id"] for worker in workers}
 
     async def set_servers(self, wanted: Mapping[str, str | None]) -> None:
-        """Have it serve from ``wanted``, URLs with their API keys, and from nobody else.
+        """Make the router's list of servers equal to ``wanted``, URLs with their API keys.
 
         Returns when it does. Raises EngineLostError where a server doesn't get on the list in time,
         which needs its answer to the router.

@@ -1,4 +1,4 @@
-"""A client's connection to the HTTP router, which may die and come back under another address, knowing nobody."""
+"""A client's connection to the HTTP router, which may come back at another address without servers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ _WATCH_SECONDS = 5.0
 
 
 class HttpRouterLink:
-    """``find``: where the router is published now, and its keys; None while there is none.
+    """Finds the HTTP router, keeps its list of servers current, and notices when it is lost.
 
-    ``registers``: this client tells the router of its servers; the others of a run wait until it
-    knows them. ``usable``: calls may go through it.
+    Args:
+        find: where the router is published now, and its keys; None while there is none.
+        registers: this client tells the router of the servers; other clients of a run wait until
+            it knows them.
+
+    ``usable``: calls may go through it.
     """
 
     def __init__(self, find: Callable[[], tuple[Server, Keys] | None], *, registers: bool) -> None:

@@ -142,8 +142,16 @@ class SupervisedServer:
 
 
 class SupervisedFleet:
-    """``servers`` may be empty where others run elsewhere. ``keys``: what clients of these
-    processes must show. All methods are called from the main thread."""
+    """The servers of a run and its HTTP router, supervised together.
+
+    All methods are called from the main thread.
+
+    Args:
+        servers: may be empty where others run elsewhere.
+        router: None where the run has none.
+        folder: where the processes are published.
+        keys: what clients of these processes must show.
+    """
 
     def __init__(
         self,
@@ -165,7 +173,7 @@ class SupervisedFleet:
             server.start()
 
     def check(self) -> None:
-        """Publish who became healthy, restart who died.
+        """Publish servers that became healthy, restart those that died.
 
         Raises EngineGivenUpError when the last server is given up and none is attached.
         """

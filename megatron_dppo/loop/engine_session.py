@@ -1,7 +1,7 @@
-"""The fleet as a run sees it: generation and weight updates that survive the death of servers.
+"""Generation and weight updates of a run, which survive the death of servers.
 
 Every public method is collective over all trainer ranks, but ``start``. Servers serve with committed
-weights only: at each weight update the ranks agree who takes part (``fleet_membership``), and the
+weights only: at each weight update the ranks agree who takes part (``fleet.membership``), and the
 update reaches all of them or fails. When the last server is lost in generation, the ranks agree on
 it, wait for another, restore the current weights there, verified, and ask only for what is still
 missing.

@@ -1,4 +1,4 @@
-"""The engines that take an update together: their bytes, calls to all at once, who is to blame."""
+"""The engines that take an update together: calls to all at once, the one at fault, flat bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError, Trans
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
-"""How long an engine may take to come back out of a broadcast that was broken off."""
+"""How long an engine may take to leave a broadcast that was broken off."""
 
 T = TypeVar("T")
 Call: TypeAlias = Callable[[EngineWeights], Coroutine[Any, Any, T]]
@@ -117,7 +117,7 @@ class Engines:
         raise EngineFaultError(culprits, reason) from reason
 
     def quarantine(self, label: str) -> None:
-        """Pause whoever still answers and take back its version. Never raises."""
+        """Pause every engine that answers and give it the version ``label``. Never raises."""
 
         async def withdraw(engine: EngineWeights) -> None:
             if await engine.answers(GRACE_S):

@@ -38,7 +38,7 @@ For one rank the identity.
 
 
 class WeightSource(Protocol):
-    """The trainer, as this package sees it. All methods but ``plan`` and ``gather_bound`` are collective."""
+    """The trainer's weights, for updates. All methods but ``plan`` and ``gather_bound`` are collective."""
 
     @property
     def rank(self) -> int:
@@ -117,22 +117,22 @@ class Strategy(Protocol):
         """Connect, given every rank's meeting point; rank 0 opens the update in the engines."""
 
     def send(self, bucket: Bucket) -> int:
-        """Put a bucket, gathered here, on its way; returns its bytes.
+        """Start to send a bucket that this rank gathered; returns its bytes.
 
         The bucket may change when two more have been sent.
         """
 
     def arrive(self) -> None:
-        """Wait until all that this rank answers for has arrived."""
+        """Wait until the engines have this rank's buckets; on rank 0, all buckets."""
 
     def end(self) -> None:
         """On rank 0, when every rank's buckets have arrived: close the update in the engines."""
 
     def abort(self) -> None:
-        """Give up what is under way, quickly."""
+        """Break off what is under way, without waiting for it."""
 
     def close(self) -> None:
-        """Leave the engines for good."""
+        """Release what is held in the engines; the strategy is not used again."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ class WeightUpdateError(RuntimeError):
 
 
 class WeightUpdateRefusedError(WeightUpdateError):
-    """Requests kept ``engines`` busy; all go on with the weights and the version that they had."""
+    """Requests kept ``engines`` busy. All engines go on with the weights and version that they had."""
 
 
 class TransferTimeoutError(RuntimeError):

@@ -78,7 +78,7 @@ class WeightUpdater:
         self.committed_version: int | None = None
 
     def attach(self, urls: Sequence[str]) -> None:
-        """Turn to these engines (at least one), whose weights are unknown until ``update``.
+        """Connect to these engines (at least one), whose weights are unknown until ``update``.
 
         Raises WeightUpdateError on every rank where one doesn't answer. An engine that is not what
         the run expects, or that the strategy can't reach, raises its own ValueError on this rank.

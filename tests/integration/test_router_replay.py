@@ -26,9 +26,10 @@ from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
 from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.ports import free_port
 from tests.integration.runs import TrainingRun, records_of
 from tests.integration.test_engine import ADMIN_KEY, API_KEY, engine_of, run_config
-from tests.ranks import ROOT, free_port
+from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

@@ -43,7 +43,7 @@ class DiskStrategy:
         self._writer: ShardedWriter | None = None
 
     def meeting_point(self) -> Any:
-        """Nobody has to know anything."""
+        """None: the ranks need not know each other."""
         return None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:

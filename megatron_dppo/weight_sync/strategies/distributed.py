@@ -170,7 +170,7 @@ class DistributedStrategy:
 
 
 class CalledOffError(RuntimeError):
-    """The conducting rank gave the transfer up; it knows why."""
+    """Rank 0 broke the transfer off; its own error says why."""
 
 
 def call_off(address: str, port: int) -> None:
@@ -184,7 +184,9 @@ def call_off(address: str, port: int) -> None:
 
 
 class BroadcastGroup:
-    """This process, as rank 0, and ``ranks`` more. ``joined`` is done when all are in.
+    """A process group of this process, as rank 0, and ``ranks`` engine ranks.
+
+    ``joined`` is done when all are in.
 
     The others must be told ``address``, ``port``, ``name`` and ``backend``. The rendezvous listens
     on a free port of ``address`` only.

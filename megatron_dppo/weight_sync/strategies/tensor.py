@@ -35,7 +35,7 @@ class TensorStrategy:
         self._in_flight: dict[str, Future[None]] = {}
 
     def meeting_point(self) -> Any:
-        """Nobody has to know anything."""
+        """None: the ranks need not know each other."""
         return None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
@@ -64,9 +64,9 @@ class TensorStrategy:
         self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
-        """Nothing to break: an engine that loads a bucket finishes it; its buffer is not used again."""
+        """Drop the buffers: an engine that loads a bucket finishes it first."""
         self._in_flight = {}
         self._packer = Packer(self._transfer.engines.first.pieces)
 
     def close(self) -> None:
-        """Nothing is held in the engines."""
+        """Does nothing: nothing is held in the engines."""
