@@ -25,8 +25,11 @@ def start_process(
     *,
     output: int,
     environment: Mapping[str, str],
+    inherited: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session of its own, stdout and stderr to the descriptor ``output``.
+
+    ``inherited``: further descriptors that it gets, under the same numbers.
 
     The kernel kills it when the *thread* that called this ends, so call it from the main thread.
     """
@@ -37,6 +40,7 @@ def start_process(
         stderr=subprocess.STDOUT,
         env=dict(environment),
         start_new_session=True,
+        pass_fds=tuple(inherited),
         preexec_fn=functools.partial(_die_with_parent, os.getpid()),  # noqa: PLW1509  prctl only
     )
 
