@@ -2,21 +2,27 @@
 
 Every process keeps a whole log of its own in ``<directory>/logs``; the terminal belongs to rank 0
 (and to the supervisor), whose lines go through one rich console, so that they never tear a
-progress bar apart.
+progress bar apart. A rank's standard output and error are a file; the supervisor hands its own
+standard output down to rank 0 as a further descriptor, ``MEGATRON_DPPO_TERMINAL``.
 """
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import NoReturn
+from typing import IO, Any, NoReturn, cast
 
-from rich.console import Console
+from rich.console import Console, ConsoleDimensions
 from rich.text import Text
 
 PACKAGE = "megatron_dppo"
+TERMINAL_VARIABLE = "MEGATRON_DPPO_TERMINAL"
+"""Names the descriptor of the user's terminal (or pipe) in the environment of rank 0."""
 _FORMAT = "%(asctime)s.%(msecs)03d [{process}] %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s [{process}] %(message)s"
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "yellow", logging.ERROR: "bold red"}
@@ -36,11 +42,69 @@ class FatalError(SystemExit):
 
 
 def shared_console() -> Console:
-    """The process's one console (standard output). Silent in ranks other than 0."""
+    """The process's one console: standard output, or what the supervisor handed down.
+
+    Silent in ranks other than 0.
+    """
     global _console  # noqa: PLW0603  one terminal, so one console in a process
     if _console is None:
-        _console = Console(highlight=False, markup=False)
+        terminal = os.environ.pop(TERMINAL_VARIABLE, None)  # our children don't inherit it
+        _console = (
+            Console(highlight=False, markup=False)
+            if terminal is None
+            else TerminalConsole(int(terminal))
+        )
     return _console
+
+
+class TerminalConsole(Console):
+    """A console on a descriptor; standard output, a file, gets a plain copy of every line printed.
+
+    Progress bars are drawn on the descriptor alone, at its own width.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        terminal = cast(IO[str], _Terminal(descriptor))
+        super().__init__(file=terminal, highlight=False, markup=False)
+        self._copy = Console(
+            file=sys.stdout, force_terminal=False, color_system=None, highlight=False, markup=False
+        )
+
+    @property  # type: ignore[misc]  # rich's own may be set, this one follows the terminal
+    def size(self) -> ConsoleDimensions:
+        """Columns and rows; rich itself asks the standard descriptors alone."""
+        try:
+            columns, rows = os.get_terminal_size(self.file.fileno())
+        except OSError:  # no terminal, or none any more
+            return super().size
+        return ConsoleDimensions(columns or 80, rows or 25)
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """As rich's; text goes to standard output too."""
+        super().print(*objects, **options)
+        if not self.quiet and all(isinstance(shown, str | Text) for shown in objects):
+            self._copy.print(*objects, **options)
+
+
+class _Terminal(io.TextIOBase):
+    """A descriptor to write text to. What can't be written any more, because the terminal is closed
+    or nobody reads the pipe, is dropped: a run must not end over it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, text: str) -> int:
+        left = text.encode(errors="replace")
+        with suppress(OSError):
+            while left:
+                left = left[os.write(self._descriptor, left) :]
+        return len(text)
 
 
 class ConsoleHandler(logging.Handler):

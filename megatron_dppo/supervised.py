@@ -18,6 +18,11 @@ from megatron_dppo.config import (
     load_as,
 )
 from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.library_checks import (
+    CHECK,
+    check_everything_supervised,
+    check_in_child,
+)
 from megatron_dppo.launch.local import run_local
 from megatron_dppo.logging import configure_logging, fatal
 
@@ -29,9 +34,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = _parser().parse_args(arguments)
     try:
         config = load_as(SupervisedConfig, words.config, words.overrides)
-        check_supervised_config(config, words.config)
+        if words.check:
+            check_everything_supervised(config, words.config)
+            return 0
+        if "RANK" in os.environ or not config.megatron:  # nothing that needs a library's word
+            check_supervised_config(config, words.config)
         if "RANK" not in os.environ:
-            return run_local(config, MODULE)
+            command = [words.config, *words.overrides]
+            refused = check_in_child(MODULE, command) if config.megatron else 0
+            return refused or run_local(config, MODULE)
     except (ConfigError, LaunchError) as error:
         fatal(str(error))
     # First, so that what the libraries say while they are imported goes to the log.
@@ -52,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "overrides", metavar="key.path=value", nargs="*", help="replaces one value of the file"
     )
+    parser.add_argument(CHECK, action="store_true", help="validate and exit")
     return parser
 
 

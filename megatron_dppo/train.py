@@ -1,18 +1,17 @@
 """Entry point: ``python -m megatron_dppo.train CONFIG.yaml [key.path=value ...]``.
 
-Everything that can be refused is refused first, within seconds and without torch. Then this process
-is either the supervisor of a run on this machine, which starts the SGLang server and the trainer's
-ranks, or, where RANK is in the environment (torchrun, Slurm, our own supervisor), one of those
-ranks.
+Everything that can be refused is refused first, within seconds, by a child process that may import
+the libraries. Then this process is either the supervisor of a run on this machine, which starts the
+SGLang servers and the trainer's ranks, or, where RANK is in the environment (torchrun, Slurm, our
+own supervisor), one of those ranks.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from megatron_dppo.config import (
     ConfigError,
@@ -21,12 +20,11 @@ from megatron_dppo.config import (
     load_config,
     resolved_yaml,
 )
-from megatron_dppo.config.model_facts import read_model_facts
 from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everything, check_in_child
 from megatron_dppo.logging import configure_logging, fatal
 
 MODULE = "megatron_dppo.train"
-INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,60 +36,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words.print_config:
             print(resolved_yaml(config), end="")
             return 0
-        plan = check_config(config, words.config)
         if words.check:
-            check_names(config, words.config)
-            print(plan.summary(config))
+            print(check_everything(config, words.config).summary(config))
             return 0
         if "RANK" in os.environ:
+            check_config(config, words.config)
             _check_world(config, words.config)
     except ConfigError as error:
         fatal(str(error))
     return _run_rank(config) if "RANK" in os.environ else _supervise(config, words)
-
-
-def check_names(config: TrainConfig, source: str) -> None:
-    """Check what only the code that uses it can tell, at the price of importing torch.
-
-    Raises ConfigError for an algorithm, an option of one, a reward or a model family that nobody
-    knows.
-    """
-    problems = []
-    for key, check in _NAME_CHECKS.items():
-        try:
-            check(config)
-        except ValueError as error:
-            problems.append(f"{key}: {error}")
-    if problems:
-        raise ConfigError(problems, source)
-
-
-def _algorithm(config: TrainConfig) -> None:
-    from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
-
-    chosen = config.algorithm
-    algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
-    vocab_size = read_model_facts(config.model.hf_checkpoint).vocab_size
-    carried_topk(algorithm, config.rollout.topk_log_probs, vocab_size)
-
-
-def _reward(config: TrainConfig) -> None:
-    from megatron_dppo.rewards import find_reward
-
-    find_reward(config.reward.name).load()
-
-
-def _model(config: TrainConfig) -> None:
-    from megatron_dppo.model.families import load_model_shape
-
-    load_model_shape(config.model.hf_checkpoint)
-
-
-_NAME_CHECKS: dict[str, Callable[[TrainConfig], None]] = {
-    "algorithm": _algorithm,
-    "reward.name": _reward,
-    "model.hf_checkpoint": _model,
-}
 
 
 def _check_world(config: TrainConfig, source: str) -> None:
@@ -115,12 +68,11 @@ def _run_rank(config: TrainConfig) -> int:
 
 
 def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
-    """Check the names in a child, so that this process stays small, then run until the end."""
+    """Have a child check everything, then run until the end."""
     from megatron_dppo.launch.local import run_local
 
-    check = [sys.executable, "-m", MODULE, words.config, *words.overrides, "--check"]
     try:
-        refused = subprocess.run(check, check=False).returncode
+        refused = check_in_child(MODULE, [words.config, *words.overrides])
         return refused or run_local(config, MODULE)
     except LaunchError as error:
         fatal(str(error))
@@ -148,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "nothing after '=' means null",
     )
     parser.add_argument(
-        "--check", action="store_true", help="validate, describe the layout in a line, and exit"
+        CHECK, action="store_true", help="validate, describe the layout in a line, and exit"
     )
     parser.add_argument(
         "--print-config", action="store_true", help="print every value with its default, and exit"

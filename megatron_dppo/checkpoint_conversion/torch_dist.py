@@ -56,7 +56,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     _NAMES = frozenset(
         {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
         | {("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
-        | {("pathlib", "PosixPath")}
+        | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the latter: Python 3.13
         | {("torch", n) for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)}
     )
 
@@ -85,7 +85,7 @@ class TorchDistFolder:
                 for index, info in metadata.storage_data.items()
                 if index.offset is not None
             }
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError) as error:
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
             raise CheckpointError(
                 f"{path}: not a readable torch_dist checkpoint ({error})"
             ) from error

@@ -1,4 +1,7 @@
-"""Hugging Face -> a Megatron distributed checkpoint that every layout loads, without Megatron, chunk by chunk."""
+"""Hugging Face -> a Megatron distributed checkpoint that every layout loads, without Megatron, chunk by chunk.
+
+torch.distributed.checkpoint's own writer does the writing; the planner here reads each chunk when its turn comes.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,28 @@ import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.default_planner import (
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
     TensorProperties,
-    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
 
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
-from megatron_dppo.checkpoint_conversion.saved_tensor import write_saved_tensor
 from megatron_dppo.checkpoint_conversion.tensor_store import row_blocks
 from megatron_dppo.checkpoint_conversion.torch_dist import GlobalPlace, global_places
 from megatron_dppo.model.layout import Layout
@@ -32,9 +41,6 @@ from megatron_dppo.model.shape import ModelShape
 
 ReadRows = Callable[[str, int, int], torch.Tensor]
 """(Hugging Face name, first row, rows) -> rows, called once for every row of every tensor, in order."""
-
-DATA = "__0_0.distcp"
-"""The file that holds every chunk, under the name that torch.distributed.checkpoint gives a single writer's."""
 
 BACKEND = {
     "sharded_backend": "torch_dist",
@@ -59,22 +65,20 @@ def write_torch_dist(folder: Path, shape: ModelShape, dtype: torch.dtype, read: 
 
     Beside the weights it holds the empty extra states that Transformer Engine's modules look for when they load.
     """
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-    stored: dict[MetadataIndex, _StorageInfo] = {}
-    with open(folder / DATA, "xb") as file:
-        for chunk in _chunks(shape, dtype):
-            start = file.tell()
-            write_saved_tensor(file, _assemble(chunk, dtype, read))
-            index = _record_chunk(tensors, chunk, shape, dtype)
-            stored[index] = _StorageInfo(DATA, start, file.tell() - start)
-        empty = io.BytesIO()
-        torch.save([None], empty)  # Megatron stores the list of a key's objects
-        for key in _extra_states(shape):
-            tensors[key] = BytesStorageMetadata()
-            stored[MetadataIndex(key)] = _StorageInfo(DATA, file.tell(), len(empty.getvalue()))
-            file.write(empty.getvalue())
-    metadata = Metadata(tensors, None, stored, StorageMeta(), CURRENT_DCP_VERSION)
-    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    chunks = {_offsets_index(chunk): chunk for chunk in _chunks(shape, dtype)}
+    items = [_tensor_item(index, chunk, shape, dtype) for index, chunk in chunks.items()]
+    items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in _extra_states(shape)]
+    [plan], metadata = create_default_global_save_plan([SavePlan(items)], rewrite_index_hints=False)
+    # One file; no copying ahead, which is for tensors on GPUs.
+    writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+    [plan] = writer.prepare_global_plan([plan])
+    planner = _ReadingPlanner(lambda index: _assemble(chunks[index], dtype, read))
+    results = writer.write_data(plan, planner).wait()
+    stored = {result.index: result.storage_data for result in results}
+    described = Metadata(
+        metadata.state_dict_metadata, None, stored, StorageMeta(), CURRENT_DCP_VERSION
+    )
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, folder / "common.pt")
     (folder / "metadata.json").write_text(json.dumps(BACKEND))
 
@@ -110,21 +114,41 @@ def _assemble(chunk: _Chunk, dtype: torch.dtype, read: ReadRows) -> torch.Tensor
     return rows.to(dtype).reshape(*lead, *rows.shape)
 
 
-def _record_chunk(
-    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata],
-    chunk: _Chunk,
-    shape: ModelShape,
-    dtype: torch.dtype,
-) -> MetadataIndex:
-    """Add a chunk to its stacked tensor's description; says what the chunk is stored as."""
-    index, dims = chunk.place.index, chunk.parameter.shape
-    stacked = (shape.num_layers, shape.num_experts)[: len(index)]
-    offsets = torch.Size((*index, chunk.start, *(0 for _ in dims[1:])))
-    sizes = torch.Size((*(1 for _ in index), chunk.count, *dims[1:]))
-    whole = TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size((*stacked, *dims)), [])
-    tensor = cast(TensorStorageMetadata, tensors.setdefault(chunk.place.key, whole))
-    tensor.chunks.append(ChunkStorageMetadata(offsets, sizes))
-    return MetadataIndex(chunk.place.key, offsets, len(tensor.chunks) - 1)
+class _ReadingPlanner(DefaultSavePlanner):
+    """Hands the writer one chunk after the other, by ``read``; for other objects, the empty extra state."""
+
+    def __init__(self, read: Callable[[MetadataIndex], torch.Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """What ``write_item`` stands for."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            return self._read(write_item.index)
+        empty = io.BytesIO()
+        torch.save([None], empty)  # Megatron stores the list of a key's objects
+        return empty
+
+
+def _offsets_index(chunk: _Chunk) -> MetadataIndex:
+    """The chunk's place in its stacked tensor."""
+    place, dims = chunk.place, chunk.parameter.shape
+    return MetadataIndex(place.key, torch.Size((*place.index, chunk.start, *(0 for _ in dims[1:]))))
+
+
+def _tensor_item(
+    index: MetadataIndex, chunk: _Chunk, shape: ModelShape, dtype: torch.dtype
+) -> WriteItem:
+    lead, dims = chunk.place.index, chunk.parameter.shape
+    stacked = (shape.num_layers, shape.num_experts)[: len(lead)]
+    sizes = torch.Size((*(1 for _ in lead), chunk.count, *dims[1:]))
+    assert index.offset is not None
+    data = TensorWriteData(
+        ChunkStorageMetadata(index.offset, sizes),
+        TensorProperties(dtype=dtype),
+        torch.Size((*stacked, *dims)),
+    )
+    return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
 
 def _extra_states(shape: ModelShape) -> Iterator[str]:

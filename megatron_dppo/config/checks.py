@@ -2,7 +2,8 @@
 error.
 
 Nothing here imports torch, Megatron or SGLang. What only those can tell (names of algorithms and
-rewards, supported model families) is checked by ``train.py`` before it starts anything.
+rewards, supported model families, the libraries' own options) is checked by
+``launch/library_checks.py`` before anything starts.
 """
 
 from __future__ import annotations
@@ -14,11 +15,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.forwarded import (
-    megatron_problems,
-    replay_problems,
-    sglang_problems,
-)
+from megatron_dppo.config.forwarded import SGLANG, megatron_problems, replay_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
 from megatron_dppo.config.model_facts import ModelFacts, read_model_facts
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
@@ -180,8 +177,7 @@ def _engine_ports(config: TrainConfig) -> Problems:
 
 def _forwarded(config: TrainConfig) -> Problems:
     yield from megatron_problems(config.megatron)
-    starts_servers = config.engine.started > 0 and config.rollout.replay_from is None
-    yield from sglang_problems(config.sglang, required=starts_servers)
+    yield from SGLANG.problems(config.sglang)
 
 
 def _router_replay(config: TrainConfig, model: ModelFacts) -> Problems:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import collections.abc
+import dataclasses
 import difflib
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -17,8 +20,12 @@ _NAMES = {
     float: "a number",
     str: "text",
     list: "a list",
+    tuple: "a list",
+    set: "a list",
     dict: "a table",
     type(None): "null",
+    Any: "anything",
+    collections.abc.Callable: "a Python function, which YAML can't hold",
 }
 _BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
 _LONGEST = 60
@@ -56,14 +63,23 @@ def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         inner, nothing = [a for a in arguments if a is not type(None)], type(None) in arguments
         words = [expectation(a, metadata) for a in inner] + ["null"] * nothing
         covered = {_NAMES[int]} if _NAMES[float] in words else set()
-        return " or ".join(word for word in words if word not in covered)
+        return " or ".join(dict.fromkeys(word for word in words if word not in covered))
     if origin is Literal:
         return "one of " + ", ".join(map(repr, arguments))
-    if origin is dict:
+    if origin is dict and arguments:
         return f"a table of name: {expectation(arguments[1])}"
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+    if origin is list and arguments:
+        return f"a list, each item {expectation(arguments[0])}"
+    known = _NAMES.get(origin or annotation)
+    return known + _bounds(metadata) if known else _class_expectation(origin or annotation)
+
+
+def _class_expectation(kind: Any) -> str:
+    if dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel)):
         return "a table"
-    return _NAMES.get(origin or annotation, str(annotation)) + _bounds(metadata)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "one of " + ", ".join(map(repr, kind.__members__))
+    return f"a Python {getattr(kind, '__name__', kind)}, which YAML can't hold"
 
 
 def _bounds(metadata: Iterable[Any]) -> str:

@@ -1,19 +1,17 @@
-"""The ``megatron:`` and ``sglang:`` tables against the libraries' own fields, and against our own
-sections."""
+"""The ``megatron:`` and ``sglang:`` tables: which of their keys other sections set, or nothing may.
+
+The other keys are the library's own; :mod:`megatron_dppo.launch.library_checks` compares those with
+the fields that the library declares.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from megatron_dppo.config.expectations import closest, given
-from megatron_dppo.config.library_fields import (
-    LibraryFields,
-    LibraryMissingError,
-    server_args_fields,
-    transformer_config_fields,
-    value_problem,
-)
+from megatron_dppo.config.expectations import given
+from megatron_dppo.config.library_fields import LibraryFields, field_problem
 
 _CHECKPOINT = "model.hf_checkpoint's config.json"
 
@@ -112,11 +110,44 @@ SGLANG_FIXED: Mapping[str, str] = {
 """Field of ServerArgs that nothing sets -> why."""
 
 
+@dataclass(frozen=True)
+class ForwardedTable:
+    """A section whose keys are a library's options.
+
+    ``owned``: option -> the key of ours that sets it; ``fixed``: option -> why nothing may set it.
+    """
+
+    name: str
+    owned: Mapping[str, str]
+    fixed: Mapping[str, str]
+
+    def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
+        """A line for each key that is not the user's to set here."""
+        for key, value in values.items():
+            reason = f"{self.owned[key]} sets it" if key in self.owned else self.fixed.get(key)
+            if reason is not None:
+                yield f"{self.name}.{key}: got {given(value)}, expected nothing: {reason}"
+
+    def free(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """What of ``values`` the library itself has to know."""
+        return {k: v for k, v in values.items() if k not in self.owned and k not in self.fixed}
+
+    def library_problems(self, values: Mapping[str, Any], fields: LibraryFields) -> Iterator[str]:
+        """A line for each free key that the library does not declare, or not with such a value."""
+        ours = {*self.owned, *self.fixed}
+        for key, value in self.free(values).items():
+            problem = field_problem(fields, key, value, ours)
+            if problem is not None:
+                yield f"{self.name}.{key}: got {given(value)}, {problem}"
+
+
+MEGATRON = ForwardedTable("megatron", MEGATRON_OWNED, MEGATRON_FIXED)
+SGLANG = ForwardedTable("sglang", SGLANG_OWNED, SGLANG_FIXED)
+
+
 def megatron_problems(table: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the ``megatron:`` table."""
-    yield from _problems(
-        "megatron", table, transformer_config_fields, (MEGATRON_OWNED, MEGATRON_FIXED)
-    )
+    """What is wrong with the ``megatron:`` table, as far as our own sections tell."""
+    yield from MEGATRON.problems(table)
     if table.get("moe_token_dispatcher_type") == "allgather":
         yield (
             "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
@@ -132,49 +163,3 @@ def replay_problems(table: Mapping[str, Any]) -> Iterator[str]:
                 f"megatron.{key}: got {given(table[key])} with rollout.router_replay, expected "
                 f"nothing: {reason}"
             )
-
-
-def sglang_problems(table: Mapping[str, Any], *, required: bool) -> Iterator[str]:
-    """What is wrong with the ``sglang:`` table. Not ``required``: no server starts here, so the
-    library may lack."""
-    return _problems("sglang", table, server_args_fields, (SGLANG_OWNED, SGLANG_FIXED), required)
-
-
-def _problems(
-    name: str,
-    table: Mapping[str, Any],
-    read_fields: Callable[[], LibraryFields],
-    ours: tuple[Mapping[str, str], Mapping[str, str]],
-    required: bool = True,
-) -> Iterator[str]:
-    owned, fixed = ours
-    free = {key: value for key, value in table.items() if key not in owned and key not in fixed}
-    for key in table:
-        if key in owned:
-            yield f"{name}.{key}: got {given(table[key])}, expected nothing: {owned[key]} sets it"
-        elif key in fixed:
-            yield f"{name}.{key}: got {given(table[key])}, expected nothing: {fixed[key]}"
-    if not free:
-        return
-    try:
-        fields = read_fields()
-    except LibraryMissingError as error:
-        if required:
-            yield f"{name}: can't be checked: {error}"
-        return
-    for key, value in free.items():
-        problem = _field_problem(fields, key, value, {*owned, *fixed})
-        if problem is not None:
-            yield f"{name}.{key}: got {given(value)}, {problem}"
-
-
-def _field_problem(fields: LibraryFields, key: str, value: Any, ours: set[str]) -> str | None:
-    if key in fields.computed:
-        return f"expected nothing: {fields.title} computes it"
-    if key not in fields.annotations:
-        usable = fields.annotations.keys() - fields.computed - ours
-        near = closest(key, usable, count=3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        return f"not a field of {fields.title}{hint}"
-    expected = value_problem(fields.annotations[key], value)
-    return f"expected {expected}, as {fields.title} declares" if expected else None

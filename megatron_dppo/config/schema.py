@@ -70,6 +70,7 @@ class RolloutConfig(Section):
     group_size: int = Field(gt=1)
     """Responses for each prompt; the advantage's baseline is their mean reward."""
     max_response_tokens: int = Field(gt=0)
+    """Longest response; one that gets there is truncated."""
     temperature: float = Field(default=1.0, gt=0)
     """Sampling temperature; the trainer divides its logits by the same number."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -150,13 +151,17 @@ class ParallelConfig(Section):
     """Megatron-Core's layout. Data parallelism is what is left of the world size."""
 
     world_size: int = Field(default=1, gt=0)
+    """Trainer processes, one a device."""
     tensor: int = Field(default=1, gt=0)
+    """Ranks that share each matrix of the dense layers (TP)."""
     pipeline: int = Field(default=1, gt=0)
+    """Stages that the layers are cut into (PP)."""
     virtual_pipeline: int | None = Field(default=None, gt=1)
     """Model chunks in each pipeline stage (interleaved 1F1B)."""
     expert: int = Field(default=1, gt=0)
+    """Ranks that the experts are spread over (EP)."""
     expert_tensor: int | None = Field(default=None, gt=0)
-    """Empty: as ``tensor`` where expert is 1, else 1."""
+    """Ranks that share each matrix of an expert (ETP). Empty: as ``tensor`` where expert is 1, else 1."""
     sequence: bool | None = None
     """Sequence parallelism. Empty: on where tensor > 1 and the model is a mixture of experts."""
 
@@ -202,12 +207,17 @@ class OptimizerConfig(Section):
     """Adam with decoupled weight decay, constant rate after a linear warm-up."""
 
     lr: float = Field(gt=0)
+    """Learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimiser steps."""
+    """Optimiser steps over which the rate rises from 0."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the gradient's running mean."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the squared gradient's running mean."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the denominator of an update."""
     weight_decay: float = Field(default=0.01, ge=0)
+    """Share of a weight, times the rate, that every step takes off."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0: off."""
     distributed: bool = False
@@ -281,10 +291,13 @@ class EvaluationConfig(Section):
     every: int = Field(default=5, gt=0)
     """Steps; also before the first and after the last."""
     samples_per_prompt: int = Field(default=32, gt=0)
+    """The k of avg@k: responses whose rewards are averaged."""
     temperature: float = Field(default=0.7, gt=0)
+    """Sampling temperature."""
     top_p: float = Field(default=0.95, gt=0, le=1)
+    """Probability mass that is sampled from."""
     max_response_tokens: int | None = Field(default=None, gt=0)
-    """Empty: as in training."""
+    """Longest response. Empty: as in training."""
 
 
 class CheckpointConfig(Section):

@@ -4,6 +4,9 @@ PyYAML reads YAML 1.1, where ``1e-6`` is text, ``1:30`` is 90, ``010`` is 8, ``n
 ``2024-01-01`` a date. Here a number is a number (``1e-6``, ``1_000``, ``0x10``, ``.inf``),
 ``true``/``false`` are the only truth values, and all else is text. What :func:`dump_yaml` writes,
 :func:`parse_yaml` reads back as it was.
+
+Not ruamel.yaml, which reads 1.2 as well: a second YAML library beside the one that our dependencies
+bring, it still turns ``2024-01-01`` into a date, and keys that are no text pass.
 """
 
 from __future__ import annotations
@@ -13,6 +16,9 @@ from collections.abc import Callable
 from typing import Any
 
 import yaml
+
+MAX_VALUES = 100_000
+"""Values of a document, counted as often as its aliases repeat them."""
 
 _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _PLAIN_TYPES = (
@@ -34,6 +40,13 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012  PyYAML's own protocol
 
+    def get_single_node(self) -> yaml.Node | None:
+        """As PyYAML's, after refusing a few lines of aliases that stand for millions of values."""
+        node = super().get_single_node()
+        if node is not None:
+            _count_values(node, {})
+        return node
+
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As PyYAML's, after refusing duplicates (keys of a ``<<`` merge may be set again)."""
         seen: dict[str, int] = {}
@@ -54,6 +67,27 @@ class _Loader(yaml.SafeLoader):
                 )
             seen[key] = line
         return super().construct_mapping(node, deep)
+
+
+def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
+    """Values in ``node`` with every alias written out. ``known``: the counts by node's id, None while
+    one is being counted. Raises yaml.MarkedYAMLError above MAX_VALUES, or for a node in itself."""
+    if id(node) not in known:
+        known[id(node)] = None
+        inside = 0
+        for item in node.value if isinstance(node, yaml.CollectionNode) else ():
+            for child in item if isinstance(item, tuple) else (item,):
+                inside += _count_values(child, known)
+                if inside >= MAX_VALUES:
+                    problem = f"more than {MAX_VALUES} values, an alias counted as what it repeats"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        known[id(node)] = inside + 1
+    count = known[id(node)]
+    if count is None:
+        raise yaml.MarkedYAMLError(
+            problem="an alias stands for what contains it", problem_mark=node.start_mark
+        )
+    return count
 
 
 class _Dumper(yaml.SafeDumper):
@@ -82,7 +116,10 @@ for _name, _constructor in _CONSTRUCTORS.items():
 
 def parse_yaml(text: str) -> Any:
     """The document's value. Raises yaml.YAMLError with line and column."""
-    return yaml.load(text, Loader=_Loader)
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise yaml.YAMLError("tables or lists are nested too deeply") from None
 
 
 def parse_scalar(text: str) -> Any:

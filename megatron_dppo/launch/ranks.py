@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.launch.console import Tee
+from megatron_dppo.logging import TERMINAL_VARIABLE
 from megatron_dppo.system.processes import describe_exit, kill_families, quote, start_process, tail
 
 
@@ -35,7 +37,8 @@ class RankGroup:
     """``world_size`` copies of ``command``, told apart by torch.distributed's environment
     variables.
 
-    ``outputs``: one file a rank; rank 0's output goes to the console as well.
+    ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's
+    standard output, to write its log and draw its progress on.
     """
 
     def __init__(self, command: Sequence[str], outputs: Sequence[Path], master_port: int) -> None:
@@ -43,7 +46,6 @@ class RankGroup:
         self._outputs = outputs
         self._master_port = master_port
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._tee: Tee | None = None
 
     def start(self) -> None:
         """Start every rank; call from the main thread."""
@@ -51,19 +53,16 @@ class RankGroup:
             if path.exists():
                 path.replace(path.with_suffix(".previous.out"))
             environment = rank_environment(rank, len(self._outputs), self._master_port)
-            self._processes.append(self._start_rank(rank, path, environment))
-
-    def _start_rank(
-        self, rank: int, path: Path, environment: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
-        if rank > 0:
-            with path.open("wb") as file:
-                return start_process(self._command, output=file.fileno(), environment=environment)
-        tee = Tee(path)
-        process = start_process(self._command, output=tee.descriptor, environment=environment)
-        tee.start()
-        self._tee = tee
-        return process
+            with path.open("wb") as file, _terminal_of(rank) as terminal:
+                if terminal is not None:
+                    environment[TERMINAL_VARIABLE] = str(terminal)
+                process = start_process(
+                    self._command,
+                    output=file.fileno(),
+                    environment=environment,
+                    inherited=() if terminal is None else (terminal,),
+                )
+            self._processes.append(process)
 
     def codes(self) -> list[int | None]:
         """Exit codes by rank; None while one runs."""
@@ -93,17 +92,22 @@ class RankGroup:
             if process.poll() is None:
                 process.send_signal(number)
 
-    def resize(self) -> None:
-        """The terminal has another size now."""
-        if self._tee is not None:
-            self._tee.match_size()
-
     def kill(self) -> None:
-        """SIGKILL ranks and their descendants; returns when they are gone and their output is
-        copied."""
+        """SIGKILL ranks and their descendants; returns when they are gone."""
         kill_families([process for process in self._processes if process.poll() is None])
-        if self._tee is not None:
-            self._tee.finish()
+
+
+@contextmanager
+def _terminal_of(rank: int) -> Iterator[int | None]:
+    """A copy of this process's standard output for rank 0, nothing for the others."""
+    if rank > 0 or sys.stdout is None:
+        yield None
+        return
+    descriptor = os.dup(sys.stdout.fileno())
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def rank_environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:

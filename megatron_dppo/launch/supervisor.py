@@ -99,7 +99,6 @@ class Supervisor:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         handlers = {number: self._note for number in _STOP_SIGNALS}
-        handlers[signal.SIGWINCH] = self._resize
         previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield
@@ -109,6 +108,3 @@ class Supervisor:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._received.append(number)
-
-    def _resize(self, number: int, frame: FrameType | None) -> None:
-        self._ranks.resize()

@@ -30,6 +30,7 @@ def start_process(
     errors: int = subprocess.STDOUT,
     stdin: int = subprocess.DEVNULL,
     dies_with_thread: bool = True,
+    inherited: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session and process group of its own, which Ctrl-C does not reach.
 
@@ -42,6 +43,7 @@ def start_process(
         stdin: ``subprocess.PIPE`` opens an unbuffered pipe to its standard input.
         dies_with_thread: the kernel kills it when the *thread* that called this ends, and so also
             when this process is killed. Call it from a thread that lives as long as the child.
+        inherited: further descriptors that it gets, under the same numbers.
     """
     end_with = functools.partial(die_with_parent, os.getpid()) if dies_with_thread else None
     return subprocess.Popen(
@@ -52,6 +54,7 @@ def start_process(
         stderr=errors,
         env=dict(environment),
         start_new_session=True,
+        pass_fds=tuple(inherited),
         preexec_fn=end_with,  # noqa: PLW1509  between fork and exec it makes system calls only
     )
 

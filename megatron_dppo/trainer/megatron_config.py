@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,12 +9,12 @@ import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dppo.config.forwarded import megatron_problems
 from megatron_dppo.config.schema import ParallelConfig, PolicyConfig
 from megatron_dppo.model.families import has_layer_parameter
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.transformer_fields import transformer_values
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -45,7 +44,7 @@ def transformer_config(
         **_precision_options(DTYPES[config.model.dtype]),
         **_RECOMPUTE[config.training.recompute],
         **platform.current().transformer_options,
-        **_checked(config.megatron),
+        **transformer_values(config.megatron),
     }
     transformer = TransformerConfig(**options)
     transformer.finalize_model_grads_func = _sum_model_grads
@@ -133,10 +132,3 @@ def _precision_options(dtype: torch.dtype) -> dict[str, Any]:
         "bf16": dtype is torch.bfloat16,
         "attention_softmax_in_fp32": True,
     }
-
-
-def _checked(table: Mapping[str, Any]) -> Mapping[str, Any]:
-    problems = list(megatron_problems(table))
-    if problems:
-        raise ValueError("\n".join(problems))
-    return table

@@ -255,13 +255,13 @@ def test_a_dense_model_needs_no_sequence_parallelism(check):
 
 def test_all_problems_are_one_error(problems):
     found = problems(
-        "rollout.top_p=0.9", WORLD + "3", "model.hf_checkpoint=nowhere", "megatron.bf17=true"
+        "rollout.top_p=0.9", WORLD + "3", "model.hf_checkpoint=nowhere", "megatron.bf16=true"
     )
     keys = [line.split(":")[0] for line in found]
     assert keys == [
         "rollout.prompts_per_step",
         "rollout.top_p",
-        "megatron.bf17",
+        "megatron.bf16",
         "model.hf_checkpoint",
     ]
 

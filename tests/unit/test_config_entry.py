@@ -64,6 +64,49 @@ def test_names_are_refused_before_anything_starts(train, config):
     assert not (config.parent / "run").exists()
 
 
+def test_all_problems_are_told_at_once(train):
+    answer = train(
+        "--check",
+        "rollout.top_p=0.9",
+        "algorithm.name=dpo",
+        "megatron.moe_grouped_gem=true",
+        "sglang.mem_fraction=0.5",
+    )
+    assert answer.returncode == 2
+    assert "config.yaml: 4 problems\n" in answer.stderr
+    for problem in (
+        "rollout.top_p: got 0.9, expected 1",
+        "algorithm: unknown algorithm 'dpo'",
+        "megatron.moe_grouped_gem: got true (bool), not a field",
+        "sglang.mem_fraction: got 0.5 (float), not a field",
+    ):
+        assert f"\n  {problem}" in answer.stderr
+    assert answer.stdout == ""
+
+
+def test_a_supervised_run_is_refused_before_it_starts(config):
+    data = config.parent / "train.jsonl"
+    pairs = config.parent / "supervised.yaml"
+    pairs.write_text(
+        f"run: {{directory: {config.parent / 'warm'}, steps: 1}}\n"
+        f"model: {{hf_checkpoint: {config.parent / 'model'}}}\n"
+        f"data: {{train: {data}}}\n"
+        "training: {sequences_per_step: 1, micro_batch_tokens: 64}\n"
+        "optimizer: {lr: 1.0e-4}\n"
+        "megatron: {attention_backend: flush}\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-m", "megatron_dppo.supervised", str(pairs)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 2
+    assert "megatron.attention_backend: got 'flush' (str), expected one of" in answer.stderr
+    assert not (config.parent / "warm").exists()
+
+
 def test_carrying_fewer_log_probs_than_the_algorithm_needs_is_refused(train):
     answer = train("--check", "algorithm.name=dppo-topk-tv", "rollout.topk_log_probs=4")
     assert answer.returncode == 2

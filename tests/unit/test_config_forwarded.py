@@ -1,31 +1,42 @@
 """The ``megatron:`` and ``sglang:`` tables against the installed libraries' own fields."""
 
-import json
-import subprocess
 import sys
-import textwrap
+from enum import Enum
+from typing import Union, get_args, get_origin
 
 import pytest
+from pydantic import ConfigDict, TypeAdapter
 
-from megatron_dppo.config import ConfigError, check_config, forwarded, load_config
+import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
+from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.forwarded import (
     MEGATRON_FIXED,
     MEGATRON_OWNED,
     SGLANG_FIXED,
     SGLANG_OWNED,
 )
-from megatron_dppo.config.library_fields import (
-    LibraryMissingError,
-    server_args_fields,
-    transformer_config_fields,
-)
+from megatron_dppo.config.library_fields import read_value
+from megatron_dppo.engine.server_args import server_args_fields
+from megatron_dppo.launch.library_checks import library_problems
+from megatron_dppo.trainer.transformer_fields import transformer_fields, transformer_values
 from tests.unit.config_files import minimal, write_config
+
+READERS = (transformer_fields, server_args_fields)
 
 
 @pytest.fixture
-def check(tmp_path):
+def problems(tmp_path):
     path = write_config(tmp_path, minimal(tmp_path))
-    return lambda *overrides: check_config(load_config(path, overrides))
+
+    def found(*overrides):
+        config = load_config(path, overrides)
+        try:
+            check_config(config)
+        except ConfigError as error:
+            return [*error.problems, *library_problems(config)]
+        return list(library_problems(config))
+
+    return found
 
 
 FORWARDED = [
@@ -62,6 +73,25 @@ FORWARDED = [
         "megatron.moe_router_dtype: got 'fp8' (str), expected one of 'fp32', 'fp64' or null",
     ),
     (
+        "megatron.attention_backend=flush",
+        "megatron.attention_backend: got 'flush' (str), expected one of 'flash', 'fused', "
+        "'unfused', 'local', 'auto', as TransformerConfig",
+    ),
+    (
+        "megatron.attention_backend=1",
+        "megatron.attention_backend: got 1 (int), expected one of 'flash', ",
+    ),
+    (
+        "megatron.recompute_modules=[core_attn, 1]",
+        "megatron.recompute_modules: got ['core_attn', 1] (list), expected a list, each item text "
+        "or null",
+    ),
+    (
+        "megatron.quant_recipe=x",
+        "megatron.quant_recipe: got 'x' (str), expected a Python RecipeConfig, which YAML can't "
+        "hold or null",
+    ),
+    (
         "megatron.init_method=x",
         "megatron.init_method: got 'x' (str), expected a Python function, which YAML can't hold",
     ),
@@ -89,34 +119,38 @@ FORWARDED = [
         "sglang.uses_mamba_radix_cache: got true (bool), expected nothing: ServerArgs (sglang "
         "0.5.23) computes it",
     ),
+    (
+        "sglang.custom_sigquit_handler=x",
+        "sglang.custom_sigquit_handler: got 'x' (str), expected nothing: ServerArgs",
+    ),
     ("sglang.attn_tp_size=2", "sglang.attn_tp_size: got 2 (int), not a field of ServerArgs"),
 ]
 
 
 @pytest.mark.parametrize(("override", "problem"), FORWARDED)
-def test_forwarded_tables(check, override, problem):
-    with pytest.raises(ConfigError) as caught:
-        check(override)
-    (found,) = caught.value.problems
+def test_forwarded_tables(problems, override, problem):
+    (found,) = problems(override)
     assert found.startswith(problem)
 
 
-def test_the_sglang_table_of_a_server_elsewhere_needs_no_sglang(check, monkeypatch):
-    def missing():
-        raise LibraryMissingError("sglang is not installed in this environment")
+def test_the_sglang_table_of_a_server_elsewhere_needs_no_sglang(problems, monkeypatch):
+    server_args_fields.cache_clear()
+    monkeypatch.setitem(sys.modules, "sglang.srt.server_args", None)  # how Python marks a lack
+    assert problems("sglang.x=1", "engine.urls=[http://engine:30000]") == []
+    (found,) = problems("sglang.x=1")
+    assert found.startswith("sglang: can't be checked: sglang can't be imported: ")
+    assert problems("sglang.port=1") == [
+        "sglang.port: got 1 (int), expected nothing: engine.port sets it"
+    ]
 
-    monkeypatch.setattr(forwarded, "server_args_fields", missing)
-    check("sglang.x=1", "engine.urls=[http://engine:30000]")
-    with pytest.raises(ConfigError, match="sglang: can't be checked: sglang is not installed"):
-        check("sglang.x=1")
 
-
-def test_forwarded_tables_that_fit(check):
-    check(
+def test_forwarded_tables_that_fit(problems):
+    assert not problems(
         "megatron.moe_token_dispatcher_type=flex",
         "megatron.moe_input_jitter_eps=0",
         "megatron.recompute_modules=[core_attn]",
         "megatron.attention_backend=flash",
+        "megatron.window_size=[128, 0]",
         "megatron.deterministic_mode=true",
         "sglang.mem_fraction_static=0.5",
         "sglang.tp_size=2",
@@ -124,33 +158,51 @@ def test_forwarded_tables_that_fit(check):
         "sglang.disable_cuda_graph=true",
         "sglang.gc_threshold=[1, 2]",
         "sglang.load_format=dummy",
+        "sglang.context_length=128k",
+        """sglang.cuda_graph_config='{"decode": {"backend": "full"}}'""",
     )
 
 
-OWN_FIELDS = {
-    transformer_config_fields: """
-        import dataclasses
-        from megatron.core.transformer.transformer_config import TransformerConfig
-        names = [f.name for f in dataclasses.fields(TransformerConfig)]
-    """,
-    server_args_fields: """
-        from sglang.srt.arg_groups.arg_utils import record_fields
-        from sglang.srt.server_args import ServerArgs
-        names = [f.name for f in record_fields(ServerArgs)]
-    """,
-}
+def test_megatron_gets_its_own_types():
+    values = transformer_values(
+        {"attention_backend": "flash", "window_size": [128, 0], "moe_input_jitter_eps": 0}
+    )
+    assert isinstance(values["attention_backend"], Enum)
+    assert values["attention_backend"].name == "flash"
+    assert values["window_size"] == (128, 0)
+    assert values["moe_input_jitter_eps"] == 0
 
 
-@pytest.mark.parametrize("read_fields", OWN_FIELDS, ids=lambda f: f.__name__)
-def test_the_fields_read_from_source_are_the_library_s_own(tmp_path, read_fields):
-    code = textwrap.dedent(OWN_FIELDS[read_fields])
-    code += f"import json\njson.dump(names, open({str(tmp_path / 'names')!r}, 'w'))\n"
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
-    own = json.loads((tmp_path / "names").read_text())
-    assert read_fields().annotations.keys() == set(own)
+def test_an_enumeration_stands_alone_or_beside_text():
+    """So that a name is turned into a member here, or by Megatron itself."""
+    for annotation in transformer_fields().types.values():
+        members = get_args(annotation) if get_origin(annotation) is Union else ()
+        if any(isinstance(m, type) and issubclass(m, Enum) for m in members):
+            assert str in members
+
+
+@pytest.mark.parametrize("value", [float("inf"), -1e-300, 2**70, "é\n", [1, [None]], {"a": {}}])
+def test_values_survive_the_reading(value):
+    assert read_value(type(value), value) == value
+
+
+@pytest.mark.parametrize("read_fields", READERS, ids=lambda f: f.__name__)
+def test_every_field_of_the_libraries_can_be_checked(read_fields):
+    for annotation in read_fields().types.values():
+        TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def test_the_library_s_defaults_fit_what_it_declares():
+    """But for nulls, which Megatron gives to fields that it declares without them."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    for name, annotation in transformer_fields().types.items():
+        default = getattr(TransformerConfig, name, None)
+        if isinstance(default, bool | int | float | str):
+            assert read_value(annotation, default) == default
 
 
 def test_every_key_that_a_section_owns_is_a_field_of_the_library():
     sampling = {"temperature", "top_p", "top_k", "max_new_tokens"}  # of requests, not of the server
-    assert {*MEGATRON_OWNED, *MEGATRON_FIXED} <= transformer_config_fields().annotations.keys()
-    assert {*SGLANG_OWNED, *SGLANG_FIXED} - sampling <= server_args_fields().annotations.keys()
+    assert {*MEGATRON_OWNED, *MEGATRON_FIXED} <= transformer_fields().types.keys()
+    assert {*SGLANG_OWNED, *SGLANG_FIXED} - sampling <= server_args_fields().types.keys()

@@ -3,11 +3,12 @@
 import math
 import subprocess
 import sys
+import time
 
 import pytest
 
 from megatron_dppo.config import ConfigError, load_config, resolved_yaml
-from megatron_dppo.config.yaml_core import dump_yaml, parse_scalar, parse_yaml
+from megatron_dppo.config.yaml_core import MAX_VALUES, dump_yaml, parse_scalar, parse_yaml
 from tests.unit.config_files import minimal, write_config
 
 VALUES = [
@@ -230,6 +231,39 @@ def test_files_that_are_no_configuration(tmp_path, text, message):
     with pytest.raises(ConfigError) as caught:
         load_config(write_config(tmp_path, text))
     assert message in str(caught.value)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{key}: &{key} [{', '.join(['*' + below] * 10)}]\n"
+    for below, key in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (BOMB, "config.yaml:5:4:\n  not valid YAML: more than 100000 values, an alias"),
+        (
+            "a: &a {x: 1}\n" + "b: {<<: [" + "*a, " * 60_000 + "]}\n",
+            "not valid YAML: more than 100000 values, an alias",
+        ),
+        ("a: &a [*a]\n", "config.yaml:1:4:\n  not valid YAML: an alias stands for what contains"),
+        ("a: &a {b: {c: *a}}\n", "not valid YAML: an alias stands for what contains it"),
+        ("a: " + "[" * 5000, "not valid YAML: tables or lists are nested too deeply"),
+    ],
+)
+def test_a_small_file_that_stands_for_a_huge_one(tmp_path, text, message):
+    started = time.process_time()
+    with pytest.raises(ConfigError) as caught:
+        load_config(write_config(tmp_path, text))
+    assert message in str(caught.value)
+    assert time.process_time() - started < 60
+
+
+def test_aliases_within_the_bound():
+    shared = parse_yaml("a: &a [1, 2]\nb: [*a, *a]\nc: {x: *a}\n")
+    assert shared == {"a": [1, 2], "b": [[1, 2], [1, 2]], "c": {"x": [1, 2]}}
+    assert len(parse_yaml(f"a: [{'1, ' * (MAX_VALUES - 3)}]")["a"]) == MAX_VALUES - 3
 
 
 def test_a_merged_key_may_be_set_again():

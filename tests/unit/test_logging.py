@@ -2,12 +2,15 @@
 
 import io
 import logging
+import os
 import subprocess
 import sys
 import textwrap
 
 import pytest
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from megatron_dppo import logging as run_logging
 
@@ -47,6 +50,26 @@ def test_other_ranks_log_to_their_files_alone(tmp_path, terminal):
     logging.getLogger("megatron_dppo").error("lost a peer")
     assert terminal.file.getvalue() == ""
     assert "[rank3] ERROR" in (tmp_path / "logs" / "rank3.log").read_text()
+
+
+def test_lines_for_a_terminal_that_was_handed_down_are_copied_plain(monkeypatch):
+    reading, writing = os.pipe()
+    monkeypatch.setattr(run_logging, "_console", None)
+    monkeypatch.setenv(run_logging.TERMINAL_VARIABLE, str(writing))
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    console = run_logging.shared_console()
+    assert run_logging.TERMINAL_VARIABLE not in os.environ
+    console.print(Text("a line of words", style="red"), soft_wrap=True)
+    console.print(Table())  # no text: a drawing, for the terminal alone
+    console.quiet = True
+    console.print("not for rank 1")
+    assert os.read(reading, 1000).startswith(b"a line of words\n")
+    assert sys.stdout.getvalue() == "a line of words\n"
+    os.close(reading)
+    console.quiet = False
+    console.print("nobody reads")
+    os.close(writing)
+    assert sys.stdout.getvalue() == "a line of words\nnobody reads\n"
 
 
 def test_a_second_call_replaces_the_first(tmp_path, terminal):

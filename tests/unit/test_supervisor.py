@@ -112,16 +112,20 @@ def gone(processes: list[psutil.Process], within_s: float = 10) -> bool:
 
 
 def test_a_run_ends_well_and_takes_everything_with_it(start):
-    rank = RANK + "wait_for('engine/servers/engine0.json'); print('hello from', rank)"
+    rank = RANK + (
+        "wait_for('engine/servers/engine0.json'); print('stray words of', rank, flush=True)\n"
+        "from megatron_dppo.logging import shared_console\n"
+        "if rank == 0: shared_console().print('hello')\n"
+    )
     run = start(
         rank, HEALTHY + "subprocess.Popen(['sleep', '300'], start_new_session=True)\n" + SLEEP
     )
     run.wait_until(run.family)
     family = run.family()
     assert run.end() == 0
-    assert run.output == "hello from 0\n"
-    assert (run.directory / "logs" / "rank0.out").read_text() == "hello from 0\n"
-    assert (run.directory / "logs" / "rank1.out").read_text() == "hello from 1\n"
+    assert run.output == "hello\n"
+    assert (run.directory / "logs" / "rank0.out").read_text() == "stray words of 0\nhello\n"
+    assert (run.directory / "logs" / "rank1.out").read_text() == "stray words of 1\n"
     assert gone(family)
     assert run.endpoint() is None
     assert not (run.directory / "engine" / "keys.json").exists()
@@ -380,29 +384,31 @@ def test_a_dead_router_is_started_again_and_in_the_end_done_without(start):
     assert "restart 1 of 1" in run.errors()
 
 
-def test_rank_0_draws_on_the_terminal_and_its_log_is_plain(tmp_path):
-    """Under a terminal rank 0 has one too, of the same width; redraws don't fill the file."""
-    code = (
-        "rank = int(os.environ['RANK'])\n"
-        "print(sys.stdout.isatty(), os.get_terminal_size().columns, flush=True)\n"
-        "for i in range(100): print(f'\\r\\x1b[2K\\x1b[32mstep {i}\\x1b[0m', end='', flush=True)\n"
-        "print('\\ndone')\n"
-    )
+def supervised(directory: Path, rank: str, terminal: int) -> subprocess.Popen[bytes]:
+    """A run of one rank with ``terminal`` as its standard output."""
     spec = {
-        "directory": str(tmp_path),
-        "rank": code,
-        "world_size": 1,
-        "servers": [],
-        "router": [],
-        "attached": [],
-        "max_restarts": 0,
-    }
-    controller, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
-    process = subprocess.Popen(
+        "directory": str(directory), "rank": rank, "world_size": 1, "servers": [], "router": [],
+        "attached": [], "max_restarts": 0,
+    }  # fmt: skip
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.unit.supervised_run", json.dumps(spec)],
         cwd=ROOT, stdout=terminal, stderr=subprocess.DEVNULL,
     )  # fmt: skip
+
+
+def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
+    """Bars at the terminal's own width; lines on both; what the libraries print in the file."""
+    code = (
+        "from megatron_dppo.logging import shared_console\n"
+        "from megatron_dppo.metrics.progress import progress\n"
+        "console = shared_console()\n"
+        "with progress('generate', 3) as bar:\n"
+        "    bar.advance(3); print('stray', flush=True); time.sleep(0.3)\n"
+        "console.print('step', 7, console.size.width, style='green')\n"
+    )
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
+    process = supervised(tmp_path, code, terminal)
     os.close(terminal)
     seen = b""
     try:
@@ -411,5 +417,23 @@ def test_rank_0_draws_on_the_terminal_and_its_log_is_plain(tmp_path):
     except OSError:
         pass  # the terminal's other end is closed
     assert process.wait(PATIENT_S) == 0
-    assert seen.count(b"\x1b[32mstep") == 100
-    assert (tmp_path / "logs" / "rank0.out").read_text() == "True 123\nstep 99\ndone\n"
+    assert b"generate" in seen
+    assert b"3/3" in seen
+    assert b"stray" not in seen
+    assert b"\x1b[32mstep 7 123\x1b[0m" in seen
+    assert (tmp_path / "logs" / "rank0.out").read_text() == "stray\nstep 7 123\n"
+
+
+def test_a_run_outlives_whoever_read_its_output(tmp_path):
+    code = (
+        "from megatron_dppo.logging import shared_console\n"
+        "wait_for('closed'); shared_console().print('into the void'); note('went on')\n"
+    )
+    reading, writing = os.pipe()
+    process = supervised(tmp_path, code, writing)
+    os.close(writing)
+    os.close(reading)
+    (tmp_path / "closed").touch()
+    assert process.wait(PATIENT_S) == 0
+    assert (tmp_path / "notes").read_text() == "went on\n"
+    assert (tmp_path / "logs" / "rank0.out").read_text() == "into the void\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -78,6 +79,9 @@ def test_precision_and_recompute() -> None:
 
 def test_megatron_table_comes_last_and_is_checked() -> None:
     assert built(MOE, {}, megatron={"moe_input_jitter_eps": 0.25}).moe_input_jitter_eps == 0.25
+    backend = built(MOE, {}, megatron={"attention_backend": "flash"}).attention_backend
+    assert isinstance(backend, Enum)
+    assert backend.name == "flash"
     with pytest.raises(ValueError, match=r"megatron\.moe_input_jitter"):
         built(MOE, {}, megatron={"moe_input_jitter": 0.25})
     with pytest.raises(ValueError, match=r"parallel\.tensor"):

@@ -1,0 +1,128 @@
+"""Every check of a configuration, those that need torch, Megatron-Core or SGLang included.
+
+Run in a child process before anything starts: the imports take seconds, and the supervisor stays
+small.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+from megatron_dppo.config import (
+    ConfigError,
+    Plan,
+    SupervisedConfig,
+    TrainConfig,
+    check_config,
+    check_supervised_config,
+)
+from megatron_dppo.config.forwarded import MEGATRON, SGLANG
+from megatron_dppo.config.library_fields import LibraryMissingError
+from megatron_dppo.config.model_facts import read_model_facts
+from megatron_dppo.config.schema import PolicyConfig
+
+CHECK = "--check"
+"""The word that has an entry point check everything, describe what it found, and exit."""
+INTERRUPTED = 130
+"""Exit code of a program that Ctrl-C ended, as shells give it."""
+
+C = TypeVar("C", bound=PolicyConfig)
+R = TypeVar("R")
+
+
+def check_in_child(module: str, words: Sequence[str]) -> int:
+    """Exit code of ``python -m <module> <words> --check``, whose output goes where ours goes; 130
+    after Ctrl-C."""
+    command = [sys.executable, "-W", "ignore", "-m", module, *words, CHECK]
+    try:
+        return subprocess.run(command, check=False).returncode
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def check_everything(config: TrainConfig, source: str) -> Plan:
+    """Run every check of a run of reinforcement learning.
+
+    Returns what follows from the configuration. Raises ConfigError with all problems, naming
+    ``source``: those that need no library, and names of algorithms, rewards and model families and
+    options of libraries that nobody knows.
+    """
+    names = {"algorithm": _algorithm, "reward.name": _reward, "model.hf_checkpoint": _model}
+    return _with_libraries(config, source, check_config, names)
+
+
+def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
+    """As :func:`check_everything`, of a supervised run."""
+    _with_libraries(config, source, check_supervised_config, {"model.hf_checkpoint": _model})
+
+
+def _with_libraries(
+    config: C,
+    source: str,
+    check: Callable[[C, str], R],
+    names: Mapping[str, Callable[[C], None]],
+) -> R:
+    """The result of ``check``, after the checks of ``names`` (by key) and of the libraries' tables."""
+    problems: list[str] = []
+    results: list[R] = []
+    try:
+        results.append(check(config, source))
+    except ConfigError as error:
+        problems += error.problems
+    for key, check_name in names.items():
+        if any(problem.startswith(key) for problem in problems):
+            continue  # it would only be told twice
+        try:
+            check_name(config)
+        except ConfigError:
+            continue  # a checkpoint that ``check`` has told of
+        except ValueError as error:
+            problems.append(f"{key}: {error}")
+    problems += library_problems(config)
+    if problems:
+        raise ConfigError(problems, source)
+    return results[0]
+
+
+def library_problems(config: PolicyConfig) -> Iterator[str]:
+    """Keys and values of the ``megatron:`` and ``sglang:`` tables that the library does not take.
+
+    Imports a library only where its table has something for it. SGLang may lack where no server
+    starts on this machine.
+    """
+    if MEGATRON.free(config.megatron):
+        from megatron_dppo.trainer.transformer_fields import transformer_fields
+
+        yield from MEGATRON.library_problems(config.megatron, transformer_fields())
+    if isinstance(config, TrainConfig) and SGLANG.free(config.sglang):
+        from megatron_dppo.engine.server_args import server_args_fields
+
+        try:
+            yield from SGLANG.library_problems(config.sglang, server_args_fields())
+        except LibraryMissingError as error:
+            if config.engine.started > 0 and config.rollout.replay_from is None:
+                yield f"{SGLANG.name}: can't be checked: {error}"
+
+
+def _algorithm(config: TrainConfig) -> None:
+    from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
+
+    chosen = config.algorithm
+    algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
+    vocab_size = read_model_facts(config.model.hf_checkpoint).vocab_size
+    carried_topk(algorithm, config.rollout.topk_log_probs, vocab_size)
+
+
+def _reward(config: TrainConfig) -> None:
+    from megatron_dppo.rewards import find_reward
+
+    find_reward(config.reward.name).load()
+
+
+def _model(config: PolicyConfig) -> None:
+    from megatron_dppo.model.families import load_model_shape
+
+    load_model_shape(config.model.hf_checkpoint)

@@ -1,0 +1,99 @@
+"""Which Python the set-up takes, with stand-ins on a PATH that holds nothing else."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "environment" / "find_python.sh"
+
+
+@pytest.fixture
+def find(tmp_path):
+    """Runs the script with ``programs`` (name -> shell code) on PATH; its exit code, output, errors."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in ("mktemp", "rm"):
+        (folder / tool).symlink_to(
+            f"/bin/{tool}" if Path(f"/bin/{tool}").exists() else f"/usr/bin/{tool}"
+        )
+
+    def run(programs, **environment):
+        for name, code in programs.items():
+            path = folder / name
+            path.write_text(f"#!/bin/sh\n{code}\n")
+            path.chmod(0o755)
+        answer = subprocess.run(
+            ["/bin/bash", str(SCRIPT)],
+            env={"PATH": str(folder), "TMPDIR": str(tmp_path), **environment},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return answer.returncode, answer.stdout.strip(), answer.stderr
+
+    return run
+
+
+def python(version: str) -> str:
+    return f"echo {version}"
+
+
+@pytest.mark.parametrize(
+    ("installed", "chosen"),
+    [
+        ({"python3.11": "3.11", "python3.12": "3.12", "python3": "3.12"}, "python3.11"),
+        ({"python3.12": "3.12", "python3.13": "3.13"}, "python3.12"),
+        ({"python3.13": "3.13", "python3": "3.14"}, "python3.13"),
+        ({"python3": "3.13"}, "python3"),
+        ({"python3": "3.9", "python": "3.11"}, "python"),
+    ],
+)
+def test_the_first_that_fits(find, installed, chosen):
+    assert find({name: python(v) for name, v in installed.items()})[:2] == (0, chosen)
+
+
+def test_a_shim_without_its_python_is_passed_over(find):
+    code, chosen, _ = find({"python3.11": "exit 127", "python3.12": python("3.12")})
+    assert (code, chosen) == (0, "python3.12")
+
+
+def test_python_names_one(find, tmp_path):
+    find({"python3.11": python("3.11"), "mine": python("3.13"), "old": python("3.10")})
+    mine, old = (str(tmp_path / "bin" / name) for name in ("mine", "old"))
+    assert find({}, PYTHON=mine)[:2] == (0, mine)
+    code, chosen, errors = find({}, PYTHON=old)
+    assert (code, chosen) == (1, "")
+    assert errors == f"[setup] PYTHON={old} is not Python 3.11, 3.12 or 3.13, but '3.10'\n"
+
+
+UV = 'case "$2" in install) echo downloading;; find) echo /cache/python3.12;; esac'
+
+
+def test_uv_fetches_one(find):
+    code, chosen, errors = find({"python3": python("3.14"), "uv": UV})
+    assert (code, chosen) == (0, "/cache/python3.12")
+    assert "fetching one with uv" in errors
+
+
+def test_pip_fetches_uv(find, tmp_path):
+    """``pip install --target FOLDER uv`` makes FOLDER/bin/uv, which is used and removed."""
+    pip = (
+        'case "$*" in *"install --quiet --target "*) ;; *) echo 3.10; exit;; esac\n'
+        'for word; do [ "$last" = --target ] && folder=$word; last=$word; done\n'
+        '/bin/mkdir "$folder/bin"\n'
+        f"printf '%s\\n' '#!/bin/sh' {UV!r} > \"$folder/bin/uv\"; /bin/chmod +x \"$folder/bin/uv\""
+    ).replace(repr(UV), "'" + UV.replace("'", "'\\''") + "'")
+    assert find({"python3": pip})[:2] == (0, "/cache/python3.12")
+    assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def test_without_uv_it_says_what_to_install(find):
+    code, chosen, errors = find({"python3": 'case "$1" in -m) exit 1;; *) echo 3.14;; esac'})
+    assert (code, chosen) == (1, "")
+    assert errors.splitlines()[-1].startswith("[setup] install Python 3.11, 3.12 or 3.13 (or uv")
+
+
+def test_the_script_may_be_run():
+    assert os.access(SCRIPT, os.X_OK)

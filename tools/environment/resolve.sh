@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Says for each Python whether every pinned package has a wheel for it. Installs nothing; needs uv (pip install uv).
+# manylinux_2_34: the newest glibc that a pin asks for (sglang), as in Debian 12 and Ubuntu 22.04.
+set -euo pipefail
+cd "$(dirname "$0")"
+target=$(mktemp -d)
+trap 'rm -rf "$target"' EXIT
+failed=0
+for python in ${*:-3.11 3.12 3.13}; do
+  answer=$(uv pip install --dry-run --no-deps --only-binary :all: --target "$target" --python-version "$python" \
+    --python-platform x86_64-manylinux_2_34 -r cpu.txt -r dev.txt 2>&1) || failed=1
+  printf 'Python %s: %s\n' "$python" "$(grep -E '^Resolved|cause:|^error' <<<"$answer" | tail -1)"
+done
+exit "$failed"
