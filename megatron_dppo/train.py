@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = check_config(config, words.config)
         if words.check:
             check_names(config, words.config)
-            print(plan.summary(config))
+            print(plan.summary())
             return 0
         if "RANK" in os.environ:
             _check_world(config, words.config)
@@ -52,8 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def check_names(config: TrainConfig, source: str) -> None:
     """Check what only the code that uses it can tell, at the price of importing torch.
 
-    Raises ConfigError for an algorithm, an option of one, a reward or a model family that nobody
-    knows.
+    Raises ConfigError for an algorithm, an option of one or a reward that nobody knows.
     """
     problems = []
     for key, check in _NAME_CHECKS.items():
@@ -83,16 +82,9 @@ def _reward(config: TrainConfig) -> None:
     find_reward(config.reward.name).load()
 
 
-def _model(config: TrainConfig) -> None:
-    from megatron_dppo.model.families import load_model_shape
-
-    load_model_shape(config.model.hf_checkpoint)
-
-
 _NAME_CHECKS: dict[str, Callable[[TrainConfig], None]] = {
     "algorithm": _algorithm,
     "reward.name": _reward,
-    "model.hf_checkpoint": _model,
 }
 
 

@@ -33,10 +33,10 @@ from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.child_server import free_port
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import Bucket, ParameterKey, hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.weight_sync.interfaces import UpdateReport
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.transaction import WeightUpdater

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
 from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.runs import TrainingRun, records_of
 from tests.integration.test_engine import ADMIN_KEY, API_KEY, engine_of, run_config
@@ -46,7 +47,7 @@ def generate(folder: Path, config: TrainConfig) -> None:
             RunData(config).train.problems,
             GROUP,
             SamplingParams(TOKENS, temperature=TEMPERATURE, ignore_eos=True),
-            routed_experts=RoutedShape.of_model(config.model.hf_checkpoint),
+            routed_experts=RoutedShape.of_model(load_model_shape(config.model.hf_checkpoint)),
         )
         with AsyncRunner() as runner:
             client = EngineClient(engine.url, API_KEY, ADMIN_KEY)

@@ -20,9 +20,9 @@ from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.child_server import free_port
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.weight_sync.canary import Tolerance, compare_canary
 from megatron_dppo.weight_sync.interfaces import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdater
