@@ -15,7 +15,12 @@ from megatron_dppo.checkpoint_conversion.errors import CheckpointError, Mismatch
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec, byte_view
 from megatron_dppo.checkpoint_conversion.sharded_checkpoint import ShardedCheckpoint
-from megatron_dppo.checkpoint_conversion.tensor_store import check_tensors, read_slice, row_blocks
+from megatron_dppo.checkpoint_conversion.tensor_store import (
+    check_tensors,
+    check_tied_copy,
+    read_slice,
+    row_blocks,
+)
 from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import TorchDistCheckpoint
 from megatron_dppo.model.shape import ModelShape
 
@@ -39,8 +44,12 @@ class CheckedReader:
         return self._store.specs
 
     def check(self, shape: ModelShape) -> None:
-        """Raise CheckpointError where a tensor is missing, unknown, or of another shape than ``shape``'s tables say."""
+        """Raise CheckpointError where a tensor is missing, unknown, or of another shape than ``shape``'s tables say.
+
+        And where a tied model stores an output layer that is not its embedding.
+        """
         check_tensors(self.specs, shape, str(self._store.folder))
+        check_tied_copy(self._store, shape, str(self._store.folder))
 
     def read(
         self, name: str, dim: int = 0, start: int = 0, length: int | None = None
