@@ -1,4 +1,4 @@
-"""A model family is one file: Mixtral's, put beside the others in a copy of the package, converts, trains, serves."""
+"""A model family is one file: docs/extending.md's Mixtral, in a copy of the package, converts, trains and serves."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from tests.integration.runs import ROOT, TrainingRun, records_of, summary_of, write_material
+from tests.unit.test_extending import walks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
-
-FAMILY = ROOT / "tests" / "families" / "mixtral.py"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +24,9 @@ def package(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("package")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "megatron_dppo", folder / "megatron_dppo", ignore=ignored)
-    shutil.copy(FAMILY, folder / "megatron_dppo" / "model" / "families" / FAMILY.name)
+    (walk,) = (walk for walk in walks() if walk.title.startswith("A model family"))
+    assert walk.files == ["megatron_dppo/model/families/mixtral.py"]
+    walk.follow(folder)
     return folder
 
 
