@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -19,10 +21,10 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron_dppo.model.errors import ConversionError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES
 
 PLAIN_INTERVAL_S = 10.0
@@ -33,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (ConversionError, OSError) as error:
+    except (ModelError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -129,11 +131,10 @@ def _layout_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def _layout(arguments: argparse.Namespace) -> Layout:
-    expert_tensor = arguments.etp or (arguments.tp if arguments.ep == 1 else 1)
-    sizes = (arguments.tp, arguments.pp, arguments.vpp, arguments.ep, expert_tensor)
-    if getattr(arguments, "dp", None) is None:
-        return Layout.smallest(*sizes)
-    return Layout(*sizes, data=arguments.dp)
+    sizes = (arguments.tp, arguments.pp, arguments.vpp, arguments.ep, arguments.etp)
+    smallest = Layout.smallest(*sizes)
+    data = getattr(arguments, "dp", None)
+    return smallest if data is None else replace(smallest, data=data)
 
 
 def _hf_to_megatron(arguments: argparse.Namespace) -> int:
@@ -197,7 +198,7 @@ def _stored_bytes(folder: Path, config: Path | None = None) -> int:
     if files:
         return sum(path.stat().st_size for path in files)
     shape = load_model_shape(config or folder)
-    return ITEM_BYTES[shape.dtype] * sum(dims.numel() for dims in hf_tensors(shape).values())
+    return ITEM_BYTES[shape.dtype] * sum(math.prod(dims) for dims in hf_tensors(shape).values())
 
 
 @contextmanager

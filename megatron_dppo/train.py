@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(resolved_yaml(config), end="")
             return 0
         if words.check:
-            print(check_everything(config, words.config).summary(config))
+            print(check_everything(config, words.config).summary())
             return 0
         if "RANK" in os.environ:
             check_config(config, words.config)

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -58,7 +60,7 @@ def save_tiny_model(
     tied: bool = False,
     **overrides: object,
 ) -> Path:
-    """Write a random model of ``family`` (qwen3_moe | qwen3 | qwen2 | llama) and its tokenizer into ``folder``.
+    """Write a random model of ``family`` (a row of ``builders``) and its tokenizer into ``folder``.
 
     Weights are larger than a fresh initialisation's, and norms differ from 1, so that a mistake shows in the logits.
     """
@@ -89,6 +91,7 @@ def save_tiny_model(
         "qwen3": (Qwen3Config, Qwen3ForCausalLM, head),
         "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
         "llama": (LlamaConfig, LlamaForCausalLM, head),
+        "mixtral": (MixtralConfig, MixtralForCausalLM, {"num_local_experts": 8}),
     }
     config_class, model_class, extra = builders[family]
     torch.manual_seed(seed)
@@ -115,8 +118,8 @@ def save_hollow_model(folder: str | Path, **changes: object) -> Path:
         SafetensorsFileWriter,
         TensorSpec,
     )
-    from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.mapping import hf_tensors
+    from megatron_dppo.model.reader import load_model_shape
 
     folder = save_tiny_model(folder, layers=1)
     config, weights = folder / "config.json", folder / "model.safetensors"

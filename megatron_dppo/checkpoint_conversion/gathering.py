@@ -1,10 +1,11 @@
-"""``gather_plan``'s buckets, gathered between the ranks of a process group's world."""
+"""``gather_plan``'s buckets of tensors: packed, sent between the ranks of a process group's world, and put together."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -66,7 +67,7 @@ def gather(
         counts = bucket.elements_by_rank
         if rank != bucket.receiver:
             if rank in counts:
-                dist.send(bucket.pack(rank, values), dst=bucket.receiver)
+                dist.send(pack(bucket, rank, values), dst=bucket.receiver)
             yield Gathered()
             continue
         flat = {source: like.new_empty(n) for source, n in counts.items() if source != rank}
@@ -77,6 +78,48 @@ def gather(
             if request is not None:
                 request.wait()
         received = sum(buffer.nbytes for buffer in flat.values())
-        yield Gathered(bucket.assemble(out, flat, rank, values), received)
+        yield Gathered(assemble(bucket, out, flat, rank, values), received)
     if buffers is not None:
         buffers.shrink()
+
+
+def pack(bucket: Bucket, rank: int, parameters: Mapping[ParameterKey, Tensor]) -> Tensor:
+    """What ``rank`` sends of a bucket: 1-D, of the parameters' dtype; detached from any graph."""
+    parts = [
+        piece.segment.of_local(parameters[piece.key]).detach().reshape(-1)
+        for tensor in bucket.tensors
+        for piece in tensor.pieces
+        if piece.rank == rank
+    ]
+    if parts:
+        return torch.cat(parts)
+    return next(iter(parameters.values())).detach().new_empty(0)
+
+
+def assemble(
+    bucket: Bucket,
+    out: Tensor,
+    flat_by_rank: Mapping[int, Tensor],
+    rank: int | None,
+    parameters: Mapping[ParameterKey, Tensor],
+) -> list[tuple[str, Tensor]]:
+    """A bucket's full tensors, one after another in ``out`` (1-D): views of it, by name.
+
+    ``rank``'s own pieces come straight from its ``parameters``, the others' from what they sent.
+    """
+    at = dict.fromkeys(flat_by_rank, 0)
+    named, end = [], 0
+    for tensor in bucket.tensors:
+        start, end = end, end + tensor.elements
+        full = out[start:end].view(tensor.shape)
+        for piece in tensor.pieces:
+            target = piece.segment.of_hf(full)
+            if piece.rank == rank:
+                target.copy_(piece.segment.of_local(parameters[piece.key]).detach())
+                continue
+            first = at[piece.rank]
+            at[piece.rank] = first + piece.elements
+            block = flat_by_rank[piece.rank][first : at[piece.rank]]
+            target.copy_(block.view(piece.shape))
+        named.append((tensor.name, full))
+    return named

@@ -11,12 +11,18 @@ import torch
 
 from megatron_dppo.checkpoint_conversion import certificate as certificates
 from megatron_dppo.checkpoint_conversion.certificate import Certificate, load_certificate
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec, byte_view
 from megatron_dppo.checkpoint_conversion.sharded_checkpoint import ShardedCheckpoint
-from megatron_dppo.checkpoint_conversion.tensor_store import read_slice, row_blocks
+from megatron_dppo.checkpoint_conversion.tensor_store import (
+    check_tensors,
+    check_tied_copy,
+    read_slice,
+    row_blocks,
+)
 from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import TorchDistCheckpoint
-from megatron_dppo.model.errors import CheckpointError, MismatchError
+from megatron_dppo.model.shape import ModelShape
 
 Store = SafetensorsReader | ShardedCheckpoint | TorchDistCheckpoint
 
@@ -36,6 +42,14 @@ class CheckedReader:
     def specs(self) -> Mapping[str, TensorSpec]:
         """Shape and dtype of every tensor."""
         return self._store.specs
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise CheckpointError where a tensor is missing, unknown, or of another shape than ``shape``'s tables say.
+
+        And where a tied model stores an output layer that is not its embedding.
+        """
+        check_tensors(self.specs, shape, str(self._store.folder))
+        check_tied_copy(self._store, shape, str(self._store.folder))
 
     def read(
         self, name: str, dim: int = 0, start: int = 0, length: int | None = None

@@ -7,6 +7,7 @@ a gap. A row is an index of dim 0; rows are contiguous.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -27,18 +28,18 @@ MAX_HEADER_BYTES = 100 << 20
 class TensorSpec:
     """Shape and dtype of a stored tensor."""
 
-    shape: torch.Size
+    shape: tuple[int, ...]
     dtype: torch.dtype
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one index of dim 0."""
-        return self.dtype.itemsize * torch.Size(self.shape[1:]).numel()
+        return self.dtype.itemsize * math.prod(self.shape[1:])
 
     @property
     def bytes(self) -> int:
         """Bytes of the whole."""
-        return self.dtype.itemsize * self.shape.numel()
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
     try:
         code, shape, (begin, end) = (
             facts["dtype"],
-            torch.Size(facts["shape"]),
+            tuple(facts["shape"]),
             facts["data_offsets"],
         )
     except (KeyError, TypeError, ValueError) as error:

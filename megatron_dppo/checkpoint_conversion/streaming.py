@@ -6,6 +6,7 @@ thread. Outputs are staged and renamed, so an interrupted conversion leaves noth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES, Certificate
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
 from megatron_dppo.checkpoint_conversion.hashing import TensorHashes
 from megatron_dppo.checkpoint_conversion.hf_io import (
     DEFAULT_SHARD_BYTES,
@@ -37,11 +39,11 @@ from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import (
     find_torch_dist,
 )
 from megatron_dppo.checkpoint_conversion.torch_dist_writing import write_torch_dist
-from megatron_dppo.model.errors import CheckpointError, MismatchError
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import gather_plan
-from megatron_dppo.model.layout import Layout, check_layout
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.layout_checks import check_layout
 from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
 Progress = Callable[[int], None]
@@ -62,11 +64,11 @@ def hf_to_megatron(
 ) -> Certificate:
     """Write ``hf_dir`` in ``layout`` (one file a rank), with its config and tokenizer, and a certificate.
 
-    ``dtype``: of the result; empty: as stored. Raises ConversionError where the input is bad or the
-    layout does not fit, and leaves nothing behind.
+    ``dtype``: of the result; empty: as stored. Raises ModelError where the input is bad, or where
+    Megatron-Core can't train the model in this layout, and leaves nothing behind.
     """
     shape = load_model_shape(hf_dir)
-    check_layout(shape, layout)
+    check_layout(layout.sizes, shape)
     with _original(hf_dir, shape) as reader:
         source_dtype, target = _dtypes(reader, dtype)
         plan = {tensor.name: tensor for tensor in gather_plan(shape, layout)}
@@ -132,7 +134,7 @@ def megatron_to_hf(
     """Write a Megatron checkpoint as Hugging Face shards with an index; config and tokenizer come from ``hf_config``.
 
     ``megatron_dir``: what the functions above wrote, or a ``torch_dist`` checkpoint of a training run. Where it has a
-    certificate, every tensor is checked on the way. Raises MismatchError naming the first that differs, ConversionError
+    certificate, every tensor is checked on the way. Raises MismatchError naming the first that differs, ModelError
     where ``hf_config`` describes another model; nothing is left behind.
     """
     side_files = Path(hf_config or megatron_dir)
@@ -282,4 +284,4 @@ def _folder_of(config: Path) -> Path:
 
 
 def _model_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
-    return sum(dims.numel() for dims in hf_tensors(shape).values()) * dtype.itemsize
+    return sum(math.prod(dims) for dims in hf_tensors(shape).values()) * dtype.itemsize

@@ -7,8 +7,9 @@ from typing import Protocol
 
 import torch
 
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
-from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 
@@ -19,6 +20,9 @@ Small enough that a block is still in a core's cache when it is hashed and writt
 same pages out again; large enough that Python's work on a block costs little. Of 256 KiB to 32 MiB the fastest where
 this was tried, and the least disturbed by a busy kernel.
 """
+
+SHOWN = 5
+"""Differences of a checkpoint from its config.json that an error lists."""
 
 
 class TensorStore(Protocol):
@@ -55,28 +59,35 @@ def row_blocks(spec: TensorSpec, block_bytes: int = BLOCK_BYTES) -> Iterator[tup
         yield start, min(rows, spec.shape[0] - start)
 
 
-def check_store(store: TensorStore, shape: ModelShape, where: str) -> None:
-    """Raise CheckpointError where a store's names, shapes or dtypes are not what ``shape`` describes.
+def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, where: str) -> None:
+    """Raise CheckpointError where names or shapes of ``specs`` are not those of ``shape``; it names all that differ.
 
-    A tied model may store its output layer too; the map leaves it out, and ``check_tied_copy`` compares it.
+    A tied model may store its output layer too; the table leaves it out, and ``check_tied_copy`` compares it.
     """
     expected = hf_tensors(shape)
-    present = set(store.specs) - ({"lm_head.weight"} if shape.tied_embeddings else set())
-    missing, unknown = [n for n in expected if n not in present], sorted(present - set(expected))
-    if missing or unknown:
-        listed = "; ".join(
-            f"{len(names)} {what}, first {names[0]}"
-            for what, names in (("missing", missing), ("unknown", unknown))
-            if names
+    _, output = family_of(shape).vocabulary_tensors
+    present = set(specs) - ({output} if shape.tied_embeddings else set())
+    wrong = {
+        "missing": [n for n in expected if n not in present],
+        "unknown": sorted(present - set(expected)),
+    }
+    listed = [f"{len(names)} {what}, first {names[0]}" for what, names in wrong.items() if names]
+    listed += [
+        f"{name} has shape {tuple(specs[name].shape)}, config.json says {dims}"
+        for name, dims in expected.items()
+        if name in present and tuple(specs[name].shape) != dims
+    ]
+    if listed:
+        shown = "; ".join(listed[:SHOWN]) + (
+            f"; {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
         )
-        raise CheckpointError(f"{where}: its tensors are not those of its config.json ({listed})")
-    for name, dims in expected.items():
-        spec = store.specs[name]
-        if spec.shape != dims:
-            raise CheckpointError(
-                f"{where}: {name} has shape {tuple(spec.shape)}, config.json says {tuple(dims)}"
-            )
-    kinds = {store.specs[name].dtype for name in expected}
+        raise CheckpointError(f"{where}: its tensors are not those of its config.json ({shown})")
+
+
+def check_store(store: TensorStore, shape: ModelShape, where: str) -> None:
+    """Raise CheckpointError where a store's names or shapes are not what ``shape`` describes, or dtypes several."""
+    check_tensors(store.specs, shape, where)
+    kinds = {store.specs[name].dtype for name in hf_tensors(shape)}
     if len(kinds) != 1:
         raise CheckpointError(
             f"{where}: tensors of several dtypes, {sorted(map(str, kinds))}; expected one"
@@ -85,12 +96,12 @@ def check_store(store: TensorStore, shape: ModelShape, where: str) -> None:
 
 def check_tied_copy(store: TensorStore, shape: ModelShape, where: str) -> None:
     """Raise CheckpointError where a tied model stores an output layer that is not its embedding."""
-    names = ("model.embed_tokens.weight", "lm_head.weight")
+    names = family_of(shape).vocabulary_tensors
     if not shape.tied_embeddings or names[1] not in store.specs:
         return
     for start, count in row_blocks(store.specs[names[0]]):
         first, second = (store.read_rows(name, start, count) for name in names)
         if not torch.equal(first, second):
             raise CheckpointError(
-                f"{where}: tie_word_embeddings is true, but lm_head.weight differs from {names[0]}"
+                f"{where}: tie_word_embeddings is true, but {names[1]} differs from {names[0]}"
             )

@@ -17,9 +17,9 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
 from megatron_dppo.checkpoint_conversion.saved_tensor import find_saved_tensor
-from megatron_dppo.model.errors import CheckpointError
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")

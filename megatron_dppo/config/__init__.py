@@ -2,7 +2,7 @@
 
 from megatron_dppo.config.checks import check_config, check_supervised_config
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.layout import Plan, padded_vocab_size
+from megatron_dppo.config.layout import Plan
 from megatron_dppo.config.loading import load_as, load_config, resolved_yaml
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
 
@@ -15,6 +15,5 @@ __all__ = [
     "check_supervised_config",
     "load_as",
     "load_config",
-    "padded_vocab_size",
     "resolved_yaml",
 ]

@@ -2,8 +2,7 @@
 error.
 
 Nothing here imports torch, Megatron or SGLang. What only those can tell (names of algorithms and
-rewards, supported model families, the libraries' own options) is checked by
-``launch/library_checks.py`` before anything starts.
+rewards, the libraries' own options) is checked by ``launch/library_checks.py`` before anything starts.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.forwarded import SGLANG, megatron_problems, replay_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
-from megatron_dppo.config.model_facts import ModelFacts, read_model_facts
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
+from megatron_dppo.model.shape import ModelShape
 
 P = TypeVar("P", bound=PolicyConfig)
 Problems = Iterator[str]
 Check = Callable[[TrainConfig], Problems]
-ModelCheck = Callable[[TrainConfig, ModelFacts], Problems]
+ModelCheck = Callable[[TrainConfig, ModelShape], Problems]
 
 
 def check_config(config: TrainConfig, source: str = "configuration") -> Plan:
@@ -49,14 +49,14 @@ def check_supervised_config(config: SupervisedConfig, source: str = "configurati
 
 def _checked_model(
     config: P,
-    checks: Sequence[Callable[[P, ModelFacts], Problems]],
+    checks: Sequence[Callable[[P, ModelShape], Problems]],
     problems: list[str],
     source: str,
-) -> ModelFacts:
-    """The model's facts, when neither they nor what was found before is a problem."""
+) -> ModelShape:
+    """The model's shape, when neither it nor what was found before is a problem."""
     model = None
     try:
-        model = read_model_facts(config.model.hf_checkpoint)
+        model = read_checkpoint_folder(config.model.hf_checkpoint)
     except ConfigError as error:
         problems += error.problems
     if model is not None:
@@ -180,22 +180,20 @@ def _forwarded(config: TrainConfig) -> Problems:
     yield from SGLANG.problems(config.sglang)
 
 
-def _router_replay(config: TrainConfig, model: ModelFacts) -> Problems:
+def _router_replay(config: TrainConfig, model: ModelShape) -> Problems:
     if not config.rollout.router_replay:
         return
     yield from replay_problems(config.megatron)
-    if not model.mixture_of_experts:
+    if not model.is_moe:
         yield (
-            f"rollout.router_replay: got true, expected false: {model.model_type} is a dense "
+            f"rollout.router_replay: got true, expected false: {model.family} is a dense "
             "model, "
             "it routes nothing"
         )
 
 
-def _lengths(config: TrainConfig, model: ModelFacts) -> Problems:
+def _lengths(config: TrainConfig, model: ModelShape) -> Problems:
     longest = model.max_position_embeddings
-    if longest is None:
-        return
     prompt = config.data.max_prompt_tokens
     responses = {
         "rollout": config.rollout.max_response_tokens,
@@ -210,7 +208,7 @@ def _lengths(config: TrainConfig, model: ModelFacts) -> Problems:
             )
 
 
-def _topk(config: TrainConfig, model: ModelFacts) -> Problems:
+def _topk(config: TrainConfig, model: ModelShape) -> Problems:
     if config.rollout.topk_log_probs > model.vocab_size:
         yield (
             f"rollout.topk_log_probs: got {config.rollout.topk_log_probs}, expected at most the "
@@ -218,7 +216,7 @@ def _topk(config: TrainConfig, model: ModelFacts) -> Problems:
         )
 
 
-def _stop_tokens(config: TrainConfig, model: ModelFacts) -> Problems:
+def _stop_tokens(config: TrainConfig, model: ModelShape) -> Problems:
     unknown = [t for t in config.rollout.stop_token_ids if not 0 <= t < model.vocab_size]
     if unknown:
         yield (

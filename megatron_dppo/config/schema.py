@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Field
 
+from megatron_dppo.model.layout_checks import LayoutSizes
+
 
 class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no silent conversion of types."""
@@ -166,25 +168,14 @@ class ParallelConfig(Section):
     """Sequence parallelism. Empty: on where tensor > 1 and the model is a mixture of experts."""
 
     @property
+    def sizes(self) -> LayoutSizes:
+        """The section as the layout's checks take it."""
+        return LayoutSizes(**self.model_dump())
+
+    @property
     def data(self) -> int:
         """Data-parallel ranks of the dense layers: what tensor and pipeline leave of the world."""
-        return self.world_size // (self.tensor * self.pipeline)
-
-    @property
-    def expert_tensor_size(self) -> int:
-        """``expert_tensor`` with its default filled in."""
-        if self.expert_tensor is not None:
-            return self.expert_tensor
-        return self.tensor if self.expert == 1 else 1
-
-    @property
-    def expert_data(self) -> int:
-        """Data-parallel ranks of the experts."""
-        return self.world_size // (self.expert_tensor_size * self.expert * self.pipeline)
-
-    def sequence_parallel(self, mixture_of_experts: bool) -> bool:
-        """``sequence`` with its default filled in for a model of that kind."""
-        return self.tensor > 1 and mixture_of_experts if self.sequence is None else self.sequence
+        return self.sizes.data
 
 
 class StepConfig(Section):

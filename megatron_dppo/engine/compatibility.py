@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -13,6 +11,8 @@ import orjson
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.model.families import family_of
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     """
     info, model_info = await client.get_json("/server_info"), await client.get_json("/model_info")
     differences = compare_server(config, info, model_info)
-    size = _hf_config(config)["vocab_size"]
+    size = load_model_shape(config.model.hf_checkpoint).vocab_size
     if not differences and not await client.ready():
         log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
     elif not differences and not await _serves_vocabulary(client, size):
@@ -51,12 +51,12 @@ def compare_server(
     """One line for each thing that ``/server_info`` and ``/model_info`` say and the run does not
     expect.
     """
-    model = _hf_config(config)
+    family = family_of(load_model_shape(config.model.hf_checkpoint))
     room = config.sequence_tokens
     wanted: dict[str, tuple[Any, Any]] = {
         "sglang version": (info["version"], SGLANG_VERSION),
-        "model type": (model_info["model_type"], model["model_type"]),
-        "architectures": (model_info["architectures"], model["architectures"]),
+        "model type": (model_info["model_type"], family.model_type),
+        "architectures": (model_info["architectures"], [family.architecture]),
         "dtype (--dtype)": (info["dtype"], config.model.dtype),
         "quantization": (info["quantization"], None),
     }
@@ -94,10 +94,6 @@ async def _scores(client: EngineClient, token: int) -> bool:
             raise
         return False
     return True
-
-
-def _hf_config(config: ServerSections) -> dict[str, Any]:
-    return json.loads((Path(config.model.hf_checkpoint) / "config.json").read_text())
 
 
 def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShape) -> None:

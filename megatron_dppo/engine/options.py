@@ -19,6 +19,8 @@ from megatron_dppo.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
+from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.shape import ITEM_BYTES
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Budget of the key-value cache on a CPU; SGLang's own takes most of the machine's memory."""
@@ -132,11 +134,9 @@ def cpu_kv_tokens(config: ServerSections) -> int:
     """
     sequence = config.sequence_tokens
     wanted = config.rollout.max_concurrent_requests * sequence
-    model = json.loads((Path(config.model.hf_checkpoint) / "config.json").read_text())
-    heads = model.get("num_key_value_heads", model["num_attention_heads"])
-    head_dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    bytes_per_value = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    token_bytes = 2 * model["num_hidden_layers"] * heads * head_dim * bytes_per_value
+    model = load_model_shape(config.model.hf_checkpoint)
+    values = 2 * model.num_layers * model.num_query_groups * model.head_dim
+    token_bytes = values * ITEM_BYTES[config.model.dtype]
     return max(2 * sequence, min(wanted, CPU_KV_CACHE_BYTES // token_bytes))
 
 

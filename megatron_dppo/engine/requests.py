@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.types import FinishReason, VersionSpan
 
 
@@ -60,18 +59,11 @@ class RoutedShape:
     experts: int
 
     @classmethod
-    def of_model(cls, hf_checkpoint: str | Path) -> RoutedShape:
-        """From a model's ``config.json``. Raises ValueError where nothing is routed."""
-        model = json.loads((Path(hf_checkpoint) / "config.json").read_text())
-        experts = model.get("num_experts") or model.get("num_local_experts") or 0
-        layers, dense = model["num_hidden_layers"], model.get("mlp_only_layers") or []
-        step = model.get("decoder_sparse_step", 1)
-        routing = tuple(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
-        if not experts or not routing:
-            raise ValueError(
-                f"rollout.router_replay: {hf_checkpoint} ({model.get('model_type')}) has no experts"
-            )
-        return cls(layers, routing, model["num_experts_per_tok"], experts)
+    def of_model(cls, model: ModelShape) -> RoutedShape:
+        """Of a mixture of experts. Raises ValueError where nothing is routed."""
+        if not model.is_moe:
+            raise ValueError(f"rollout.router_replay: {model.family} has no experts")
+        return cls(model.num_layers, model.moe_layers, model.experts_per_token, model.num_experts)
 
     @property
     def dtype(self) -> type[np.uint8] | type[np.uint16]:

@@ -1,6 +1,6 @@
 """An SGLang server's tensors, part by part: the bytes that its checksums are taken over.
 
-``checkpoint_conversion.engine_layout`` says which blocks of which Hugging Face tensors each engine rank holds. Here the
+``model.engine_layout`` says which blocks of which Hugging Face tensors each engine rank holds. Here the
 blocks are put in the order in which they lie in the engine's memory, experts one after another, and end in zeros where
 the engine pads.
 """

@@ -21,8 +21,9 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.config.forwarded import MEGATRON, SGLANG
 from megatron_dppo.config.library_fields import LibraryMissingError
-from megatron_dppo.config.model_facts import read_model_facts
 from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.model.errors import ModelError
+from megatron_dppo.model.reader import load_model_shape
 
 CHECK = "--check"
 """The word that has an entry point check everything, describe what it found, and exit."""
@@ -47,16 +48,16 @@ def check_everything(config: TrainConfig, source: str) -> Plan:
     """Run every check of a run of reinforcement learning.
 
     Returns what follows from the configuration. Raises ConfigError with all problems, naming
-    ``source``: those that need no library, and names of algorithms, rewards and model families and
-    options of libraries that nobody knows.
+    ``source``: those that need no library, and names of algorithms and rewards and options of libraries
+    that nobody knows.
     """
-    names = {"algorithm": _algorithm, "reward.name": _reward, "model.hf_checkpoint": _model}
+    names = {"algorithm": _algorithm, "reward.name": _reward}
     return _with_libraries(config, source, check_config, names)
 
 
 def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
     """As :func:`check_everything`, of a supervised run."""
-    _with_libraries(config, source, check_supervised_config, {"model.hf_checkpoint": _model})
+    _with_libraries(config, source, check_supervised_config, {})
 
 
 def _with_libraries(
@@ -77,7 +78,7 @@ def _with_libraries(
             continue  # it would only be told twice
         try:
             check_name(config)
-        except ConfigError:
+        except ModelError:
             continue  # a checkpoint that ``check`` has told of
         except ValueError as error:
             problems.append(f"{key}: {error}")
@@ -112,7 +113,7 @@ def _algorithm(config: TrainConfig) -> None:
 
     chosen = config.algorithm
     algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
-    vocab_size = read_model_facts(config.model.hf_checkpoint).vocab_size
+    vocab_size = load_model_shape(config.model.hf_checkpoint).vocab_size
     carried_topk(algorithm, config.rollout.topk_log_probs, vocab_size)
 
 
@@ -120,9 +121,3 @@ def _reward(config: TrainConfig) -> None:
     from megatron_dppo.rewards import find_reward
 
     find_reward(config.reward.name).load()
-
-
-def _model(config: PolicyConfig) -> None:
-    from megatron_dppo.model.families import load_model_shape
-
-    load_model_shape(config.model.hf_checkpoint)

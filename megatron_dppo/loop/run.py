@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import DataError
 from megatron_dppo.data.rollout_codec import RolloutFormatError, save_batch
@@ -36,8 +37,7 @@ from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.timing import PhaseTimer
-from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank
@@ -231,9 +231,7 @@ class Run:
         if rollout.replay_from is not None:
             return ReplayedRollouts(rollout, feed, problems)
         assert self.engine is not None
-        routed = (
-            RoutedShape.of_model(self.config.model.hf_checkpoint) if rollout.router_replay else None
-        )
+        routed = RoutedShape.of_model(self.trainer.shape) if rollout.router_replay else None
         job = GenerationJob(
             (),
             rollout.group_size,

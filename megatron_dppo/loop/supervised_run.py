@@ -10,13 +10,13 @@ import torch
 
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.supervised import negative_log_likelihood
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import SupervisedConfig
 from megatron_dppo.data.packing import PackedBatch, TrainingSample, pack, plan_mini_batch
 from megatron_dppo.data.problems import DataError, Pair, load_pairs, load_tokenizer
 from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats

@@ -1,30 +1,20 @@
 """What each rank of an SGLang engine holds: its fused parameters, as blocks of Hugging Face tensors.
 
-The same tables and splits as the trainer's, with the rows that SGLang 0.5.23 fuses otherwise: Q, K and V are stacked
-(K and V heads repeated where there are fewer of them than ranks), experts are stacked into ``w13_weight`` and
-``w2_weight``. Unquantised, with the canonical (Triton or native) layout of experts. The resharding proof reads it, and
-so do the checksums that a weight update compares with the engine's own.
+The families' tables, with SGLang's names and cuts (``Rule.in_engine``). The resharding proof reads it, and so do the
+checksums that a weight update compares with the engine's own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from megatron_dppo.model import splits
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.families import family_of
-from megatron_dppo.model.mapping import LocalParameter, Segment, shard_of
+from megatron_dppo.model.mapping import LocalParameter, segments_of, shard_of
 from megatron_dppo.model.rules import Rule
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.model.splits import Block, Dims, Shard
-
-VOCABULARY_PADDING = 64
-"""SGLang pads the vocabulary to a multiple of this, or of this times TP where TP does not divide the result."""
-
-
-UNTIED_FAMILIES = frozenset({"qwen3_moe"})
-"""Families whose SGLang model keeps an output matrix of its own whatever ``tie_word_embeddings`` says."""
+from megatron_dppo.model.splits import replicated
 
 
 @dataclass(frozen=True)
@@ -76,58 +66,6 @@ def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
         raise LayoutError(f"the engine's layout does not divide the model: {'; '.join(wrong)}")
 
 
-def stacked_heads(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """``[q_r; k_r; v_r]`` by heads; with fewer K/V heads than ranks, neighbours hold the same one."""
-    copies = max(1, size // shape.num_query_groups)
-    kv_size, kv_rank = size // copies, rank // copies
-    blocks, at = [], 0
-    for index, dims in enumerate(sources):
-        parts, part = (size, rank) if index == 0 else (kv_size, kv_rank)
-        length = dims[0] // parts
-        blocks.append(Block(index, 0, part * length, at, length))
-        at += length
-    return Shard((at, *sources[0][1:]), tuple(blocks))
-
-
-def padded_vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Rows padded as VOCABULARY_PADDING says, then cut."""
-    (dims,) = sources
-    multiple = VOCABULARY_PADDING
-    if -(-dims[0] // multiple) * multiple % size:
-        multiple *= size
-    rows = -(-dims[0] // multiple) * multiple // size
-    start = rank * rows
-    length = max(0, min(dims[0] - start, rows))
-    blocks = (Block(0, 0, start, 0, length),) if length else ()
-    return Shard((rows, *dims[1:]), blocks)
-
-
-_LAYER = "model.layers.{layer}."
-FUSED: dict[str, tuple[str, splits.Split]] = {
-    "self_attention.linear_qkv.weight": (_LAYER + "self_attn.qkv_proj.weight", stacked_heads),
-    "self_attention.linear_qkv.bias": (_LAYER + "self_attn.qkv_proj.bias", stacked_heads),
-    "mlp.linear_fc1.weight": (_LAYER + "mlp.gate_up_proj.weight", splits.column_parallel),
-    "mlp.experts.linear_fc1.weight{expert}": (
-        _LAYER + "mlp.experts.w13_weight[{expert}]",
-        splits.column_parallel,
-    ),
-    "mlp.experts.linear_fc2.weight{expert}": (
-        _LAYER + "mlp.experts.w2_weight[{expert}]",
-        splits.row_parallel,
-    ),
-}
-"""Megatron's row (within a layer) -> SGLang's name and cut. Rows not named here keep their Hugging Face name."""
-
-
-def engine_rule(rule: Rule) -> Rule:
-    """SGLang's row for the sources of a family's row; ``megatron`` then holds SGLang's name."""
-    fused = FUSED.get(rule.megatron.removeprefix("decoder.layers.{layer}."))
-    if fused is not None:
-        return Rule(fused[0], fused[1], rule.sources)
-    split = padded_vocabulary if rule.split is splits.vocabulary else rule.split
-    return Rule(rule.sources[0].name, split, rule.sources)
-
-
 def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> list[LocalParameter]:
     """All parameters of engine ``rank``. Names are SGLang's; a local expert's slice is ``...w13_weight[i]``.
 
@@ -139,13 +77,12 @@ def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> lis
 
 def keeps_untied_output(shape: ModelShape) -> bool:
     """Whether the engine holds a tied model's embedding a second time, as its output matrix."""
-    return shape.tied_embeddings and shape.family in UNTIED_FAMILIES
+    return shape.tied_embeddings and family_of(shape).engine_keeps_output
 
 
 def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
     """Names under which the engine must be sent ``hf_name``'s tensor."""
-    family = family_of(shape)
-    embedding, output = (rule.sources[0].name for rule in (family.embedding, family.output))
+    embedding, output = family_of(shape).vocabulary_tensors
     is_twice = hf_name == embedding and keeps_untied_output(shape)
     return [embedding, output] if is_twice else [hf_name]
 
@@ -158,36 +95,35 @@ def _parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> Iterator[
     def made(rule: Rule, layer: int = 0) -> LocalParameter:
         return _parameter(rule, shape, (rank, engine.tensor), layer, 0, 0)
 
-    yield made(engine_rule(family.embedding))
+    yield made(family.embedding)
     for layer in range(shape.num_layers):
         for rule in family.layer:
-            yield made(engine_rule(rule), layer)
+            yield made(rule, layer)
         for local in range(experts_here):
             for rule in family.expert:
                 expert = ep_rank * experts_here + local
                 part = (etp_rank, engine.expert_tensor)
-                yield _parameter(engine_rule(rule), shape, part, layer, expert, local)
-    yield made(engine_rule(family.final_norm))
+                yield _parameter(rule, shape, part, layer, expert, local)
+    yield made(family.final_norm)
     if not shape.tied_embeddings:
-        yield made(engine_rule(family.output))
+        yield made(family.output)
     elif keeps_untied_output(shape):
-        yield made(Rule(family.output.sources[0].name, padded_vocabulary, family.embedding.sources))
+        yield made(
+            replace(family.output, sources=family.embedding.sources, engine=family.output.in_engine)
+        )
 
 
 def _parameter(
     rule: Rule, shape: ModelShape, part: tuple[int, int], layer: int, expert: int, local_expert: int
 ) -> LocalParameter:
     rank, size = part
-    shard = shard_of(rule, shape, rank, size)
+    row = rule.in_engine
+    shard = shard_of(row.split, rule.sources, shape, rank, size)
     names = [source.name.format(layer=layer, expert=expert) for source in rule.sources]
-    segments = tuple(
-        Segment(names[b.source], b.dim, b.source_start, b.local_start, b.length)
-        for b in shard.blocks
-    )
     return LocalParameter(
         chunk=0,
-        name=rule.megatron.format(layer=layer, expert=local_expert),
+        name=row.name.format(layer=layer, expert=local_expert),
         shape=shard.shape,
-        segments=segments,
-        is_primary=rule.tensor_parallel or rank == 0,
+        segments=segments_of(shard, names),
+        is_primary=row.split is not replicated or rank == 0,
     )

@@ -1,23 +1,29 @@
-"""What can be wrong with a checkpoint, a model or a layout. Each message says what was found and what was expected."""
+"""What can be wrong with a model, a layout or a mapping. Each message says what was found and what was expected."""
 
 from __future__ import annotations
 
-
-class ConversionError(ValueError):
-    """Base of everything that this package refuses."""
+from collections.abc import Sequence
 
 
-class UnsupportedModelError(ConversionError):
-    """A config.json of a family, or with a feature, that the map does not describe."""
+class ModelError(ValueError):
+    """Base of everything that is refused about a model: its config.json, its layout, its checkpoints."""
 
 
-class LayoutError(ConversionError):
-    """A parallel layout that does not divide the model or the world."""
+class ModelConfigError(ModelError):
+    """A config.json that is missing or can't be read."""
 
 
-class CheckpointError(ConversionError):
-    """Files that are missing, truncated, inconsistent or of the wrong type."""
+class UnsupportedModelError(ModelError):
+    """A config.json of a family, or with entries, that no table describes; ``problems``: one line each."""
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
 
 
-class MismatchError(CheckpointError):
-    """Bytes that differ from what was converted; the message names the tensor, the rank and the offset."""
+class LayoutError(ModelError):
+    """A parallel layout that does not fit the model or the world."""
+
+
+class ProofError(ModelError):
+    """An element that is produced or placed twice or never; the message names the tensor and the place."""

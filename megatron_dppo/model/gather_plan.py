@@ -7,12 +7,11 @@ any choice of receivers can: of every tensor, what its best holder lacks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-
-import torch
 
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment, hf_tensors, primary_parameters
@@ -48,7 +47,7 @@ class Piece:
     @property
     def elements(self) -> int:
         """Elements of the block."""
-        return torch.Size(self.shape).numel()
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,21 @@ class TensorSources:
     """A Hugging Face tensor and the pieces that tile it, ordered by their place in it."""
 
     name: str
-    shape: torch.Size
+    shape: Dims
     pieces: tuple[Piece, ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements of the whole."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Tensors that are gathered together on rank ``receiver``.
 
-    Every other rank sends one flat tensor: its pieces in the plan's order, each contiguous (``pack``); the receiver
-    lays them out among its own (``assemble``). All ranks make the same plan, so nothing but weights travels.
+    Every other rank sends one flat tensor: its pieces in the plan's order, each contiguous; the receiver lays them out
+    among its own. All ranks make the same plan, so nothing but weights travels.
     """
 
     tensors: tuple[TensorSources, ...]
@@ -74,7 +78,7 @@ class Bucket:
     @property
     def elements(self) -> int:
         """Elements of all its tensors."""
-        return sum(tensor.shape.numel() for tensor in self.tensors)
+        return sum(tensor.elements for tensor in self.tensors)
 
     @cached_property
     def elements_by_rank(self) -> dict[int, int]:
@@ -84,51 +88,6 @@ class Bucket:
             for piece in tensor.pieces:
                 counts[piece.rank] = counts.get(piece.rank, 0) + piece.elements
         return counts
-
-    def pack(self, rank: int, parameters: Mapping[ParameterKey, torch.Tensor]) -> torch.Tensor:
-        """What ``rank`` sends: 1-D, of the parameters' dtype; detached from any graph."""
-        parts = [
-            piece.segment.of_local(parameters[piece.key]).detach().reshape(-1)
-            for tensor in self.tensors
-            for piece in tensor.pieces
-            if piece.rank == rank
-        ]
-        if parts:
-            return torch.cat(parts)
-        return next(iter(parameters.values())).detach().new_empty(0)
-
-    def unpack(self, flat_by_rank: Mapping[int, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
-        """The full tensors, out of what every rank in ``elements_by_rank`` sent."""
-        out = next(iter(flat_by_rank.values())).new_empty(self.elements)
-        return self.assemble(out, flat_by_rank, None, {})
-
-    def assemble(
-        self,
-        out: torch.Tensor,
-        flat_by_rank: Mapping[int, torch.Tensor],
-        rank: int | None,
-        parameters: Mapping[ParameterKey, torch.Tensor],
-    ) -> list[tuple[str, torch.Tensor]]:
-        """The full tensors, one after another in ``out`` (1-D): views of it, by name.
-
-        ``rank``'s own pieces come straight from its ``parameters``, the others' from what they sent.
-        """
-        at = dict.fromkeys(flat_by_rank, 0)
-        named, end = [], 0
-        for tensor in self.tensors:
-            start, end = end, end + tensor.shape.numel()
-            full = out[start:end].view(tensor.shape)
-            for piece in tensor.pieces:
-                target = piece.segment.of_hf(full)
-                if piece.rank == rank:
-                    target.copy_(piece.segment.of_local(parameters[piece.key]).detach())
-                    continue
-                first = at[piece.rank]
-                at[piece.rank] = first + piece.elements
-                block = flat_by_rank[piece.rank][first : at[piece.rank]]
-                target.copy_(block.view(piece.shape))
-            named.append((tensor.name, full))
-        return named
 
 
 def gather_plan(shape: ModelShape, layout: Layout) -> list[TensorSources]:
@@ -185,7 +144,7 @@ def best_receiver(tensor: TensorSources) -> int:
 
 def gathered_elements(tensor: TensorSources, receiver: int) -> int:
     """Elements that must travel for ``receiver`` to have ``tensor``."""
-    return tensor.shape.numel() - _elements_held(tensor).get(receiver, 0)
+    return tensor.elements - _elements_held(tensor).get(receiver, 0)
 
 
 def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
@@ -208,7 +167,7 @@ def _groups(
     group: list[TensorSources] = []
     filled = 0
     for tensor in plan:
-        size = tensor.shape.numel() * item_bytes
+        size = tensor.elements * item_bytes
         if group and filled + size > bucket_bytes:
             yield group
             group, filled = [], 0

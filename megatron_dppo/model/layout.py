@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.layout_checks import LayoutSizes, raise_problems, size_problems
 from megatron_dppo.model.shape import ModelShape
 
 
@@ -25,10 +26,9 @@ class RankCoordinates:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel dimensions; ``data`` counts the replicas of the attention part.
+    """Sizes of the parallel dimensions that fit each other; ``data`` counts the replicas of the attention part.
 
-    Raises LayoutError where a size is not positive, experts don't divide a stage's ranks, or model chunks
-    (``virtual_pipeline``) come without a pipeline.
+    Raises LayoutError where they don't fit. Whether they fit a model is ``layout_checks``' to say.
     """
 
     tensor: int = 1
@@ -40,18 +40,23 @@ class Layout:
     context: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("tensor", "pipeline", "expert", "expert_tensor", "data", "context", "chunks"):
+        for name in ("data", "context"):
             if getattr(self, name) < 1:
-                raise LayoutError(f"layout: {name} is {getattr(self, name)}, expected at least 1")
-        if self.virtual_pipeline is not None and self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise LayoutError(
-                f"layout: virtual_pipeline {self.virtual_pipeline} needs pipeline > 1"
-            )
-        if self.stage_ranks % (self.expert * self.expert_tensor):
-            raise LayoutError(
-                f"layout: a pipeline stage has {self.stage_ranks} ranks (tensor {self.tensor} x context {self.context}"
-                f" x data {self.data}), not divisible by expert {self.expert} x expert_tensor {self.expert_tensor}"
-            )
+                raise LayoutError(f"layout.{name}: got {getattr(self, name)}, expected at least 1")
+        raise_problems(size_problems(self.sizes))
+
+    @classmethod
+    def of(cls, sizes: LayoutSizes) -> Layout:
+        """The layout of a world of ``sizes``. Raises LayoutError, with all problems, where they don't fit."""
+        raise_problems(size_problems(sizes))
+        return cls(
+            sizes.tensor,
+            sizes.pipeline,
+            sizes.virtual_pipeline,
+            sizes.expert,
+            sizes.expert_tensor_size,
+            sizes.data,
+        )
 
     @classmethod
     def smallest(
@@ -60,18 +65,25 @@ class Layout:
         pipeline: int = 1,
         virtual_pipeline: int | None = None,
         expert: int = 1,
-        expert_tensor: int = 1,
+        expert_tensor: int | None = None,
     ) -> Layout:
         """The layout of fewest ranks: as much data parallelism as the experts need and no more."""
-        for name, size in (
-            ("tensor", tensor),
-            ("expert", expert),
-            ("expert_tensor", expert_tensor),
-        ):
-            if size < 1:
-                raise LayoutError(f"layout: {name} is {size}, expected at least 1")
-        data = math.lcm(tensor, expert * expert_tensor) // tensor
-        return cls(tensor, pipeline, virtual_pipeline, expert, expert_tensor, data)
+        sizes = LayoutSizes(0, tensor, pipeline, virtual_pipeline, expert, expert_tensor)
+        inner = expert * sizes.expert_tensor_size
+        data = math.lcm(tensor, inner) // tensor if min(tensor, inner) > 0 else 1
+        return cls(tensor, pipeline, virtual_pipeline, expert, sizes.expert_tensor_size, data)
+
+    @property
+    def sizes(self) -> LayoutSizes:
+        """The same, as its checks take it."""
+        return LayoutSizes(
+            self.world_size,
+            self.tensor,
+            self.pipeline,
+            self.virtual_pipeline,
+            self.expert,
+            self.expert_tensor,
+        )
 
     @property
     def chunks(self) -> int:
@@ -111,34 +123,6 @@ class Layout:
             "ETP": self.expert_tensor, "DP": self.data,
         }  # fmt: skip
         return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "single"
-
-
-def check_layout(shape: ModelShape, layout: Layout) -> None:
-    """Raise LayoutError where ``layout`` cannot hold ``shape``; all reasons in one message."""
-    groups, tensor = shape.num_query_groups, layout.tensor
-    checks = [
-        (shape.num_layers % (layout.pipeline * layout.chunks) == 0,
-         f"{shape.num_layers} layers into pipeline {layout.pipeline} x {layout.chunks} model chunks"),
-        (shape.num_attention_heads % tensor == 0, f"{shape.num_attention_heads} attention heads into tensor {tensor}"),
-        (groups % tensor == 0 or tensor % groups == 0, f"{groups} query groups into tensor {tensor}"),
-    ]  # fmt: skip
-    if shape.is_moe:
-        checks += [
-            (shape.num_experts % layout.expert == 0, f"{shape.num_experts} experts into expert {layout.expert}"),
-            (shape.moe_ffn_hidden_size % layout.expert_tensor == 0,
-             f"expert width {shape.moe_ffn_hidden_size} into expert_tensor {layout.expert_tensor}"),
-        ]  # fmt: skip
-    else:
-        checks += [
-            (
-                shape.ffn_hidden_size % tensor == 0,
-                f"MLP width {shape.ffn_hidden_size} into tensor {tensor}",
-            ),
-            (layout.expert == 1, f"a dense model into expert {layout.expert}"),
-        ]
-    wrong = [text for divides, text in checks if not divides]
-    if wrong:
-        raise LayoutError(f"the layout does not divide the model: {'; '.join(wrong)}")
 
 
 def local_layers(shape: ModelShape, layout: Layout, pp_rank: int, chunk: int) -> range:

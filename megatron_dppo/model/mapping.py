@@ -5,23 +5,27 @@ Loading, saving, the online weight update, the offline converter and the reshard
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
-
-import torch
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_dppo.model.families import family_of
-from megatron_dppo.model.layout import (
-    Layout,
-    RankCoordinates,
-    check_layout,
-    local_layers,
-)
-from megatron_dppo.model.rules import Rule
+from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
+from megatron_dppo.model.layout_checks import holding_problems, raise_problems
+from megatron_dppo.model.rules import Rule, Source
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.model.splits import Dims, Shard
+from megatron_dppo.model.splits import Dims, Shard, Split
+
+
+class Narrowable(Protocol):
+    """What a segment cuts: a tensor, of whatever library."""
+
+    def narrow(self, dim: int, start: int, length: int) -> Any:
+        """The view of ``length`` indices from ``start`` on along ``dim``."""
+
+
+T = TypeVar("T", bound=Narrowable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +41,15 @@ class Segment:
     local_start: int
     length: int
 
-    def of_local(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of_local(self, tensor: T) -> T:
         """The view of the local parameter."""
-        return tensor.narrow(self.dim, self.local_start, self.length)
+        view: T = tensor.narrow(self.dim, self.local_start, self.length)
+        return view
 
-    def of_hf(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of_hf(self, tensor: T) -> T:
         """The view of the Hugging Face tensor."""
-        return tensor.narrow(self.dim, self.hf_start, self.length)
+        view: T = tensor.narrow(self.dim, self.hf_start, self.length)
+        return view
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +68,11 @@ class LocalParameter:
     is_primary: bool
 
 
-def hf_tensors(shape: ModelShape) -> dict[str, torch.Size]:
+def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
     """Every tensor of the Hugging Face checkpoint, in model order. Tied embeddings: no ``lm_head.weight``."""
     sizes = shape.sizes()
     return {
-        source.name.format(layer=layer, expert=expert): torch.Size(sizes[d] for d in source.dims)
+        source.name.format(layer=layer, expert=expert): tuple(sizes[d] for d in source.dims)
         for rule, layer, expert in _rules(shape)
         for source in rule.sources
     }
@@ -74,13 +80,13 @@ def hf_tensors(shape: ModelShape) -> dict[str, torch.Size]:
 
 def local_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
     """All parameters of global ``rank``, chunk by chunk. Raises LayoutError where the layout doesn't fit."""
-    check_layout(shape, layout)
+    raise_problems(holding_problems(layout.sizes, shape))
     return list(_parameters(shape, layout, layout.coordinates(rank), primary_only=False))
 
 
 def primary_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
     """Those of ``local_parameters`` whose ``is_primary`` holds, without making the others."""
-    check_layout(shape, layout)
+    raise_problems(holding_problems(layout.sizes, shape))
     return list(_parameters(shape, layout, layout.coordinates(rank), primary_only=True))
 
 
@@ -156,23 +162,30 @@ def _parameter(
     shape: ModelShape, layout: Layout, at: RankCoordinates, chunk: int, row: _Row
 ) -> LocalParameter:
     rank, size = (at.etp, layout.expert_tensor) if row.is_expert else (at.tp, layout.tensor)
-    shard = shard_of(row.rule, shape, rank, size)
+    shard = shard_of(row.rule.split, row.rule.sources, shape, rank, size)
     names = [source.name.format(layer=row.layer, expert=row.expert) for source in row.rule.sources]
     return LocalParameter(
         chunk=chunk,
         name=row.rule.megatron.format(layer=row.local_layer, expert=row.local_expert),
         shape=shard.shape,
-        segments=tuple(
-            Segment(names[b.source], b.dim, b.source_start, b.local_start, b.length)
-            for b in shard.blocks
-        ),
+        segments=segments_of(shard, names),
         is_primary=row.is_primary,
     )
 
 
+def segments_of(shard: Shard, names: Sequence[str]) -> tuple[Segment, ...]:
+    """A shard's blocks, their sources by ``names``."""
+    return tuple(
+        Segment(names[b.source], b.dim, b.source_start, b.local_start, b.length)
+        for b in shard.blocks
+    )
+
+
 @lru_cache(maxsize=4096)
-def shard_of(rule: Rule, shape: ModelShape, rank: int, size: int) -> Shard:
+def shard_of(
+    split: Split, sources: tuple[Source, ...], shape: ModelShape, rank: int, size: int
+) -> Shard:
     """What tensor-parallel ``rank`` of ``size`` holds of a row: the same for every layer and expert."""
     sizes = shape.sizes()
-    dims = [tuple(sizes[d] for d in source.dims) for source in rule.sources]
-    return rule.split(dims, shape, rank, size)
+    dims = [tuple(sizes[d] for d in source.dims) for source in sources]
+    return split(dims, shape, rank, size)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +21,7 @@ def print_plan(
     """Prove, then print who holds and moves how much. Raises ProofError, LayoutError."""
     report = prove_resharding(shape, layout, engine, item_bytes)
     tensors = hf_tensors(shape)
-    elements = sum(dims.numel() for dims in tensors.values())
+    elements = sum(math.prod(dims) for dims in tensors.values())
     console.print(
         f"{shape.family}: {len(tensors):,} tensors, {elements:,} parameters, {_gb(report.model_bytes)} at "
         f"{item_bytes} bytes each"
@@ -57,7 +59,7 @@ def _trainer_table(
         ranks = range(first, first + layout.stage_ranks)
         prove_rank_filled(shape, layout, first)
         resident = (
-            sum(_elements(p.shape) for p in local_parameters(shape, layout, first)) * item_bytes
+            sum(math.prod(p.shape) for p in local_parameters(shape, layout, first)) * item_bytes
         )
         chunks = (local_layers(shape, layout, stage, c) for c in range(layout.chunks))
         table.add_row(
@@ -78,13 +80,6 @@ def _engine_table(engine: EngineLayout, report: ReshardingReport) -> Table:
     for rank, received in enumerate(report.engine):
         table.add_row(str(rank), _gb(received), _gb(report.broadcast))
     return table
-
-
-def _elements(dims: tuple[int, ...]) -> int:
-    total = 1
-    for size in dims:
-        total *= size
-    return total
 
 
 def _range(values: list[int]) -> str:

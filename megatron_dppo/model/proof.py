@@ -6,10 +6,11 @@ run from 0 to its length without gap or overlap.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
-from megatron_dppo.model.errors import ConversionError
-from megatron_dppo.model.gather_plan import TensorSources, gather_plan
+from megatron_dppo.model.errors import ProofError
+from megatron_dppo.model.families import family_of
+from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import (
     LocalParameter,
@@ -19,18 +20,6 @@ from megatron_dppo.model.mapping import (
 )
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
-
-VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
-
-
-class ProofError(ConversionError):
-    """An element that is produced or placed twice or never; the message names the tensor and the place."""
-
-
-def prove_produced_once(shape: ModelShape, layout: Layout) -> None:
-    """The primary shards of all ranks hold every Hugging Face element exactly once. Raises ProofError."""
-    for tensor in gather_plan(shape, layout):
-        check_sources(tensor)
 
 
 def check_sources(tensor: TensorSources) -> None:
@@ -48,15 +37,23 @@ def check_sources(tensor: TensorSources) -> None:
 
 def prove_rank_filled(shape: ModelShape, layout: Layout, rank: int) -> None:
     """Every element of every parameter of ``rank`` comes from one Hugging Face element, padding apart."""
-    tensors = hf_tensors(shape)
+    tensors, vocabulary = hf_tensors(shape), family_of(shape).vocabulary_tensors
     for parameter in local_parameters(shape, layout, rank):
-        check_filled(f"rank {rank}: {parameter.name}", parameter, tensors)
+        check_filled(f"rank {rank}: {parameter.name}", parameter, tensors, vocabulary)
 
 
-def check_filled(where: str, parameter: LocalParameter, tensors: dict) -> None:
-    """The segments tile ``parameter`` and stay inside their sources; only a vocabulary may end in padding."""
+def check_filled(
+    where: str,
+    parameter: LocalParameter,
+    tensors: Mapping[str, Dims],
+    vocabulary: Collection[str],
+) -> None:
+    """The segments tile ``parameter`` and stay inside their sources (``tensors``: their shapes).
+
+    Only parameters made of ``vocabulary`` tensors, or of nothing, may end in padding.
+    """
     is_vocabulary = (
-        any(s.hf_name in VOCABULARY for s in parameter.segments) or not parameter.segments
+        any(s.hf_name in vocabulary for s in parameter.segments) or not parameter.segments
     )
     dim = parameter.segments[0].dim if parameter.segments else 0
     for s in parameter.segments:

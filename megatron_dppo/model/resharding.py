@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
+from megatron_dppo.model.errors import ProofError
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.gather_plan import TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment, hf_tensors
-from megatron_dppo.model.proof import ProofError, check_filled, check_sources
+from megatron_dppo.model.proof import check_filled, check_sources
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 
@@ -84,11 +86,11 @@ def prove_resharding(
 @lru_cache(maxsize=1)
 def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, list[_Landing]]:
     """For each Hugging Face tensor: where its blocks land. Proves that every rank is filled."""
-    tensors = hf_tensors(shape)
+    tensors, vocabulary = hf_tensors(shape), family_of(shape).vocabulary_tensors
     landed: dict[str, list[_Landing]] = defaultdict(list)
     for rank in range(engine.tensor):
         for parameter in engine_parameters(shape, engine, rank):
-            check_filled(f"engine rank {rank}: {parameter.name}", parameter, tensors)
+            check_filled(f"engine rank {rank}: {parameter.name}", parameter, tensors, vocabulary)
             for segment in parameter.segments:
                 landed[segment.hf_name].append((rank, parameter.name, segment))
     return landed

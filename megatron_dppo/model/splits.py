@@ -1,4 +1,4 @@
-"""How one Megatron parameter is made of Hugging Face tensors, and how tensor parallelism cuts it.
+"""How one parameter of Megatron, or of SGLang, is made of Hugging Face tensors, and how tensor parallelism cuts it.
 
 A split is a function ``(sources, shape, rank, size) -> Shard``: the part of the parameter on one of ``size``
 tensor-parallel ranks, as block copies out of the source tensors. Families name splits in their tables; nothing else in
@@ -14,6 +14,9 @@ from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.shape import ModelShape
 
 Dims = tuple[int, ...]
+
+ENGINE_VOCABULARY_MULTIPLE = 64
+"""SGLang pads the vocabulary to a multiple of this, or of this times TP where TP does not divide the result."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,22 @@ def row_parallel(sources: Sequence[Dims], shape: ModelShape, rank: int, size: in
 
 
 def vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Rows padded with zeros to a multiple of ``size``, then cut."""
+    """Rows padded with zeros to a multiple of ``size``, then cut (Megatron)."""
     (dims,) = sources
-    rows = padded_vocab_size(dims[0], size) // size
-    start = rank * rows
-    length = max(0, min(dims[0] - start, rows))
-    blocks = (Block(0, 0, start, 0, length),) if length else ()
-    return Shard((rows, *dims[1:]), blocks)
+    return _cut_rows(dims, rank, padded_vocab_size(dims[0], size) // size)
+
+
+def engine_vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
+    """Rows padded as ENGINE_VOCABULARY_MULTIPLE says, then cut (SGLang)."""
+    (dims,) = sources
+    multiple = ENGINE_VOCABULARY_MULTIPLE
+    if -(-dims[0] // multiple) * multiple % size:
+        multiple *= size
+    return _cut_rows(dims, rank, -(-dims[0] // multiple) * multiple // size)
 
 
 def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Q, K, V interleaved by query group, ``[q.. k v][q.. k v]..``, then cut along dim 0.
+    """Q, K, V interleaved by query group, ``[q.. k v][q.. k v]..``, then cut along dim 0 (Megatron).
 
     With more ranks than groups a rank holds part of a group, as Megatron-Core's own cut does.
     """
@@ -86,9 +94,32 @@ def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: in
     return Shard((rows, *sources[0][1:]), tuple(blocks))
 
 
+def stacked_heads(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
+    """``[q_r; k_r; v_r]`` by heads (SGLang); with fewer K/V heads than ranks, neighbours hold the same one."""
+    copies = max(1, size // shape.num_query_groups)
+    kv_size, kv_rank = size // copies, rank // copies
+    blocks, at = [], 0
+    for index, dims in enumerate(sources):
+        parts, part = (size, rank) if index == 0 else (kv_size, kv_rank)
+        length = dims[0] // parts
+        blocks.append(Block(index, 0, part * length, at, length))
+        at += length
+    return Shard((at, *sources[0][1:]), tuple(blocks))
+
+
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
-    """The vocabulary rounded up to a multiple of the tensor-parallel size."""
+    """The vocabulary rounded up to a multiple of the tensor-parallel size: Megatron's rows over all its ranks.
+
+    The rows beyond ``vocab_size`` belong to no token: statistics leave them out and checkpoints drop them.
+    """
     return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
+def _cut_rows(dims: Dims, rank: int, rows: int) -> Shard:
+    start = rank * rows
+    length = max(0, min(dims[0] - start, rows))
+    blocks = (Block(0, 0, start, 0, length),) if length else ()
+    return Shard((rows, *dims[1:]), blocks)
 
 
 def _cut_and_stack(sources: Sequence[Dims], dim: int, rank: int, size: int) -> Shard:

@@ -27,7 +27,7 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.nn import Parameter
 
-from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.system.files import write_synced
 from megatron_dppo.trainer import platform

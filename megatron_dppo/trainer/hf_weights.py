@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
-from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.gather_plan import Bucket, ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
@@ -32,8 +32,9 @@ def load_hf(
 ) -> None:
     """Fill every parameter of this rank from ``hf_dir``, reading only the slices that it holds.
 
-    Rows that pad the vocabulary become zero. Raises ValueError where the model's parameters and
-    the conversion's table disagree in names or shapes.
+    Rows that pad the vocabulary become zero. Raises CheckpointError where a tensor of ``hf_dir`` is
+    not of the name and shape that its config.json asks for, ValueError where the model's parameters
+    and the table disagree.
     """
     parameters = named_parameters(chunks)
     table = {(p.chunk, p.name): p for p in local_parameters(shape, layout, rank)}
@@ -44,6 +45,7 @@ def load_hf(
             f"{sorted(table.keys() - parameters.keys())[:5]}"
         )
     with open_checkpoint(hf_dir) as reader:
+        reader.check(shape)
         for key, entry in table.items():
             parameter = parameters[key]
             if tuple(parameter.shape) != tuple(entry.shape):

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dppo.config.schema import ParallelConfig, PolicyConfig
-from megatron_dppo.model.families import has_layer_parameter
+from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
@@ -40,7 +40,8 @@ def transformer_config(
     options = {
         **_model_options(shape),
         **(_moe_options(shape, config) if shape.is_moe else {}),
-        **_layout_options(config.parallel, shape, layout),
+        **family_of(shape).megatron,
+        **_layout_options(layout, sequence_parallel=config.parallel.sizes.sequence_parallel(shape)),
         **_precision_options(DTYPES[config.model.dtype]),
         **_RECOMPUTE[config.training.recompute],
         **platform.current().transformer_options,
@@ -51,29 +52,13 @@ def transformer_config(
     return transformer
 
 
-def sequence_parallel(parallel: ParallelConfig, *, is_moe: bool) -> bool:
-    """Whether activations between layers are cut along the tokens over TP.
-
-    Raises ValueError where it is off for a mixture of experts under TP, which Megatron-Core can't
-    train, or on without TP.
-    """
-    on = parallel.sequence if parallel.sequence is not None else is_moe and parallel.tensor > 1
-    if on and parallel.tensor == 1:
-        raise ValueError("parallel.sequence is true, but parallel.tensor is 1")
-    if not on and is_moe and parallel.tensor > 1:
-        raise ValueError(
-            f"parallel.sequence is false, but a mixture of experts with parallel.tensor "
-            f"{parallel.tensor} trains only with sequence parallelism"
-        )
-    return on
-
-
 def _sum_model_grads(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
     """Reduce gradients over replicas as plain sums: the loss was divided before backward."""
     finalize_model_grads(chunks, None, **kwargs)
 
 
 def _model_options(shape: ModelShape) -> dict[str, Any]:
+    family = family_of(shape)
     return {
         "num_layers": shape.num_layers,
         "hidden_size": shape.hidden_size,
@@ -83,8 +68,8 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "kv_channels": shape.head_dim,
         "normalization": "RMSNorm",
         "layernorm_epsilon": shape.norm_eps,
-        "qk_layernorm": has_layer_parameter(shape, "self_attention.q_layernorm.weight"),
-        "add_qkv_bias": has_layer_parameter(shape, "self_attention.linear_qkv.bias"),
+        "qk_layernorm": family.has_layer_parameter("self_attention.q_layernorm.weight"),
+        "add_qkv_bias": family.has_layer_parameter("self_attention.linear_qkv.bias"),
         "add_bias_linear": False,
         "gated_linear_unit": True,
         "activation_func": F.silu,
@@ -101,7 +86,6 @@ def _moe_options(shape: ModelShape, config: PolicyConfig) -> dict[str, Any]:
         "moe_ffn_hidden_size": shape.moe_ffn_hidden_size,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
-        "moe_router_score_function": "softmax",
         # A softmax over the chosen logits equals the softmax over all, renormalised on the chosen.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_dtype": "fp32",
@@ -110,14 +94,14 @@ def _moe_options(shape: ModelShape, config: PolicyConfig) -> dict[str, Any]:
     }
 
 
-def _layout_options(parallel: ParallelConfig, shape: ModelShape, layout: Layout) -> dict[str, Any]:
+def _layout_options(layout: Layout, *, sequence_parallel: bool) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tensor,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
-        "sequence_parallel": sequence_parallel(parallel, is_moe=shape.is_moe),
+        "sequence_parallel": sequence_parallel,
         "variable_seq_lengths": layout.pipeline > 1 and layout.chunks == 1,
         "deallocate_pipeline_outputs": layout.pipeline > 1,
         # The only dispatcher for tokens in unequal numbers; checked for dense models too.

@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 
 
 class _Writer(dcp.FileSystemWriter):

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.config.schema import ParallelConfig
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.trainer import platform
 
@@ -63,35 +62,6 @@ class Topology:
     def last_stage_rank(self) -> int:
         """Global rank of the last pipeline stage in this rank's pipeline."""
         return dist.get_global_rank(self.pipeline_group, self.pp_size - 1)
-
-
-def layout_of(parallel: ParallelConfig, *, is_moe: bool) -> Layout:
-    """The configured layout with defaults filled in. Raises ValueError if it is impossible.
-
-    Default of ETP: TP for EP 1, else 1. EP 1 with ETP != TP is refused for MoE models:
-    Megatron-Core 0.16 would silently reduce expert gradients over the wrong ranks.
-    """
-    model_ranks = parallel.tensor * parallel.pipeline
-    if parallel.world_size % model_ranks:
-        raise ValueError(
-            f"parallel.world_size {parallel.world_size} is not a multiple of tensor "
-            f"{parallel.tensor} x pipeline {parallel.pipeline}"
-        )
-    default = parallel.tensor if parallel.expert == 1 else 1
-    expert_tensor = parallel.expert_tensor or default
-    if is_moe and parallel.expert == 1 and expert_tensor != parallel.tensor:
-        raise ValueError(
-            f"parallel.expert_tensor {expert_tensor} with parallel.expert 1 must equal "
-            f"parallel.tensor {parallel.tensor}: otherwise expert gradients are not synchronised"
-        )
-    return Layout(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        expert=parallel.expert,
-        expert_tensor=expert_tensor,
-        data=parallel.world_size // model_ranks,
-    )
 
 
 def init_distributed(world_size: int) -> None:

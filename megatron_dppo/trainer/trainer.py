@@ -15,14 +15,15 @@ from torch import Tensor
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics.sums import MetricSums
-from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
-from megatron_dppo.model.layout import check_layout
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.layout_checks import check_layout
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
 from megatron_dppo.trainer.hf_weights import export_hf, gather_buckets, load_hf, named_parameters
-from megatron_dppo.trainer.megatron_config import DTYPES, sequence_parallel, transformer_config
+from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
 from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
 from megatron_dppo.trainer.model import build_chunks, wrap_chunks
 from megatron_dppo.trainer.optimizer import apply_step, build_optimizer, prepare_step
@@ -40,7 +41,6 @@ from megatron_dppo.trainer.topology import (
     destroy_topology,
     init_distributed,
     init_topology,
-    layout_of,
 )
 from megatron_dppo.vocab_parallel.arguments import FAULTS, describe
 
@@ -85,8 +85,9 @@ class Trainer:
         self.config = config
         self.stats_spec = stats_spec or StatsSpec()
         self.shape = load_model_shape(config.model.hf_checkpoint)
-        self.layout = layout_of(config.parallel, is_moe=self.shape.is_moe)
-        check_layout(self.shape, self.layout)
+        sizes = config.parallel.sizes
+        check_layout(sizes, self.shape, "parallel.")
+        self.layout = Layout.of(sizes)
         init_distributed(config.parallel.world_size)
         self.topology = init_topology(self.layout, gloo_groups=config.optimizer.distributed)
         platform.seed_everything(config.run.seed)
@@ -97,7 +98,7 @@ class Trainer:
         load_hf(
             self.chunks, self.shape, self.layout, self.topology.rank, config.model.hf_checkpoint
         )
-        is_sequence_parallel = sequence_parallel(config.parallel, is_moe=self.shape.is_moe)
+        is_sequence_parallel = sizes.sequence_parallel(self.shape)
         self._replay: ModelReplay | None = None
         if config.router_replay:
             self._replay = ModelReplay(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,47 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     folder = tmp_path_factory.mktemp("tiny") / "model"
     return str(save_tiny_model(folder, "qwen3_moe", vocab_size=VOCABULARY, layers=4))
+
+
+def altered_worker(hf_dir: str, out_dir: str) -> dict[str, tuple[str, str]]:
+    """What a trainer says to config.json files that its weights' file contradicts."""
+    from megatron_dppo.trainer.topology import destroy_topology
+
+    out = {}
+    for name, changes in ALTERED.items():
+        folder = Path(shutil.copytree(hf_dir, Path(out_dir) / name))
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+        out[name] = error_of(lambda folder=folder: make_trainer(str(folder), {}))
+        destroy_topology()
+    return out
+
+
+ALTERED = {
+    "narrow": {"moe_intermediate_size": 16},
+    "few": {"num_experts": 4},
+    "shallow": {"num_hidden_layers": 3},
+    "tied": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.distributed
+def test_weights_that_config_json_contradicts_are_refused(tiny: str, tmp_path: Path) -> None:
+    """Slices of the first elements would load, and train another model without a word."""
+    (found,) = run_ranks(f"{MODULE}:altered_worker", 1, tiny, str(tmp_path))
+    assert {kind for kind, _ in found.values()} == {"CheckpointError"}
+    assert "lm_head.weight differs from model.embed_tokens.weight" in found["tied"][1]
+    experts = "model.layers.0.mlp.experts.0"
+    assert (
+        f"{experts}.gate_proj.weight has shape (32, 64), config.json says (16, 64)"
+        in (found["narrow"][1])
+    )
+    assert (
+        f"{experts}.down_proj.weight has shape (64, 32), config.json says (64, 16)"
+        in (found["narrow"][1])
+    )
+    assert "unknown, first model.layers.0.mlp.experts.4.down_proj.weight" in found["few"][1]
+    assert "unknown, first model.layers.3.input_layernorm.weight" in found["shallow"][1]
 
 
 @pytest.mark.distributed

@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parents[2]
 PROMPTS, GROUP = 8, 4
 
 
-def write_material(folder: Path) -> Path:
-    """A random tiny MoE, sums to train and to be evaluated on, and a configuration; the latter's path.
+def write_material(folder: Path, family: str = "qwen3_moe") -> Path:
+    """A random tiny model, sums to train and to be evaluated on, and a configuration; the latter's path.
 
     A response scores when it holds a digit: a random policy then sometimes earns something.
     """
-    save_tiny_model(folder / "model", "qwen3_moe", seed=1)
+    save_tiny_model(folder / "model", family, seed=1)
     rng = random.Random(0)
     for name, count in (("train", 64), ("held_out", 4)):
         pairs = [(rng.randrange(10), rng.randrange(10)) for _ in range(count)]
@@ -60,20 +60,25 @@ def write_material(folder: Path) -> Path:
 
 
 class TrainingRun:
-    """One ``megatron_dppo.train`` process as a user starts it; killed on exit of the context."""
+    """One ``megatron_dppo.train`` process as a user starts it; killed on exit of the context.
 
-    def __init__(self, config: Path, *overrides: str) -> None:
+    ``package``: the folder whose ``megatron_dppo`` runs.
+    """
+
+    def __init__(self, config: Path, *overrides: str, package: Path = ROOT) -> None:
         settings = dict(yaml.safe_load(config.read_text()))
         chosen = dict(o.split("=", 1) for o in overrides)
         self.directory = Path(chosen.get("run.directory", settings["run"]["directory"]))
         self.output = self.directory.with_suffix(f".{time.monotonic_ns()}.out")
+        self._package = package
         self._command = [sys.executable, "-m", "megatron_dppo.train", str(config), *overrides]
 
     def __enter__(self) -> TrainingRun:
         with open(self.output, "wb") as file:
             self.process = subprocess.Popen(
                 self._command,
-                cwd=ROOT,
+                cwd=self._package,
+                env=os.environ | {"PYTHONPATH": str(self._package)},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

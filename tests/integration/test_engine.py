@@ -49,6 +49,7 @@ from megatron_dppo.fleet.generation import (
     Results,
 )
 from megatron_dppo.fleet.generation_run import generate_many
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.types import Problem, VersionSpan
@@ -237,7 +238,7 @@ def test_binary_topk_equals_the_list_form_and_transformers(runner, client, refer
 
 
 def test_routed_experts_agree_with_transformers(runner, client, reference, model):
-    shape = RoutedShape.of_model(model)
+    shape = RoutedShape.of_model(load_model_shape(model))
     requests = ask(9, max_new_tokens=16, routed_experts=shape)
     results = generate(runner, client, requests)
     assert any(result.cached_tokens for result in results.values())  # cached prompts too

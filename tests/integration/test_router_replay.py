@@ -25,6 +25,7 @@ from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
 from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
 from tests.integration.runs import TrainingRun, records_of
@@ -48,7 +49,7 @@ def generate(folder: Path, config: TrainConfig) -> None:
             RunData(config).train.problems,
             GROUP,
             SamplingParams(TOKENS, temperature=TEMPERATURE, ignore_eos=True),
-            routed_experts=RoutedShape.of_model(config.model.hf_checkpoint),
+            routed_experts=RoutedShape.of_model(load_model_shape(config.model.hf_checkpoint)),
         )
         with AsyncRunner() as runner:
             client = EngineClient(engine.url, API_KEY, ADMIN_KEY)

@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from megatron_dppo.config import ConfigError, check_config, load_config, padded_vocab_size
+from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.model.splits import padded_vocab_size
 from tests.unit.config_files import DENSE, MOE, minimal, write_config
 
 
@@ -32,7 +33,8 @@ def problems(check):
 
 def test_a_valid_configuration_has_a_plan(check):
     plan = check("parallel.world_size=4", "parallel.tensor=2", "parallel.expert=2")
-    assert (plan.data, plan.expert_tensor, plan.expert_data) == (2, 1, 2)
+    layout = plan.layout
+    assert (layout.data, layout.expert_tensor, layout.expert_data) == (2, 1, 2)
     assert plan.sequence_parallel
     assert (plan.vocab, plan.padded_vocab) == (511, 512)
     assert (plan.responses_per_batch, plan.steps_per_batch) == (32, 2)
@@ -41,7 +43,7 @@ def test_a_valid_configuration_has_a_plan(check):
 def test_a_plan_in_a_line(tmp_path):
     path = write_config(tmp_path, minimal(tmp_path))
     config = load_config(path, ["parallel.world_size=4", "parallel.tensor=2", "parallel.expert=2"])
-    assert check_config(config).summary(config) == (
+    assert check_config(config).summary() == (
         "4 ranks: TP 2 x PP 1 x VPP 1 x DP 2, experts EP 2 x ETP 1 x expert DP 2, sequence "
         "parallel; "
         "vocabulary 511 (padded to 512); a rollout batch is 32 responses and 2 optimiser steps"
@@ -60,6 +62,7 @@ WORLD = "parallel.world_size="
 LAYOUTS_THAT_FIT = [
     (WORLD + "2", "parallel.tensor=2"),
     (WORLD + "2", "parallel.expert=2"),
+    (WORLD + "4", "parallel.tensor=4"),  # over 2 key-value heads
     (WORLD + "2", "parallel.tensor=2", "parallel.expert_tensor=2"),
     (WORLD + "4", "parallel.expert=2", "parallel.tensor=2", "parallel.expert_tensor=2"),
     (WORLD + "8", "parallel.tensor=2", "parallel.pipeline=2", "parallel.expert=2"),
@@ -102,8 +105,8 @@ REFUSED = [
         "parallel.expert: got 3, expected a divisor of the model's 8 experts",
     ),
     (
-        [WORLD + "4", "parallel.tensor=4"],
-        "parallel.tensor: got 4, expected a divisor of the model's 2 key-value heads",
+        [WORLD + "3", "parallel.tensor=3"],
+        "parallel.tensor: got 3, expected a divisor or a multiple of the model's 2 key-value heads",
     ),
     (
         [WORLD + "3", "parallel.tensor=3"],
@@ -270,15 +273,20 @@ def test_missing_files_of_a_checkpoint(tmp_path, problems):
     model = tmp_path / "bare"
     model.mkdir()
     key = f"model.hf_checkpoint={model}"
-    assert problems(key)[0] == f"model.hf_checkpoint: {model}/config.json is missing"
-    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 2, "vocab_size": "x"}))
+    assert problems(key)[0].startswith(f"model.hf_checkpoint: {model}/config.json: no such file")
+    (model / "config.json").write_text(json.dumps({"num_hidden_layers": 2}))
     found = "\n".join(problems(key))
     assert f"no weights in {model}: expected model.safetensors or model.safetensors.index" in found
     assert f"no tokenizer in {model}: expected tokenizer.json or tokenizer.model or" in found
-    assert f"{model}/config.json: no num_attention_heads" in found
-    assert f"{model}/config.json: vocab_size is 'x', expected a size" in found
+    assert f"{model}/config.json: model_type None; supported families: ['llama'," in found
+    (model / "config.json").write_text(json.dumps({**MOE, "hidden_size": 0, "vocab_size": "x"}))
+    found = "\n".join(problems(key))
+    assert f"{model}/config.json: hidden_size is 0, expected a positive integer" in found
+    assert f"{model}/config.json: vocab_size is 'x', expected a positive integer" in found
     (model / "config.json").write_text("{")
-    assert "is not JSON" in problems(key)[0]
+    assert problems(key)[0].startswith(
+        f"model.hf_checkpoint: {model}/config.json: not a readable JSON file"
+    )
 
 
 def test_a_missing_shard_is_named(tmp_path, problems):
@@ -292,14 +300,10 @@ def test_a_missing_shard_is_named(tmp_path, problems):
     assert found.endswith("are missing: m-2.safetensors")
 
 
-def test_sizes_under_the_names_of_other_families(check):
-    mixtral = {k: v for k, v in MOE.items() if k not in ("num_experts", "moe_intermediate_size")}
-    assert (
-        check(
-            WORLD + "2", "parallel.expert=2", model=mixtral | {"num_local_experts": 8}
-        ).expert_data
-        == 1
-    )
+def test_experts_under_their_other_name(check):
+    renamed = {k: v for k, v in MOE.items() if k != "num_experts"} | {"num_local_experts": 8}
+    plan = check(WORLD + "2", "parallel.expert=2", model=renamed)
+    assert (plan.layout.expert, plan.layout.expert_data) == (2, 1)
 
 
 @pytest.mark.parametrize(

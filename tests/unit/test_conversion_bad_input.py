@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
@@ -19,9 +20,9 @@ from megatron_dppo.checkpoint_conversion.streaming import (
     megatron_to_hf,
     verify,
 )
-from megatron_dppo.model.errors import CheckpointError, LayoutError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.errors import LayoutError, ModelError
 from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.reader import load_model_shape
 from tests.tiny_models import save_tiny_model
 
 
@@ -91,7 +92,7 @@ BAD_INPUTS = {
 @pytest.mark.parametrize(("damage", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS)
 def test_bad_checkpoints_are_refused_and_nothing_is_written(moe_copy, tmp_path, damage, message):
     damage(moe_copy)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(ModelError, match=message):
         hf_to_megatron(moe_copy, tmp_path / "m", Layout())
     assert os.listdir(tmp_path) == ["hf"]
 
@@ -206,7 +207,9 @@ def test_an_output_that_is_not_empty_is_left_alone(moe, tmp_path):
 
 
 def test_a_layout_that_does_not_divide_writes_nothing(moe, tmp_path):
-    with pytest.raises(LayoutError, match="8 experts into expert 3"):
+    with pytest.raises(
+        LayoutError, match="expert: got 3, expected a divisor of the model's 8 experts"
+    ):
         hf_to_megatron(moe, tmp_path / "m", Layout.smallest(expert=3))
     assert os.listdir(tmp_path) == []
 

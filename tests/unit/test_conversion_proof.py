@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,18 +11,12 @@ import pytest
 
 from megatron_dppo.model import resharding
 from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
-from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.errors import LayoutError, ProofError
 from megatron_dppo.model.gather_plan import gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment, hf_tensors
-from megatron_dppo.model.proof import (
-    ProofError,
-    check_filled,
-    check_tiling,
-    prove_produced_once,
-    prove_rank_filled,
-)
+from megatron_dppo.model.proof import check_filled, check_sources, check_tiling, prove_rank_filled
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.resharding import prove_resharding
 from megatron_dppo.model.shape import ModelShape
 
@@ -42,7 +37,13 @@ def real(name: str) -> ModelShape:
 
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_the_tables_hold_exactly_the_published_number_of_parameters(name):
-    assert sum(dims.numel() for dims in hf_tensors(real(name)).values()) == PARAMETERS[name]
+    assert sum(math.prod(dims) for dims in hf_tensors(real(name)).values()) == PARAMETERS[name]
+
+
+def prove_produced_once(shape: ModelShape, layout: Layout) -> None:
+    """The primary shards of all ranks hold every Hugging Face element exactly once."""
+    for tensor in gather_plan(shape, layout):
+        check_sources(tensor)
 
 
 def dense_layouts(shape: ModelShape) -> list[Layout]:
@@ -199,10 +200,12 @@ def test_a_shard_that_is_not_filled_is_found():
     parameters = {p.name: p for p in engine_parameters(shape, EngineLayout(2), 0)}
     qkv = parameters["model.layers.0.self_attn.qkv_proj.weight"]
     with pytest.raises(ProofError, match="filled up to 1536 of 2048"):
-        check_filled("here", replace(qkv, segments=qkv.segments[:2]), hf_tensors(shape))
+        check_filled("here", replace(qkv, segments=qkv.segments[:2]), hf_tensors(shape), ())
     wrong = replace(qkv.segments[2], hf_start=qkv.segments[2].hf_start + 1024)
     with pytest.raises(ProofError, match="does not fit"):
-        check_filled("here", replace(qkv, segments=(*qkv.segments[:2], wrong)), hf_tensors(shape))
+        check_filled(
+            "here", replace(qkv, segments=(*qkv.segments[:2], wrong)), hf_tensors(shape), ()
+        )
 
 
 def test_an_expert_shard_that_is_not_gathered_is_found(monkeypatch):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from megatron_dppo.model.errors import CheckpointError, LayoutError, UnsupportedModelError
-from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.checkpoint_conversion.gathering import assemble, pack
+from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.gather_plan import gather_plan, hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
 DENSE = ModelShape(
@@ -40,8 +42,8 @@ def numbered(shape: ModelShape) -> dict[str, torch.Tensor]:
     """Every element of every tensor is another number, from 1."""
     tensors, at = {}, 1.0
     for name, dims in hf_tensors(shape).items():
-        tensors[name] = torch.arange(at, at + dims.numel()).reshape(dims)
-        at += dims.numel()
+        tensors[name] = torch.arange(at, at + math.prod(dims)).reshape(dims)
+        at += math.prod(dims)
     return tensors
 
 
@@ -198,30 +200,31 @@ def test_buckets_hold_whole_tensors_in_model_order_and_rebuild_them():
     plan = hf_buckets_plan(MOE, layout, bucket_bytes=200, item_bytes=4)
     assert [t.name for b in plan for t in b.tensors] == list(tensors)
     for bucket in plan:
-        size = 4 * sum(t.shape.numel() for t in bucket.tensors)
+        size = 4 * sum(t.elements for t in bucket.tensors)
         assert size <= 200 or len(bucket.tensors) == 1
-        flat = {r: bucket.pack(r, local[r]) for r in range(layout.world_size)}
+        flat = {r: pack(bucket, r, local[r]) for r in range(layout.world_size)}
         sent = {r: len(f) for r, f in flat.items() if len(f)}
         assert sent == bucket.elements_by_rank
         assert 4 * sum(sent.values()) == size
-        for name, tensor in bucket.unpack({r: flat[r] for r in sent}):
+        out = torch.empty(bucket.elements)
+        for name, tensor in assemble(bucket, out, {r: flat[r] for r in sent}, None, {}):
             assert torch.equal(tensor, tensors[name])
 
 
 def test_every_tensor_comes_once_from_the_gather_plan():
     plan = gather_plan(MOE, Layout(tensor=2))
     assert [t.name for t in plan] == list(hf_tensors(MOE))
-    assert all(sum(p.elements for p in t.pieces) == t.shape.numel() for t in plan)
+    assert all(sum(p.elements for p in t.pieces) == t.elements for t in plan)
 
 
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (Layout(tensor=3), "4 attention heads into tensor 3"),
-        (Layout(pipeline=3), "4 layers into pipeline 3"),
-        (Layout(pipeline=2, virtual_pipeline=4), "4 layers into pipeline 2 x 4 model chunks"),
-        (Layout(expert=8, data=8), "4 experts into expert 8"),
-        (Layout(tensor=4, expert_tensor=4), "expert width 2 into expert_tensor 4"),
+        (Layout(tensor=3), "tensor: got 3, expected a divisor of the model's 4 attention heads"),
+        (Layout(pipeline=3), "pipeline: got 3, expected a divisor of the model's 4 layers"),
+        (Layout(pipeline=2, virtual_pipeline=4), "pipeline: got 2 x virtual_pipeline = 2 x 4, exp"),
+        (Layout(expert=8, data=8), "expert: got 8, expected a divisor of the model's 4 experts"),
+        (Layout(tensor=4, expert_tensor=4), "expert_tensor: got 4, .* the experts' MLP size 2"),
     ],
 )
 def test_layouts_that_do_not_divide_are_refused(layout, message):
@@ -233,7 +236,7 @@ def test_layouts_that_do_not_divide_are_refused(layout, message):
     "sizes", [{"tensor": 0}, {"virtual_pipeline": 2}, {"expert": 2}, {"expert_tensor": 3}]
 )
 def test_impossible_layouts_are_refused(sizes):
-    with pytest.raises(LayoutError, match="layout:"):
+    with pytest.raises(LayoutError, match=r"layout\."):
         Layout(**sizes)
 
 
@@ -284,10 +287,11 @@ def test_llama3_rotary_scaling_is_read(tmp_path):
         ({"attention_bias": True}, "attention_bias is True"),
         ({"use_sliding_window": True}, "use_sliding_window is True"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures is"),
         ({"hidden_size": "64"}, "hidden_size is '64', expected a positive integer"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads 3"),
         ({"torch_dtype": "int8"}, "dtype is 'int8'"),
-        ({"model_type": "qwen3_moe"}, "num_experts or num_local_experts is missing"),
+        ({"model_type": "qwen3_moe"}, "num_experts or num_local_experts is missing, expected a"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
 )
@@ -297,8 +301,22 @@ def test_unsupported_configs_are_refused_with_the_reason(tmp_path, changes, mess
 
 
 def test_a_missing_or_broken_config_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="no such file"):
+    with pytest.raises(ModelConfigError, match="no such file"):
         load_model_shape(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="not a readable JSON"):
+    with pytest.raises(ModelConfigError, match="not a readable JSON"):
         load_model_shape(tmp_path)
+
+
+def test_all_that_is_wrong_with_a_config_is_one_error(tmp_path):
+    values = config(model_type="qwen3_moe", hidden_size=0, num_experts=8, num_experts_per_tok=2.5)
+    with pytest.raises(UnsupportedModelError) as caught:
+        load_model_shape(written(tmp_path, values))
+    keys = [line.split(": ")[1].split(" is ")[0] for line in caught.value.problems]
+    assert sorted(keys) == ["hidden_size", "moe_intermediate_size", "num_experts_per_tok"]
+
+
+def test_more_experts_a_token_than_there_are_is_refused(tmp_path):
+    moe = {"num_experts": 8, "num_experts_per_tok": 9, "moe_intermediate_size": 32}
+    with pytest.raises(UnsupportedModelError, match="is 9, expected at most the 8 experts"):
+        load_model_shape(written(tmp_path, config(model_type="qwen3_moe", **moe)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from dataclasses import replace
 
 import numpy as np
 import orjson
@@ -18,6 +19,7 @@ from megatron_dppo.engine.protocol import (
 )
 from megatron_dppo.engine.requests import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, to_rollout
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.types import Problem, VersionSpan
 
 SHAPE = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=8)
@@ -220,15 +222,16 @@ def test_impossible_sampling_is_refused(bad):
         SamplingParams(**({"max_new_tokens": 1} | bad))
 
 
-def test_routed_shape_of_a_model_with_dense_layers(tmp_path):
-    model = {"num_hidden_layers": 6, "num_experts": 128, "num_experts_per_tok": 8}
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(model | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}))
-    # Every second layer routes (1, 3, 5), less the one that is listed as dense.
-    assert RoutedShape.of_model(tmp_path) == RoutedShape(6, (1, 5), 8, 128)
-    config.write_text(json.dumps({"num_hidden_layers": 2, "model_type": "qwen3"}))
-    with pytest.raises(ValueError, match=r"qwen3.* has no experts"):
-        RoutedShape.of_model(tmp_path)
+def test_routed_shape_of_a_model():
+    moe = ModelShape(
+        family="qwen3_moe", num_layers=3, hidden_size=64, num_attention_heads=4, num_query_groups=2,
+        head_dim=16, ffn_hidden_size=128, vocab_size=512, tied_embeddings=False, norm_eps=1e-6,
+        rope_theta=1e6, rope_scaling=None, max_position_embeddings=64, dtype="float32",
+        num_experts=128, experts_per_token=8, moe_ffn_hidden_size=32,
+    )  # fmt: skip
+    assert RoutedShape.of_model(moe) == RoutedShape(3, (0, 1, 2), 8, 128)
+    with pytest.raises(ValueError, match=r"qwen3 has no experts"):
+        RoutedShape.of_model(replace(moe, family="qwen3", num_experts=0))
 
 
 def test_a_job_asks_only_for_what_is_missing():

@@ -36,7 +36,12 @@ MODEL = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "hidden_size": 64,
+    "intermediate_size": 128,
     "vocab_size": 512,
+    "max_position_embeddings": 2048,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
 }
 
 

@@ -17,6 +17,7 @@ from tests.tiny_models import save_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = (ROOT / "docs" / "extending.md").read_text()
+MODEL_CONFIGS = Path("examples") / "model_configs"
 INSTRUCTION = re.compile(
     r"^\*\*(?P<what>New file|At the end of|In) `(?P<file>[^`]+)`"
     r"(?:, after `(?P<line>[^`]+)`)?:\*\*\n\n```\w*\n(?P<block>.*?)^```",
@@ -90,7 +91,7 @@ def material(tmp_path_factory):
 
 @pytest.mark.parametrize("walk", walks(), ids=lambda walk: walk.title)
 def test_the_walk_leads_there(walk, material, tmp_path):
-    for folder in ("megatron_dppo", "tools", "tests"):
+    for folder in ("megatron_dppo", "tools", "tests", MODEL_CONFIGS):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     for name in ("CONFIG.yaml", "solutions.jsonl"):
@@ -106,6 +107,7 @@ def test_the_walk_leads_there(walk, material, tmp_path):
 def test_the_check_fails_without_the_walk(walk, material, tmp_path):
     """Else it would prove nothing."""
     shutil.copy(material / "CONFIG.yaml", tmp_path / "CONFIG.yaml")
+    shutil.copytree(ROOT / MODEL_CONFIGS, tmp_path / MODEL_CONFIGS)
     assert _run(walk.checks()[0], tmp_path).returncode != 0
 
 

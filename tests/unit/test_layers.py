@@ -84,7 +84,15 @@ def test_only_the_platform_module_asks_for_cuda():
     assert asking <= {"trainer/platform.py", "engine/sglang_cpu/__init__.py"}
 
 
-@pytest.mark.parametrize("package", ["config", "types", "launch", "fleet.folder"])
+def test_the_model_needs_no_torch():
+    for path in MODULES:
+        users = [n for n in imported(path) if n.split(".")[0] == "torch"]
+        assert part_of(path) != "model" or not users, f"{path} imports {users}"
+
+
+@pytest.mark.parametrize(
+    "package", ["config", "types", "launch", "fleet.folder", "model.plan_table"]
+)
 def test_light_packages_load_no_torch(package):
     code = f"import sys, megatron_dppo.{package}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""TransformerConfig of each family and layout, and what is refused."""
+"""TransformerConfig of each family and layout."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config import schema as s
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.trainer.megatron_config import sequence_parallel, transformer_config
-from megatron_dppo.trainer.topology import layout_of
+from megatron_dppo.trainer.megatron_config import transformer_config
 
 MOE = ModelShape(
     family="qwen3_moe", num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2,
@@ -37,7 +37,7 @@ def config(parallel: dict[str, Any], **sections: Any) -> s.PolicyConfig:
 
 def built(shape: ModelShape, parallel: dict[str, Any], **sections: Any):
     c = config(parallel, **sections)
-    return transformer_config(c, shape, layout_of(c.parallel, is_moe=shape.is_moe))
+    return transformer_config(c, shape, Layout.of(c.parallel.sizes))
 
 
 def test_mixture_of_experts_routes_as_transformers_does() -> None:
@@ -88,27 +88,3 @@ def test_megatron_table_comes_last_and_is_checked() -> None:
         built(MOE, {}, megatron={"tensor_model_parallel_size": 2})
     with pytest.raises(ValueError, match="differ in length between ranks"):
         built(MOE, {}, megatron={"moe_token_dispatcher_type": "allgather"})
-
-
-def test_layout_defaults() -> None:
-    def sizes(is_moe: bool, **parallel: Any) -> tuple[int, int]:
-        layout = layout_of(s.ParallelConfig(**parallel), is_moe=is_moe)
-        return layout.expert_tensor, layout.data
-
-    assert sizes(True, world_size=2, tensor=2) == (2, 1)
-    assert sizes(True, world_size=4, tensor=2, expert=2) == (1, 2)
-    assert sizes(True, world_size=8, tensor=2, expert=2, expert_tensor=2) == (2, 4)
-    assert sizes(False, world_size=4, pipeline=2) == (1, 2)
-
-
-def test_layouts_that_train_wrongly_are_refused() -> None:
-    with pytest.raises(ValueError, match="gradients are not synchronised"):
-        layout_of(s.ParallelConfig(world_size=2, tensor=2, expert_tensor=1), is_moe=True)
-    with pytest.raises(ValueError, match="world_size 3 is not a multiple of tensor 2"):
-        layout_of(s.ParallelConfig(world_size=3, tensor=2), is_moe=True)
-    with pytest.raises(ValueError, match="trains only with sequence parallelism"):
-        sequence_parallel(s.ParallelConfig(world_size=2, tensor=2, sequence=False), is_moe=True)
-    with pytest.raises(ValueError, match=r"parallel\.tensor is 1"):
-        sequence_parallel(s.ParallelConfig(sequence=True), is_moe=True)
-    assert sequence_parallel(s.ParallelConfig(world_size=2, tensor=2), is_moe=True)
-    assert not sequence_parallel(s.ParallelConfig(world_size=2, tensor=2), is_moe=False)

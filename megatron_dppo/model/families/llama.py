@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from megatron_dppo.model.rules import ATTENTION, DENSE_MLP, Family
-from megatron_dppo.model.shape import (
-    ConfigFacts,
-    ModelShape,
-    read_decoder_shape,
-)
+from megatron_dppo.model.config_facts import ConfigFacts, read_decoder_shape
+from megatron_dppo.model.family import Family
+from megatron_dppo.model.rules import ATTENTION, DENSE_MLP
+from megatron_dppo.model.shape import ModelShape
 
 
 def read(facts: ConfigFacts) -> ModelShape:
-    """Raises UnsupportedModelError where projections have biases."""
+    """Refuses projections with biases."""
     facts.require("attention_bias", False, False)
     facts.require("mlp_bias", False, False)
     return read_decoder_shape(facts, "llama")
 
 
-FAMILY = Family("llama", read, layer=(*ATTENTION, *DENSE_MLP))
+FAMILY = Family("llama", "LlamaForCausalLM", read, layer=(*ATTENTION, *DENSE_MLP))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from megatron_dppo.model.rules import ATTENTION, DENSE_MLP, QKV_BIAS, Family
-from megatron_dppo.model.shape import (
-    ConfigFacts,
-    ModelShape,
-    read_decoder_shape,
-)
+from megatron_dppo.model.config_facts import ConfigFacts, read_decoder_shape
+from megatron_dppo.model.family import Family
+from megatron_dppo.model.rules import ATTENTION, DENSE_MLP, QKV_BIAS
+from megatron_dppo.model.shape import ModelShape
 
 
 def read(facts: ConfigFacts) -> ModelShape:
@@ -15,4 +13,4 @@ def read(facts: ConfigFacts) -> ModelShape:
     return read_decoder_shape(facts, "qwen2")
 
 
-FAMILY = Family("qwen2", read, layer=(*ATTENTION, QKV_BIAS, *DENSE_MLP))
+FAMILY = Family("qwen2", "Qwen2ForCausalLM", read, layer=(*ATTENTION, QKV_BIAS, *DENSE_MLP))

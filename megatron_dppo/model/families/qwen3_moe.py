@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from megatron_dppo.model.rules import (
-    ATTENTION,
-    EXPERT_MLP,
-    MOE_ROUTER,
-    QK_NORM,
-    Family,
-)
-from megatron_dppo.model.shape import (
-    ConfigFacts,
-    ModelShape,
-    read_decoder_shape,
-)
+from megatron_dppo.model.config_facts import ConfigFacts, read_decoder_shape
+from megatron_dppo.model.family import Family
+from megatron_dppo.model.rules import ATTENTION, QK_NORM, expert_mlp, moe_router
+from megatron_dppo.model.shape import ModelShape
 
 
 def read(facts: ConfigFacts) -> ModelShape:
-    """Raises UnsupportedModelError where some layers are dense, or projections have biases."""
+    """Refuses dense layers among the routed ones, and projections with biases."""
     facts.require("attention_bias", False, False)
     facts.require("decoder_sparse_step", 1, 1)
     facts.require("mlp_only_layers", [], [])
@@ -31,4 +23,12 @@ def read(facts: ConfigFacts) -> ModelShape:
     )
 
 
-FAMILY = Family("qwen3_moe", read, layer=(*ATTENTION, *QK_NORM, *MOE_ROUTER), expert=EXPERT_MLP)
+FAMILY = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    read,
+    layer=(*ATTENTION, *QK_NORM, *moe_router()),
+    expert=expert_mlp(),
+    megatron={"moe_router_score_function": "softmax"},
+    engine_keeps_output=True,
+)

@@ -1,0 +1,57 @@
+"""What of a model's folder is checked before anything starts: its config.json, its weights' and tokenizer's files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
+from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.shape import ModelShape
+
+_WHERE = "model.hf_checkpoint"
+_TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
+
+
+def read_checkpoint_folder(folder: str | Path) -> ModelShape:
+    """The model in ``folder``, whose weights and tokenizer are there.
+
+    Raises ConfigError with every file that is missing and every entry of config.json that is wrong.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ConfigError([f"{_WHERE}: got {str(folder)!r}, which is not a folder"])
+    shape: ModelShape | None = None
+    problems: list[str] = []
+    try:
+        shape = load_model_shape(folder)
+    except UnsupportedModelError as error:
+        problems += error.problems
+    except ModelConfigError as error:
+        problems.append(str(error))
+    problems += [*_missing_weights(folder), *_missing_tokenizer(folder)]
+    if problems or shape is None:
+        raise ConfigError([f"{_WHERE}: {problem}" for problem in problems])
+    return shape
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        if (folder / "model.safetensors").is_file():
+            return []
+        return [f"no weights in {folder}: expected model.safetensors or {index.name}"]
+    shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    lost = [name for name in shards if not (folder / name).is_file()]
+    if not lost:
+        return []
+    some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
+    return [f"{len(lost)} of the {len(shards)} files that {index} names are missing: {some}"]
+
+
+def _missing_tokenizer(folder: Path) -> list[str]:
+    if any(all((folder / f).is_file() for f in files) for files in _TOKENIZER_FILES):
+        return []
+    wanted = " or ".join(" + ".join(files) for files in _TOKENIZER_FILES)
+    return [f"no tokenizer in {folder}: expected {wanted}"]

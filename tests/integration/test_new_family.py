@@ -1,0 +1,92 @@
+"""A model family is one file: docs/extending.md's Mixtral, in a copy of the package, converts, trains and serves."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.runs import ROOT, TrainingRun, records_of, summary_of, write_material
+from tests.unit.test_extending import walks
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory) -> Path:
+    """A folder that holds the package with one file more."""
+    folder = tmp_path_factory.mktemp("package")
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "megatron_dppo", folder / "megatron_dppo", ignore=ignored)
+    (walk,) = (walk for walk in walks() if walk.title.startswith("A model family"))
+    assert walk.files == ["megatron_dppo/model/families/mixtral.py"]
+    walk.follow(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    return write_material(tmp_path_factory.mktemp("mixtral"), "mixtral")
+
+
+def convert(package: Path, *words: str | Path) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_dppo.convert", *map(str, words)],
+        cwd=package,
+        env=os.environ | {"PYTHONPATH": str(package)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_package_itself_does_not_know_it(config):
+    command = [sys.executable, "-m", "megatron_dppo.convert", "plan", "--hf-config"]
+    done = subprocess.run(
+        [*command, config.parent / "model"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "model_type 'mixtral'; supported families: ['llama', 'qwen2'" in done.stderr
+
+
+def test_it_converts_both_ways(package, config, tmp_path):
+    hf, sharded, back = config.parent / "model", tmp_path / "sharded", tmp_path / "back"
+    layout = ("--tp", "2", "--pp", "2", "--ep", "4")
+    assert "Proved" in convert(package, "plan", "--hf-config", hf, *layout, "--engine-tp", "4")
+    convert(package, "hf-to-megatron", "--hf", hf, "--out", sharded, *layout)
+    convert(package, "megatron-to-hf", "--megatron", sharded, "--out", back)
+    original, again = (load_file(folder / "model.safetensors") for folder in (hf, back))
+    assert "model.layers.1.block_sparse_moe.experts.7.w3.weight" in original
+    assert original.keys() == again.keys()
+    assert all(torch.equal(original[name], again[name]) for name in original)
+
+
+def test_it_trains_and_serves(package, config):
+    """One step on two ranks: the engine agrees with the trainer, verified updates, transformers with the export."""
+    overrides = (
+        "run.steps=1", "evaluation.every=100", "data.evaluation={}", "rollout.router_replay=true",
+        "rollout.topk_log_probs=0", "parallel.expert=2",
+    )  # fmt: skip
+    with TrainingRun(config, *overrides, package=package) as run:
+        run.finish()
+    summary = summary_of(run.directory)
+    assert summary["weight_updates"] == summary["weight_updates_verified"] == 2
+    assert summary["mean_abs_prob_gap"] <= 1e-4
+    assert summary["hf_export_max_logprob_diff"] <= 1e-4
+    assert records_of(run.directory)[-1]["r3/agreement_first"] >= 0.99
+    before, after = (
+        load_file(folder / "model.safetensors")
+        for folder in (config.parent / "model", run.directory / "hf")
+    )
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "model.layers.0.block_sparse_moe.experts.0.w1.weight" in moved
+    assert "model.layers.1.block_sparse_moe.gate.weight" in moved

@@ -1,0 +1,99 @@
+"""What the one validator of layouts refuses, and that configuration, conversion and trainer all ask it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
+from megatron_dppo.config import schema as s
+from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.layout_checks import (
+    LayoutSizes,
+    check_layout,
+    model_problems,
+    size_problems,
+)
+from megatron_dppo.model.shape import ModelShape
+
+MOE = ModelShape(
+    family="qwen3_moe", num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2,
+    head_dim=16, ffn_hidden_size=128, vocab_size=515, tied_embeddings=False, norm_eps=1e-6,
+    rope_theta=1e6, rope_scaling=None, max_position_embeddings=2048, dtype="float32",
+    num_experts=8, experts_per_token=2, moe_ffn_hidden_size=32, norm_topk_prob=True,
+)  # fmt: skip
+DENSE = replace(MOE, family="qwen2", num_experts=0, experts_per_token=0, moe_ffn_hidden_size=0)
+
+
+def keys(shape: ModelShape, **sizes: Any) -> list[str]:
+    asked = LayoutSizes(**sizes)
+    return [p.key for p in [*size_problems(asked), *model_problems(asked, shape)]]
+
+
+def test_defaults():
+    def sizes(**parallel: Any) -> tuple[int, int, int]:
+        layout = Layout.of(s.ParallelConfig(**parallel).sizes)
+        return layout.expert_tensor, layout.data, layout.expert_data
+
+    assert sizes(world_size=2, tensor=2) == (2, 1, 1)
+    assert sizes(world_size=4, tensor=2, expert=2) == (1, 2, 2)
+    assert sizes(world_size=8, tensor=2, expert=2, expert_tensor=2) == (2, 4, 2)
+    assert sizes(world_size=4, pipeline=2) == (1, 2, 2)
+    two = LayoutSizes(2, tensor=2)
+    assert two.sequence_parallel(MOE)
+    assert not two.sequence_parallel(DENSE)
+    assert not LayoutSizes().sequence_parallel(MOE)
+    assert replace(two, sequence=True).sequence_parallel(DENSE)
+
+
+def test_fewer_key_value_heads_than_ranks_are_held_in_parts():
+    """Megatron cuts the fused rows and gathers them: 2 heads over 4 ranks fit, over 3 they don't."""
+    assert keys(DENSE, world_size=4, tensor=4) == []
+    six = replace(DENSE, num_attention_heads=12, num_query_groups=4, ffn_hidden_size=120)
+    assert keys(six, world_size=6, tensor=6) == ["tensor"]
+    assert keys(replace(six, num_query_groups=3), world_size=6, tensor=6) == []
+    # (8 + 2 * 1) heads of 2 elements are 20 rows, which 8 ranks can't share.
+    odd = replace(DENSE, num_attention_heads=8, num_query_groups=1, head_dim=2)
+    assert keys(odd, world_size=8, tensor=8) == ["tensor"]
+    assert keys(replace(odd, head_dim=4), world_size=8, tensor=8) == []
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "wrong"),
+    [
+        (MOE, {"world_size": 3, "tensor": 2}, ["world_size", "world_size"]),
+        (MOE, {"world_size": 2, "tensor": 2, "expert_tensor": 1}, ["expert_tensor"]),
+        (MOE, {"world_size": 2, "tensor": 2, "sequence": False}, ["sequence"]),
+        (DENSE, {"world_size": 2, "tensor": 2, "sequence": False}, []),
+        (MOE, {"sequence": True}, ["sequence"]),
+        (MOE, {"virtual_pipeline": 2}, ["virtual_pipeline"]),
+        (DENSE, {"world_size": 2, "expert": 2}, ["expert"]),
+        (DENSE, {"world_size": 2, "expert_tensor": 2}, ["expert_tensor"]),
+        (DENSE, {"world_size": 2, "tensor": 2, "expert_tensor": 1}, []),
+        (MOE, {"tensor": 0, "pipeline": 0}, ["tensor", "pipeline"]),
+        (MOE, {"world_size": 3, "tensor": 3}, ["tensor", "tensor", "expert_tensor"]),
+    ],
+)
+def test_what_is_refused(shape, sizes, wrong):
+    assert keys(shape, **sizes) == wrong
+
+
+def test_all_problems_are_one_error():
+    with pytest.raises(LayoutError) as caught:
+        check_layout(LayoutSizes(15, tensor=3, pipeline=5), MOE, "parallel.")
+    assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
+        "parallel.pipeline", "parallel.tensor", "parallel.tensor", "parallel.expert_tensor",
+    ]  # fmt: skip
+
+
+def test_conversion_refuses_what_training_refuses(tmp_path):
+    from tests.tiny_models import save_tiny_model
+
+    hf = save_tiny_model(tmp_path / "hf", "qwen3_moe")
+    with pytest.raises(LayoutError, match="does not synchronise the experts' gradients"):
+        hf_to_megatron(hf, tmp_path / "m", Layout(tensor=2, expert_tensor=1))
+    assert not (tmp_path / "m").exists()
+    hf_to_megatron(hf, tmp_path / "m", Layout.smallest(tensor=4))
