@@ -3,7 +3,7 @@ PYTHON_IN_VENV := .venv/bin/python
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo why test lint types unit clean
+.PHONY: help setup demo why test lint types unit mutants clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -22,6 +22,10 @@ test: lint types  ## every check: lint, types, unit, distributed and integration
 
 unit: setup  ## the fast tests alone
 	@$(PYTHON_IN_VENV) -m pytest tests/unit
+
+mutants: setup  ## the numerical core changed one operator at a time: prints what no test notices (also MODULES="algorithms/masks.py ..."); hours
+	@[ -d .mutants ] || $(PYTHON_IN_VENV) -m pip install -q --no-deps --target .mutants -r tools/environment/mutation.txt
+	@PYTHONPATH=.mutants $(PYTHON_IN_VENV) tools/mutants.py --processes $(TEST_PROCESSES) $(MODULES)
 
 lint: setup  ## ruff: style and format
 	@$(PYTHON_IN_VENV) -m ruff check .

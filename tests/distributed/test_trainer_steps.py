@@ -223,6 +223,8 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
     out["not a number"] = error_of(
         lambda: trainer.train_mini_batch(micro_batches(trainer), policy_token_loss, 200.0)
     )
+    # Rank 1 alone is spoiled; the recomputed pass must stop both.
+    out["recomputed"] = error_of(lambda: trainer.log_probs(micro_batches(trainer)))
     trainer.close()
     dist.barrier()
     return out
@@ -295,6 +297,8 @@ def test_every_rank_stops_before_the_update(tiny: str) -> None:
         assert found["unchanged"]
         assert found["steps"] == 0
         assert found["not a number"][0] == "NonFiniteLossError"
+        assert found["recomputed"][0] == "NonFiniteLogProbsError"
+        assert "rows of logits that hold NaN" in found["recomputed"][1]
     assert both[0]["poisoned"] == both[1]["poisoned"]
     assert both[0]["poisoned"][1].endswith(both[1]["where"])
 

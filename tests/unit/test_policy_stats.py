@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from megatron_dppo.system import cpp_build
-from megatron_dppo.vocab_parallel import cpp_backend, policy_stats
-from megatron_dppo.vocab_parallel.backends import BACKENDS, choose
+from megatron_dppo.vocab_parallel import cpp_backend, policy_stats, wire
+from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
 from megatron_dppo.vocab_parallel.dense import dense_policy_stats
 from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError
+from megatron_dppo.vocab_parallel.wire import Shard
 
 T, COLUMNS, V, K = 29, 5003, 4999, 6
 CASES = [(b, d) for b in ("eager", "cpp") for d in (torch.float32, torch.bfloat16)]
@@ -278,3 +279,79 @@ def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(cpp_build.KernelBuildError, match="no-such-compiler"):
         cpp_backend.load_kernels.__wrapped__()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_a_shard_of_padding_alone_gives_nothing_and_gets_no_gradient(backend, dtype, with_entropy):
+    """V = 130 as 4 x 128: the third and fourth ranks hold no token of the vocabulary."""
+    g = torch.Generator().manual_seed(0)
+    logits, kernel = torch.randn(3, 128, generator=g).to(dtype), BACKENDS[backend]
+    nowhere = torch.full((3, 2), -1)
+    lse, plogp, owned = kernel.forward(logits, 0, 1.0, nowhere, with_entropy)
+    assert lse.tolist() == [-math.inf] * 3
+    assert not with_entropy or plogp.tolist() == [0.0] * 3
+    assert (owned == 0).all()
+    one = torch.ones(3, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    known = (one, one.double()) if with_entropy else (None, None)
+    gradient = RowGradient(
+        torch.ones(3, dtype=torch.float64), nowhere[:, 0].contiguous(), one, *known
+    )
+    out = torch.full_like(logits, 7.0)
+    kernel.backward(logits, 0, 1.0, gradient, out)
+    assert (out == 0).all()
+
+
+def test_shards_with_and_without_real_columns_add_up_to_the_whole():
+    """The 4 x 128 split by hand: forward of each shard, combined, and backward, against the twin."""
+    g = torch.Generator().manual_seed(0)
+    whole = torch.randn(5, 512, generator=g)
+    ids = torch.tensor([0, 127, 128, 129, 5])
+    kernel, parts = BACKENDS["eager"], whole.split(128, 1)
+    shards = [Shard(128 * i, 128, max(0, min(130 - 128 * i, 128)), 130, i, 4) for i in range(4)]
+    assert [s.real for s in shards] == [128, 2, 0, 0]
+    lse = torch.stack(
+        [
+            kernel.forward(p.contiguous(), s.real, 1.0, s.local(ids[:, None]), False)[0]
+            for p, s in zip(parts, shards, strict=True)
+        ]
+    ).logsumexp(0)
+    leaf = whole.double().requires_grad_()
+    twin = dense_policy_stats(leaf, ids, vocab_size=130).log_probs
+    twin.sum().backward()
+    grads = []
+    for part, shard in zip(parts, shards, strict=True):
+        out = torch.empty(5, 128)
+        gradient = RowGradient(lse, shard.local(ids), torch.ones(5), None, None)
+        kernel.backward(part.contiguous(), shard.real, 1.0, gradient, out)
+        grads.append(out)
+    torch.testing.assert_close(torch.cat(grads, 1).double(), leaf.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4])
+def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
+    """At |logit| 1e4 one float32 carries the log-sum-exp to 5e-4 only: both halves are needed."""
+    shares = torch.tensor([[0.3, 1.7, -0.4, 2.2]], dtype=torch.float64)
+    whole = (shares + offset).float()
+    ranks = [Shard(2 * i, 2, 2, 4, i, 2) for i in range(2)]
+    ids = torch.tensor([[0]])
+    own = [
+        BACKENDS["eager"].forward(
+            whole[:, s.start : s.start + 2].contiguous(), 2, 1.0, s.local(ids), True
+        )
+        for s in ranks
+    ]
+    sent = []
+    monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: sent.append(buffer.clone()))
+    for shard, (lse, plogp, owned) in zip(ranks, own, strict=True):
+        wire.reduce_rows(shard, lse, plogp, owned, None)
+    monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: buffer.copy_(sum(sent)))
+    reduced = wire.reduce_rows(ranks[0], *own[0], None)
+    twin = whole.double()
+    torch.testing.assert_close(reduced.lse, twin.logsumexp(1), rtol=0, atol=1e-7)
+    log_p = twin.log_softmax(1)
+    torch.testing.assert_close(reduced.entropy, -(log_p.exp() * log_p).sum(1), rtol=0, atol=2e-6)
+    got = wire.log_softmax_at(reduced.logits, 1.0, reduced.lse)
+    torch.testing.assert_close(got, log_p[:, :1], rtol=0, atol=1e-7)
+    assert sent[0].dtype == torch.float32
+    assert (sent[0][0, :2] != 0).all()

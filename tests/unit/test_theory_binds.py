@@ -1,0 +1,211 @@
+"""The paper's theory (arXiv 2602.04879) holds of the code: each divergence of the package in the
+bounds, and each mask of the table in training, on policies small enough to enumerate.
+
+With two tokens, two steps, the same divergence D in each state and the worst rewards, the bound
+|J(pi) - J(mu) - L'| <= 2 xi T (T - 1) D^2 is an equality. A divergence that is too small by any
+factor breaks it, one that is too large leaves a gap.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron_dppo.algorithms import divergence
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.policy_loss import policy_loss
+from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+
+F64 = torch.float64
+
+
+def columns(rising: bool):
+    """log pi and log mu [state, token] of two tokens, mu = (1/2, 1/2) and |pi - mu| = 0.06."""
+    d = 0.06 if rising else -0.06
+    mu = torch.full((3, 2), 0.5, dtype=F64)
+    return (mu + torch.tensor([d, -d], dtype=F64)).log(), mu.log()
+
+
+def topk(f, k):
+    """``f`` of TopK(mu) with ``k`` ids and the sampled token, here always token 0."""
+
+    def distance(pi, mu):
+        ids = torch.tensor([[1, 0, 0]] if k == 2 else [[0, 0]]).expand(len(pi), -1)
+        valid = torch.tensor([[True] * k + [False]]).expand(len(pi), -1)
+        return f(pi.gather(1, ids), mu.gather(1, ids), valid)
+
+    return distance
+
+
+def sampled(f):
+    return lambda pi, mu: f(pi[:, 0], mu[:, 0])
+
+
+TV = {
+    "binary": sampled(divergence.binary_tv),
+    "top-1": topk(divergence.topk_tv, 1),
+    "top-2": topk(divergence.topk_tv, 2),
+    "exact": divergence.exact_tv,
+}
+KL = {
+    "binary": sampled(divergence.binary_kl),
+    "top-1": topk(divergence.topk_kl, 1),
+    "top-2": topk(divergence.topk_kl, 2),
+    "exact": divergence.exact_kl,
+}
+
+
+def worst_gap(pi, mu):
+    """max over |R| <= 1 of J(pi) - J(mu) - L' for responses of two tokens, and L' there."""
+    gaps = []
+    for first, second in itertools.product(range(2), repeat=2):
+        p_mu = (mu[0, first] + mu[1 + first, second]).exp()
+        r = [
+            (pi[0, first] - mu[0, first]).exp(),
+            (pi[1 + first, second] - mu[1 + first, second]).exp(),
+        ]
+        gaps.append(p_mu * (r[0] * r[1] - 1 - (r[0] - 1) - (r[1] - 1)))
+    return torch.stack(gaps).abs().sum()
+
+
+@pytest.mark.parametrize("rising", [True, False])
+@pytest.mark.parametrize("name", list(TV))
+def test_worst_rewards_reach_the_quadratic_bound_of_every_tv(name, rising):
+    pi, mu = columns(rising)
+    d = TV[name](pi, mu).max()
+    horizon, gap = 2, worst_gap(pi, mu)
+    bound = 2 * horizon * (horizon - 1) * d**2
+    assert gap <= bound * (1 + 1e-12)
+    torch.testing.assert_close(gap, bound, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("rising", [True, False])
+@pytest.mark.parametrize("name", list(KL))
+def test_worst_rewards_reach_pinskers_bound_of_every_kl_to_second_order(name, rising):
+    """TV^2 <= KL / 2 is an equality at mu = 1/2 but for terms of fourth order."""
+    pi, mu = columns(rising)
+    bound = 2 * 2 * KL[name](pi, mu).max() / 2
+    assert worst_gap(pi, mu) <= bound
+    torch.testing.assert_close(worst_gap(pi, mu), bound, rtol=2 * 0.12**2, atol=0)
+
+
+@pytest.mark.parametrize("name", list(TV))
+def test_the_linear_bound_holds_with_every_tv(name):
+    pi, mu = columns(True)
+    assert worst_gap(pi, mu) <= 4 * 2 * TV[name](pi, mu).max()
+
+
+def one_state(logit, algorithm_name, mu_rises):
+    """Both tokens of a state as one response each: ``logit`` is that of token 0 less that of 1."""
+    mu = torch.tensor([mu_rises, 1 - mu_rises], dtype=F64).log()
+    pi = torch.stack(
+        [torch.nn.functional.logsigmoid(logit), torch.nn.functional.logsigmoid(-logit)]
+    )
+    other = torch.tensor([[1], [0]])
+    both = lambda x: torch.cat([x.detach()[other], x.detach()[:, None]], 1)  # noqa: E731
+    return TokenInputs(
+        log_probs=pi,
+        rollout_log_probs=mu,
+        advantages=torch.tensor([1.0, -1.0], dtype=F64),  # token 0 is to rise
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        recomputed_log_probs=mu,
+        topk_log_probs=both(pi),
+        rollout_topk_log_probs=both(mu),
+        topk_valid=torch.ones(2, 2, dtype=torch.bool),
+        sequence_ids=torch.arange(2),
+    )
+
+
+RATE, STEPS = 0.002, 300
+
+
+def trained(name, mu_rises=0.5, direction=1.0, **options):
+    """pi of token 0 after many steps of plain gradient descent against the expected loss."""
+    algorithm = build_algorithm(name, options)
+    logit = torch.tensor(math.log(mu_rises / (1 - mu_rises)), dtype=F64, requires_grad=True)
+    for _ in range(STEPS):
+        x = one_state(logit, name, mu_rises)
+        x = replace(x, advantages=x.advantages * direction)
+        (grad,) = torch.autograd.grad(policy_loss(algorithm, x).loss, logit)
+        if grad == 0 or torch.sigmoid(logit) > 0.8:
+            break
+        logit = (logit - 8 * RATE * grad).detach().requires_grad_()
+    return torch.sigmoid(logit).item()
+
+
+KL_RADIUS = 0.5 * math.sqrt(1 - math.exp(-2 * 0.05))
+"""|pi - 1/2| at which KL((1/2, 1/2) || pi) = -log(1 - 4 d^2) / 2 is 0.05."""
+RADIUS = {
+    "ppo": 0.1, "grpo": 0.1, "icepop": 0.1,
+    # r of the rising token may reach 1.28: the falling one has stopped at 0.8 by then.
+    **dict.fromkeys(["grpo-clip-higher", "minirl", "minirl-tis", "relax-high", "relax-low",
+                     "relax-both"], 0.14),
+    **{name: 0.15 for name in PRESETS if name.endswith("-tv")},
+    **{name: KL_RADIUS for name in PRESETS if name.endswith("-kl")},
+    "gspo": 2e-4,
+}  # fmt: skip
+"""Where training from mu = (1/2, 1/2) must stop: |pi - mu|, worked by hand from each mask."""
+UNCONFINED = ["pg-is", "pg-tis", "cispo", "drpo", "mask-0.5", "mask-0.8", "mask-0.5-recompute"]
+
+
+def test_every_preset_is_driven():
+    assert sorted([*RADIUS, *UNCONFINED]) == sorted(PRESETS)
+
+
+@pytest.mark.parametrize("direction", [1.0, -1.0])
+@pytest.mark.parametrize("name", list(RADIUS))
+def test_training_stops_at_the_edge_of_the_trust_region(name, direction):
+    moved = (trained(name, direction=direction) - 0.5) * direction
+    assert RADIUS[name] <= moved <= RADIUS[name] + 8 * RATE
+
+
+@pytest.mark.parametrize("name", UNCONFINED)
+def test_training_without_a_trust_region_goes_on(name):
+    assert trained(name) > 0.75
+
+
+def test_one_sided_thresholds_hold_each_sign():
+    """The falling token stops at its own threshold; the rising one goes on to the other."""
+    at = trained("dppo-binary-tv", tv_threshold=0.2, tv_threshold_negative=0.05)
+    assert 0.2 <= at - 0.5 <= 0.2 + 8 * RATE
+    assert 0.2 <= 0.5 - trained("dppo-binary-tv", direction=-1.0, tv_threshold=0.05,
+                                tv_threshold_negative=0.2) <= 0.2 + 8 * RATE  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "drop"), [("mask-0.5", 0.5), ("mask-0.8", 0.8)])
+def test_minimal_masks_stop_the_falling_token_alone(name, drop):
+    """mu of the falling token is 0.9; pi falls to 0.9 - drop by both, then by the rising one only."""
+    x = one_state(torch.tensor(0.0, dtype=F64), name, 0.1)
+    mask = build_algorithm(name).mask
+    for fallen, trains in ((drop - 0.01, True), (drop + 0.01, False)):
+        pi = torch.tensor([0.1 + fallen, 0.9 - fallen], dtype=F64).log()
+        assert mask(replace(x, log_probs=pi)).tolist() == [True, trains]
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_an_update_back_to_the_anchor_is_never_blocked(name):
+    """pi far out on the other side: everything trains, and the distance falls."""
+    logit = torch.tensor(-3.0, dtype=F64, requires_grad=True)  # token 0 has fallen, and is to rise
+    sums = policy_loss(build_algorithm(name), one_state(logit, name, 0.5))
+    assert not sums.blocked.any()
+    (grad,) = torch.autograd.grad(sums.loss, logit)
+    assert grad < 0
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_what_is_blocked_would_have_moved_further_out(name):
+    """At each state, sign of A and side: a blocked token's own step raises |log pi - log mu|."""
+    found = set()
+    for at, direction in itertools.product(torch.linspace(-4, 4, 41), (1.0, -1.0)):
+        logit = at.double().requires_grad_()
+        x = one_state(logit, name, 0.5)
+        x = replace(x, advantages=x.advantages * direction)
+        sums = policy_loss(build_algorithm(name), x)
+        for token in torch.nonzero(sums.blocked).flatten().tolist():
+            outward = torch.sign(x.log_probs[token] - x.rollout_log_probs[token])
+            assert outward == torch.sign(x.advantages[token])
+            found.add(token)
+    if name in RADIUS:
+        assert found == {0, 1}
