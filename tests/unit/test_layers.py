@@ -84,7 +84,17 @@ def test_only_the_platform_module_asks_for_cuda():
     assert asking <= {"trainer/platform.py", "engine/sglang_cpu/__init__.py"}
 
 
-@pytest.mark.parametrize("package", ["config", "types", "launch", "fleet.folder"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        "config",
+        "types",
+        "launch.supervisor",
+        "fleet.folder",
+        "fleet.supervision",
+        "engine.http_client",
+    ],
+)
 def test_light_packages_load_no_torch(package):
     code = f"import sys, megatron_dppo.{package}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
