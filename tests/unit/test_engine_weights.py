@@ -258,6 +258,15 @@ def test_a_path_prefix_of_the_url_is_kept(engine: Engine, connect: Callable[...,
     assert engine.asked == [("/fleet/a/server_info", "Bearer user")]
 
 
+def test_a_redirect_is_refused_so_that_no_key_goes_elsewhere(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
+    control = connect()
+    engine.answers["/model_info"] = (302, "elsewhere")
+    with pytest.raises(EngineRequestError, match="answered 302: elsewhere"):
+        control.version()
+
+
 def test_no_key_travels_in_clear_text_to_an_https_engine(
     engine: Engine, connect: Callable[..., Control]
 ) -> None:

@@ -91,7 +91,16 @@ def test_the_model_needs_no_torch():
 
 
 @pytest.mark.parametrize(
-    "package", ["config", "types", "launch", "fleet.folder", "model.plan_table"]
+    "package",
+    [
+        "config",
+        "types",
+        "launch.supervisor",
+        "fleet.folder",
+        "model.plan_table",
+        "fleet.supervision",
+        "engine.http_client",
+    ],
 )
 def test_light_packages_load_no_torch(package):
     code = f"import sys, megatron_dppo.{package}; sys.exit('torch' in sys.modules)"

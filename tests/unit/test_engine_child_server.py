@@ -1,0 +1,111 @@
+"""ChildServer over a small HTTP server of its own: from the start to the end, and every way to fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_dppo.engine.child_server import ChildServer
+from megatron_dppo.engine.errors import EngineStartError
+from megatron_dppo.engine.http_client import Answer
+from megatron_dppo.system.ports import free_port
+
+SERVER = """
+import http.server, json, sys
+given = json.load(sys.stdin)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        known = self.headers["Authorization"] == "Bearer " + given["key"]
+        self.send_response(200 if known else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps({"name": NAME}).encode())
+print("serving", flush=True)
+http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
+"""
+
+
+class SmallServer(ChildServer):
+    """Runs ``code`` with PORT and NAME set; it is the right one where it answers NAME "right"."""
+
+    what = "the small server"
+    port_key = "small.port"
+
+    def __init__(self, log: Path, code: str = SERVER, name: str = "right", limit: float = 60):
+        super().__init__("127.0.0.1", free_port(), log, limit)
+        self._code = f"PORT = {self.port}\nNAME = {name!r}\n{code}"
+
+    def _command(self) -> Sequence[str]:
+        return ["-c", self._code]
+
+    def _environment(self) -> Mapping[str, str]:
+        return os.environ
+
+    def _secrets(self) -> Mapping[str, Any]:
+        return {"key": "secret"}
+
+    def _probe(self) -> tuple[str, str | None]:
+        return "/name", "secret"
+
+    def _accepts(self, answer: Answer) -> bool:
+        return answer.status == 200 and json.loads(answer.body)["name"] == "right"
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Callable[..., SmallServer]]:
+    made: list[SmallServer] = []
+
+    def make_one(*arguments: Any, **options: Any) -> SmallServer:
+        made.append(SmallServer(tmp_path / "logs" / "small.log", *arguments, **options))
+        return made[-1]
+
+    yield make_one
+    for server in made:
+        server.kill()
+
+
+def test_a_server_is_started_waited_for_and_ended(make: Callable[..., SmallServer]) -> None:
+    server = make()
+    server.start()
+    seen: list[str] = []
+    assert 0 < server.wait_healthy(lambda seconds, line: seen.append(line)) < 60
+    assert server.poll() is None
+    assert "serving" in server.log_tail(5)
+    shown = " ".join(psutil.Process(server.pid).cmdline())
+    assert "secret" not in shown
+    server.stop()
+    assert server.poll() == -signal.SIGTERM
+    with pytest.raises(ValueError, match="was started already"):
+        server.start()
+
+
+def test_one_that_exits_shows_its_log(make: Callable[..., SmallServer]) -> None:
+    server = make("import sys; sys.exit('no such flag')")
+    server.start()
+    with pytest.raises(EngineStartError, match=r"(?s)exited with code 1 after .*    no such flag"):
+        server.wait_healthy()
+
+
+def test_another_one_on_the_port_is_not_taken_for_it(make: Callable[..., SmallServer]) -> None:
+    server = make(name="wrong", limit=2)
+    server.start()
+    with pytest.raises(EngineStartError, match="the small server was not healthy after 2 s"):
+        server.wait_healthy()
+    assert server.poll() == -signal.SIGKILL
+
+
+def test_a_taken_port_is_told_by_its_key(make: Callable[..., SmallServer]) -> None:
+    first = make()
+    first.start()
+    first.wait_healthy()
+    second = make()
+    second.port = first.port
+    with pytest.raises(EngineStartError, match=rf"small.port: cannot bind 127.0.0.1:{first.port} "):
+        second.start()
+    assert second.poll() is None
