@@ -402,8 +402,9 @@ def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
         "from megatron_dppo.logging import shared_console\n"
         "from megatron_dppo.metrics.progress import progress\n"
         "console = shared_console()\n"
+        "print('stray', flush=True)\n"
         "with progress('generate', 3) as bar:\n"
-        "    bar.advance(3); print('stray', flush=True); time.sleep(0.3)\n"
+        "    bar.advance(3); time.sleep(0.3)\n"
         "console.print('step', 7, console.size.width, style='green')\n"
     )
     controller, terminal = pty.openpty()
