@@ -69,6 +69,7 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
         {"recompute": "full"},
     ),
+    "QKV bias TP4 over two key-value heads": ("qwen2", {"tensor": 4}, {}),
     "TP4 EP4": ("qwen3_moe", {"tensor": 4, "expert": 4}, {}),
     "EP4": ("qwen3_moe", {"expert": 4}, {}),
     "PP4": ("qwen3_moe", {"pipeline": 4}, {}),
