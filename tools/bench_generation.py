@@ -108,7 +108,7 @@ def prompts(work: Work, seed: int) -> list[tuple[int, ...]]:
 def ours(work: Work, url: str, seed: int) -> Turn:
     """One turn of this project's ``generate_many``, which checks every answer, with a new client."""
     requests = [
-        GenerationRequest(i, ids, work.sampling, topk_log_probs=work.topk)
+        GenerationRequest(i, ids, work.sampling, {"topk": work.topk} if work.topk else {})
         for i, ids in enumerate(prompts(work, seed))
     ]
     limits = GenerationLimits(work.concurrency, responses_per_call=work.per_call)
@@ -118,7 +118,7 @@ def ours(work: Work, url: str, seed: int) -> Turn:
         results = runner.run(generate_many(client, requests, limits))
         turn = Turn(time.perf_counter() - start, time.process_time() - cpu)
         runner.run(client.close())
-    tokens = sum(len(r.output_ids) for r in results.values())
+    tokens = sum(t.sampled for t in results.values())
     return _checked(turn, tokens, work, OURS)
 
 

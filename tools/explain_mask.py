@@ -66,7 +66,7 @@ def explain(options: argparse.Namespace, config: TrainConfig) -> None:
 
     from megatron_dppo.algorithms.presets import build_algorithm
     from megatron_dppo.data.problems import load_tokenizer
-    from megatron_dppo.data.rollout_codec import load_batch
+    from megatron_dppo.data.trajectory_codec import load_batch
     from megatron_dppo.metrics.progress import progress
 
     algorithm = build_algorithm(*chosen_algorithm(options, config))
@@ -149,7 +149,7 @@ def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list
 
     if limit < 0:
         raise ValueError(f"--limit {limit}: expected 0 (all) or more")
-    training = [i for i, r in enumerate(batch) if r.response_ids and trains(r, config.algorithm)]
+    training = [i for i, t in enumerate(batch) if t.sampled and trains(t, config.algorithm)]
     useful = [i for i in training if batch[i].advantage != 0]
     if not useful:
         raise ValueError(f"none of the {len(batch)} responses has a gradient: nothing to explain")

@@ -43,7 +43,7 @@ from megatron_dppo.config.schema import TrainConfig
 if TYPE_CHECKING:
     from mismatch.ladder import Measured
 
-    from megatron_dppo.types import Rollout
+    from megatron_dppo.data.trajectory import Trajectory
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -89,7 +89,7 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
     step = saved_step(folder, options.step)
     batch, whole = chosen_responses(folder, step, options.limit)
     rollout_policy, policy = policies(options, config, step)
-    recorded = any(r.routed_experts is not None for r in batch)
+    recorded = any("routed_experts" in t.columns for t in batch)
     ladder = rungs(config, rollout_policy=rollout_policy, policy=policy, recorded=recorded)
     measured = []
     with progress("measuring", len(ladder)) as bar:
@@ -128,14 +128,14 @@ def saved_step(folder: Path, asked: int | None) -> int:
     return saved[0] if asked is None else asked
 
 
-def chosen_responses(folder: Path, step: int, limit: int) -> tuple[list[Rollout], int]:
+def chosen_responses(folder: Path, step: int, limit: int) -> tuple[list[Trajectory], int]:
     """The first ``limit`` responses (0: all) with a token, and the size of the batch."""
-    from megatron_dppo.data.rollout_codec import load_batch
+    from megatron_dppo.data.trajectory_codec import load_batch
 
     if limit < 0:
         raise ValueError(f"--limit {limit}: expected 0 (all) or more")
     batch = load_batch(folder, step)
-    useful = [rollout for rollout in batch if rollout.response_ids]
+    useful = [trajectory for trajectory in batch if trajectory.sampled]
     if not useful:
         raise ValueError(f"{folder}: the batch of step {step} has no response token")
     return (useful[:limit] if limit else useful), len(batch)

@@ -10,10 +10,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
 from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.protocol import parse_answers, request_body, request_ids
-from megatron_dppo.engine.requests import GenerationRequest, GenerationResult
+from megatron_dppo.engine.requests import GenerationRequest
 
 _WATCH_SECONDS = 5.0
 
@@ -27,7 +28,7 @@ class EngineClient(HttpClient):
 
     async def generate(
         self, requests: Sequence[GenerationRequest], rid: str, version: int | None = None
-    ) -> list[GenerationResult]:
+    ) -> list[Trajectory]:
         """Draw ``requests`` in one call under the id ``rid``, without a time limit.
 
         ``rid`` must be new, and not the beginning of another: SGLang aborts by prefix. ``version``:

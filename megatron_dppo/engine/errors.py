@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_dppo.engine.requests import GenerationResult
+    from megatron_dppo.data.trajectory import Trajectory
 
 
 class EngineError(RuntimeError):
@@ -60,10 +60,10 @@ class StopRequestedError(EngineError):
 class GenerationInterruptedError(EngineError):
     """The engine was lost half-way through a batch.
 
-    ``completed``: every finished result by key; they are valid and must not be asked for again.
+    ``completed``: every finished response by key; they are valid and must not be asked for again.
     """
 
-    def __init__(self, completed: dict[Hashable, GenerationResult], reason: str) -> None:
+    def __init__(self, completed: dict[Hashable, Trajectory], reason: str) -> None:
         super().__init__(f"{reason} ({len(completed)} responses were finished)")
         self.completed = completed
         self.reason = reason

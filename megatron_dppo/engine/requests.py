@@ -1,16 +1,15 @@
-"""What is asked of an engine, and what it answers, in this project's words."""
+"""What is asked of an engine, in this project's words."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.types import FinishReason, VersionSpan
 
 
 @dataclass(frozen=True)
@@ -73,31 +72,16 @@ class RoutedShape:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One response to draw. ``key`` names it to the caller, and outlives retries."""
+    """One response to draw.
 
-    key: Hashable
-    prompt_ids: tuple[int, ...]
-    sampling: SamplingParams
-    topk_log_probs: int = 0
-    routed_experts: RoutedShape | None = None
-
-
-@dataclass(frozen=True)
-class GenerationResult:
-    """One response, checked.
-
-    ``log_probs``: natural log mu(token), R values. ``topk_ids`` int32 and ``topk_log_probs``
-    float32 ``[R, K]``. ``routed_experts``: uint8 or uint16 ``[prompt + R - 1, L, E]``.
-    ``cached_tokens``: prompt tokens found in the cache.
+    ``key`` names it to the caller, and outlives retries. ``columns``: what is asked of the engine
+    beside what every request is, as options by the names of ``column_sources.SOURCES``.
+    ``problem_id`` and ``sample_index`` go into the trajectory.
     """
 
     key: Hashable
-    output_ids: list[int]
-    log_probs: list[float]
-    finish_reason: FinishReason
-    text: str
-    weight_versions: tuple[VersionSpan, ...]
-    topk_ids: np.ndarray | None = None
-    topk_log_probs: np.ndarray | None = None
-    routed_experts: np.ndarray | None = None
-    cached_tokens: int = 0
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    problem_id: int = 0
+    sample_index: int = 0

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineError,
@@ -23,7 +24,7 @@ from megatron_dppo.engine.errors import (
 )
 from megatron_dppo.engine.http_client import Answer
 from megatron_dppo.engine.protocol import parse_answers, request_body
-from megatron_dppo.engine.requests import GenerationRequest, GenerationResult
+from megatron_dppo.engine.requests import GenerationRequest
 from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.http_router_client import SERVED_BY
 from megatron_dppo.fleet.http_router_link import HttpRouterLink
@@ -93,9 +94,7 @@ class FleetClient:
 
     # --- GenerationClient
 
-    async def generate(
-        self, requests: Sequence[GenerationRequest], rid: str
-    ) -> list[GenerationResult]:
+    async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
         """As GenerationClient says; every token comes from the committed weights."""
         if self._router is not None and self._router.usable and self._live():
             return await self._through_router(self._router, requests, rid)
@@ -134,9 +133,7 @@ class FleetClient:
 
     # --- calls
 
-    async def _directly(
-        self, requests: Sequence[GenerationRequest], rid: str
-    ) -> list[GenerationResult]:
+    async def _directly(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
         live = self._live()
         if not live:
             raise self._nobody()
@@ -158,7 +155,7 @@ class FleetClient:
 
     async def _through_router(
         self, router: HttpRouterLink, requests: Sequence[GenerationRequest], rid: str
-    ) -> list[GenerationResult]:
+    ) -> list[Trajectory]:
         body = request_body(requests, rid, model=ROUTED_MODEL)
         try:
             answer = await breakable(router.generate(body), self._routed)

@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
 
 from megatron_dppo.config.schema import EngineConfig, RolloutConfig
-from megatron_dppo.engine.requests import (
-    GenerationRequest,
-    GenerationResult,
-    RoutedShape,
-    SamplingParams,
-)
-from megatron_dppo.types import Problem, Rollout
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.types import Problem
 
-Results = dict[Hashable, GenerationResult]
+Results = dict[Hashable, Trajectory]
 """By the key of the request, in the order of the requests."""
 
 
 class GenerationClient(Protocol):
     """Draws responses: ``EngineClient`` on one server, ``FleetClient`` on several."""
 
-    async def generate(
-        self, requests: Sequence[GenerationRequest], rid: str
-    ) -> list[GenerationResult]:
-        """Draw ``requests`` in one call under a new id.
+    async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
+        """Draw ``requests`` in one call under a new id; one trajectory for each, in order.
 
         Raises AbortedError where this call failed and another may succeed; ServerLostError where
         another server will take the next call; EngineLostError where no server is left.
@@ -84,17 +78,17 @@ class GenerationProgress:
 class GenerationJob:
     """``group_size`` responses to each problem.
 
-    The key of a request is (position in ``problems``, sample index).
+    The key of a request is (position in ``problems``, sample index). ``columns``: what is asked for
+    beside what every request is, as in GenerationRequest.
     """
 
     problems: Sequence[Problem]
     group_size: int
     sampling: SamplingParams
-    topk_log_probs: int = 0
-    routed_experts: RoutedShape | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
     def requests(
-        self, completed: Mapping[Hashable, GenerationResult] | None = None
+        self, completed: Mapping[Hashable, Trajectory] | None = None
     ) -> list[GenerationRequest]:
         """What is still to be asked, in order: everything whose key is not in ``completed``."""
         done = completed or {}
@@ -103,35 +97,19 @@ class GenerationJob:
                 key=(position, sample),
                 prompt_ids=problem.prompt_ids,
                 sampling=self.sampling,
-                topk_log_probs=self.topk_log_probs,
-                routed_experts=self.routed_experts,
+                columns=self.columns,
+                problem_id=problem.problem_id,
+                sample_index=sample,
             )
             for position, problem in enumerate(self.problems)
             for sample in range(self.group_size)
             if (position, sample) not in done
         ]
 
-    def rollouts(self, completed: Mapping[Hashable, GenerationResult]) -> list[Rollout]:
-        """All rollouts, group by group. Raises KeyError where a response is missing."""
+    def trajectories(self, completed: Mapping[Hashable, Trajectory]) -> list[Trajectory]:
+        """All of them, group by group. Raises KeyError where a response is missing."""
         return [
-            to_rollout(problem, sample, completed[position, sample])
-            for position, problem in enumerate(self.problems)
+            completed[position, sample]
+            for position in range(len(self.problems))
             for sample in range(self.group_size)
         ]
-
-
-def to_rollout(problem: Problem, sample_index: int, result: GenerationResult) -> Rollout:
-    """The rollout of ``result``; its reward and advantage are still 0."""
-    return Rollout(
-        problem_id=problem.problem_id,
-        sample_index=sample_index,
-        prompt_ids=list(problem.prompt_ids),
-        response_ids=result.output_ids,
-        rollout_log_probs=result.log_probs,
-        finish_reason=result.finish_reason,
-        text=result.text,
-        weight_versions=list(result.weight_versions),
-        topk_ids=result.topk_ids,
-        topk_log_probs=result.topk_log_probs,
-        routed_experts=result.routed_experts,
-    )

@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineLostError,
@@ -23,7 +24,7 @@ from megatron_dppo.engine.errors import (
     ServerLostError,
     StopRequestedError,
 )
-from megatron_dppo.engine.requests import GenerationRequest, GenerationResult
+from megatron_dppo.engine.requests import GenerationRequest
 from megatron_dppo.fleet.generation import (
     GenerationClient,
     GenerationJob,
@@ -55,7 +56,7 @@ class Generation:
 
     job: GenerationJob
     description: str
-    done: dict[Hashable, GenerationResult] = field(default_factory=dict)
+    done: dict[Hashable, Trajectory] = field(default_factory=dict)
     running: Future[Results] | None = None
     latest: GenerationProgress | None = None
     started: float = field(default_factory=time.monotonic)
@@ -221,7 +222,7 @@ class _Generation:
                 reason = str(error)
                 losses += 1
             else:
-                self._record(results)
+                self._record(requests, results)
                 return
             finally:
                 del self._in_flight[rid]
@@ -229,10 +230,10 @@ class _Generation:
             f"request {requests[0].key}: {failures + losses} attempts failed, the last: {reason}"
         )
 
-    def _record(self, results: list[GenerationResult]) -> None:
-        for result in results:
-            self._results[result.key] = result
-            self._tokens += len(result.output_ids)
+    def _record(self, requests: Sequence[GenerationRequest], results: Sequence[Trajectory]) -> None:
+        for request, trajectory in zip(requests, results, strict=True):
+            self._results[request.key] = trajectory
+            self._tokens += trajectory.sampled
 
     def _progress(self) -> GenerationProgress:
         seconds = self._clock() - self._started

@@ -1,15 +1,16 @@
-"""From a rollout batch to packed micro-batches: one mini-batch is one optimiser step on whole groups."""
+"""From a batch of trajectories to packed micro-batches: one mini-batch is one optimiser step on whole groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
-from megatron_dppo.data.packing import PackedBatch, TrainingSample, pack, plan_mini_batch
-from megatron_dppo.data.routing import usable_rows
-from megatron_dppo.types import Rollout
+from megatron_dppo.data.balancing import plan_mini_batch
+from megatron_dppo.data.columns import Form
+from megatron_dppo.data.packing import PackedBatch, pack
+from megatron_dppo.data.trajectory import Trajectory
 
 
 @dataclass(frozen=True)
@@ -18,21 +19,19 @@ class BatchLayout:
 
     ``count_multiple``: the interleaved schedule takes micro-batches in rounds of the pipeline's size.
     ``pad_multiple``: sequence parallelism splits a packed micro-batch evenly over tensor ranks.
-    ``topk``: K of TopK(mu) in the rollouts, which an empty micro-batch must have too; 0: none.
     """
 
     dp_rank: int
     dp_size: int
     count_multiple: int = 1
     pad_multiple: int = 1
-    topk: int = 0
 
 
 @dataclass(frozen=True)
 class MiniBatchPlan:
     """Who trains on what in one optimiser step.
 
-    ``positions``: in the rollout batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch.
+    ``positions``: in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch.
     """
 
     positions: list[list[list[int]]]
@@ -51,52 +50,31 @@ class MiniBatch:
     denominator: float
 
 
-def trains(rollout: Rollout, config: AlgorithmConfig) -> bool:
+def trains(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
     """Whether the response has a gradient: all do, unless truncated ones are dropped by the configuration."""
-    return not (rollout.truncated and config.truncated_responses == "drop")
-
-
-def training_samples(rollouts: Sequence[Rollout], config: TrainConfig) -> list[TrainingSample]:
-    """One sample a rollout, in the same order; with its recorded routing where that is replayed."""
-    replayed = [r.routed_experts if config.router_replay else None for r in rollouts]
-    return [
-        TrainingSample(
-            prompt_ids=r.prompt_ids,
-            response_ids=r.response_ids,
-            advantage=r.advantage,
-            rollout_log_probs=r.rollout_log_probs,
-            recomputed_log_probs=None,
-            topk_ids=r.topk_ids,
-            topk_log_probs=r.topk_log_probs,
-            index=index,
-            train=trains(r, config.algorithm),
-            routed_experts=routed,
-            routed_valid=None if routed is None else usable_rows(r),
-        )
-        for index, (r, routed) in enumerate(zip(rollouts, replayed, strict=True))
-    ]
+    return not (trajectory.truncated and config.truncated_responses == "drop")
 
 
 def plan_mini_batches(
-    rollouts: Sequence[Rollout], config: TrainConfig, layout: BatchLayout
+    batch: Sequence[Trajectory], config: TrainConfig, layout: BatchLayout
 ) -> list[MiniBatchPlan]:
-    """Cut a rollout batch, groups adjacent, into optimiser steps. Reads no recorded routing.
+    """Cut a batch, groups adjacent, into optimiser steps. Reads no columns.
 
-    Every rank computes the same plan from the same rollouts; the denominator counts all ranks' samples, so the
+    Every rank computes the same plan from the same trajectories; the denominator counts all ranks' samples, so the
     gradient does not depend on the layout or on the packing. A mini-batch in which nothing trains is left out.
     """
     size = config.training.prompts_per_mini_batch * config.rollout.group_size
     constant = config.algorithm.aggregation_constant or config.rollout.max_response_tokens
     denominator_of = AGGREGATIONS[config.algorithm.aggregation].denominator
     plans = []
-    for start in range(0, len(rollouts), size):
-        part = rollouts[start : start + size]
-        trained = [len(r.response_ids) for r in part if trains(r, config.algorithm)]
+    for start in range(0, len(batch), size):
+        part = batch[start : start + size]
+        trained = [t.sampled for t in part if trains(t, config.algorithm)]
         denominator = denominator_of(trained, constant)
         if denominator == 0:
             continue
         plan = plan_mini_batch(
-            [r.length for r in part],
+            [t.length for t in part],
             layout.dp_size,
             config.training.micro_batch_tokens,
             layout.count_multiple,
@@ -107,11 +85,21 @@ def plan_mini_batches(
 
 
 def pack_mini_batch(
-    samples: Sequence[TrainingSample], plan: MiniBatchPlan, layout: BatchLayout
+    batch: Sequence[Trajectory],
+    plan: MiniBatchPlan,
+    layout: BatchLayout,
+    algorithm: AlgorithmConfig,
+    forms: Mapping[str, Form],
 ) -> MiniBatch:
-    """This rank's share of ``plan``. ``samples``: of the whole rollout batch."""
+    """This rank's share of ``plan``. ``forms``: of the columns of ``batch``, which is all ranks' batch."""
     packed = [
-        pack([samples[i] for i in rows], pad_multiple=layout.pad_multiple, topk=layout.topk)
+        pack(
+            [batch[i] for i in rows],
+            indices=rows,
+            trains=[trains(batch[i], algorithm) for i in rows],
+            pad_multiple=layout.pad_multiple,
+            forms=forms,
+        )
         for rows in plan.positions[layout.dp_rank]
     ]
     return MiniBatch(packed, plan.denominator)

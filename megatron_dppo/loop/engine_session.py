@@ -17,6 +17,7 @@ from typing import Self
 import torch
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.compatibility import check_engine
 from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.options import ServerSections
@@ -38,7 +39,6 @@ from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
-from megatron_dppo.types import Rollout
 from megatron_dppo.weight_sync.interfaces import UpdateReport, WeightUpdateError
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 
@@ -139,7 +139,7 @@ class EngineSession:
 
     # --- generation
 
-    def generate(self, job: GenerationJob, description: str) -> list[Rollout]:
+    def generate(self, job: GenerationJob, description: str) -> list[Trajectory]:
         """All responses of ``job``, this rank's own (an empty job on ranks that lead no replica).
 
         Raises RunStoppedError on every rank when a clean stop was asked for meanwhile.
@@ -155,7 +155,7 @@ class EngineSession:
         self._resume(generation)
         return generation
 
-    def finish(self, generation: Generation, held: int | None = None) -> list[Rollout]:
+    def finish(self, generation: Generation, held: int | None = None) -> list[Trajectory]:
         """As ``generate``, of what ``start`` began; shows progress while it waits.
 
         ``held``: version of the weights that the trainer has by now (None: those that the fleet has). Where the
@@ -170,7 +170,7 @@ class EngineSession:
                 raise RunStoppedError("stopped while generating")
             if worst is Outcome.DONE:
                 self._failures = 0
-                return generation.job.rollouts(generation.done)
+                return generation.job.trajectories(generation.done)
             if any(answer[2] for answer in answers):
                 self._failures = 0
             self._count_failure(next(a[1] for a in answers if a[0] == Outcome.LOST))

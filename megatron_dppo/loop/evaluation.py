@@ -47,9 +47,9 @@ def evaluate(
     for name, problems in sets.items():
         own = share(problems, topology)
         job = GenerationJob(own, settings.samples_per_prompt, sampling)
-        rollouts = engine.generate(job, f"evaluate on {name}")
-        verify(rollouts, own, job.group_size, config, verifier)
-        parts = all_gather_json([sum(r.reward for r in rollouts), len(rollouts)])
+        answers = engine.generate(job, f"evaluate on {name}")
+        scored = verify(answers, own, job.group_size, config, verifier)
+        parts = all_gather_json([sum(t.reward for t in scored), len(scored)])
         total, count = (sum(column) for column in zip(*parts, strict=True))
         accuracies[names.accuracy(name)] = total / count
     return accuracies

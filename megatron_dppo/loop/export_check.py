@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.data.packing import pack
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.batches import BatchLayout
 from megatron_dppo.trainer.collectives import broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
@@ -33,11 +34,10 @@ def max_log_prob_difference(
         sequences: token ids of (prompt, response) pairs.
         temperature: divides the logits on both sides.
     """
-    samples = [
-        TrainingSample(prompt, response, 0.0, [0.0] * len(response), None, None, None, index)
-        for index, (prompt, response) in enumerate(sequences)
-    ]
-    batch = pack(samples, pad_multiple=layout.pad_multiple)
+    batch = pack(
+        [Trajectory.of_response(prompt, response) for prompt, response in sequences],
+        pad_multiple=layout.pad_multiple,
+    )
     batches = [batch] + [
         pack([], pad_multiple=layout.pad_multiple) for _ in range(layout.count_multiple - 1)
     ]

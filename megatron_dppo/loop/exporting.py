@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.batches import BatchLayout
 from megatron_dppo.loop.export_check import max_log_prob_difference
 from megatron_dppo.trainer.collectives import any_rank
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.types import Problem, Rollout
+from megatron_dppo.types import Problem
 
 SEQUENCES_TO_CHECK = 16
 """Number of examples that the check compares."""
@@ -21,7 +22,7 @@ def export(
     config: TrainConfig,
     trainer: Trainer,
     layout: BatchLayout,
-    examples: Sequence[Rollout | Problem],
+    examples: Sequence[Trajectory | Problem],
 ) -> float | None:
     """Write ``<run.directory>/hf`` and, with ``checkpoint.verify_export``, check it. Collective.
 
@@ -50,10 +51,10 @@ def _clear(folder: Path, trainer: Trainer) -> None:
     any_rank(False)  # a barrier: no rank continues before the folder is removed
 
 
-def _prompt_and_scored(example: Rollout | Problem) -> tuple[Sequence[int], Sequence[int]]:
-    """Token ids of the context and of the scored part: prompt and response of a rollout; first token
-    and rest of a problem's prompt.
+def _prompt_and_scored(example: Trajectory | Problem) -> tuple[Sequence[int], Sequence[int]]:
+    """Token ids of the context and of the scored part: prompt and response of a trajectory; first
+    token and rest of a problem's prompt.
     """
-    if isinstance(example, Rollout):
-        return example.prompt_ids, example.response_ids
+    if isinstance(example, Trajectory):
+        return example.prompt_ids.tolist(), example.response_ids.tolist()
     return example.prompt_ids[:1], example.prompt_ids[1:]

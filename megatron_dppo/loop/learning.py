@@ -1,38 +1,59 @@
-"""The learning half of a step: a rollout batch through its mini-batches, each one optimiser step."""
+"""The learning half of a step: a batch through its mini-batches, each one optimiser step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.presets import Algorithm
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import PackedBatch
+from megatron_dppo.data.trajectory import Trajectory, sizes_of
 from megatron_dppo.loop.batches import (
     BatchLayout,
     MiniBatch,
+    MiniBatchPlan,
     pack_mini_batch,
     plan_mini_batches,
-    training_samples,
 )
-from megatron_dppo.loop.rollouts.routing_exchange import RoutingExchange
+from megatron_dppo.loop.rollouts.column_directory import ExchangeError
+from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery
+from megatron_dppo.loop.rollouts.figures import routing_figures
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.trainer.reduction import reduce_masked_tokens
+from megatron_dppo.trainer.router_replay import RECORDING
 from megatron_dppo.trainer.token_loss import TokenLoss, make_token_loss
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.types import Rollout
 from megatron_dppo.vocab_parallel import PolicyStats
 
 
+@dataclass(frozen=True)
+class PlannedBatch:
+    """A batch with the columns that this rank needs of it, and who trains on what.
+
+    ``figures``: metrics of the recorded routing, empty where none is replayed.
+    """
+
+    delivery: Delivery
+    plans: Sequence[MiniBatchPlan]
+    figures: dict[str, float]
+
+    @property
+    def trajectories(self) -> Sequence[Trajectory]:
+        """The batch; on global rank 0 with all columns where ``rollout.save`` wants it whole."""
+        return self.delivery.trajectories
+
+
 class Learner:
-    """Turns rollout batches into optimiser steps by ``algorithm``. ``topk``: K of the batches' TopK(mu), 0: none.
+    """Turns batches into optimiser steps by ``algorithm``. ``topk``: K of the batches' TopK(mu), 0: none.
 
     ``most_masked``: the tokens that the mask blocked most often in the last batch, the same on every rank.
     """
@@ -53,29 +74,46 @@ class Learner:
             dp_size=trainer.topology.dp_size,
             count_multiple=trainer.micro_batch_multiple,
             pad_multiple=trainer.pad_multiple,
-            topk=topk,
         )
-        self._routing: RoutingExchange | None = None
-        if config.router_replay:
-            self._routing = RoutingExchange(trainer.topology, trainer.shape)
+        self._topk = topk
+        shape = trainer.shape
+        sizes = {"moe_layers": len(shape.moe_layers), "experts_per_token": shape.experts_per_token}
+        self._exchange = ColumnExchange(trainer.topology, sizes if config.router_replay else {})
 
-    def learn(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    def plan(self, batch: Sequence[Trajectory]) -> PlannedBatch:
+        """Who trains on what, and each column with those who need it. Collective.
+
+        Raises ExchangeError where a column is missing, another model's, or changed on its way, and ValueError
+        where the batch carries another number of Top-K ids than the run asks for.
+        """
+        plans = plan_mini_batches(batch, self._config, self.layout)
+        needed = [
+            set[int]().union(*(plan.of_rank(rank) for plan in plans))
+            for rank in range(self.layout.dp_size)
+        ]
+        delivery = self._exchange.deliver(batch, needed, gather=self._config.rollout.save)
+        check_carried_topk(delivery.forms, self._topk)
+        if not self._config.router_replay:
+            return PlannedBatch(delivery, plans, {})
+        if batch and RECORDING not in delivery.held:
+            raise ExchangeError(
+                "rollout.router_replay is true, but no response of the batch has recorded routing"
+            )
+        figures = routing_figures(batch, delivery.held[RECORDING], delivery.forms[RECORDING])
+        return PlannedBatch(delivery, plans, figures)
+
+    def learn(self, batch: PlannedBatch) -> dict[str, float]:
         """Train on a batch; its metrics as means over all its tokens. Collective.
 
-        Under router replay the recorded routing is moved to the ranks that train on it, in ``rollouts`` itself;
-        global rank 0 has all of it afterwards where ``rollout.save`` wants the batch whole.
         Log-probabilities at the rollout's weights are recomputed before the first update, and only where the
         algorithm needs them: as its anchor, or of the whole vocabulary (fp32 [tokens, V] in memory). Raises
-        NonFiniteLossError before the step that would have applied it, NonFiniteLogProbsError where recomputed
-        ones are none, RoutingExchangeError where recorded routing is missing or changed on its way, and
-        ValueError where the rollouts carry another number of Top-K ids than the run asks for.
+        NonFiniteLossError before the step that would have applied it, and NonFiniteLogProbsError where recomputed
+        ones are none.
         """
-        check_carried_topk(rollouts, self.layout.topk)
-        batches, routing = self._mini_batches(rollouts)
-        self._recompute(batches)
+        mini_batches = [self._recomputed(mini) for mini in self._mini_batches(batch)]
         self._masked.clear()
         total, first, grad_norms, lr = MetricSums(), None, [], 0.0
-        for mini in batches:
+        for mini in mini_batches:
             result = self._trainer.train_mini_batch(
                 mini.micro_batches, self._loss, mini.denominator
             )
@@ -85,63 +123,55 @@ class Learner:
             lr = result.lr
         self.most_masked = reduce_masked_tokens(self._masked, self._trainer.topology)
         if first is None:
-            return routing
+            return batch.figures
         return {
             **_measured(means(total.values())),
-            **routing,
+            **batch.figures,
             **_of_the_first(means(first.values())),
             names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
             "optimizer/grad_norm_max": max(grad_norms),
             "optimizer/lr": lr,
-            "optimizer/steps": len(batches),
+            "optimizer/steps": len(mini_batches),
         }
 
-    def _recompute(self, batches: Sequence[MiniBatch]) -> None:
-        """What the algorithm needs of the policy at the rollout's weights and the engine doesn't say."""
-        whole = self._algorithm.needs_recomputed_distribution
-        for mini in batches:
-            if self._algorithm.needs_recomputed:
-                recomputed = self._trainer.log_probs(mini.micro_batches)
-                mini.micro_batches[:] = [
-                    replace(b, recomputed_log_probs=_where_trained(b, p))
-                    for b, p in zip(mini.micro_batches, recomputed, strict=True)
-                ]
-            if whole:
-                size = self._trainer.shape.vocab_size
-                asking = [_with_whole_vocabulary(b, size) for b in mini.micro_batches]
-                mini.micro_batches[:] = [
-                    replace(b, rollout_topk_log_probs=p.to(b.rollout_log_probs.device))
-                    for b, p in zip(asking, self._trainer.topk_log_probs(asking), strict=True)
-                ]
+    def _mini_batches(self, batch: PlannedBatch) -> list[MiniBatch]:
+        """This rank's share of each optimiser step."""
+        replayed, delivery = self._config.router_replay, batch.delivery
+        trained = [t if replayed else t.without(RECORDING) for t in delivery.trajectories]
+        return [
+            pack_mini_batch(trained, plan, self.layout, self._config.algorithm, delivery.forms)
+            for plan in batch.plans
+        ]
 
-    def _mini_batches(
-        self, rollouts: Sequence[Rollout]
-    ) -> tuple[list[MiniBatch], dict[str, float]]:
-        """This rank's share of each optimiser step, and the metrics of recorded routing."""
-        plans = plan_mini_batches(rollouts, self._config, self.layout)
-        figures: dict[str, float] = {}
-        if self._routing is not None:
-            needed = [
-                set().union(*(plan.of_rank(rank) for plan in plans))
-                for rank in range(self.layout.dp_size)
+    def _recomputed(self, mini: MiniBatch) -> MiniBatch:
+        """With what the algorithm needs of the policy at the rollout's weights and the engine doesn't say."""
+        batches = mini.micro_batches
+        if self._algorithm.needs_recomputed:
+            batches = [
+                b.with_columns(recomputed_log_probs=_where_trained(b, p))
+                for b, p in zip(batches, self._trainer.log_probs(batches), strict=True)
             ]
-            figures = self._routing.deliver(rollouts, needed, gather=self._config.rollout.save)
-        samples = training_samples(rollouts, self._config)
-        return [pack_mini_batch(samples, plan, self.layout) for plan in plans], figures
+        if self._algorithm.needs_recomputed_distribution:
+            size = self._trainer.shape.vocab_size
+            asking = [_with_whole_vocabulary(b, size) for b in batches]
+            batches = [
+                b.with_columns(topk_log_probs=p.cpu())
+                for b, p in zip(asking, self._trainer.topk_log_probs(asking), strict=True)
+            ]
+        return MiniBatch(batches, mini.denominator)
 
 
-def check_carried_topk(rollouts: Sequence[Rollout], topk: int) -> None:
-    """Raise ValueError where a rollout's Top-K has not ``topk`` ids a token; 0: whatever it has.
+def check_carried_topk(forms: Mapping[str, Form], topk: int) -> None:
+    """Raise ValueError where a batch's Top-K has not ``topk`` ids a token; 0: whatever it has.
 
     Fewer would make another divergence of the algorithm, under its name.
     """
-    for rollout in rollouts:
-        width = 0 if rollout.topk_ids is None else rollout.topk_ids.shape[1]
-        if topk and width != topk:
-            raise ValueError(
-                f"problem {rollout.problem_id}, sample {rollout.sample_index}: {width} Top-K ids for "
-                f"each token, expected {topk}: recorded with another rollout.topk_log_probs?"
-            )
+    width = sizes_of(forms).get("topk", 0)
+    if topk and width != topk:
+        raise ValueError(
+            f"the batch has {width} Top-K ids for each token, expected {topk}: recorded with another "
+            "rollout.topk_log_probs?"
+        )
 
 
 def _where_trained(batch: PackedBatch, log_probs: torch.Tensor) -> torch.Tensor:
@@ -151,13 +181,7 @@ def _where_trained(batch: PackedBatch, log_probs: torch.Tensor) -> torch.Tensor:
 
 def _with_whole_vocabulary(batch: PackedBatch, size: int) -> PackedBatch:
     """``batch`` with every id of the vocabulary as its TopK ids; their log-probabilities are still to come."""
-    shape = (batch.num_tokens, size)
-    return replace(
-        batch,
-        rollout_topk_ids=torch.arange(size).expand(shape),
-        rollout_topk_log_probs=torch.zeros(()).expand(shape),
-        rollout_topk_valid=torch.ones((), dtype=torch.bool).expand(shape),
-    )
+    return batch.with_columns(topk_ids=torch.arange(size).expand(batch.num_tokens, size))
 
 
 def _counting(loss: TokenLoss, masked: MaskedTokenCounts) -> TokenLoss:

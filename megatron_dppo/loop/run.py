@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,8 +16,9 @@ from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import DataError
-from megatron_dppo.data.rollout_codec import RolloutFormatError, save_batch
 from megatron_dppo.data.sampler import ProblemSampler
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory_codec import BatchFormatError, save_batch
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
@@ -23,11 +26,11 @@ from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
-from megatron_dppo.loop.exporting import export
+from megatron_dppo.loop.exporting import SEQUENCES_TO_CHECK, export
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError
+from megatron_dppo.loop.rollouts.column_directory import ExchangeError
 from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
-from megatron_dppo.loop.rollouts.routing_exchange import RoutingExchangeError
 from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
 from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutSource
 from megatron_dppo.loop.rollouts.staleness import STALE_ANCHOR, StalenessError, with_gap_named
@@ -44,7 +47,6 @@ from megatron_dppo.trainer.collectives import any_rank
 from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.types import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +60,8 @@ EXPECTED_ERRORS = (
     RecordingError,
     RecordsError,
     ResumeError,
-    RolloutFormatError,
-    RoutingExchangeError,
+    BatchFormatError,
+    ExchangeError,
     StalenessError,
     VerifierError,
 )
@@ -131,7 +133,7 @@ class Run:
         )
         self.source = self._rollout_source()
         self._counted_failures = (0, 0)
-        self.last_batch: list[Rollout] = []
+        self.examples: list[Trajectory] = []
         self._counted_updates = (0, 0)
 
     # --- the run's story
@@ -155,11 +157,12 @@ class Run:
         step = self.state.step + 1
         batch = self.source.collect(step)
         with self.timer("train"):
-            learned = self.learner.learn(batch.rollouts)
+            planned = self.learner.plan(batch.trajectories)
+            learned = self.learner.learn(planned)
         self.state.step = step
         self.state.sampler = batch.sampler
-        self.last_batch = batch.rollouts
-        self._save_batch(step, batch.rollouts)
+        self.examples = [t.without(*t.columns) for t in batch.trajectories[:SEQUENCES_TO_CHECK]]
+        self._save_batch(step, planned.trajectories)
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
         try:
@@ -185,7 +188,7 @@ class Run:
                     self.config,
                     self.trainer,
                     self.learner.layout,
-                    self.last_batch or self.data.train.problems,
+                    self.examples or self.data.train.problems,
                 )
         self.recorder.finish(difference)
 
@@ -231,7 +234,9 @@ class Run:
         if rollout.replay_from is not None:
             return ReplayedRollouts(rollout, feed, problems)
         assert self.engine is not None
-        routed = RoutedShape.of_model(self.trainer.shape) if rollout.router_replay else None
+        columns: dict[str, Any] = {"topk": self.topk} if self.topk else {}
+        if rollout.router_replay:
+            columns["routed_experts"] = RoutedShape.of_model(self.trainer.shape)
         job = GenerationJob(
             (),
             rollout.group_size,
@@ -240,8 +245,7 @@ class Run:
                 temperature=rollout.temperature,
                 stop_token_ids=tuple(rollout.stop_token_ids),
             ),
-            topk_log_probs=self.topk,
-            routed_experts=routed,
+            columns,
         )
         topology = self.trainer.topology
         return GeneratedRollouts(
@@ -284,7 +288,7 @@ class Run:
     def _is_due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.config.run.steps
 
-    def _save_batch(self, step: int, batch: list[Rollout]) -> None:
+    def _save_batch(self, step: int, batch: Sequence[Trajectory]) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
             folder = Path(self.config.run.directory) / "rollouts"
             try:

@@ -12,9 +12,11 @@ from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.supervised import negative_log_likelihood
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import SupervisedConfig
-from megatron_dppo.data.packing import PackedBatch, TrainingSample, pack, plan_mini_batch
+from megatron_dppo.data.balancing import plan_mini_batch
+from megatron_dppo.data.packing import PackedBatch, pack
 from megatron_dppo.data.problems import DataError, Pair, load_pairs, load_tokenizer
 from megatron_dppo.data.sampler import ProblemSampler
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.trainer.errors import NonFiniteLossError
@@ -59,10 +61,7 @@ def _run(config: SupervisedConfig) -> None:
 
 def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:
     """One optimiser step; returns the mean negative log-likelihood, nats per token."""
-    samples = [
-        TrainingSample(prompt, response, 1.0, [0.0] * len(response), None, None, None, index)
-        for index, (prompt, response) in enumerate(pairs)
-    ]
+    samples = [Trajectory.of_response(prompt, response) for prompt, response in pairs]
     plan = plan_mini_batch(
         [s.length for s in samples],
         trainer.topology.dp_size,
@@ -70,8 +69,11 @@ def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> floa
         trainer.micro_batch_multiple,
     )
     own = plan[trainer.topology.dp_rank]
-    batches = [pack([samples[i] for i in rows], pad_multiple=trainer.pad_multiple) for rows in own]
-    tokens = sum(len(s.response_ids) for s in samples)
+    batches = [
+        pack([samples[i] for i in rows], indices=rows, pad_multiple=trainer.pad_multiple)
+        for rows in own
+    ]
+    tokens = sum(s.sampled for s in samples)
     values = trainer.train_mini_batch(batches, _loss, float(tokens)).metrics.values()
     return values["loss/sum"] / tokens
 

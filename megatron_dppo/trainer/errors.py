@@ -9,7 +9,7 @@ class NonFiniteLossError(ValueError):
     """A loss or the gradient norm is not finite; raised on every rank before the optimiser step.
 
     ``culprits``: for each micro-batch with a non-finite loss {"dp_rank", "micro_batch",
-    "sequences"} (``TrainingSample.index``); empty if only the gradient norm is not finite.
+    "sequences"} (positions in the batch); empty if only the gradient norm is not finite.
     """
 
     def __init__(self, grad_norm: float, culprits: list[dict[str, Any]]) -> None:

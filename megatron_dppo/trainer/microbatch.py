@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
+from megatron_dppo.data.columns import declared
 from megatron_dppo.data.packing import PackedBatch
 
 
@@ -38,19 +39,22 @@ def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
     missing = tokens - batch.num_tokens
     if missing == 0:
         return batch
-    columns = {
-        field.name: F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing))
-        for field in fields(batch)
-        if isinstance(value := getattr(batch, field.name), Tensor)
-        and field.name not in ("cu_seqlens", "sequence_index", "position_ids")
-    }
+
+    def longer(value: Tensor, fill: int = 0) -> Tensor:
+        return F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing), value=fill)
+
     return replace(
         batch,
-        **columns,
+        token_ids=longer(batch.token_ids),
         position_ids=torch.cat([batch.position_ids, torch.arange(missing)]),
+        target_ids=longer(batch.target_ids),
         cu_seqlens=F.pad(batch.cu_seqlens, (0, 1), value=tokens),
         max_seqlen=max(batch.max_seqlen, missing),
+        loss_mask=longer(batch.loss_mask),
+        advantages=longer(batch.advantages),
         sequence_index=F.pad(batch.sequence_index, (0, 1), value=-1),
+        columns={n: longer(x, declared(n).fill) for n, x in batch.columns.items()},
+        valid={n: longer(x) for n, x in batch.valid.items()},
     )
 
 

@@ -26,12 +26,16 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
+from megatron_dppo.data.columns import ROUTED_EXPERTS
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import COMPARED
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.topology import Topology
+
+RECORDING = ROUTED_EXPERTS.name
+"""The column of a micro-batch that is replayed; the model itself never sees it."""
 
 
 @dataclass(frozen=True)
@@ -176,24 +180,25 @@ class ModelReplay:
         return MetricSums({names.ROUTING_AGREEMENT: agreed, COMPARED: compared})
 
     def _local(self, batch: PackedBatch, columns: Sequence[int]) -> Recording | None:
-        if batch.routed_experts is None or batch.routed_valid is None:
+        if RECORDING not in batch.columns:
             return None
         size, rank = self._split
-        experts = batch.routed_experts.chunk(size)[rank][:, list(columns)]
-        valid = batch.routed_valid.chunk(size)[rank]
+        experts = batch.columns[RECORDING].chunk(size)[rank][:, list(columns)]
+        valid = batch.valid[RECORDING].chunk(size)[rank]
         return Recording(experts.to(self._device), valid.to(self._device))
 
     def _check(self, batch: PackedBatch) -> None:
-        if batch.routed_experts is None:
+        if RECORDING not in batch.columns:
             return
+        recorded = batch.columns[RECORDING]
         expected = (len(self._shape.moe_layers), self._shape.experts_per_token)
-        found = tuple(batch.routed_experts.shape[1:])
+        found = tuple(recorded.shape[1:])
         if found != expected:
             raise ValueError(
                 f"recorded routing of {found} layers x experts a token, expected {expected}: "
                 "it is another model's"
             )
-        largest = int(batch.routed_experts.numpy().max())
+        largest = int(recorded.numpy().max())
         if largest >= self._shape.num_experts:
             raise ValueError(
                 f"recorded routing to expert {largest}, expected 0..{self._shape.num_experts - 1}"

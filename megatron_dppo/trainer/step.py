@@ -28,7 +28,7 @@ from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
 class StatsSpec:
     """Which policy statistics a loss needs beside the sampled tokens' log-probabilities.
 
-    ``topk``: log-probabilities at the batch's ``rollout_topk_ids``. ``entropy``: of each token's
+    ``topk``: log-probabilities at the batch's ``topk_ids``. ``entropy``: of each token's
     distribution.
     """
 
@@ -48,17 +48,18 @@ class StatsFunction:
     def __call__(
         self, logits: Tensor, batch: PackedBatch, spec: StatsSpec | None = None
     ) -> PolicyStats:
-        """Statistics of logits [1, T, V / TP]; ``spec`` replaces the run's own."""
+        """Statistics of logits [1, T, V / TP]; ``spec`` replaces the run's own.
+
+        Raises ValueError where it wants TopK(mu) and the batch has none.
+        """
         spec = spec or self.spec
-        if spec.topk and batch.rollout_topk_ids is None:
-            raise ValueError("the statistics need TopK(mu), but the batch has no rollout_topk_ids")
         return policy_stats(
             logits.squeeze(0),
             batch.target_ids,
             self.topology.tensor_group if self.topology.tp_size > 1 else None,
             temperature=self.temperature,
             vocab_size=self.vocab_size,
-            topk_ids=batch.rollout_topk_ids if spec.topk else None,
+            topk_ids=batch.column("topk_ids").long() if spec.topk else None,
             with_entropy=spec.entropy,
             raise_on_faults=False,
         )
@@ -133,8 +134,8 @@ def forward_log_probs(
     """log pi of each batch's targets, fp32 [T], and its ``PolicyStats.faults``; on the last stage
     only, empty lists elsewhere.
 
-    ``topk``: at its ``rollout_topk_ids`` instead, fp32 [T, K]. An id outside the vocabulary or a
-    NaN in the logits gives NaN and is counted among the faults, for the caller to stop on.
+    ``topk``: at its ``topk_ids`` instead, fp32 [T, K]. An id outside the vocabulary or a NaN in
+    the logits gives NaN and is counted among the faults, for the caller to stop on.
     """
     log_probs: list[Tensor] = []
     faults: list[Tensor] = []

@@ -45,16 +45,17 @@ def inputs_from(stats: PolicyStats, batch: PackedBatch) -> TokenInputs:
 
     The sampled token becomes the last of K + 1 columns; it is marked invalid where TopK(mu) already
     holds it, so that no probability counts twice. Without ``stats.topk_log_probs`` the result has
-    no Top-K. ValueError where the statistics have it and the batch does not.
+    no Top-K. ValueError where the statistics have it and the batch does not, and where the batch has
+    no rollout log-probabilities.
     """
     batch = batch.to(stats.log_probs.device)
     topk, rollout_topk, valid = _topk(stats, batch)
     return TokenInputs(
         log_probs=stats.log_probs,
-        rollout_log_probs=batch.rollout_log_probs,
+        rollout_log_probs=batch.column("rollout_log_probs"),
         advantages=batch.advantages,
         loss_mask=batch.loss_mask,
-        recomputed_log_probs=batch.recomputed_log_probs,
+        recomputed_log_probs=batch.columns.get("recomputed_log_probs"),
         topk_log_probs=topk,
         rollout_topk_log_probs=rollout_topk,
         topk_valid=valid,
@@ -72,15 +73,14 @@ def sequence_ids(batch: PackedBatch) -> Tensor:
 def _topk(
     stats: PolicyStats, batch: PackedBatch
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    ids, valid = batch.rollout_topk_ids, batch.rollout_topk_valid
-    log_probs = batch.rollout_topk_log_probs
     if stats.topk_log_probs is None:
         return None, None, None
-    if ids is None or log_probs is None or valid is None:
-        raise ValueError("the statistics have Top-K log-probabilities, but the batch has no ids")
+    ids, log_probs = batch.column("topk_ids"), batch.column("topk_log_probs")
+    valid = ids >= 0
     sampled_is_new = ~((ids == batch.target_ids[:, None]) & valid).any(1)
+    mu = batch.column("rollout_log_probs")
     return (
         torch.cat([stats.topk_log_probs, stats.log_probs.detach()[:, None]], 1),
-        torch.cat([log_probs, batch.rollout_log_probs[:, None]], 1),
+        torch.cat([log_probs.masked_fill(~valid, 0), mu[:, None]], 1),
         torch.cat([valid, sampled_is_new[:, None]], 1),
     )

@@ -28,7 +28,7 @@ from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
 from megatron_dppo.trainer.model import build_chunks, wrap_chunks
 from megatron_dppo.trainer.optimizer import apply_step, build_optimizer, prepare_step
 from megatron_dppo.trainer.reduction import reduce_metrics
-from megatron_dppo.trainer.router_replay import ModelReplay
+from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.step import (
     MicroBatchResults,
     StatsFunction,
@@ -174,7 +174,7 @@ class Trainer:
         return self._log_probs(micro_batches, temperature, topk=False)
 
     def topk_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
-        """As ``log_probs``, of the ids in each micro-batch's ``rollout_topk_ids``: fp32 [T, K]."""
+        """As ``log_probs``, of the ids in each micro-batch's column ``topk_ids``: fp32 [T, K]."""
         return self._log_probs(micro_batches, None, topk=True)
 
     def _log_probs(
@@ -190,8 +190,7 @@ class Trainer:
         self._check_faults(faults)
         if self.topology.pp_size > 1:
             sizes = [b.num_tokens for b in batches]
-            ids = batches[0].rollout_topk_ids if topk else None
-            shape = (sum(sizes), *(() if ids is None else ids.shape[1:]))
+            shape = (sum(sizes), *(batches[0].column("topk_ids").shape[1:] if topk else ()))
             flat = torch.cat(found) if found else torch.empty(shape, device=self.device)
             dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
             found = list(flat.split(sizes))
@@ -264,9 +263,9 @@ class Trainer:
             micro_batches = [pad_to(b, longest) for b in micro_batches]
         if self._replay is not None:
             self._replay.load(micro_batches)
-        elif any(b.routed_experts is not None for b in micro_batches):
+        elif any(RECORDING in b.columns for b in micro_batches):
             raise ValueError("a micro-batch carries recorded routing without rollout.router_replay")
-        return [b.without_routing().to(self.device) for b in micro_batches]
+        return [b.without(RECORDING).to(self.device) for b in micro_batches]
 
     def _reduce(self, results: MicroBatchResults) -> tuple[MetricSums, bool]:
         """Metrics over all replicas, and whether any loss is not finite; the same on all ranks.

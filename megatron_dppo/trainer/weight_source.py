@@ -7,7 +7,8 @@ from itertools import islice
 from typing import Any
 
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
-from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.data.packing import pack
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.model.gather_plan import (
     Bucket,
     fewest_gathered_elements,
@@ -64,10 +65,7 @@ class TrainerWeights:
 
         Collective; every replica computes the same. Routing is the trainer's own.
         """
-        samples = [
-            TrainingSample(p[:1], p[1:], 0.0, [0.0] * (len(p) - 1), None, None, None, index)
-            for index, p in enumerate(prompts)
-        ]
+        samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
         multiple = self._trainer.pad_multiple
         batches = [pack(samples, pad_multiple=multiple)]
         batches += [

@@ -20,7 +20,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.distributed.test_trainer_parity import policy_token_loss, run_config, samples
+from tests.distributed.test_trainer_parity import (
+    own_micro_batches,
+    policy_token_loss,
+    run_config,
+    samples,
+)
 from tests.ranks import RankFailedError, run_ranks
 
 HERE = "tests.distributed.test_checkpoint"
@@ -63,16 +68,7 @@ def make_trainer(
 
 def train(trainer: Any, steps: int) -> None:
     """The same batch at every step; the rate warms up over two steps, so the schedule matters."""
-    from megatron_dppo.data.packing import pack, plan_mini_batch
-
-    data = samples()
-    plan = plan_mini_batch(
-        [s.length for s in data], trainer.topology.dp_size, 120, trainer.micro_batch_multiple
-    )
-    batches = [
-        pack([data[i] for i in rows], pad_multiple=trainer.pad_multiple)
-        for rows in plan[trainer.topology.dp_rank]
-    ]
+    batches = own_micro_batches(trainer, samples())
     for _ in range(steps):
         trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0)
 

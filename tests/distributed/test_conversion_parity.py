@@ -83,22 +83,11 @@ def prepare(folder: str) -> dict[str, list[torch.Tensor]]:
 def trainer_log_probs(folder: str) -> dict[str, list[torch.Tensor]]:
     """``case/layout`` -> the trainer's log-probabilities of the same tokens; exports each model again."""
     from megatron_dppo.config import schema as s
-    from megatron_dppo.data.packing import TrainingSample, pack
+    from megatron_dppo.data.packing import pack
+    from megatron_dppo.data.trajectory import Trajectory
     from megatron_dppo.trainer.trainer import Trainer
 
-    samples = [
-        TrainingSample(
-            prompt_ids=ids[:1],
-            response_ids=ids[1:],
-            advantage=0.0,
-            rollout_log_probs=[0.0] * (len(ids) - 1),
-            recomputed_log_probs=None,
-            topk_ids=None,
-            topk_log_probs=None,
-            index=i,
-        )
-        for i, ids in enumerate(sequences())
-    ]
+    samples = [Trajectory.of_response(ids[:1], ids[1:]) for ids in sequences()]
     out = {}
     for case in FAMILIES:
         for name, sizes in layouts_of(case).items():

@@ -30,19 +30,20 @@ class ScriptedEngine:
         )
 
     def finish(self, generation, held: int):
-        from megatron_dppo.types import Rollout, VersionSpan
+        from megatron_dppo.data.trajectory import Trajectory
 
         self.events.append(f"finish {generation.description} held {held}")
         return [
-            Rollout(
+            Trajectory.of_response(
+                p.prompt_ids,
+                [3, 4],
                 problem_id=p.problem_id,
                 sample_index=s,
-                prompt_ids=list(p.prompt_ids),
-                response_ids=[3, 4],
-                rollout_log_probs=[-0.5, -0.25],
-                finish_reason="stop",
                 text="1" if s == 0 and p.problem_id % self._flat else "0",
-                weight_versions=[VersionSpan(generation.version, 0, 2)],
+                columns={
+                    "rollout_log_probs": [-0.5, -0.25],
+                    "weight_version": [generation.version] * 2,
+                },
             )
             for p in generation.job.problems
             for s in range(generation.job.group_size)
@@ -108,9 +109,11 @@ def steps(
                 sampler.load_state_dict(batches[-1].sampler)
                 source = source_of(folder, engine, verifier, sampler, changes)
     return {
-        "problems": [[r.problem_id for r in b.rollouts[::GROUP]] for b in batches],
-        "samples": [[r.sample_index for r in b.rollouts] for b in batches],
-        "versions": [[r.weight_versions[0].weight_version for r in b.rollouts] for b in batches],
+        "problems": [[t.problem_id for t in b.trajectories[::GROUP]] for b in batches],
+        "samples": [[t.sample_index for t in b.trajectories] for b in batches],
+        "versions": [
+            [int(t.columns["weight_version"][0]) for t in b.trajectories] for b in batches
+        ],
         "figures": [b.figures for b in batches],
         "samplers": [b.sampler for b in batches],
         "events": engine.events,

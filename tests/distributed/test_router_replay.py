@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dppo.data.routing import usable_rows
 from tests.distributed.test_trainer_parity import (
     VOCABULARY,
     distances,
+    own_micro_batches,
     policy_token_loss,
     run_config,
     samples,
@@ -26,7 +28,6 @@ from tests.ranks import run_ranks
 
 MODULE = "tests.distributed.test_router_replay"
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
-BUDGET = 120
 TOLERANCE = 1e-5
 FULL = {"recompute": "full"}
 MOE = {"recompute": "selective", "megatron": {"recompute_modules": ["moe"]}}
@@ -60,11 +61,11 @@ def recorded_samples() -> list:
     for sample in samples():
         shape = (sample.length - 1, LAYERS, EXPERTS)
         routed = rng.random(shape).argsort(-1)[..., :TOP_K].astype(np.uint8)
-        usable = rng.random(sample.length - 1) < 0.8 if sample.index % 4 == 1 else None
-        if sample.index % 5 == 2:
-            out.append(sample)
-        else:
-            out.append(replace(sample, routed_experts=routed, routed_valid=usable))
+        number, versions = sample.problem_id, np.ones(sample.sampled, np.int32)
+        if number % 4 == 1:  # older weights sampled the first tokens: their rows do not hold
+            versions[: sample.sampled // 2] = 0
+        columns = {} if number % 5 == 2 else {"routed_experts": routed}
+        out.append(sample.with_columns(weight_version=versions, **columns))
     return out
 
 
@@ -75,18 +76,6 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any],
     rollout = config.rollout.model_copy(update={"router_replay": replay})
     megatron = changes.get("megatron", {})
     return Trainer(config.model_copy(update={"rollout": rollout, "megatron": megatron}))
-
-
-def own_micro_batches(trainer, data: list) -> list:
-    from megatron_dppo.data.packing import pack, plan_mini_batch
-
-    plan = plan_mini_batch(
-        [s.length for s in data], trainer.topology.dp_size, BUDGET, trainer.micro_batch_multiple
-    )
-    return [
-        pack([data[i] for i in rows], pad_multiple=trainer.pad_multiple)
-        for rows in plan[trainer.topology.dp_rank]
-    ]
 
 
 class RouterWatch:
@@ -121,8 +110,8 @@ class RouterWatch:
                 own = used.shape[0]
                 assert own * size in (batch.num_tokens, tokens)
                 start = trainer.topology.tp_rank * own if size > 1 else 0
-                valid = batch.routed_valid[start : start + own]
-                expected = batch.routed_experts[start : start + own, layer].long()
+                valid = batch.valid["routed_experts"][start : start + own]
+                expected = batch.columns["routed_experts"][start : start + own, layer].long()
                 chosen = torch.zeros(len(valid), EXPERTS, dtype=torch.bool)
                 chosen.scatter_(1, expected, True)
                 rows = (used[: len(valid)] != chosen).any(1) & valid
@@ -206,9 +195,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_recordings_are_not_the_natural_routing(reference: Path) -> None:
     got = torch.load(reference / "reference.pt", weights_only=True)
     compared = sum(
-        sum(s.length - 1 if s.routed_valid is None else s.routed_valid.sum() for _ in range(LAYERS))
-        for s in recorded_samples()
-        if s.routed_experts is not None
+        LAYERS * int(usable_rows(t.loss_mask, t.columns).sum())
+        for t in recorded_samples()
+        if "routed_experts" in t.columns
     )
     for metrics in got["metrics"]:
         assert metrics["r3/compared"] == compared
@@ -255,7 +244,8 @@ def natural_worker(folder: str) -> dict[str, Any]:
         maps = torch.stack([layer[number] for layer in chosen], 1)
         experts = maps.nonzero()[:, 2].view(batch.num_tokens, LAYERS, TOP_K).to(torch.uint8)
         valid = torch.ones(batch.num_tokens, dtype=torch.bool)
-        recorded.append(replace(batch, routed_experts=experts, routed_valid=valid))
+        routed = batch.with_columns(routed_experts=experts)
+        recorded.append(replace(routed, valid={"routed_experts": valid}))
     plain.close()
 
     trainer = make_trainer(hf_dir, {}, {}, replay=True)
@@ -278,11 +268,11 @@ def natural_worker(folder: str) -> dict[str, Any]:
 
 def refusals(trainer, batch) -> list[str]:
     """What another model's recordings meet."""
-    experts = batch.routed_experts
+    experts = batch.columns["routed_experts"]
     told = []
     for wrong in (experts[:, :2], torch.cat([experts[..., :1], experts[..., :1] + 8], -1)):
         try:
-            trainer.log_probs([replace(batch, routed_experts=wrong)])
+            trainer.log_probs([batch.with_columns(routed_experts=wrong)])
         except ValueError as error:
             told.append(str(error))
     return told
@@ -310,13 +300,14 @@ def replay_beside_dense_layers(trainer) -> dict[str, Any]:
             lambda _module, _inputs, outputs, number=number: used.update({number: outputs[1]})
         )
     (batch, *_) = own_micro_batches(trainer, recorded_samples())
-    state.replay(Recording(batch.routed_experts[:, :2], batch.routed_valid), compares=True)
+    experts, valid = batch.columns["routed_experts"], batch.valid["routed_experts"]
+    state.replay(Recording(experts[:, :2], valid), compares=True)
     chunks[0](**model_inputs(batch))
     wrong = 0
     for column, number in enumerate((1, 3)):
-        expected = batch.routed_experts[:, column].long()
+        expected = experts[:, column].long()
         chosen = torch.zeros_like(used[number]).scatter_(1, expected, True)
-        wrong += int(((used[number] != chosen).any(1) & batch.routed_valid).sum())
+        wrong += int(((used[number] != chosen).any(1) & valid).sum())
     return {"columns": columns, "wrong": wrong, "refused": refused}
 
 

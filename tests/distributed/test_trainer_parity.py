@@ -83,26 +83,53 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 def samples() -> list:
     """24 responses of 1 to 30 tokens with log-probabilities as an engine would report them."""
-    from megatron_dppo.data.packing import TrainingSample
+    from megatron_dppo.data.trajectory import Trajectory
 
     rng = random.Random(7)
     out = []
     for i in range(24):
         length = rng.choice((1, 3, 8, 20, 30))
         out.append(
-            TrainingSample(
-                prompt_ids=[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))],
-                response_ids=[rng.randrange(VOCABULARY) for _ in range(length)],
+            Trajectory.of_response(
+                [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 12))],
+                [rng.randrange(VOCABULARY) for _ in range(length)],
+                problem_id=i,
                 advantage=rng.gauss(0, 1),
-                rollout_log_probs=[rng.gauss(-6.2, 0.8) for _ in range(length)],
-                recomputed_log_probs=None,
-                topk_ids=None,
-                topk_log_probs=None,
-                index=i,
-                train=i % 7 != 3,
+                columns={"rollout_log_probs": [rng.gauss(-6.2, 0.8) for _ in range(length)]},
             )
         )
     return out
+
+
+def micro_batches(
+    data: list,
+    dp_rank: int,
+    dp_size: int,
+    pad_multiple: int,
+    count_multiple: int,
+    budget: int = 120,
+) -> list:
+    """One replica's share of a step on ``data``; every seventh response does not train."""
+    from megatron_dppo.data.balancing import plan_mini_batch
+    from megatron_dppo.data.packing import pack
+
+    plan = plan_mini_batch([t.length for t in data], dp_size, budget, count_multiple)
+    return [
+        pack(
+            [data[i] for i in rows],
+            indices=rows,
+            trains=[i % 7 != 3 for i in rows],
+            pad_multiple=pad_multiple,
+        )
+        for rows in plan[dp_rank]
+    ]
+
+
+def own_micro_batches(trainer, data: list, budget: int = 120) -> list:
+    """This rank's share of a step on ``data``."""
+    at = trainer.topology
+    multiples = trainer.pad_multiple, trainer.micro_batch_multiple
+    return micro_batches(data, at.dp_rank, at.dp_size, *multiples, budget)
 
 
 def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
@@ -139,28 +166,20 @@ def policy_token_loss(stats, batch):
 
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.001})
     inputs = TokenInputs(
-        stats.log_probs, batch.rollout_log_probs, batch.advantages, batch.loss_mask
+        stats.log_probs, batch.columns["rollout_log_probs"], batch.advantages, batch.loss_mask
     )
     return policy_loss(algorithm, inputs)
 
 
 def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Three steps; on global rank 0 also gradients and parameters as Hugging Face tensors."""
-    from megatron_dppo.data.packing import pack, plan_mini_batch
     from megatron_dppo.model.gather_plan import hf_buckets_plan
     from megatron_dppo.trainer.hf_weights import gather_buckets, named_parameters
     from megatron_dppo.trainer.trainer import Trainer
 
     trainer = Trainer(run_config(hf_dir, parallel, changes))
     try:
-        data = samples()
-        plan = plan_mini_batch(
-            [s.length for s in data], trainer.topology.dp_size, 120, trainer.micro_batch_multiple
-        )
-        batches = [
-            pack([data[i] for i in rows], pad_multiple=trainer.pad_multiple)
-            for rows in plan[trainer.topology.dp_rank]
-        ]
+        batches = own_micro_batches(trainer, samples())
         out: dict[str, Any] = {"log_probs": trainer.log_probs(batches), "metrics": [], "norms": []}
         for step in range(3):
             result = trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0)

@@ -13,6 +13,8 @@ import torch
 
 from tests.distributed.test_trainer_parity import (
     VOCABULARY,
+    micro_batches,
+    own_micro_batches,
     policy_token_loss,
     run_config,
     samples,
@@ -26,17 +28,6 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any] 
     from megatron_dppo.trainer.trainer import Trainer
 
     return Trainer(run_config(hf_dir, parallel, changes or {}))
-
-
-def micro_batches(trainer, budget: int = 120) -> list:
-    from megatron_dppo.data.packing import pack, plan_mini_batch
-
-    data = samples()
-    plan = plan_mini_batch(
-        [s.length for s in data], trainer.topology.dp_size, budget, trainer.micro_batch_multiple
-    )
-    rows = plan[trainer.topology.dp_rank]
-    return [pack([data[i] for i in r], pad_multiple=trainer.pad_multiple) for r in rows]
 
 
 def error_of(action) -> tuple[str, str]:
@@ -98,7 +89,7 @@ def forward_worker(folder: str) -> dict[str, float]:
             Path(folder) / name.replace(" ", "_"), family, vocab_size=VOCABULARY, **options
         )
         trainer = make_trainer(str(hf_dir), {}, {"dtype": dtype})
-        batches = micro_batches(trainer)
+        batches = own_micro_batches(trainer, samples())
         own = trainer.log_probs(batches)
         model = AutoModelForCausalLM.from_pretrained(hf_dir, dtype=getattr(torch, dtype)).eval()
         with torch.no_grad():
@@ -137,7 +128,7 @@ def gradient_worker(folder: str) -> dict[str, Any]:
     denominator, gradients = 200.0, []
     for budget in (120, 1):
         trainer = make_trainer(str(hf_dir), {}, {"clip_grad": 0.0})
-        batches = micro_batches(trainer, budget)
+        batches = own_micro_batches(trainer, samples(), budget)
         result = trainer.train_mini_batch(batches, policy_token_loss, denominator)
         plan = hf_buckets_plan(trainer.shape, trainer.layout, 10**6, 4)
         grads = {k: p.main_grad for k, p in named_parameters(trainer.chunks).items()}
@@ -193,7 +184,7 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
         "any": [any_rank(rank == 1), any_rank(False)],
         "agree": [error_of(lambda: agree([1], "it")), error_of(lambda: agree(rank, "the rank"))],
     }
-    batches = micro_batches(trainer)
+    batches = own_micro_batches(trainer, samples())
     before = weights(trainer)
 
     last = len(batches) - 1
@@ -221,7 +212,9 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
         if rank == 1:
             trainer.chunks[0].decoder.layers[0].pre_mlp_layernorm.weight[0] = float("nan")
     out["not a number"] = error_of(
-        lambda: trainer.train_mini_batch(micro_batches(trainer), policy_token_loss, 200.0)
+        lambda: trainer.train_mini_batch(
+            own_micro_batches(trainer, samples()), policy_token_loss, 200.0
+        )
     )
     # Rank 1 alone is spoiled; the recomputed pass must stop both.
     out["recomputed"] = error_of(lambda: trainer.log_probs(micro_batches(trainer)))
@@ -308,7 +301,7 @@ def pipeline_worker(hf_dir: str, out_dir: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     trainer = make_trainer(hf_dir, {"pipeline": 2, "virtual_pipeline": 2, "world_size": 2})
-    batches = micro_batches(trainer)
+    batches = own_micro_batches(trainer, samples())
     trainer.train_mini_batch(batches, policy_token_loss, 200.0)
     log_probs = trainer.log_probs(batches)
     sizes = [[t.numel() * 4 for _, t in bucket] for bucket in trainer.hf_buckets(40_000)]
@@ -336,8 +329,6 @@ def pipeline_worker(hf_dir: str, out_dir: str) -> dict[str, Any]:
 def test_pipeline_shares_log_probs_and_exports(tiny: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from megatron_dppo.data.packing import pack, plan_mini_batch
-
     first, second = run_ranks(f"{MODULE}:pipeline_worker", 2, tiny, str(tmp_path / "hf"))
     assert [x.numel() for x in first["log_probs"]] == first["tokens"]
     for a, b in zip(first["log_probs"], second["log_probs"], strict=True):
@@ -353,10 +344,7 @@ def test_pipeline_shares_log_probs_and_exports(tiny: str, tmp_path: Path) -> Non
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).eval()
     assert len(AutoTokenizer.from_pretrained(tmp_path / "hf")) > 0
-    data = samples()
-    plan = plan_mini_batch([s.length for s in data], 1, 120, 2)[0]
-    for rows, own in zip(plan, first["log_probs"], strict=True):
-        batch = pack([data[i] for i in rows])
+    for batch, own in zip(micro_batches(samples(), 0, 1, 1, 2), first["log_probs"], strict=True):
         with torch.no_grad():
             theirs = hf_log_probs(model, batch, temperature=0.9)
         assert torch.allclose(own[batch.loss_mask], theirs[batch.loss_mask], atol=2e-5, rtol=0)

@@ -23,6 +23,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.trajectory import Trajectory, VersionSpan
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.compatibility import check_engine
 from megatron_dppo.engine.errors import (
@@ -36,12 +37,8 @@ from megatron_dppo.engine.errors import (
 )
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.engine.requests import (
-    GenerationRequest,
-    GenerationResult,
-    RoutedShape,
-    SamplingParams,
-)
+from megatron_dppo.engine.protocol import request_body
+from megatron_dppo.engine.requests import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import (
     GenerationJob,
     GenerationLimits,
@@ -52,7 +49,7 @@ from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
-from megatron_dppo.types import Problem, VersionSpan
+from megatron_dppo.types import Problem
 from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -139,12 +136,10 @@ def generate(runner, client, requests, **limits) -> Results:
 
 
 def ask(count: int, **fields) -> list[GenerationRequest]:
-    """``count`` requests over the prompts in turn; ``fields`` are SamplingParams or the request's."""
-    known = {"topk_log_probs", "routed_experts"}
-    sampling = SamplingParams(**{k: v for k, v in fields.items() if k not in known})
-    extra = {k: v for k, v in fields.items() if k in known}
-    prompts = itertools.cycle(PROMPTS)
-    return [GenerationRequest(i, next(prompts), sampling, **extra) for i in range(count)]
+    """``count`` requests over the prompts in turn; ``fields`` are SamplingParams or column sources."""
+    columns = {k: fields.pop(k) for k in ("topk", "routed_experts") if k in fields}
+    sampling, prompts = SamplingParams(**fields), itertools.cycle(PROMPTS)
+    return [GenerationRequest(i, next(prompts), sampling, columns) for i in range(count)]
 
 
 def long_requests(count: int) -> list[GenerationRequest]:
@@ -159,20 +154,24 @@ def test_log_probs_agree_with_transformers(runner, client, reference, model):
             requests, generate(runner, client, requests).values(), strict=True
         ):
             expected = response_log_probs(reference, request, result)
-            np.testing.assert_allclose(result.log_probs, expected, atol=1e-5, rtol=0)
+            np.testing.assert_allclose(log_mu(result), expected, atol=1e-5, rtol=0)
 
 
-def response_log_probs(
-    reference, request: GenerationRequest, result: GenerationResult
-) -> np.ndarray:
+def log_mu(result: Trajectory) -> np.ndarray:
+    return result.columns["rollout_log_probs"]
+
+
+def response_log_probs(reference, request: GenerationRequest, result: Trajectory) -> np.ndarray:
     """fp32 log_softmax(logits / temperature) of the response tokens."""
     logits = reference_logits(reference, request, result)
     log_probs = torch.log_softmax(logits / request.sampling.temperature, dim=-1)
-    return log_probs.gather(1, torch.tensor(result.output_ids)[:, None])[:, 0].numpy()
+    return log_probs.gather(1, torch.from_numpy(result.response_ids.astype(np.int64))[:, None])[
+        :, 0
+    ].numpy()
 
 
 def reference_logits(reference, request, result) -> torch.Tensor:
-    ids = torch.tensor([[*request.prompt_ids, *result.output_ids]])
+    ids = torch.from_numpy(result.token_ids.astype(np.int64))[None]
     with torch.no_grad():
         return reference(ids).logits[0, len(request.prompt_ids) - 1 : -1].float()
 
@@ -182,7 +181,7 @@ def test_log_probs_ignore_top_p(runner, client, reference):
     requests = ask(6, max_new_tokens=12, top_p=0.5)
     for request, result in zip(requests, generate(runner, client, requests).values(), strict=True):
         expected = response_log_probs(reference, request, result)
-        np.testing.assert_allclose(result.log_probs, expected, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(log_mu(result), expected, atol=1e-5, rtol=0)
 
 
 def test_the_end_token_is_part_of_the_response_and_has_a_log_prob(runner, client, reference):
@@ -191,38 +190,38 @@ def test_the_end_token_is_part_of_the_response_and_has_a_log_prob(runner, client
     stopped = {k: r for k, r in results.items() if r.finish_reason == "stop"}
     assert 0 < len(stopped) < 32
     for key, result in stopped.items():
-        assert result.output_ids[-1] in END_TOKENS
-        assert not set(END_TOKENS) & set(result.output_ids[:-1])
+        assert result.response_ids[-1] in END_TOKENS
+        assert not set(END_TOKENS) & set(result.response_ids[:-1].tolist())
         expected = response_log_probs(reference, requests[key], result)
-        assert abs(result.log_probs[-1] - expected[-1]) < 1e-5
+        assert abs(log_mu(result)[-1] - expected[-1]) < 1e-5
     for result in results.values():
         if result.finish_reason == "length":
-            assert len(result.output_ids) == 16
-            assert not set(END_TOKENS) & set(result.output_ids)
+            assert result.sampled == 16
+            assert not set(END_TOKENS) & set(result.response_ids.tolist())
 
 
 def test_extra_stop_tokens_end_a_response(runner, client):
     half = tuple(range(3, 258))
     for result in generate(runner, client, ask(8, max_new_tokens=64, stop_token_ids=half)).values():
         assert result.finish_reason == "stop"
-        assert result.output_ids[-1] < 258
-        assert all(token >= 258 for token in result.output_ids[:-1])
+        assert result.response_ids[-1] < 258
+        assert (result.response_ids[:-1] >= 258).all()
 
 
 def test_weights_that_were_never_updated_are_version_zero(runner, client):
     (result,) = generate(runner, client, ask(1, max_new_tokens=4, ignore_eos=True)).values()
-    assert result.weight_versions == (VersionSpan(0, 0, 4),)
+    assert result.version_spans == (VersionSpan(0, 0, 4),)
 
 
 def test_binary_topk_equals_the_list_form_and_transformers(runner, client, reference):
-    request = ask(1, max_new_tokens=8, temperature=0.7, ignore_eos=True, topk_log_probs=5)[0]
+    request = ask(1, max_new_tokens=8, temperature=0.7, ignore_eos=True, topk=5)[0]
     (result,) = generate(runner, client, [request]).values()
     logits = reference_logits(reference, request, result)
     values, ids = torch.log_softmax(logits / 0.7, dim=-1).topk(5)
-    np.testing.assert_array_equal(result.topk_ids, ids.numpy())
-    np.testing.assert_allclose(result.topk_log_probs, values.numpy(), atol=1e-5, rtol=0)
+    np.testing.assert_array_equal(result.columns["topk_ids"], ids.numpy())
+    np.testing.assert_allclose(result.columns["topk_log_probs"], values.numpy(), atol=1e-5, rtol=0)
 
-    greedy = ask(1, max_new_tokens=8, temperature=0.0, ignore_eos=True, topk_log_probs=5)[0]
+    greedy = ask(1, max_new_tokens=8, temperature=0.0, ignore_eos=True, topk=5)[0]
     (binary,) = generate(runner, client, [greedy]).values()
     body = {
         "input_ids": list(greedy.prompt_ids),
@@ -232,44 +231,49 @@ def test_binary_topk_equals_the_list_form_and_transformers(runner, client, refer
     }
     answer = orjson.loads(runner.run(client.request("POST", "/generate", orjson.dumps(body))))
     listed = answer["meta_info"]["output_top_logprobs"]
-    assert binary.topk_ids.tolist() == [[entry[1] for entry in row] for row in listed]
+    assert binary.columns["topk_ids"].tolist() == [[entry[1] for entry in row] for row in listed]
     expected = [[entry[0] for entry in row] for row in listed]
-    np.testing.assert_allclose(binary.topk_log_probs, expected, atol=1e-5, rtol=0)
+    np.testing.assert_allclose(binary.columns["topk_log_probs"], expected, atol=1e-5, rtol=0)
 
 
 def test_routed_experts_agree_with_transformers(runner, client, reference, model):
     shape = RoutedShape.of_model(load_model_shape(model))
     requests = ask(9, max_new_tokens=16, routed_experts=shape)
     results = generate(runner, client, requests)
-    assert any(result.cached_tokens for result in results.values())  # cached prompts too
+    answer = orjson.loads(
+        runner.run(client.request("POST", "/generate", request_body(requests[:1], "cached-0")))
+    )
+    assert answer["meta_info"]["cached_tokens"] > 0  # prompts that the cache holds are told too
     for request, result in zip(requests, results.values(), strict=True):
-        tokens = [*request.prompt_ids, *result.output_ids]
-        assert result.routed_experts.shape == (len(tokens) - 1, 2, 2)
-        assert result.routed_experts.dtype == np.uint8
+        tokens = result.token_ids.tolist()
+        assert tokens[: len(request.prompt_ids)] == list(request.prompt_ids)
+        routed = result.columns["routed_experts"]
+        assert routed.shape == (len(tokens) - 1, 2, 2)
+        assert routed.dtype == np.uint8
         with torch.no_grad():
             routers = reference(torch.tensor([tokens]), output_router_logits=True).router_logits
         expected = torch.stack([r[:-1].topk(2).indices for r in routers], dim=1)
-        np.testing.assert_array_equal(result.routed_experts, expected.numpy())
+        np.testing.assert_array_equal(routed, expected.numpy())
 
 
 def test_a_shared_call_answers_like_single_ones(runner, client, reference):
-    requests = ask(10, max_new_tokens=12, topk_log_probs=3)
+    requests = ask(10, max_new_tokens=12, topk=3)
     results = generate(runner, client, requests, responses_per_call=4)
     assert list(results) == list(range(10))
     for request, result in zip(requests, results.values(), strict=True):
-        assert result.topk_ids.shape == (len(result.output_ids), 3)
+        assert result.columns["topk_ids"].shape == (result.sampled, 3)
         expected = response_log_probs(reference, request, result)
-        np.testing.assert_allclose(result.log_probs, expected, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(log_mu(result), expected, atol=1e-5, rtol=0)
 
 
 def test_rollouts_come_in_order_of_problem_and_sample(runner, client):
     problems = [Problem(i, "", "", ids) for i, ids in enumerate(PROMPTS)]
     job = GenerationJob(problems, 4, SamplingParams(8))
-    rollouts = job.rollouts(generate(runner, client, job.requests()))
-    assert [(r.problem_id, r.sample_index) for r in rollouts] == [
+    batch = job.trajectories(generate(runner, client, job.requests()))
+    assert [(t.problem_id, t.sample_index) for t in batch] == [
         (p, s) for p in range(3) for s in range(4)
     ]
-    assert len({tuple(r.response_ids) for r in rollouts}) > 8  # samples of a group differ
+    assert len({tuple(t.response_ids.tolist()) for t in batch}) > 8  # samples of a group differ
 
 
 def test_a_refused_request_says_why(runner, client):
@@ -386,7 +390,7 @@ def idle_within(runner, client, seconds: float) -> bool:
 
 
 def test_a_paused_engine_answers_health_and_goes_on(runner, client):
-    async def pause() -> GenerationResult:
+    async def pause() -> Trajectory:
         await client.control("/pause_generation", {"mode": "retract"})
         call = asyncio.create_task(client.generate(ask(1, max_new_tokens=8), "paused-0"))
         await asyncio.sleep(0.5)
@@ -395,7 +399,7 @@ def test_a_paused_engine_answers_health_and_goes_on(runner, client):
         await client.control("/continue_generation")
         return (await call)[0]
 
-    assert runner.run(pause()).output_ids
+    assert runner.run(pause()).sampled
 
 
 def test_a_port_in_use_is_named(engine, model):

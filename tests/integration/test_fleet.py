@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
@@ -71,7 +72,7 @@ class CountingClient(FleetClient):
 
     async def generate(self, requests, rid):
         results = await super().generate(requests, rid)
-        self.answered.update(result.key for result in results)
+        self.answered.update(request.key for request in requests)
         return results
 
 
@@ -111,9 +112,9 @@ def ask(
     results = runner.run(work())
     assert list(results) == list(range(count))
     assert client.answered == Counter(range(count))
-    assert all(len(r.output_ids) == TOKENS for r in results.values())
-    spans = [span for r in results.values() for span in r.weight_versions]
-    assert {span.weight_version for span in spans} == {version}
+    assert all(t.sampled == TOKENS for t in results.values())
+    versions = [t.columns["weight_version"] for t in results.values()]
+    assert set(np.concatenate(versions).tolist()) == {version}
     return client.take_losses()
 
 
@@ -262,7 +263,7 @@ async def draw(member: Member, version: int) -> tuple[list[int], list[float]]:
     request = GenerationRequest(0, (3, 5, 7), SamplingParams(12, temperature=0, ignore_eos=True))
     async with client_of(member) as client:
         [result] = await client.generate([request], f"draw-{time.monotonic_ns()}", version)
-    return [*request.prompt_ids, *result.output_ids], result.log_probs
+    return result.token_ids.tolist(), result.columns["rollout_log_probs"].tolist()
 
 
 def test_a_thousand_prompts_without_router_and_a_server_killed_while_it_is_paused(fleet, runner):

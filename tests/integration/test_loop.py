@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.data.rollout_codec import load_batch
+from megatron_dppo.data.trajectory_codec import load_batch
 from tests.integration.runs import (
     GROUP,
     PROMPTS,
@@ -59,7 +59,7 @@ def test_every_weight_update_was_verified(disturbed):
     versions = {
         span.weight_version
         for r in load_batch(disturbed.directory / "rollouts", 4)
-        for span in r.weight_versions
+        for span in r.version_spans
     }
     assert versions == {3}
 

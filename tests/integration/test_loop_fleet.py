@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.data.rollout_codec import load_batch
+from megatron_dppo.data.trajectory_codec import load_batch
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.folder import FleetFolder, Server
@@ -130,7 +130,7 @@ def check_records(run: FleetRun) -> None:
         batch = load_batch(run.directory / "rollouts", step)
         keys = [(r.problem_id, r.sample_index) for r in batch]
         assert len(keys) == len(set(keys)) == PROMPTS * GROUP
-        versions = {span.weight_version for r in batch for span in r.weight_versions}
+        versions = {span.weight_version for t in batch for span in t.version_spans}
         assert versions == {step - 1}
     gaps = [r["mismatch/mean_abs_prob_gap"] for r in records_of(run.directory)[1:]]
     assert max(gaps) <= 1e-4

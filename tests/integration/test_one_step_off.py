@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.data.rollout_codec import load_batch
 from megatron_dppo.data.sampler import ProblemSampler
+from megatron_dppo.data.trajectory_codec import load_batch
 from tests.integration.runs import (
     GROUP,
     PROMPTS,
@@ -60,7 +60,7 @@ def batches(directory: Path) -> dict[int, list]:
 
 
 def versions(batch: list) -> set[int]:
-    return {span.weight_version for r in batch for span in r.weight_versions}
+    return {span.weight_version for t in batch for span in t.version_spans}
 
 
 def test_responses_are_at_most_one_version_behind(disturbed):

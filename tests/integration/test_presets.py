@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from examples.tiny_moe.make_model import NUMBERS, WORDS, make_model
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
 from megatron_dppo.data.problems import load_tokenizer
-from megatron_dppo.data.rollout_codec import load_batch, save_batch
+from megatron_dppo.data.trajectory_codec import load_batch, save_batch
 from tests.integration.runs import TrainingRun, records_of, summary_of
 from tests.ranks import run_ranks
 
@@ -116,18 +115,17 @@ def recorded(tmp_path_factory) -> dict[str, Any]:
 def batches(recorded) -> dict[str, str]:
     """Folders with the first recorded batch, its advantages planted: half of each group rises."""
     directory = Path(recorded["run"]["directory"])
-    batch = load_batch(directory / "rollouts", 1)
-    for i, rollout in enumerate(batch):
-        rollout.advantage = 0.5 if i % 2 else -0.5
-    widths = {"none": None, "topk": TOPK, "whole": VOCABULARY}
+    batch = [
+        t.scored(t.reward, 0.5 if i % 2 else -0.5)
+        for i, t in enumerate(load_batch(directory / "rollouts", 1))
+    ]
+    widths, both = {"none": None, "topk": TOPK, "whole": VOCABULARY}, ("topk_ids", "topk_log_probs")
     for name, k in widths.items():
         cut = [
-            replace(
-                r,
-                topk_ids=None if k is None else r.topk_ids[:, :k],
-                topk_log_probs=None if k is None else r.topk_log_probs[:, :k],
-            )
-            for r in batch
+            t.without(*both)
+            if k is None
+            else t.with_columns(**{n: t.columns[n][:, :k] for n in both})
+            for t in batch
         ]
         save_batch(directory.parent / name, 1, cut)
     return {name: str(directory.parent / name) for name in widths}
@@ -212,13 +210,14 @@ def test_topk_of_the_engine_reaches_the_loss(recorded):
 
 def test_topk_of_the_engine_is_ordered_and_sums_to_one(recorded):
     """So that its first K columns are what it would have answered for K."""
-    for rollout in load_batch(Path(recorded["run"]["directory"]) / "rollouts", 2):
-        assert rollout.topk_ids.shape == (len(rollout.response_ids), VOCABULARY)
-        assert (np.sort(rollout.topk_ids, 1) == np.arange(VOCABULARY)).all()
-        assert (np.diff(rollout.topk_log_probs, axis=1) <= 0).all()
-        np.testing.assert_allclose(np.exp(rollout.topk_log_probs).sum(1), 1, atol=1e-5)
-        at = rollout.topk_ids == np.array(rollout.response_ids)[:, None]
-        np.testing.assert_allclose(rollout.topk_log_probs[at], rollout.rollout_log_probs, atol=1e-6)
+    for trajectory in load_batch(Path(recorded["run"]["directory"]) / "rollouts", 2):
+        ids, log_probs = trajectory.columns["topk_ids"], trajectory.columns["topk_log_probs"]
+        assert ids.shape == (trajectory.sampled, VOCABULARY)
+        assert (np.sort(ids, 1) == np.arange(VOCABULARY)).all()
+        assert (np.diff(log_probs, axis=1) <= 0).all()
+        np.testing.assert_allclose(np.exp(log_probs).sum(1), 1, atol=1e-5)
+        chosen = log_probs[ids == trajectory.response_ids[:, None]]
+        np.testing.assert_allclose(chosen, trajectory.columns["rollout_log_probs"], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

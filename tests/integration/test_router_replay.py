@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.rollout_codec import load_batch, save_batch
+from megatron_dppo.data.trajectory_codec import load_batch, save_batch
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
@@ -49,13 +49,13 @@ def generate(folder: Path, config: TrainConfig) -> None:
             RunData(config).train.problems,
             GROUP,
             SamplingParams(TOKENS, temperature=TEMPERATURE, ignore_eos=True),
-            routed_experts=RoutedShape.of_model(load_model_shape(config.model.hf_checkpoint)),
+            {"routed_experts": RoutedShape.of_model(load_model_shape(config.model.hf_checkpoint))},
         )
         with AsyncRunner() as runner:
             client = EngineClient(engine.url, API_KEY, ADMIN_KEY)
             done = runner.run(generate_many(client, job.requests(), GenerationLimits(96)))
             runner.run(client.close())
-        save_batch(folder / "rollouts", 1, job.rollouts(done))
+        save_batch(folder / "rollouts", 1, job.trajectories(done))
     finally:
         engine.kill()
 
@@ -136,7 +136,7 @@ def test_a_run_in_two_replicas_replays_the_saved_recordings(run, tmp_path):
     with TrainingRun(run / "config.yaml", *overrides) as again:
         again.finish()
     record = records_of(again.directory)[-1]
-    lengths = [r.length for r in load_batch(run / "rollouts", 1)]
+    lengths = [t.length for t in load_batch(run / "rollouts", 1)]
     recorded = sum(n - 1 for n in lengths)
     assert record["r3/compared"] == 8 * recorded
     assert 0.5 < record["r3/agreement_first"] < 1
@@ -145,4 +145,4 @@ def test_a_run_in_two_replicas_replays_the_saved_recordings(run, tmp_path):
     assert record["mismatch/mean_abs_prob_gap"] < 1e-3
     before, after = (load_batch(d / "rollouts", 1) for d in (run, again.directory))
     for a, b in zip(before, after, strict=True):
-        np.testing.assert_array_equal(a.routed_experts, b.routed_experts)
+        np.testing.assert_array_equal(a.columns["routed_experts"], b.columns["routed_experts"])

@@ -10,6 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
+from megatron_dppo.data.trajectory import VersionSpan
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.engine.protocol import (
     parse_answer,
@@ -18,9 +19,10 @@ from megatron_dppo.engine.protocol import (
     request_ids,
 )
 from megatron_dppo.engine.requests import GenerationRequest, RoutedShape, SamplingParams
-from megatron_dppo.fleet.generation import GenerationJob, to_rollout
+from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.types import Problem, VersionSpan
+from megatron_dppo.types import Problem
+from tests.trajectories import same
 
 SHAPE = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=8)
 TOPK_IDS = [[7, 1], [2, 7]]
@@ -38,10 +40,17 @@ def request(**changes) -> GenerationRequest:
         "key": (0, 0),
         "prompt_ids": (4, 5, 6),
         "sampling": SamplingParams(max_new_tokens=8),
-        "topk_log_probs": 2,
-        "routed_experts": SHAPE,
+        "columns": {"topk": 2, "routed_experts": SHAPE},
     }
     return GenerationRequest(**(fields | changes))
+
+
+def routing(shape: RoutedShape, **changes) -> GenerationRequest:
+    return request(columns={"topk": 2, "routed_experts": shape}, **changes)
+
+
+def routed(told: dict, asked: GenerationRequest) -> np.ndarray | None:
+    return parse_answer(told, asked).columns.get("routed_experts")
 
 
 def answer(**changes) -> dict:
@@ -63,25 +72,26 @@ def answer(**changes) -> dict:
 
 
 def test_every_field_of_an_answer_is_read():
-    result = parse_answer(answer(), request())
-    assert result.key == (0, 0)
-    assert result.output_ids == [7, 2]
-    assert result.log_probs == [-0.5, -0.25]
-    assert result.finish_reason == "stop"
-    assert result.text == "7"
-    assert result.cached_tokens == 2
-    assert result.weight_versions == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
-    assert result.topk_ids.dtype == np.int32
-    assert result.topk_ids.tolist() == TOPK_IDS
-    assert result.topk_log_probs.dtype == np.float32
-    assert result.topk_log_probs.tolist() == TOPK_LOG_PROBS
-    assert result.routed_experts.dtype == np.uint8
-    assert result.routed_experts.tolist() == [[[3, 1]], [[7, 0]], [[2, 5]], [[6, 4]]]
+    got = parse_answer(answer(), request(problem_id=9, sample_index=3))
+    assert (got.problem_id, got.sample_index) == (9, 3)
+    assert got.token_ids.tolist() == [4, 5, 6, 7, 2]
+    assert got.loss_mask.tolist() == [False, False, False, True, True]
+    assert got.finish_reason == "stop"
+    assert got.text == "7"
+    assert (got.reward, got.advantage) == (0, 0)
+    assert got.version_spans == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
+    assert {name: (array.dtype, array.tolist()) for name, array in got.columns.items()} == {
+        "rollout_log_probs": (np.float32, [-0.5, -0.25]),
+        "weight_version": (np.int32, [3, 4]),
+        "topk_ids": (np.int32, TOPK_IDS),
+        "topk_log_probs": (np.float32, TOPK_LOG_PROBS),
+        "routed_experts": (np.uint8, [[[3, 1]], [[7, 0]], [[2, 5]], [[6, 4]]]),
+    }
 
 
 def test_routing_of_many_experts_needs_two_bytes():
     many = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=257)
-    assert parse_answer(answer(), request(routed_experts=many)).routed_experts.dtype == np.uint16
+    assert routed(answer(), routing(many)).dtype == np.uint16
 
 
 @pytest.mark.parametrize(
@@ -125,16 +135,15 @@ def test_an_answer_from_unverified_weights_is_asked_for_again():
 
 def test_one_expert_a_token_recorded_as_zeros_alone_is_no_recording():
     shape = RoutedShape(hidden_layers=2, moe_layers=(0, 1), top_k=1, experts=8)
-    long = request(prompt_ids=(4, 5, 6, 7, 8, 9, 10), routed_experts=shape)
-    for tokens, asked, missing in ((4, request(routed_experts=shape), False), (8, long, False)):
+    long = routing(shape, prompt_ids=(4, 5, 6, 7, 8, 9, 10))
+    for tokens, asked in ((4, routing(shape)), (8, long)):
         zeros = b64(np.zeros((tokens, 2, 1)), "<i4")
-        assert (parse_answer(answer(routed_experts=zeros), asked).routed_experts is None) is missing
-    longer = request(prompt_ids=range(4, 12), routed_experts=shape)
+        assert routed(answer(routed_experts=zeros), asked) is not None
+    longer = routing(shape, prompt_ids=range(4, 12))
     zeros = np.zeros((9, 2, 1))
-    assert parse_answer(answer(routed_experts=b64(zeros, "<i4")), longer).routed_experts is None
+    assert routed(answer(routed_experts=b64(zeros, "<i4")), longer) is None
     zeros[8, 1] = 1
-    found = parse_answer(answer(routed_experts=b64(zeros, "<i4")), longer).routed_experts
-    assert found.sum() == 1
+    assert routed(answer(routed_experts=b64(zeros, "<i4")), longer).sum() == 1
 
 
 def test_a_missing_field_is_named():
@@ -146,7 +155,8 @@ def test_a_missing_field_is_named():
 
 def test_rounding_above_zero_passes():
     near_certain = [[5e-7, 7, None], [-0.25, 2, None]]
-    assert parse_answer(answer(output_token_logprobs=near_certain), request()).log_probs[0] == 5e-7
+    got = parse_answer(answer(output_token_logprobs=near_certain), request())
+    assert got.columns["rollout_log_probs"][0] == np.float32(5e-7)
 
 
 def test_an_abort_is_told_apart_from_a_broken_answer():
@@ -156,12 +166,10 @@ def test_an_abort_is_told_apart_from_a_broken_answer():
 
 
 def test_a_call_has_one_answer_for_each_request():
-    two = [request(), request(key=(0, 1))]
-    assert [r.key for r in parse_answers(orjson.dumps([answer(), answer()]), two)] == [
-        (0, 0),
-        (0, 1),
-    ]
-    assert [r.key for r in parse_answers(orjson.dumps(answer()), two[:1])] == [(0, 0)]
+    two = [request(), request(key=(0, 1), sample_index=1)]
+    both = parse_answers(orjson.dumps([answer(), answer()]), two)
+    assert [t.sample_index for t in both] == [0, 1]
+    assert [t.sample_index for t in parse_answers(orjson.dumps(answer()), two[1:])] == [1]
     with pytest.raises(EngineAnswerError, match="1 for 2 requests"):
         parse_answers(orjson.dumps([answer()]), two)
     with pytest.raises(EngineAnswerError, match="dict for 2 requests"):
@@ -181,16 +189,21 @@ def test_the_body_asks_for_tokens_and_binary_forms():
     assert body["return_routed_experts"] is True
     params = body["sampling_params"]
     assert (params["temperature"], params["top_p"], params["top_k"]) == (1.0, 1.0, -1)
-    plain = json.loads(request_body([request(topk_log_probs=0, routed_experts=None)], "a-00"))
+    plain = json.loads(request_body([request(columns={})], "a-00"))
     assert "top_logprobs_num" not in plain
     assert "return_routed_experts" not in plain
 
 
 def test_one_call_cannot_mix_forms():
-    other = [request(topk_log_probs=0), request(sampling=SamplingParams(3, temperature=0.5))]
+    other = [request(columns={"topk": 1}), request(sampling=SamplingParams(3, temperature=0.5))]
     for second in other:
-        with pytest.raises(ValueError, match="same sampling, Top-K"):
+        with pytest.raises(ValueError, match="same sampling and the same columns"):
             request_body([request(), second], "a")
+
+
+def test_a_column_that_nobody_knows_is_refused():
+    with pytest.raises(ValueError, match="no column source mood; known are rollout_log_probs"):
+        request_body([request(columns={"mood": 1})], "a")
 
 
 def test_the_router_is_told_the_models_name_and_every_request_has_its_own_id():
@@ -236,12 +249,11 @@ def test_routed_shape_of_a_model():
 
 def test_a_job_asks_only_for_what_is_missing():
     problems = [Problem(9, "a", "1", (4, 5, 6)), Problem(9, "a", "1", (4, 5, 6))]
-    job = GenerationJob(problems, 2, SamplingParams(8), topk_log_probs=2, routed_experts=SHAPE)
+    job = GenerationJob(problems, 2, SamplingParams(8), {"topk": 2, "routed_experts": SHAPE})
     assert [r.key for r in job.requests()] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(r.columns == {"topk": 2, "routed_experts": SHAPE} for r in job.requests())
     results = {r.key: parse_answer(answer(), r) for r in job.requests()}
     assert [r.key for r in job.requests({(0, 1): results[0, 1]})] == [(0, 0), (1, 0), (1, 1)]
-    rollouts = job.rollouts(results)
-    assert [(r.problem_id, r.sample_index) for r in rollouts] == [(9, 0), (9, 1)] * 2
-    assert rollouts[0] == to_rollout(problems[0], 0, results[0, 0])
-    assert rollouts[0].response_ids == [7, 2]
-    assert rollouts[0].weight_versions == [VersionSpan(3, 0, 1), VersionSpan(4, 1, 2)]
+    got = job.trajectories(results)
+    assert [(t.problem_id, t.sample_index) for t in got] == [(9, 0), (9, 1)] * 2
+    assert same(got[3], results[1, 1])

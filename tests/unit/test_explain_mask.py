@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.rollout_codec import save_batch
-from megatron_dppo.types import Rollout
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory_codec import save_batch
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
 
@@ -47,8 +47,12 @@ def log_pi(model):
     return found
 
 
-def rollout(ids, advantage, log_probs, number=0, **more):
-    return Rollout(7, number, PROMPT, ids, log_probs, "stop", "", advantage=advantage, **more)
+def answer(ids, advantage, log_probs, number=0, reward=0.0, reason="stop", **columns):
+    return Trajectory.of_response(
+        PROMPT, ids, problem_id=7, sample_index=number, finish_reason=reason,
+        reward=reward, advantage=advantage,
+        columns={"rollout_log_probs": np.asarray(log_probs, np.float32), **columns},
+    )  # fmt: skip
 
 
 def write_run(folder, model, rollouts, **algorithm):
@@ -96,7 +100,7 @@ class Far:
             zip(RESPONSES, cls.ratios, log_pi, strict=True)
         ):
             own = log_p[range(len(ids)), ids] - torch.tensor(ratios).double().log()
-            made.append(rollout(ids, advantage, own.tolist(), n, reward=float(advantage > 0)))
+            made.append(answer(ids, advantage, own.tolist(), n, reward=float(advantage > 0)))
         return made
 
 
@@ -150,7 +154,7 @@ def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tm
         log_mu = logits.log_softmax(-1)
         top = log_mu.topk(4)
         arrays = {"topk_ids": top.indices.int().numpy(), "topk_log_probs": top.values.numpy()}
-        sampled.append(rollout(ids, advantage, log_mu[range(4), ids].tolist(), n, **arrays))
+        sampled.append(answer(ids, advantage, log_mu[range(4), ids].tolist(), n, **arrays))
         exact += (0.5 * (log_mu.double().exp() - log_pi[n].exp()).abs().sum(-1)).tolist()
     run = write_run(tmp_path / "run", model, sampled, name="dppo-topk-tv")
     rows = explained(run, model, tmp_path)
@@ -178,9 +182,9 @@ def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     ids, advantage = RESPONSES[0]
     arrays = {}
     if PRESETS[name].needs_full_distribution:
-        top = log_pi[0].topk(log_pi[0].shape[1])
+        top = log_pi[0].float().topk(log_pi[0].shape[1])
         arrays = {"topk_ids": top.indices.int().numpy(), "topk_log_probs": top.values.numpy()}
-    sampled = rollout(ids, advantage, log_pi[0][range(4), ids].tolist(), **arrays)
+    sampled = answer(ids, advantage, log_pi[0][range(4), ids].tolist(), **arrays)
     logits = Policy(model).logits(sampled)
     texts = TokenTexts(load_tokenizer(model))
     response = explain_response(
@@ -272,9 +276,8 @@ def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
 
 def test_responses_without_a_gradient_are_left_out(model, log_pi, tmp_path, capsys):
     first, second = Far.rollouts(log_pi)
-    even = rollout([30], 0.0, [-1.0], 2)
-    cut = rollout([31], 0.5, [-1.0], 3)
-    cut.finish_reason = "length"
+    even = answer([30], 0.0, [-1.0], 2)
+    cut = answer([31], 0.5, [-1.0], 3, reason="length")
     run = write_run(tmp_path / "run", model, [even, cut, first, second], truncated_responses="drop")
     rows = explained(run, model, tmp_path, "--limit", "1")
     assert {r["response"] for r in rows} == {"2"}
@@ -306,9 +309,9 @@ def test_unusable_input_is_one_message(arguments, message, model, log_pi, tmp_pa
 def test_missing_runs_and_other_models(model, log_pi, tmp_path, capsys):
     assert explain_mask.main([str(tmp_path / "none")]) == 2
     assert "config.yaml" in capsys.readouterr().err
-    run = write_run(tmp_path / "run", model, [rollout([600], 1.0, [math.log(0.5)])])
+    run = write_run(tmp_path / "run", model, [answer([600], 1.0, [math.log(0.5)])])
     assert explain_mask.main([str(run), "--policy", str(model)]) == 2
     assert "token id 600, but this model's vocabulary has 512" in capsys.readouterr().err
-    save_batch(run / "rollouts", 3, [rollout([30], 0.0, np.log([0.5]).tolist())])
+    save_batch(run / "rollouts", 3, [answer([30], 0.0, np.log([0.5]).tolist())])
     assert explain_mask.main([str(run), "--policy", str(model)]) == 2
     assert "nothing to explain" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineLostError,
@@ -16,11 +17,10 @@ from megatron_dppo.engine.errors import (
     ServerLostError,
     StopRequestedError,
 )
-from megatron_dppo.engine.requests import GenerationRequest, GenerationResult, SamplingParams
+from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.generation import GenerationLimits
 from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.types import VersionSpan
 
 
 class ScriptedClient:
@@ -46,9 +46,8 @@ class ScriptedClient:
             self.running -= len(requests)
         return [self.result(r) for r in requests]
 
-    def result(self, request: GenerationRequest) -> GenerationResult:
-        spans = (VersionSpan(1, 0, 1),)
-        return GenerationResult(request.key, [request.key], [-1.0], "stop", "", spans)
+    def result(self, request: GenerationRequest) -> Trajectory:
+        return Trajectory.of_response(request.prompt_ids, [request.key])
 
     async def abort(self, rid: str, count: int) -> None:
         self.aborted += [rid] * count
@@ -78,7 +77,7 @@ def test_results_keep_the_order_of_the_requests():
     client, seen = ScriptedClient(later_first), []
     results = run(client, 8, GenerationLimits(concurrency=3), on_progress=seen.append)
     assert list(results) == list(range(8))
-    assert [r.output_ids for r in results.values()] == [[i] for i in range(8)]
+    assert [t.response_ids.tolist() for t in results.values()] == [[i] for i in range(8)]
     assert client.most_running == 3
     assert (seen[-1].done, seen[-1].total, seen[-1].tokens) == (8, 8, 8)
 

@@ -3,20 +3,22 @@
 import math
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.presets import build_algorithm
 from megatron_dppo.config.schema import AlgorithmConfig
-from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.data.columns import Form
+from megatron_dppo.data.packing import pack
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.batches import BatchLayout, plan_mini_batches
 from megatron_dppo.loop.learning import check_carried_topk
 from megatron_dppo.loop.rollouts.sources import verify
 from megatron_dppo.trainer.token_loss import make_token_loss
-from megatron_dppo.types import Problem, Rollout
+from megatron_dppo.types import Problem
 from megatron_dppo.vocab_parallel import policy_stats
+from tests.trajectories import trajectory
 
 GROUP = 2
 LENGTHS = [3, 5, 1, 2, 4, 4, 6, 7]
@@ -47,11 +49,10 @@ def config(**algorithm):
     return Config(AlgorithmConfig(**algorithm), Part(), Part())
 
 
-def rollouts(truncated=()):
+def answers(truncated=()):
     return [
-        Rollout(
-            problem_id=i // GROUP, sample_index=i % GROUP, prompt_ids=[1, 2],
-            response_ids=[3] * n, rollout_log_probs=[-1.0] * n,
+        Trajectory.of_response(
+            [1, 2], [3] * n, problem_id=i // GROUP, sample_index=i % GROUP,
             finish_reason="length" if i in truncated else "stop", text=str(i),
         )
         for i, n in enumerate(LENGTHS)
@@ -73,11 +74,11 @@ def denominators(batch, **algorithm):
     ],
 )
 def test_denominators_by_hand(aggregation, expected):
-    assert denominators(rollouts(), aggregation=aggregation) == expected
+    assert denominators(answers(), aggregation=aggregation) == expected
 
 
 def test_the_constant_may_be_set():
-    batch = rollouts()
+    batch = answers()
     assert denominators(batch, aggregation_constant=3.5) == [14, 14]
 
 
@@ -90,29 +91,29 @@ def test_the_constant_may_be_set():
     ],
 )
 def test_dropped_responses_do_not_count(aggregation, expected):
-    batch = rollouts(truncated=(1, 4))  # of 5 and 4 tokens
+    batch = answers(truncated=(1, 4))  # of 5 and 4 tokens
     dropping = {"aggregation": aggregation, "truncated_responses": "drop"}
     assert denominators(batch, **dropping) == expected
     for kept in ("as-verified", "zero-reward"):
         own = {"aggregation": aggregation, "truncated_responses": kept}
-        assert denominators(batch, **own) == denominators(rollouts(), aggregation=aggregation)
+        assert denominators(batch, **own) == denominators(answers(), aggregation=aggregation)
 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 def test_a_mini_batch_in_which_nothing_trains_is_left_out(aggregation):
-    batch = rollouts(truncated=(0, 1, 2, 3))
+    batch = answers(truncated=(0, 1, 2, 3))
     plans = plan_mini_batches(
         batch, config(aggregation=aggregation, truncated_responses="drop"), BatchLayout(0, 1)
     )
     assert len(plans) == 1
     assert sorted(plans[0].of_rank(0)) == [4, 5, 6, 7]
-    every = rollouts(truncated=range(8))
+    every = answers(truncated=range(8))
     assert denominators(every, aggregation=aggregation, truncated_responses="drop") == []
 
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_every_response_has_one_place_and_the_denominator_is_global(dp_size):
-    plans = plan_mini_batches(rollouts(), config(aggregation="token-mean"), BatchLayout(0, dp_size))
+    plans = plan_mini_batches(answers(), config(aggregation="token-mean"), BatchLayout(0, dp_size))
     assert [plan.denominator for plan in plans] == [11, 21]
     for plan, expected in zip(plans, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
         placed = [i for rank in plan.positions for rows in rank for i in rows]
@@ -140,24 +141,23 @@ class Answers:
     ],
 )
 def test_what_a_truncated_response_earns(setting, rewards, advantages):
-    batch = rollouts(truncated=(1,))[:4]
+    batch = answers(truncated=(1,))[:4]
     problems = [Problem(i, "p", "a", (1,)) for i in range(2)]
-    verify(batch, problems, GROUP, config(truncated_responses=setting), Answers())
-    assert [r.reward for r in batch] == rewards
-    assert [r.advantage for r in batch] == advantages
+    scored = verify(batch, problems, GROUP, config(truncated_responses=setting), Answers())
+    assert [t.reward for t in scored] == rewards
+    assert [t.advantage for t in scored] == advantages
+    assert all(t.reward == t.advantage == 0 for t in batch)  # what was given has not changed
 
 
 def test_another_number_of_topk_ids_than_asked_for_is_refused():
-    batch = rollouts()[:2]
-    check_carried_topk(batch, 0)
-    with pytest.raises(ValueError, match=r"problem 0, sample 0: 0 Top-K ids .* expected 20"):
-        check_carried_topk(batch, 20)
-    for rollout in batch:
-        rollout.topk_ids = np.zeros((len(rollout.response_ids), 5), np.int32)
-    check_carried_topk(batch, 5)
-    check_carried_topk(batch, 0)
+    check_carried_topk({}, 0)
+    with pytest.raises(ValueError, match="the batch has 0 Top-K ids for each token, expected 20"):
+        check_carried_topk({}, 20)
+    forms = {"topk_ids": Form("int32", (5,)), "topk_log_probs": Form("float32", (5,))}
+    check_carried_topk(forms, 5)
+    check_carried_topk(forms, 0)
     with pytest.raises(ValueError, match="5 Top-K ids for each token, expected 36"):
-        check_carried_topk(batch, 36)
+        check_carried_topk(forms, 36)
 
 
 def gradient_of(packs, aggregation, denominator):
@@ -177,22 +177,24 @@ def test_gspos_objective_by_hand_and_under_any_packing():
     """
     log_mu = -math.log(9)  # s_i = 1: nothing is clipped
     made = [
-        TrainingSample(prompt_ids=[i + 1], response_ids=[i + 5] * n, advantage=a,
-                       rollout_log_probs=[log_mu] * n, recomputed_log_probs=None, topk_ids=None,
-                       topk_log_probs=None, index=i, train=i != 2)
+        trajectory([i + 1], [i + 5] * n, advantage=a, rollout_log_probs=[log_mu] * n)
         for i, (n, a) in enumerate([(1, 1.0), (4, -2.0), (3, 9.0)])
     ]  # fmt: skip
-    grad = gradient_of([pack(made)], "sequence-mean-token-mean", 2.0)
+
+    def packed(rows, **options):
+        return pack([made[i] for i in rows], trains=[i != 2 for i in rows], **options)
+
+    grad = gradient_of([packed(range(3))], "sequence-mean-token-mean", 2.0)
     one_hot = torch.eye(9, dtype=torch.float64) - 1 / 9
     expected = torch.zeros(9, 9, dtype=torch.float64)
     expected[1] = -(1.0 / 1 / 2) * one_hot[5]  # the only token of the first response
     expected[2] = -(-2.0 / 4 / 2) * one_hot[6]  # first of the second's four tokens
     expected[6] = -3 * (-2.0 / 4 / 2) * one_hot[6]  # its other three
     torch.testing.assert_close(grad, expected, rtol=0, atol=1e-7)
-    for packs in ([[made[0]], [made[1], made[2]]], [[made[2], made[1], made[0]]]):
+    for packs in ([[0], [1, 2]], [[2, 1, 0]]):
         again = gradient_of(
-            [pack(p, pad_multiple=8) for p in packs], "sequence-mean-token-mean", 2.0
+            [packed(rows, pad_multiple=8) for rows in packs], "sequence-mean-token-mean", 2.0
         )
         torch.testing.assert_close(again, grad, rtol=0, atol=1e-7)
-    summed = gradient_of([pack(made)], "sequence-mean-token-sum", 2.0)
+    summed = gradient_of([packed(range(3))], "sequence-mean-token-sum", 2.0)
     torch.testing.assert_close(summed[2], 4 * grad[2], rtol=0, atol=1e-7)

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.rollout_codec import save_batch
-from megatron_dppo.types import Rollout
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory_codec import save_batch
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
 
@@ -51,17 +51,17 @@ def run(tmp_path_factory) -> Path:
     return folder
 
 
-def log_probs(model: Path, rollout: Rollout, temperature: float) -> torch.Tensor:
+def log_probs(model: Path, trajectory: Trajectory, temperature: float) -> torch.Tensor:
     """log pi of the response by transformers, float64 [R]."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
+    ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
     with torch.no_grad():
-        logits = policy(ids).logits[0, len(rollout.prompt_ids) - 1 : -1].double()
-    chosen = torch.tensor(rollout.response_ids)[:, None]
+        logits = policy(ids).logits[0, len(trajectory.prompt_ids) - 1 : -1].double()
+    chosen = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
     return (logits / temperature).log_softmax(-1).gather(1, chosen)[:, 0]
 
 
-def rollouts(model: Path) -> list[Rollout]:
+def rollouts(model: Path) -> list[Trajectory]:
     """Twelve random responses; the first six are "recorded" with the natural routing."""
     rng = np.random.default_rng(3)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -69,14 +69,16 @@ def rollouts(model: Path) -> list[Rollout]:
     for i in range(12):
         prompt = rng.integers(3, 512, size=3 + i % 4).tolist()
         response = rng.integers(3, 512, size=5 + i).tolist()
-        rollout = Rollout(i // 2, i % 2, prompt, response, [], "stop", "")
-        rollout.rollout_log_probs = log_probs(model, rollout, TEMPERATURE).tolist()
+        made = Trajectory.of_response(prompt, response, problem_id=i // 2, sample_index=i % 2)
+        mu = log_probs(model, made, TEMPERATURE).float().numpy()
+        made = made.with_columns(rollout_log_probs=mu)
         if i < 6:
             with torch.no_grad():
                 answer = policy(torch.tensor([prompt + response]), output_router_logits=True)
             layers = [logits.topk(2, -1).indices for logits in answer.router_logits]
-            rollout.routed_experts = torch.stack(layers, 1)[:-1].numpy().astype(np.uint8)
-        out.append(rollout)
+            routed = torch.stack(layers, 1)[:-1].numpy().astype(np.uint8)
+            made = made.with_columns(routed_experts=routed)
+        out.append(made)
     return out
 
 
@@ -93,7 +95,7 @@ def test_every_rung_equals_transformers(run, tmp_path):
     assert told.returncode == 0, told.stderr
     report = json.loads((tmp_path / "a.json").read_text())
     batch = rollouts(run / "model")
-    mu = torch.cat([torch.tensor(r.rollout_log_probs, dtype=torch.float64) for r in batch]).exp()
+    mu = torch.cat([torch.tensor(t.columns["rollout_log_probs"]).double() for t in batch]).exp()
 
     def pi(model: str, temperature: float) -> torch.Tensor:
         return torch.cat([log_probs(run / model, r, temperature) for r in batch]).exp()

@@ -16,7 +16,8 @@ from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
 from megatron_dppo.algorithms.supervised import negative_log_likelihood
 from megatron_dppo.data.log_prob_checks import check_log_probs, check_topk
-from megatron_dppo.data.packing import TrainingSample
+from megatron_dppo.data.trajectory_codec import BatchFormatError, decode, encode
+from tests.trajectories import trajectory
 from tests.unit.test_policy_loss import complete_inputs
 from tests.unit.token_inputs import inputs
 
@@ -186,36 +187,39 @@ def test_the_warm_start_ignores_what_stands_outside_its_mask():
 
 def sample(**changes):
     values = {
-        "prompt_ids": [1], "response_ids": [2, 3], "advantage": 0.5,
-        "rollout_log_probs": [-1.0, -2.0], "recomputed_log_probs": None,
+        "advantage": 0.5, "rollout_log_probs": [-1.0, -2.0],
         "topk_ids": np.array([[0, 7], [7, -1]], np.int32),
-        "topk_log_probs": np.array([[-1.0, -2.0], [-0.5, NAN]], np.float32), "index": 4,
+        "topk_log_probs": np.array([[-1.0, -2.0], [-0.5, NAN]], np.float32),
     }  # fmt: skip
-    return TrainingSample(**{**values, **changes})
+    return trajectory([1], [2, 3], **{**values, **changes})
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout_log_probs": [-1.0, NAN]}, "sample 4: rollout_log_probs: nan at token 1"),
+        ({"rollout_log_probs": [-1.0, NAN]}, "response 0 to problem 0: rollout_log_probs: nan at token 1"),
         ({"rollout_log_probs": [-INF, -1.0]}, "rollout_log_probs: -inf at token 0"),
-        ({"rollout_log_probs": [-1.0, 1e-5]}, "1e-05 at token 1, expected a finite"),
-        ({"advantage": NAN}, "sample 4: advantage nan, expected a finite number"),
+        ({"rollout_log_probs": [-1.0, 1e-5]}, r"1\.0*e-05|9\.99.*e-06 at token 1, expected a finite"),
+        ({"advantage": NAN}, "response 0 to problem 0: advantage nan, expected a finite number"),
         ({"topk_ids": np.array([[7, 7], [0, 1]], np.int32)}, "Top-K id 7 stands twice at token 0"),
         ({"topk_ids": np.array([[0, 7], [0, 0]], np.int32)}, "id 0 stands twice at token 1"),
         ({"topk_ids": np.array([[0, 7], [0, 1]], np.int32)}, "Top-K log-probabilities: nan at token 1"),
+        ({"topk_ids": None}, "topk_ids and topk_log_probs go together"),
     ],
 )  # fmt: skip
-def test_samples_refuse_what_the_engines_protocol_refuses(changes, message):
+def test_trajectories_and_files_refuse_what_the_engines_protocol_refuses(changes, message):
     if "twice" in message:
         changes = {**changes, "topk_log_probs": np.full((2, 2), -1.0, np.float32)}
     with pytest.raises(ValueError, match=message):
-        sample(**changes)
+        sample(**changes).check()
+    if "advantage" not in changes:
+        with pytest.raises(BatchFormatError, match=message):
+            decode(encode([sample(**changes)]))
 
 
 def test_what_rounding_makes_and_what_is_not_valid_is_accepted():
-    sample()
-    sample(rollout_log_probs=[1e-6, 0.0])
+    sample().check()
+    sample(rollout_log_probs=[1e-6, 0.0]).check()
     check_log_probs([1e-6, -1e30], "here")
     check_topk(np.array([[-1, -1]]), np.array([[NAN, INF]]), "here")
 

@@ -8,26 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.packing import TrainingSample, pack, unpack_responses
-
-
-def sample(prompt, response, index=0, advantage=1.0, **fields) -> TrainingSample:
-    fields = {
-        "rollout_log_probs": [-0.5 * (j + 1) for j in range(len(response))],
-        "recomputed_log_probs": None,
-        "topk_ids": None,
-        "topk_log_probs": None,
-        **fields,
-    }
-    return TrainingSample(prompt, response, advantage, index=index, **fields)
+from megatron_dppo.data.columns import Form
+from megatron_dppo.data.packing import pack, unpack_sampled
+from megatron_dppo.data.trajectory import Trajectory, forms_of
+from tests.trajectories import trajectory as sample
 
 
 def test_entry_t_concerns_the_next_token_of_the_same_sequence():
     batch = pack(
         [
-            sample([11, 12, 13], [21, 22], index=7, advantage=2.0),
-            sample([14], [23, 24, 25], index=3, advantage=-1.0),
+            sample([11, 12, 13], [21, 22], advantage=2.0),
+            sample([14], [23, 24, 25], advantage=-1.0),
         ],
+        indices=[7, 3],
         pad_multiple=4,
     )
     assert batch.token_ids.tolist() == [11, 12, 13, 21, 22, 14, 23, 24, 25, 0, 0, 0]
@@ -35,14 +28,46 @@ def test_entry_t_concerns_the_next_token_of_the_same_sequence():
     assert batch.target_ids.tolist() == [12, 13, 21, 22, 0, 23, 24, 25, 0, 0, 0, 0]
     # The last prompt token predicts the first response token; the last token predicts nothing.
     assert batch.loss_mask.int().tolist() == [0, 0, 1, 1, 0, 1, 1, 1, 0, 0, 0, 0]
-    assert batch.rollout_log_probs.tolist() == [0, 0, -0.5, -1, 0, -0.5, -1, -1.5, 0, 0, 0, 0]
+    assert batch.columns["rollout_log_probs"].tolist() == [
+        0,
+        0,
+        -0.5,
+        -1,
+        0,
+        -0.5,
+        -1,
+        -1.5,
+        0,
+        0,
+        0,
+        0,
+    ]
     assert batch.advantages.tolist() == [0, 0, 2, 2, 0, -1, -1, -1, 0, 0, 0, 0]
     assert batch.cu_seqlens.tolist() == [0, 5, 9, 12]
     assert batch.sequence_index.tolist() == [7, 3, -1]
     assert batch.max_seqlen == 5
     assert batch.num_tokens == 12
-    assert batch.recomputed_log_probs is None
-    assert batch.rollout_topk_ids is None
+    assert batch.columns.keys() == {"rollout_log_probs"}
+    assert batch.valid == {}
+
+
+def test_a_tool_s_output_between_two_turns_trains_nothing():
+    mask = [False, True, True, False, False, True]
+    turns = Trajectory(
+        0,
+        0,
+        [1, 21, 22, 31, 32, 23],
+        mask,
+        {"rollout_log_probs": [-1.0, -2.0, -3.0]},
+        advantage=2.0,
+    )
+    batch = pack([turns, sample([4], [5])], pad_multiple=10)
+    assert batch.target_ids.tolist() == [21, 22, 31, 32, 23, 0, 5, 0, 0, 0]
+    assert batch.loss_mask.int().tolist() == [1, 1, 0, 0, 1, 0, 1, 0, 0, 0]
+    assert batch.advantages.tolist() == [2, 2, 0, 0, 2, 0, 1, 0, 0, 0]
+    assert batch.columns["rollout_log_probs"].tolist() == [-1, -2, 0, 0, -3, 0, -0.5, 0, 0, 0]
+    own, other = unpack_sampled([turns, sample([4], [5])], batch.target_ids)
+    assert (own.tolist(), other.tolist()) == ([21, 22, 23], [5])
 
 
 def test_no_padding_sequence_where_the_tokens_fill_the_multiple():
@@ -52,57 +77,50 @@ def test_no_padding_sequence_where_the_tokens_fill_the_multiple():
 
 
 def test_dtypes():
-    fields = {
+    columns = {
         "recomputed_log_probs": [-0.25],
         "topk_ids": np.array([[4, 5]], np.int32),
         "topk_log_probs": np.array([[-0.5, -1.5]], np.float32),
     }
-    batch = pack([sample([1], [2], **fields)])
-    for name in ("token_ids", "position_ids", "target_ids", "rollout_topk_ids", "sequence_index"):
+    batch = pack([sample([1], [2], **columns)])
+    for name in ("token_ids", "position_ids", "target_ids", "sequence_index"):
         assert getattr(batch, name).dtype == torch.int64, name
-    for name in (
-        "rollout_log_probs",
-        "advantages",
-        "recomputed_log_probs",
-        "rollout_topk_log_probs",
-    ):
-        assert getattr(batch, name).dtype == torch.float32, name
+    assert batch.advantages.dtype == torch.float32
+    for name in ("rollout_log_probs", "recomputed_log_probs", "topk_log_probs"):
+        assert batch.columns[name].dtype == torch.float32, name
+    assert batch.columns["topk_ids"].dtype == torch.int32
     assert batch.cu_seqlens.dtype == torch.int32
-    assert batch.loss_mask.dtype == batch.rollout_topk_valid.dtype == torch.bool
+    assert batch.loss_mask.dtype == torch.bool
 
 
-def test_topk_rows_stand_with_their_targets_and_missing_ids_are_invalid():
+def test_topk_rows_stand_with_their_targets_and_there_are_no_ids_elsewhere():
     first = sample(
         [9, 9],
         [5, 6],
         topk_ids=np.array([[5, 8], [7, -1]], np.int32),
-        topk_log_probs=np.array([[-0.25, -2.0], [-0.125, -np.inf]], np.float32),
+        topk_log_probs=np.array([[-0.25, -2.0], [-0.125, -3.0]], np.float32),
     )
     batch = pack([first], pad_multiple=3)
-    assert batch.rollout_topk_ids.tolist() == [[0, 0], [5, 8], [7, 0], [0, 0], [0, 0], [0, 0]]
-    assert batch.rollout_topk_log_probs.tolist()[1:3] == [[-0.25, -2.0], [-0.125, 0.0]]
-    assert batch.rollout_topk_valid.int().tolist() == [
-        [0, 0],
-        [1, 1],
-        [1, 0],
-        [0, 0],
-        [0, 0],
-        [0, 0],
-    ]
+    none = [-1, -1]
+    assert batch.columns["topk_ids"].tolist() == [none, [5, 8], [7, -1], none, none, none]
+    assert batch.columns["topk_log_probs"].tolist() == [
+        [0, 0], [-0.25, -2.0], [-0.125, -3.0], [0, 0], [0, 0], [0, 0],
+    ]  # fmt: skip
 
 
-def test_an_untrained_sample_keeps_its_tokens_and_loses_its_columns():
+def test_what_does_not_train_keeps_its_tokens_and_loses_its_columns():
     batch = pack(
         [
-            sample([1], [2, 3], train=False, recomputed_log_probs=[-0.5, float("nan")]),
+            sample([1], [2, 3], recomputed_log_probs=[-0.5, float("nan")]),
             sample([4], [5], recomputed_log_probs=[-0.75]),
-        ]
+        ],
+        trains=[False, True],
     )
     assert batch.token_ids.tolist() == [1, 2, 3, 4, 5]
     assert batch.target_ids.tolist() == [2, 3, 0, 5, 0]
     assert batch.loss_mask.tolist() == [False, False, False, True, False]
-    assert batch.rollout_log_probs.tolist() == [0, 0, 0, -0.5, 0]
-    assert batch.recomputed_log_probs.tolist() == [0, 0, 0, -0.75, 0]
+    assert batch.columns["rollout_log_probs"].tolist() == [0, 0, 0, -0.5, 0]
+    assert batch.columns["recomputed_log_probs"].tolist() == [0, 0, 0, -0.75, 0]
     assert batch.advantages.tolist() == [0, 0, 0, 1, 0]
 
 
@@ -112,40 +130,55 @@ def test_an_empty_pack_is_padding_with_the_columns_of_its_peers():
     assert plain.cu_seqlens.tolist() == [0, 4]
     assert plain.sequence_index.tolist() == [-1]
     assert not plain.loss_mask.any()
-    assert plain.recomputed_log_probs is None
-    assert plain.rollout_topk_ids is None
-    full = pack([], pad_multiple=2, topk=3, recomputed=True)
-    assert full.recomputed_log_probs.tolist() == [0, 0]
-    assert full.rollout_topk_ids.shape == (2, 3)
-    assert not full.rollout_topk_valid.any()
+    assert plain.columns == {}
+    routed = np.zeros((1, 2, 1), np.uint8)
+    peers = [with_topk(3).with_columns(recomputed_log_probs=[-1.0], routed_experts=routed)]
+    full = pack([], pad_multiple=2, forms=forms_of(peers))
+    assert full.columns["recomputed_log_probs"].tolist() == [0, 0]
+    assert full.columns["topk_ids"].tolist() == [[-1, -1, -1]] * 2
+    assert full.columns["topk_log_probs"].tolist() == [[0, 0, 0]] * 2
+    assert "routed_experts" not in full.columns  # its peers need not have any
+    assert forms_of(peers)["topk_ids"] == Form("int32", (3,))
+
+
+def test_versions_stay_behind():
+    assert "weight_version" not in pack([sample([1], [2], weight_version=[3])]).columns
 
 
 def test_to_moves_tensors_and_keeps_what_is_not_there():
     batch = pack([sample([1], [2])]).to("meta")
     assert batch.token_ids.device.type == batch.loss_mask.device.type == "meta"
+    assert batch.columns["rollout_log_probs"].device.type == "meta"
     assert batch.max_seqlen == 2
-    assert batch.rollout_topk_ids is None
+    assert "topk_ids" not in batch.columns
 
 
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: sample([], [1]), "prompt is empty"),
+        (lambda: sample([], [1]), "the prompt is empty"),
         (
             lambda: sample([1], [2, 3], rollout_log_probs=[-1.0]),
-            "1 rows of rollout_log_probs for 2",
+            "1 rows of rollout_log_probs, expected 2",
         ),
-        (lambda: sample([1], [2], recomputed_log_probs=[]), "0 rows of recomputed_log_probs for 1"),
-        (lambda: sample([1], [2], topk_ids=np.zeros((1, 2), np.int32)), "go together"),
+        (
+            lambda: sample([1], [2], recomputed_log_probs=[]),
+            "0 rows of recomputed_log_probs, expected 1",
+        ),
         (lambda: pack([], pad_multiple=0), "pad_multiple must be at least 1, got 0"),
         (
-            lambda: pack([sample([1], [2], 4), sample([1], [2], 5, recomputed_log_probs=[-1.0])]),
-            r"recomputed_log_probs must come with every sample .* samples \[4\] lack it",
+            lambda: pack([sample([1], [2]), sample([1], [2], recomputed_log_probs=[-1.0])]),
+            "recomputed_log_probs: 1 of 2 trajectories have none",
         ),
         (
             lambda: pack([with_topk(2), with_topk(3)]),
-            r"different widths in one pack: \[\(2,\), \(3,\)\]",
+            r"topk_ids of different forms in one batch: int32 \[2\], int32 \[3\]",
         ),
+        (
+            lambda: pack([with_topk(2).with_columns(topk_ids=np.zeros((1, 3), np.int32))]),
+            "topk_log_probs has topk 2, another column 3",
+        ),
+        (lambda: pack([sample([1], [2])]).column("topk_ids"), "the micro-batch has no topk_ids"),
     ],
 )
 def test_what_does_not_fit_is_refused(build, message):
@@ -153,48 +186,49 @@ def test_what_does_not_fit_is_refused(build, message):
         build()
 
 
-def with_topk(k: int) -> TrainingSample:
+def with_topk(k: int) -> Trajectory:
     ids, log_probs = np.arange(k, dtype=np.int32)[None], np.zeros((1, k), np.float32)
     return sample([1], [2], topk_ids=ids, topk_log_probs=log_probs)
 
 
 @st.composite
-def samples(draw):
-    shapes = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), max_size=12))
-    return [
-        sample(
-            [draw(st.integers(1, 99)) for _ in range(p)],
-            [draw(st.integers(1, 99)) for _ in range(r)],
-            index=i,
-            train=draw(st.booleans()),
-        )
-        for i, (p, r) in enumerate(shapes)
-    ]
+def batches(draw):
+    """Trajectories with any loss mask, and which of them train."""
+    masks = draw(st.lists(st.lists(st.booleans(), max_size=14), max_size=12))
+    made = []
+    for mask in masks:
+        tokens = [draw(st.integers(1, 99)) for _ in range(len(mask) + 1)]
+        log_probs = np.array([-draw(st.integers(1, 99)) for _ in range(sum(mask))], np.float32)
+        columns = {"rollout_log_probs": log_probs}
+        made.append(Trajectory(0, 0, tokens, [False, *mask], columns, advantage=1.0))
+    return made, [draw(st.booleans()) for _ in made]
 
 
 @settings(max_examples=60, deadline=None)
-@given(samples(), st.integers(1, 16))
-def test_every_sequence_survives_packing(batch_samples, pad_multiple):
-    batch = pack(batch_samples, pad_multiple=pad_multiple)
+@given(batches(), st.integers(1, 16))
+def test_every_sequence_survives_packing(drawn, pad_multiple):
+    trajectories, trains = drawn
+    batch = pack(trajectories, trains=trains, pad_multiple=pad_multiple)
     assert batch.num_tokens % pad_multiple == 0
-    assert batch.num_tokens - sum(s.length for s in batch_samples) <= pad_multiple
+    assert batch.num_tokens - sum(t.length for t in trajectories) <= pad_multiple
     ends = batch.cu_seqlens.tolist()
-    for s, start, end in zip(batch_samples, ends, ends[1:], strict=False):
-        tokens = [*s.prompt_ids, *s.response_ids]
+    for t, own, start, end in zip(trajectories, trains, ends, ends[1:], strict=False):
+        tokens = t.token_ids.tolist()
         assert batch.token_ids[start:end].tolist() == tokens
         assert batch.target_ids[start:end].tolist() == [*tokens[1:], 0]
         assert batch.position_ids[start:end].tolist() == list(range(len(tokens)))
         trained = batch.loss_mask[start:end]
-        assert batch.target_ids[start:end][trained].tolist() == list(s.response_ids) * s.train
-        kept = batch.rollout_log_probs[start:end][trained].tolist()
-        assert kept == list(s.rollout_log_probs) * s.train
-    trained_tokens = sum(len(s.response_ids) * s.train for s in batch_samples)
+        assert batch.target_ids[start:end][trained].tolist() == t.response_ids.tolist() * own
+        kept = batch.columns["rollout_log_probs"][start:end][trained].tolist()
+        assert kept == t.columns["rollout_log_probs"].tolist() * own
+    trained_tokens = sum(t.sampled * own for t, own in zip(trajectories, trains, strict=True))
     assert int(batch.loss_mask.sum()) == trained_tokens
 
 
 @settings(max_examples=60, deadline=None)
-@given(samples(), st.integers(1, 8))
-def test_unpacking_finds_what_predicts_each_response_token(batch_samples, pad_multiple):
-    batch = pack(batch_samples, pad_multiple=pad_multiple)
-    unpacked = unpack_responses(batch_samples, batch.target_ids)
-    assert [t.tolist() for t in unpacked] == [list(s.response_ids) for s in batch_samples]
+@given(batches(), st.integers(1, 8))
+def test_unpacking_finds_what_predicts_each_sampled_token(drawn, pad_multiple):
+    trajectories, _ = drawn
+    batch = pack(trajectories, pad_multiple=pad_multiple)
+    unpacked = unpack_sampled(trajectories, batch.target_ids)
+    assert [t.tolist() for t in unpacked] == [t.response_ids.tolist() for t in trajectories]

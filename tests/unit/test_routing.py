@@ -5,26 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.data.packing import pack
 from megatron_dppo.data.routing import check_recording, is_unwritten, usable_rows
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.requests import RoutedShape
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.types import Rollout, VersionSpan
+from tests.trajectories import trajectory
 
 
-def sample(prompt: int, response: int, routed=None, valid=None, index: int = 0) -> TrainingSample:
-    return TrainingSample(
-        prompt_ids=[7] * prompt,
-        response_ids=[8] * response,
-        advantage=1.0,
-        rollout_log_probs=[-1.0] * response,
-        recomputed_log_probs=None,
-        topk_ids=None,
-        topk_log_probs=None,
-        index=index,
-        routed_experts=routed,
-        routed_valid=valid,
-    )
+def sample(prompt: int, response: int, routed=None, versions=None) -> Trajectory:
+    return trajectory([7] * prompt, [8] * response, routed_experts=routed, weight_version=versions)
 
 
 def test_row_t_is_the_routing_of_token_t():
@@ -32,40 +22,50 @@ def test_row_t_is_the_routing_of_token_t():
     last = np.array([[[6, 7], [1, 0]]], np.uint8)  # 2 tokens
     batch = pack([sample(1, 2, first), sample(2, 1), sample(1, 1, last)], pad_multiple=5)
     none = [[0, 0], [0, 0]]
-    assert batch.routed_experts.tolist() == [
+    assert batch.columns["routed_experts"].tolist() == [
         [[3, 1], [4, 5]], [[0, 2], [5, 4]], none,  # the last token of a sequence has none
         none, none, none,  # without a recording
         [[6, 7], [1, 0]], none,
         none, none,  # padding
     ]  # fmt: skip
-    assert batch.routed_valid.int().tolist() == [1, 1, 0, 0, 0, 0, 1, 0, 0, 0]
-    assert batch.routed_experts.numpy().dtype == np.uint8
-    bare = batch.without_routing()
-    assert bare.routed_experts is None
-    assert bare.routed_valid is None
+    assert batch.valid["routed_experts"].int().tolist() == [1, 1, 0, 0, 0, 0, 1, 0, 0, 0]
+    assert batch.columns["routed_experts"].numpy().dtype == np.uint8
+    bare = batch.without("routed_experts")
+    assert "routed_experts" not in bare.columns
+    assert bare.valid == {}
 
 
 def test_rows_that_do_not_hold_are_left_out():
+    """Row 1 predicts the first of two response tokens, which older weights sampled."""
     routed = np.array([[[300]], [[2]], [[511]]], np.uint16)
-    batch = pack([sample(2, 2, routed, np.array([True, False, True]))])
-    assert batch.routed_experts.tolist() == [[[300]], [[0]], [[511]], [[0]]]
-    assert batch.routed_valid.tolist() == [True, False, True, False]
-    assert batch.routed_experts.numpy().dtype == np.uint16
+    batch = pack([sample(2, 2, routed, [6, 7])])
+    assert batch.columns["routed_experts"].tolist() == [[[300]], [[0]], [[511]], [[0]]]
+    assert batch.valid["routed_experts"].tolist() == [True, False, True, False]
+    assert batch.columns["routed_experts"].numpy().dtype == np.uint16
+
+
+def test_routing_of_a_response_without_a_gradient_is_replayed_too():
+    routed = np.array([[[3]], [[2]]], np.uint8)
+    batch = pack([sample(1, 2, routed)], trains=[False])
+    assert batch.columns["routed_experts"].tolist() == [[[3]], [[2]], [[0]]]
+    assert batch.valid["routed_experts"].tolist() == [True, True, False]
 
 
 def test_no_recording_no_column():
-    for samples in ([], [sample(1, 2)]):
-        batch = pack(samples, pad_multiple=4)
-        assert batch.routed_experts is None
-        assert batch.routed_valid is None
+    for trajectories in ([], [sample(1, 2)]):
+        batch = pack(trajectories, pad_multiple=4)
+        assert "routed_experts" not in batch.columns
+        assert batch.valid == {}
 
 
 def test_recordings_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"sample 3: 4 rows of routed_experts for 4 tokens, expec"):
-        sample(2, 2, np.zeros((4, 1, 1), np.uint8), index=3)
-    with pytest.raises(ValueError, match=r"sample 0: 2 rows of routed_valid for 4 tokens"):
-        sample(2, 2, np.zeros((3, 1, 1), np.uint8), np.ones(2, bool))
-    with pytest.raises(ValueError, match="recordings of different shapes in one pack"):
+    with pytest.raises(ValueError, match=r"4 rows of routed_experts, expected 3, one for each of"):
+        sample(2, 2, np.zeros((4, 1, 1), np.uint8))
+    with pytest.raises(ValueError, match=r"shape \(3, 1\), expected \[rows, moe_layers, exp"):
+        sample(2, 2, np.zeros((3, 1), np.uint8))
+    with pytest.raises(ValueError, match="routed_experts is int32, expected uint8 or uint16"):
+        sample(2, 2, np.zeros((3, 1, 1), np.int32))
+    with pytest.raises(ValueError, match="routed_experts of different forms in one batch"):
         pack([sample(1, 1, np.zeros((1, 2, 1), np.uint8)),
               sample(1, 1, np.zeros((1, 3, 1), np.uint8))])  # fmt: skip
 
@@ -99,12 +99,19 @@ def test_zeros_of_one_expert_a_token_are_unwritten_only_where_they_are_many():
 
 def test_rows_that_other_weights_used_are_dropped():
     """Three prompt tokens, five response tokens: 0 and 1 by version 4, 2 by 5, 3 and 4 by 6."""
-    spans = [VersionSpan(4, 0, 2), VersionSpan(5, 2, 3), VersionSpan(6, 3, 5)]
-    rollout = Rollout(0, 0, [1] * 3, [2] * 5, [-1.0] * 5, "stop", "", spans)
+    mixed = sample(3, 5, versions=[4, 4, 5, 6, 6])
     # Row 2 predicts response token 0, row 4 token 2, row 5 token 3.
-    assert usable_rows(rollout).tolist() == [True, True, False, False, False, True, True]
-    rollout.weight_versions = spans[:1]
-    assert usable_rows(rollout).all()
+    expected = [True, True, False, False, False, True, True]
+    assert usable_rows(mixed.loss_mask, mixed.columns).tolist() == expected
+    for one in (sample(3, 5, versions=[4] * 5), sample(3, 5)):
+        assert usable_rows(one.loss_mask, one.columns).all()
+
+
+def test_rows_between_two_turns_hold():
+    """Tokens 1 and 4 were sampled, by versions 1 and 2; 2 and 3 are a tool's output."""
+    mask = np.array([False, True, False, False, True])
+    versions = {"weight_version": np.array([1, 2], np.int32)}
+    assert usable_rows(mask, versions).tolist() == [False, True, True, True]
 
 
 def test_a_token_of_qwen3_30b_a3b_takes_384_bytes():
@@ -120,5 +127,5 @@ def test_a_token_of_qwen3_30b_a3b_takes_384_bytes():
     routed = rng.random((19, 48, 128)).argsort(-1)[..., :8].astype(recorded.dtype)
     batch = pack([sample(10, 10, routed)])
     assert shape.moe_layers == recorded.moe_layers
-    assert batch.routed_experts.nbytes / batch.num_tokens == 384
-    assert np.array_equal(batch.routed_experts[:19].numpy(), routed)
+    assert batch.columns["routed_experts"].nbytes / batch.num_tokens == 384
+    assert np.array_equal(batch.columns["routed_experts"][:19].numpy(), routed)

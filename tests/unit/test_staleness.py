@@ -1,10 +1,14 @@
 """Staleness by token, its bound, and the figures of a batch, with numbers worked by hand."""
 
+import numpy as np
 import pytest
 
+from megatron_dppo.data.columns import Form
+from megatron_dppo.data.trajectory import FinishReason, Trajectory
 from megatron_dppo.loop.rollouts.figures import (
     GroupRow,
     generated_figures,
+    routing_figures,
     rows_of,
     selection_figures,
     speed_figures,
@@ -17,26 +21,27 @@ from megatron_dppo.loop.rollouts.staleness import (
 )
 from megatron_dppo.loop.rollouts.zero_variance import Selection
 from megatron_dppo.metrics import names
-from megatron_dppo.types import Rollout, VersionSpan
 
 
-def rollout(*spans: tuple[int, int], reward: float = 0.0, reason: str = "stop") -> Rollout:
+def answer(
+    *spans: tuple[int, int], reward: float = 0.0, reason: FinishReason = "stop"
+) -> Trajectory:
     """A response made of (version, tokens) pieces."""
-    versions, start = [], 0
-    for version, tokens in spans:
-        versions.append(VersionSpan(version, start, start + tokens))
-        start += tokens
-    return Rollout(7, 2, [1], [2] * start, [-0.5] * start, reason, "", versions, reward=reward)  # type: ignore[arg-type]
+    versions = np.concatenate([np.full(tokens, version, np.int32) for version, tokens in spans])
+    return Trajectory.of_response(
+        [1], [2] * len(versions), problem_id=7, sample_index=2, finish_reason=reason,
+        reward=reward, columns={"weight_version": versions},
+    )  # fmt: skip
 
 
 def test_staleness_is_a_mean_over_tokens_not_over_responses():
-    batch = [rollout((4, 1)), rollout((3, 6)), rollout((3, 2), (4, 1))]
+    batch = [answer((4, 1)), answer((3, 6)), answer((3, 2), (4, 1))]
     figures = staleness_figures(batch, step=5)  # trained from version 4: 6 + 2 tokens are 1 behind
     assert figures == {"rollout/staleness": 8 / 10, "rollout/staleness_max": 1}
 
 
 def test_tokens_beyond_the_bound_are_refused_by_name():
-    batch = [rollout((4, 3)), rollout((3, 2), (4, 1))]
+    batch = [answer((4, 3)), answer((3, 2), (4, 1))]
     check_staleness(batch, step=5, max_staleness=1)
     with pytest.raises(StalenessError) as caught:
         check_staleness(batch, step=5, max_staleness=0)
@@ -48,7 +53,7 @@ def test_tokens_beyond_the_bound_are_refused_by_name():
 
 def test_weights_that_the_trainer_never_had_are_refused():
     with pytest.raises(StalenessError, match="of version 5"):
-        check_staleness([rollout((5, 1))], step=5, max_staleness=1)
+        check_staleness([answer((5, 1))], step=5, max_staleness=1)
 
 
 def test_the_gap_of_a_stale_batch_is_not_called_one_at_equal_weights():
@@ -62,10 +67,10 @@ def test_the_gap_of_a_stale_batch_is_not_called_one_at_equal_weights():
 
 def test_figures_are_those_of_all_generated_groups():
     batch = [
-        rollout((0, 2), reward=1.0),
-        rollout((0, 4), reward=1.0),
-        rollout((0, 3), reward=0.0, reason="length"),
-        rollout((0, 3), reward=1.0),
+        answer((0, 2), reward=1.0),
+        answer((0, 4), reward=1.0),
+        answer((0, 3), reward=0.0, reason="length"),
+        answer((0, 3), reward=1.0),
     ]
     rows = rows_of(batch, group_size=2)
     assert rows == [GroupRow(2, 2.0, True, 6, 0), GroupRow(2, 1.0, False, 6, 1)]
@@ -89,3 +94,14 @@ def test_the_overlap_is_the_share_that_nobody_waited_for():
     assert figures["rollout/tokens_per_second"] == 25.0
     waited_more = speed_figures(tokens=100, seconds=4.0, waited=4.1)
     assert waited_more["rollout/generation_overlapped"] == 0.0
+
+
+def test_recorded_routing_in_figures():
+    """Three responses of 4, 4 and 6 tokens; the last two are recorded, one by two versions."""
+    batch = [answer((5, 3)), answer((5, 3)), answer((4, 2), (5, 3))]
+    figures = routing_figures(batch, {1, 2}, Form("uint16", (4, 2)))
+    assert figures == {
+        "r3/bytes_per_token": (3 + 5) * 16 / (4 + 6),
+        "r3/unrecorded_share": 1 - (3 + 3) / (3 + 3 + 5),
+        "r3/discarded_tokens": 2,
+    }

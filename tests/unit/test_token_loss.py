@@ -3,16 +3,17 @@ packing.
 """
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
-from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.data.packing import pack
+from megatron_dppo.data.trajectory import forms_of
 from megatron_dppo.trainer.token_loss import inputs_from, make_token_loss, sequence_ids
 from megatron_dppo.vocab_parallel import policy_stats
+from tests.trajectories import trajectory
 
 V, K = 17, 4
 
@@ -20,26 +21,30 @@ V, K = 17, 4
 def samples(count=5, seed=0):
     g = np.random.default_rng(seed)
     made = []
-    for i in range(count):
+    for _ in range(count):
         prompt, response = g.integers(1, 4), g.integers(2, 7)
         logs = np.log(g.dirichlet(np.ones(V), response)).astype(np.float32)
         ids = g.integers(0, V, response)
         order = np.argsort(-logs, 1)[:, :K].astype(np.int32)
         sampled = logs[np.arange(response), ids]
         made.append(
-            TrainingSample(
-                prompt_ids=g.integers(0, V, prompt).tolist(),
-                response_ids=ids.tolist(),
+            trajectory(
+                g.integers(0, V, prompt),
+                ids,
                 advantage=float(g.normal()),
-                rollout_log_probs=sampled.tolist(),
-                recomputed_log_probs=(sampled + 0.01).tolist(),
+                rollout_log_probs=sampled,
+                recomputed_log_probs=sampled + np.float32(0.01),
                 topk_ids=order,
                 topk_log_probs=np.take_along_axis(logs, order, 1),
-                index=i,
-                train=i != 3,
             )
         )
     return made
+
+
+def packed(every, rows, **options):
+    """Trajectories ``rows`` of ``every``; the fourth has no gradient."""
+    forms = forms_of(every)
+    return pack([every[i] for i in rows], trains=[i != 3 for i in rows], forms=forms, **options)
 
 
 def model(table, batch):
@@ -55,7 +60,7 @@ def run(name, packs, **options):
     for batch in packs:
         stats = policy_stats(
             model(table, batch), batch.target_ids, vocab_size=V, with_entropy=True,
-            topk_ids=batch.rollout_topk_ids if algorithm.topk else None,
+            topk_ids=batch.columns["topk_ids"].long() if algorithm.topk else None,
         )  # fmt: skip
         sums = token_loss(stats, batch)
         total = total + sums.loss
@@ -68,29 +73,30 @@ def run(name, packs, **options):
 def test_loss_and_metrics_do_not_depend_on_packing(name):
     every = samples()
     options = {"topk": K} if "topk" in name else {}
-    grad, metrics = run(name, [pack(every)], **options)
+    grad, metrics = run(name, [packed(every, range(5))], **options)
     ways = [
-        [pack(every[::-1], pad_multiple=16)],
-        [pack([s], pad_multiple=8) for s in every],
-        [pack(every[:2]), pack(every[2:]), pack([], pad_multiple=4, topk=K, recomputed=True)],
+        [packed(every, range(5)[::-1], pad_multiple=16)],
+        [packed(every, [i], pad_multiple=8) for i in range(5)],
+        [packed(every, [0, 1]), packed(every, [2, 3, 4]), packed(every, [], pad_multiple=4)],
     ]
     for packs in ways:
         other_grad, other_metrics = run(name, packs, **options)
         torch.testing.assert_close(other_grad, grad, rtol=1e-5, atol=1e-6)
         assert other_metrics == pytest.approx(metrics, rel=1e-5)
-    trained = sum(len(s.response_ids) for s in every if s.train)
+    trained = sum(t.sampled for i, t in enumerate(every) if i != 3)
     assert metrics["policy/tokens"] == trained
 
 
 def test_each_entry_meets_its_own_token():
-    sample = replace(samples(1)[0], prompt_ids=[1, 2], response_ids=[3, 4], advantage=0.5,
-                     rollout_log_probs=[-1.0, -2.0], recomputed_log_probs=[-1.5, -2.5],
-                     topk_ids=np.array([[3, 9], [7, -1]], np.int32),
-                     topk_log_probs=np.array([[-1.0, -3.0], [-0.5, 0.0]], np.float32))  # fmt: skip
+    sample = trajectory(
+        [1, 2], [3, 4], advantage=0.5,
+        rollout_log_probs=[-1.0, -2.0], recomputed_log_probs=[-1.5, -2.5],
+        topk_ids=np.array([[3, 9], [7, -1]], np.int32),
+        topk_log_probs=np.array([[-1.0, -3.0], [-0.5, -np.inf]], np.float32),
+    )  # fmt: skip
     batch = pack([sample], pad_multiple=8)
-    stats = policy_stats(
-        torch.zeros(8, V), batch.target_ids, vocab_size=V, topk_ids=batch.rollout_topk_ids
-    )
+    ids = batch.columns["topk_ids"].long()
+    stats = policy_stats(torch.zeros(8, V), batch.target_ids, vocab_size=V, topk_ids=ids)
     x = inputs_from(stats, batch)
     assert x.loss_mask.tolist() == [False, True, True] + [False] * 5
     assert x.rollout_log_probs[1:3].tolist() == [-1.0, -2.0]
@@ -100,6 +106,18 @@ def test_each_entry_meets_its_own_token():
     assert x.topk_valid[1:3].tolist() == [[True, True, False], [True, False, True]]
     assert x.rollout_topk_log_probs[1:3].tolist() == [[-1.0, -3.0, -1.0], [-0.5, 0.0, -2.0]]
     assert not x.topk_log_probs.requires_grad
+    assert not x.topk_valid[[0, *range(3, 8)], :2].any()  # no token was sampled there
+    assert (x.rollout_topk_log_probs[[0, *range(3, 8)]] == 0).all()
+
+
+@pytest.mark.parametrize("missing", ["rollout_log_probs", "topk_ids", "topk_log_probs"])
+def test_a_batch_without_what_the_statistics_meet_is_refused(missing):
+    batch = pack(samples(2))
+    ids = batch.columns["topk_ids"].long()
+    logits = torch.zeros(batch.num_tokens, V)
+    stats = policy_stats(logits, batch.target_ids, vocab_size=V, topk_ids=ids)
+    with pytest.raises(ValueError, match=f"the micro-batch has no {missing}"):
+        inputs_from(stats, batch.without(missing))
 
 
 def test_sequence_ids_follow_the_boundaries_of_the_pack():

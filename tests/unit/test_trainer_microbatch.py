@@ -7,26 +7,21 @@ import pytest
 import torch
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
-from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.data.packing import pack
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.microbatch import check_micro_batches, model_inputs, pad_to
+from tests.trajectories import trajectory
 
 
 def batch(pad_multiple: int = 1):
-    def sample(index: int, prompt: list[int], response: list[int]) -> TrainingSample:
+    def sample(prompt: list[int], response: list[int]) -> Trajectory:
         n = len(response)
-        return TrainingSample(
-            prompt_ids=prompt,
-            response_ids=response,
-            advantage=1.0,
-            rollout_log_probs=[-1.0] * n,
-            recomputed_log_probs=None,
-            topk_ids=np.zeros((n, 2), np.int32),
-            topk_log_probs=np.zeros((n, 2), np.float32),
-            index=index,
-        )
+        ids, log_probs = np.zeros((n, 2), np.int32), np.zeros((n, 2), np.float32)
+        return trajectory(prompt, response, topk_ids=ids, topk_log_probs=log_probs)
 
-    return pack([sample(4, [1], [2, 3]), sample(9, [5, 6], [7])], pad_multiple=pad_multiple)
+    both = [sample([1], [2, 3]), sample([5, 6], [7])]
+    return pack(both, indices=[4, 9], pad_multiple=pad_multiple)
 
 
 def test_model_inputs_are_one_row_of_packed_sequences() -> None:
@@ -50,8 +45,10 @@ def test_padding_is_one_more_sequence_without_loss() -> None:
     assert padded.max_seqlen == 4
     assert padded.sequence_index.tolist() == [4, 9, -1]
     assert padded.loss_mask.tolist() == [True, True, False, False, True] + [False] * 5
-    assert padded.rollout_topk_ids.shape == (10, 2)
-    assert not padded.rollout_topk_valid[6:].any()
+    assert padded.advantages.tolist() == [1, 1, 0, 0, 1] + [0] * 5
+    assert padded.columns["rollout_log_probs"].tolist() == [-0.5, -1, 0, 0, -0.5] + [0] * 5
+    assert padded.columns["topk_ids"].tolist()[4:] == [[0, 0]] + [[-1, -1]] * 5
+    assert padded.columns["topk_log_probs"].shape == (10, 2)
     same = batch()
     assert pad_to(same, 6) is same
 
@@ -59,12 +56,9 @@ def test_padding_is_one_more_sequence_without_loss() -> None:
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
 def test_padding_has_no_recorded_routing(dtype) -> None:
     routed = np.array([[[3, 1]], [[0, 2]]], dtype)
-    sample = TrainingSample(
-        [1], [2, 3], 1.0, [-1.0, -1.0], None, None, None, 0, routed_experts=routed
-    )
-    padded = pad_to(pack([sample]), 5)
-    assert padded.routed_experts.tolist() == [[[3, 1]], [[0, 2]], *[[[0, 0]]] * 3]
-    assert padded.routed_valid.tolist() == [True, True, False, False, False]
+    padded = pad_to(pack([trajectory([1], [2, 3], routed_experts=routed)]), 5)
+    assert padded.columns["routed_experts"].tolist() == [[[3, 1]], [[0, 2]], *[[[0, 0]]] * 3]
+    assert padded.valid["routed_experts"].tolist() == [True, True, False, False, False]
 
 
 def test_counts_and_lengths_are_checked() -> None:

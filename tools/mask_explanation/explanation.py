@@ -1,14 +1,15 @@
 """Explanation of each response token: the mask's inputs and decision, by the package's functions.
 
-Legend: P, R = prompt and response tokens; V = vocabulary; K = ids of TopK(mu).
+Legend: S = tokens of a trajectory, N = sampled ones; V = vocabulary; K = ids of TopK(mu).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +21,10 @@ from megatron_dppo.algorithms.inputs import TokenInputs, rollout
 from megatron_dppo.algorithms.options import NEGATIVE
 from megatron_dppo.algorithms.presets import Algorithm
 from megatron_dppo.algorithms.token_weights import importance_ratio
-from megatron_dppo.data.packing import TrainingSample, pack
+from megatron_dppo.data.packing import pack
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.trainer.token_loss import inputs_from
-from megatron_dppo.types import Rollout
 from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.exact import exact_divergence
 
@@ -73,7 +74,7 @@ class Response:
     """A response with its explained tokens and the sums of the package's metrics over them."""
 
     index: int
-    rollout: Rollout
+    trajectory: Trajectory
     prompt: str
     tokens: tuple[Token, ...]
     metrics: MetricSums
@@ -81,7 +82,7 @@ class Response:
 
 def explain_response(
     index: int,
-    sampled: Rollout,
+    trajectory: Trajectory,
     algorithm: Algorithm,
     logits: Tensor,
     rollout_logits: Tensor | None,
@@ -93,11 +94,11 @@ def explain_response(
 
     Args:
         index: position of the response in the batch.
-        sampled: the response.
+        trajectory: the response.
         algorithm: whose mask and weight are explained.
-        logits: [P + R, V], of the policy that gives pi.
-        rollout_logits: [P + R, V], of the weights that sampled the response; they give pi', the
-            exact divergences, and TopK(mu) if the batch has none. The whole of mu, which
+        logits: [S, V], of the policy that gives pi.
+        rollout_logits: [S, V], of the weights that sampled the response; they give pi', the exact
+            divergences, and TopK(mu) if the batch has none. The whole of mu, which
             ``dppo-exact-...`` need, must come from the engine.
         temperature: of the rollout.
         texts: token id -> text.
@@ -113,13 +114,14 @@ def explain_response(
                 f"the rollout policy's vocabulary has {rollout_logits.shape[1]} tokens, the "
                 f"policy's {vocab_size}: they are different models"
             )
-        predicting = slice(len(sampled.prompt_ids) - 1, -1)
+        predicting = torch.from_numpy(np.flatnonzero(trajectory.loss_mask) - 1)
         log_mu = (rollout_logits[predicting] / temperature).log_softmax(-1)
-    sample = _with_topk(_sample(index, sampled, log_mu), algorithm, vocab_size, log_mu)
-    batch = pack([sample])
+    known = _with_topk(_with_recomputed(trajectory, log_mu), algorithm, vocab_size, log_mu)
+    batch = pack([known])
+    topk_ids = batch.columns.get("topk_ids")
     stats = policy_stats(
         logits, batch.target_ids, vocab_size=vocab_size, temperature=temperature,
-        topk_ids=batch.rollout_topk_ids, with_entropy=True,
+        topk_ids=None if topk_ids is None else topk_ids.long(), with_entropy=True,
     )  # fmt: skip
     inputs = inputs_from(stats, batch)
     if algorithm.needs_recomputed and inputs.recomputed_log_probs is None:
@@ -129,57 +131,50 @@ def explain_response(
         )
     decisions = decide(algorithm, inputs)
     columns = _columns(inputs, decisions)
-    columns |= _exact(columns, sample, logits, rollout_logits, vocab_size, temperature)
+    columns |= _exact(columns, known, logits, rollout_logits, vocab_size, temperature)
     metrics = token_metrics(inputs, decisions, algorithm.ratio_cap)
     values: dict[str, list[Any]] = {
-        name: [None] * len(sampled.response_ids) if c is None else c[inputs.loss_mask].tolist()
+        name: [None] * trajectory.sampled if c is None else c[inputs.loss_mask].tolist()
         for name, c in columns.items()
     }
-    threshold = threshold_text(algorithm, sampled.advantage > 0)
+    threshold = threshold_text(algorithm, trajectory.advantage > 0)
     tokens = tuple(
         Token(
             response=index, position=i, token_id=token_id, text=texts[token_id],
-            advantage=sampled.advantage, threshold=threshold,
+            advantage=trajectory.advantage, threshold=threshold,
             **{name: column[i] for name, column in values.items()},
         )
-        for i, token_id in enumerate(sampled.response_ids)
+        for i, token_id in enumerate(trajectory.response_ids.tolist())
     )  # fmt: skip
-    return Response(index, sampled, texts.joined(sampled.prompt_ids), tokens, metrics)
+    prompt = texts.joined(trajectory.prompt_ids.tolist())
+    return Response(index, trajectory, prompt, tokens, metrics)
 
 
-def _sample(index: int, sampled: Rollout, log_mu: Tensor | None) -> TrainingSample:
-    """The response as the trainer's input; pi' from the rollout policy's ``log_mu`` [R, V]."""
-    recomputed = None
-    if log_mu is not None:
-        recomputed = log_mu.gather(1, torch.tensor(sampled.response_ids)[:, None])[:, 0].tolist()
-    return TrainingSample(
-        prompt_ids=sampled.prompt_ids,
-        response_ids=sampled.response_ids,
-        advantage=sampled.advantage,
-        rollout_log_probs=sampled.rollout_log_probs,
-        recomputed_log_probs=recomputed,
-        topk_ids=sampled.topk_ids,
-        topk_log_probs=sampled.topk_log_probs,
-        index=index,
-    )
+def _with_recomputed(trajectory: Trajectory, log_mu: Tensor | None) -> Trajectory:
+    """``trajectory`` with pi' from the rollout policy's ``log_mu`` [N, V], if given."""
+    if log_mu is None:
+        return trajectory
+    chosen = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
+    return trajectory.with_columns(recomputed_log_probs=log_mu.gather(1, chosen)[:, 0].numpy())
 
 
 def _with_topk(
-    sample: TrainingSample, algorithm: Algorithm, vocab_size: int, log_mu: Tensor | None
-) -> TrainingSample:
-    """``sample`` with a TopK(mu) of sufficient K: the engine's, else from ``log_mu`` [R, V]."""
-    carried = 0 if sample.topk_ids is None else sample.topk_ids.shape[1]
+    trajectory: Trajectory, algorithm: Algorithm, vocab_size: int, log_mu: Tensor | None
+) -> Trajectory:
+    """``trajectory`` with a TopK(mu) of sufficient K: the engine's, else from ``log_mu`` [N, V]."""
+    carried = _width(trajectory)
     recomputed = algorithm.needs_recomputed_distribution
     whole = recomputed or algorithm.needs_full_distribution
     wanted = vocab_size if whole else 1
     if carried >= wanted and not recomputed:
-        return sample
+        return trajectory
     if log_mu is not None and not algorithm.needs_full_distribution:
         k = vocab_size if recomputed else algorithm.topk or DEFAULT_TOPK
         top = log_mu.topk(min(k, vocab_size))
         ids = top.indices.to(torch.int32).numpy()
         # A log-softmax of a near-certain token can end a rounding step above 0.
-        return replace(sample, topk_ids=ids, topk_log_probs=top.values.clamp(max=0).numpy())
+        log_probs = top.values.clamp(max=0).numpy()
+        return trajectory.with_columns(topk_ids=ids, topk_log_probs=log_probs)
     if recomputed:
         raise ValueError(
             f"{algorithm.name} measures the policy recomputed at the rollout's weights: give these "
@@ -191,7 +186,13 @@ def _with_topk(
             "record it with rollout.topk_log_probs"
             + ("" if whole else ", or give the rollout's weights with --rollout-policy")
         )
-    return sample
+    return trajectory
+
+
+def _width(trajectory: Trajectory) -> int:
+    """K of its TopK(mu); 0 without one."""
+    ids = trajectory.columns.get("topk_ids")
+    return 0 if ids is None else ids.shape[1]
 
 
 def _columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | None]:
@@ -219,14 +220,14 @@ def _columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | No
 
 def _exact(
     columns: dict[str, Tensor | None],
-    sample: TrainingSample,
+    trajectory: Trajectory,
     logits: Tensor,
     rollout_logits: Tensor | None,
     vocab_size: int,
     temperature: float,
 ) -> dict[str, Tensor | None]:
     """Divergences over the whole vocabulary: those of Top-K if K = V, else recomputed."""
-    if sample.topk_ids is not None and sample.topk_ids.shape[1] == vocab_size:
+    if _width(trajectory) == vocab_size:
         return {"exact_tv": columns["topk_tv"], "exact_kl": columns["topk_kl"]}
     if rollout_logits is None:
         return {"exact_tv": None, "exact_kl": None}

@@ -89,7 +89,7 @@ def _legend(name: str) -> str:
 
 
 def _response(name: str, response: Response) -> str:
-    r, first = response.rollout, response.tokens[0]
+    r, first = response.trajectory, response.tokens[0]
     sign = "up" if first.advantage > 0 else "down"
     about = f"response {response.index}: problem {r.problem_id}, sample {r.sample_index}, "
     reward = f"reward {r.reward:g}, {r.finish_reason}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_dppo.types import Rollout
+from megatron_dppo.data.trajectory import Trajectory
 
 
 class Policy:
@@ -29,12 +30,12 @@ class Policy:
         self.vocab_size = int(self._model.config.vocab_size)
 
     @torch.no_grad()
-    def logits(self, rollout: Rollout) -> Tensor:
-        """Logits, float32 [P + R, V]; row t predicts token t + 1.
+    def logits(self, trajectory: Trajectory) -> Tensor:
+        """Logits, float32 [S, V]; row t predicts token t + 1.
 
         Raises ValueError for an id outside the model's vocabulary.
         """
-        ids = torch.tensor([[*rollout.prompt_ids, *rollout.response_ids]])
+        ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
         if int(ids.max()) >= self.vocab_size:
             raise ValueError(
                 f"{self.folder}: the batch holds token id {int(ids.max())}, but this model's "

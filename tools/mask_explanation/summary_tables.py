@@ -183,8 +183,8 @@ def write_csv(path: Path, responses: Sequence[Response]) -> None:
         writer.writeheader()
         for response in responses:
             of = {
-                "problem_id": response.rollout.problem_id,
-                "sample_index": response.rollout.sample_index,
+                "problem_id": response.trajectory.problem_id,
+                "sample_index": response.trajectory.sample_index,
             }
             for token in response.tokens:
                 writer.writerow({**of, **asdict(token), "text": quoted(token.text)})

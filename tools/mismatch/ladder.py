@@ -13,22 +13,17 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import ParallelConfig, TrainConfig
-from megatron_dppo.data.packing import (
-    PackedBatch,
-    TrainingSample,
-    pack,
-    plan_micro_batches,
-    unpack_responses,
-)
-from megatron_dppo.data.routing import usable_rows
+from megatron_dppo.data.balancing import plan_micro_batches
+from megatron_dppo.data.packing import pack, unpack_sampled
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import COMPARED
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.types import Rollout
 
 START = "nothing fixed"
 
@@ -97,21 +92,21 @@ def rungs(config: TrainConfig, *, rollout_policy: Path, policy: Path, recorded: 
 
 
 def measure(
-    ladder: Sequence[Rung], config: TrainConfig, rollouts: Sequence[Rollout]
+    ladder: Sequence[Rung], config: TrainConfig, batch: Sequence[Trajectory]
 ) -> Iterator[Measured]:
     """Run the passes in order; a new trainer is built only if weights or dtype change.
 
     Raises ValueError if a model does not fit the batch.
     """
-    mu = rollout_log_probs(rollouts).exp()
+    mu = rollout_log_probs(batch).exp()
     trainer, built, before = None, None, None
     for rung in ladder:
         if built != (rung.weights, rung.dtype):
             if trainer is not None:
                 trainer.close()
-            trainer, built = _trainer(config, rung, rollouts), (rung.weights, rung.dtype)
+            trainer, built = _trainer(config, rung, batch), (rung.weights, rung.dtype)
         assert trainer is not None
-        log_probs = _log_probs(trainer, config, rung, rollouts)
+        log_probs = _log_probs(trainer, config, rung, batch)
         pi = log_probs.exp()
         gap, ratio = (pi - mu).abs(), pi / mu
         counts = trainer.routing_agreement().values()
@@ -143,14 +138,15 @@ def parts(measured: Sequence[Measured]) -> dict[str, float]:
     return {**split, "numerics": causes[-1].gap}
 
 
-def rollout_log_probs(rollouts: Sequence[Rollout]) -> Tensor:
+def rollout_log_probs(batch: Sequence[Trajectory]) -> Tensor:
     """log mu of all response tokens, nats, float64 [tokens]."""
-    return torch.tensor([p for r in rollouts for p in r.rollout_log_probs], dtype=torch.float64)
+    log_probs = [t.column("rollout_log_probs") for t in batch]
+    return torch.from_numpy(np.concatenate(log_probs).astype(np.float64))
 
 
-def _trainer(config: TrainConfig, rung: Rung, rollouts: Sequence[Rollout]) -> Trainer:
+def _trainer(config: TrainConfig, rung: Rung, batch: Sequence[Trajectory]) -> Trainer:
     """A Trainer of the run's model in this one process, with the rung's weights and dtype."""
-    recorded = any(r.routed_experts is not None for r in rollouts)
+    recorded = any("routed_experts" in t.columns for t in batch)
     model = config.model.model_copy(
         update={"hf_checkpoint": str(rung.weights), "dtype": rung.dtype}
     )
@@ -166,33 +162,15 @@ def _trainer(config: TrainConfig, rung: Rung, rollouts: Sequence[Rollout]) -> Tr
 
 
 def _log_probs(
-    trainer: Trainer, config: TrainConfig, rung: Rung, rollouts: Sequence[Rollout]
+    trainer: Trainer, config: TrainConfig, rung: Rung, batch: Sequence[Trajectory]
 ) -> Tensor:
-    samples = [_sample(i, rollout) for i, rollout in enumerate(rollouts)]
-    plan = plan_micro_batches([s.length for s in samples], config.training.micro_batch_tokens)
-    groups = [[samples[i] for i in rows] for rows in plan]
-    batches: list[PackedBatch] = [pack(group) for group in groups]
-    if not rung.replay:
-        batches = [batch.without_routing() for batch in batches]
+    left_out = ("topk_ids", "topk_log_probs", *(() if rung.replay else ("routed_experts",)))
+    wanted = [t.without(*left_out) for t in batch]
+    plan = plan_micro_batches([t.length for t in wanted], config.training.micro_batch_tokens)
+    groups = [[wanted[i] for i in rows] for rows in plan]
     found: dict[int, Tensor] = {}
-    values = trainer.log_probs(batches, temperature=rung.temperature)
-    for group, log_probs in zip(groups, values, strict=True):
-        for sample, own in zip(group, unpack_responses(group, log_probs), strict=True):
-            found[sample.index] = own.cpu().double()
-    return torch.cat([found[i] for i in range(len(rollouts))])
-
-
-def _sample(index: int, rollout: Rollout) -> TrainingSample:
-    routed = rollout.routed_experts
-    return TrainingSample(
-        prompt_ids=rollout.prompt_ids,
-        response_ids=rollout.response_ids,
-        advantage=rollout.advantage,
-        rollout_log_probs=rollout.rollout_log_probs,
-        recomputed_log_probs=None,
-        topk_ids=None,
-        topk_log_probs=None,
-        index=index,
-        routed_experts=routed,
-        routed_valid=None if routed is None else usable_rows(rollout),
-    )
+    values = trainer.log_probs([pack(group) for group in groups], temperature=rung.temperature)
+    for rows, group, log_probs in zip(plan, groups, values, strict=True):
+        for i, own in zip(rows, unpack_sampled(group, log_probs), strict=True):
+            found[i] = own.cpu().double()
+    return torch.cat([found[i] for i in range(len(batch))])

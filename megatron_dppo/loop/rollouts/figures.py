@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from megatron_dppo.data.columns import Form
+from megatron_dppo.data.routing import usable_rows
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.rollouts.zero_variance import Selection
 from megatron_dppo.metrics import names
-from megatron_dppo.types import Rollout
 
 
 class GroupRow(NamedTuple):
@@ -20,20 +22,20 @@ class GroupRow(NamedTuple):
     truncated: int
 
     @classmethod
-    def of(cls, group: Sequence[Rollout]) -> GroupRow:
+    def of(cls, group: Sequence[Trajectory]) -> GroupRow:
         """Of one group, once it is verified."""
         return cls(
             responses=len(group),
-            reward=sum(r.reward for r in group),
-            flat=all(r.reward == group[0].reward for r in group),
-            tokens=sum(len(r.response_ids) for r in group),
-            truncated=sum(r.truncated for r in group),
+            reward=sum(t.reward for t in group),
+            flat=all(t.reward == group[0].reward for t in group),
+            tokens=sum(t.sampled for t in group),
+            truncated=sum(t.truncated for t in group),
         )
 
 
-def rows_of(rollouts: Sequence[Rollout], group_size: int) -> list[GroupRow]:
+def rows_of(batch: Sequence[Trajectory], group_size: int) -> list[GroupRow]:
     """A row for each group of a batch, groups adjacent."""
-    return [GroupRow.of(rollouts[i : i + group_size]) for i in range(0, len(rollouts), group_size)]
+    return [GroupRow.of(batch[i : i + group_size]) for i in range(0, len(batch), group_size)]
 
 
 def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
@@ -70,3 +72,19 @@ def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, flo
         figures[names.TOKENS_PER_SECOND] = tokens / seconds
         figures[names.GENERATION_OVERLAPPED] = max(0.0, 1 - waited / seconds)
     return figures
+
+
+def routing_figures(
+    batch: Sequence[Trajectory], recorded: Collection[int], form: Form
+) -> dict[str, float]:
+    """The recorded routing of a batch. ``recorded``: positions with a recording, wherever it lies."""
+    with_routing = [batch[position] for position in recorded]
+    rows = sum(t.length - 1 for t in batch)
+    recorded_rows = sum(t.length - 1 for t in with_routing)
+    usable = sum(int(usable_rows(t.loss_mask, t.columns).sum()) for t in with_routing)
+    tokens = sum(t.length for t in with_routing)
+    return {
+        names.ROUTING_BYTES_PER_TOKEN: recorded_rows * form.row_bytes / tokens,
+        names.ROUTING_UNRECORDED: 1 - usable / rows,
+        names.ROUTING_DISCARDED: recorded_rows - usable,
+    }

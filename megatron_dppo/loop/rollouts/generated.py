@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.generation_run import Generation
 from megatron_dppo.loop.engine_session import EngineSession
+from megatron_dppo.loop.rollouts.exchange import share
 from megatron_dppo.loop.rollouts.figures import (
     GroupRow,
     generated_figures,
@@ -21,7 +23,6 @@ from megatron_dppo.loop.rollouts.figures import (
 from megatron_dppo.loop.rollouts.sources import (
     ProblemFeed,
     RolloutBatch,
-    exchange,
     own_positions,
     owner,
     verify,
@@ -33,7 +34,7 @@ from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.rewards import Verifier
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
-from megatron_dppo.types import Problem, Rollout
+from megatron_dppo.types import Problem
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class _Draft:
     step: int
     problems: list[Problem] = field(default_factory=list)
     rows: list[GroupRow] = field(default_factory=list)
-    own: dict[int, list[Rollout]] = field(default_factory=dict)
+    own: dict[int, list[Trajectory]] = field(default_factory=dict)
     rounds: int = 0
     generation: Generation | None = None
     sampler: dict[str, Any] = field(default_factory=dict)
@@ -155,19 +156,20 @@ class GeneratedRollouts:
         assert draft.generation is not None
         began = time.monotonic()
         with self._timer("generate"):
-            rollouts = self._engine.finish(draft.generation, version)
+            trajectories = self._engine.finish(draft.generation, version)
         draft.waited += time.monotonic() - began
         positions = own_positions(draft.unjudged, self._topology)
-        for position, group in zip(positions, self._groups(rollouts), strict=True):
+        for position, group in zip(positions, self._groups(trajectories), strict=True):
             draft.own[position] = group
 
     def _judge(self, draft: _Draft) -> None:
         """Verify this rank's new groups, and tell every rank how all of them did."""
         new = own_positions(draft.unjudged, self._topology)
         with self._timer("reward"):
-            rollouts = [r for p in new for r in draft.own[p]]
+            answers = [t for p in new for t in draft.own[p]]
             problems = [draft.problems[p] for p in new]
-            verify(rollouts, problems, self._job.group_size, self._config, self._verifier)
+            scored = verify(answers, problems, self._job.group_size, self._config, self._verifier)
+            draft.own |= dict(zip(new, self._groups(scored), strict=True))
             assert draft.generation is not None
             told = all_gather_json(
                 [[GroupRow.of(draft.own[p]) for p in new], draft.generation.seconds]
@@ -181,16 +183,16 @@ class GeneratedRollouts:
     def _hand_over(self, draft: _Draft) -> RolloutBatch:
         """What the batch keeps, on every rank, and its figures."""
         selection = self._quota.choose(draft.flat)
-        kept = [r for p in selection.kept if p in draft.own for r in draft.own[p]]
+        kept = [t for p in selection.kept if p in draft.own for t in draft.own[p]]
         with self._timer("exchange"):
-            rollouts = exchange(kept, self._topology, self._job.group_size, selection.kept)
-        check_staleness(rollouts, draft.step, self._config.rollout.max_staleness)
-        figures = generated_figures(draft.rows) | staleness_figures(rollouts, draft.step)
+            batch = share(kept, self._topology, self._job.group_size, selection.kept)
+        check_staleness(batch, draft.step, self._config.rollout.max_staleness)
+        figures = generated_figures(draft.rows) | staleness_figures(batch, draft.step)
         figures |= speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
         if self._quota.filtering:
             figures |= selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
-        return RolloutBatch(rollouts, figures, draft.sampler)
+        return RolloutBatch(batch, figures, draft.sampler)
 
     def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
         if selection.filled:
@@ -203,6 +205,6 @@ class GeneratedRollouts:
                 len(draft.rows),
             )
 
-    def _groups(self, rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    def _groups(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
         size = self._job.group_size
-        return [list(rollouts[i : i + size]) for i in range(0, len(rollouts), size)]
+        return [list(trajectories[i : i + size]) for i in range(0, len(trajectories), size)]

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo.config.schema import RolloutConfig
-from megatron_dppo.data.rollout_codec import RolloutFormatError, load_batch
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory_codec import BatchFormatError, load_batch
 from megatron_dppo.loop.rollouts.figures import generated_figures, rows_of
 from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutBatch
 from megatron_dppo.loop.rollouts.staleness import staleness_figures
-from megatron_dppo.types import Problem, Rollout
+from megatron_dppo.types import Problem
 
 
 class ReplayedRollouts:
@@ -29,26 +30,26 @@ class ReplayedRollouts:
         self._prompts = {p.problem_id: list(p.prompt_ids) for p in problems}
 
     def collect(self, step: int) -> RolloutBatch:
-        """The saved batch of ``step``. Raises RolloutFormatError where it is not there or another's."""
+        """The saved batch of ``step``. Raises BatchFormatError where it is not there or another's."""
         wanted = self._feed.next(self._rollout.prompts_per_step)
         try:
-            rollouts = load_batch(self._folder, step)
+            batch = load_batch(self._folder, step)
         except FileNotFoundError as error:
-            raise RolloutFormatError(
+            raise BatchFormatError(
                 f"rollout.replay_from: no batch of step {step} in {self._folder} ({error.filename})"
             ) from error
         size = self._rollout.group_size
-        if len(rollouts) != len(wanted) * size:
-            raise RolloutFormatError(
-                f"rollout.replay_from: the batch of step {step} in {self._folder} has {len(rollouts)} "
+        if len(batch) != len(wanted) * size:
+            raise BatchFormatError(
+                f"rollout.replay_from: the batch of step {step} in {self._folder} has {len(batch)} "
                 f"responses, expected {len(wanted)} prompts x group_size {size}"
             )
-        self._check_prompts(step, rollouts)
+        self._check_prompts(step, batch)
         if not self._rollout.drop_groups_without_spread:
             # What a filter replaced depends on rewards of responses that are not in the file.
-            self._check_order(step, rollouts, wanted)
-        figures = generated_figures(rows_of(rollouts, size)) | staleness_figures(rollouts, step)
-        return RolloutBatch(rollouts, figures, self._feed.position())
+            self._check_order(step, batch, wanted)
+        figures = generated_figures(rows_of(batch, size)) | staleness_figures(batch, step)
+        return RolloutBatch(batch, figures, self._feed.position())
 
     def settle(self, version: int) -> None:
         """Nothing generates."""
@@ -57,21 +58,21 @@ class ReplayedRollouts:
         """Nothing is to be generated."""
 
     def _check_order(
-        self, step: int, rollouts: Sequence[Rollout], wanted: Sequence[Problem]
+        self, step: int, batch: Sequence[Trajectory], wanted: Sequence[Problem]
     ) -> None:
-        found = list(dict.fromkeys(r.problem_id for r in rollouts))
+        found = list(dict.fromkeys(t.problem_id for t in batch))
         expected = list(dict.fromkeys(p.problem_id for p in wanted))
         if found != expected:
-            raise RolloutFormatError(
+            raise BatchFormatError(
                 f"rollout.replay_from: the batch of step {step} in {self._folder} answers problems "
                 f"{found[:5]}..., expected {expected[:5]}...: it was saved with other data or another seed, "
                 "or with rollout.drop_groups_without_spread"
             )
 
-    def _check_prompts(self, step: int, rollouts: Sequence[Rollout]) -> None:
-        for rollout in rollouts:
-            if self._prompts.get(rollout.problem_id) != list(rollout.prompt_ids):
-                raise RolloutFormatError(
-                    f"rollout.replay_from: problem {rollout.problem_id} in the batch of step {step} in "
+    def _check_prompts(self, step: int, batch: Sequence[Trajectory]) -> None:
+        for trajectory in batch:
+            if self._prompts.get(trajectory.problem_id) != trajectory.prompt_ids.tolist():
+                raise BatchFormatError(
+                    f"rollout.replay_from: problem {trajectory.problem_id} in the batch of step {step} in "
                     f"{self._folder} has another prompt in data.train, or none: it was saved with other data"
                 )

@@ -1,4 +1,4 @@
-"""What a rollout batch is, and its way from the leaders that generate it to every rank."""
+"""What a rollout batch is, where it comes from, and how its answers are scored."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from typing import Any, Protocol
 
 from megatron_dppo.algorithms.advantages import group_relative
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.rollout_codec import decode, encode
 from megatron_dppo.data.sampler import ProblemSampler
-from megatron_dppo.loop.rollouts.routing_exchange import keep_routing, without_routing
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.rewards import Verifier
-from megatron_dppo.trainer.collectives import broadcast_bytes
 from megatron_dppo.trainer.topology import Topology
-from megatron_dppo.types import Problem, Rollout
+from megatron_dppo.types import Problem
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What a step trains on, the same on every rank.
+    """What a step trains on, the same on every rank but for columns that a leader still holds.
 
-    ``rollouts``: groups adjacent. ``figures``: metrics of the batch and of how it came about.
+    ``trajectories``: groups adjacent. ``figures``: metrics of the batch and of how it came about.
     ``sampler``: the data's position right after this batch, where a run resumed after this step goes on.
     """
 
-    rollouts: list[Rollout]
+    trajectories: list[Trajectory]
     figures: dict[str, float]
     sampler: dict[str, Any]
 
@@ -75,40 +73,25 @@ def share(problems: Sequence[Problem], topology: Topology) -> list[Problem]:
 
 
 def verify(
-    rollouts: list[Rollout],
+    trajectories: Sequence[Trajectory],
     problems: Sequence[Problem],
     group_size: int,
     config: TrainConfig,
     verifier: Verifier,
-) -> None:
-    """Set each rollout's reward and advantage; groups of ``group_size`` in the order of ``problems``."""
-    if not rollouts:
-        return
+) -> list[Trajectory]:
+    """The same with their rewards and advantages; groups of ``group_size`` in the order of ``problems``."""
+    if not trajectories:
+        return []
     scores = verifier.score(
-        [(r.text, problems[i // group_size].answer) for i, r in enumerate(rollouts)]
+        [(t.text, problems[i // group_size].answer) for i, t in enumerate(trajectories)]
     )
-    for rollout, score in zip(rollouts, scores, strict=True):
-        unfinished = rollout.truncated and config.algorithm.truncated_responses == "zero-reward"
-        rollout.reward = 0.0 if unfinished else score.value
-    advantages = group_relative([r.reward for r in rollouts], group_size).tolist()
-    for rollout, advantage in zip(rollouts, advantages, strict=True):
-        rollout.advantage = advantage
-
-
-def exchange(
-    rollouts: list[Rollout], topology: Topology, group_size: int, positions: Sequence[int]
-) -> list[Rollout]:
-    """All leaders' rollouts on every rank, groups in the order of ``positions``. Collective.
-
-    ``positions``: of the groups in the batch as generated, which say who has them. Every rank decodes the same
-    bytes, its own included, so that all see the same values. Recorded routing stays with its leader
-    (``routing_exchange``).
-    """
-    blob = encode(without_routing(rollouts)) if topology.is_leader else b""
-    shares = [decode(broadcast_bytes(blob, leader)) for leader in topology.leaders]
-    if topology.is_leader:
-        keep_routing(shares[topology.dp_rank], rollouts)
-    groups = [
-        iter([part[i : i + group_size] for i in range(0, len(part), group_size)]) for part in shares
+    zeroed = config.algorithm.truncated_responses == "zero-reward"
+    rewards = [
+        0.0 if zeroed and t.truncated else score.value
+        for t, score in zip(trajectories, scores, strict=True)
     ]
-    return [r for p in positions for r in next(groups[owner(p, topology)])]
+    advantages = group_relative(rewards, group_size).tolist()
+    return [
+        t.scored(reward, advantage)
+        for t, reward, advantage in zip(trajectories, rewards, advantages, strict=True)
+    ]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics import names
-from megatron_dppo.types import Rollout
 
 STALE_ANCHOR = (
     "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
@@ -22,25 +24,20 @@ class StalenessError(RuntimeError):
     """A response was sampled by weights that a batch of this step may not come from."""
 
 
-def staleness_figures(rollouts: Sequence[Rollout], step: int) -> dict[str, float]:
+def staleness_figures(batch: Sequence[Trajectory], step: int) -> dict[str, float]:
     """Mean and largest staleness over the response tokens of the batch of ``step``, in weight versions."""
-    spans = [span for rollout in rollouts for span in rollout.weight_versions]
-    tokens = sum(s.end - s.start for s in spans)
-    total = sum((s.end - s.start) * (step - 1 - s.weight_version) for s in spans)
-    return {
-        names.STALENESS: total / tokens,
-        names.STALENESS_MAX: max(step - 1 - s.weight_version for s in spans),
-    }
+    staleness = step - 1 - np.concatenate([t.column("weight_version") for t in batch])
+    return {names.STALENESS: float(staleness.mean()), names.STALENESS_MAX: int(staleness.max())}
 
 
-def check_staleness(rollouts: Sequence[Rollout], step: int, max_staleness: int) -> None:
+def check_staleness(batch: Sequence[Trajectory], step: int, max_staleness: int) -> None:
     """Raise StalenessError unless every token's staleness is from 0 to ``max_staleness``."""
-    for rollout in rollouts:
-        for span in rollout.weight_versions:
+    for trajectory in batch:
+        for span in trajectory.version_spans:
             if not 0 <= step - 1 - span.weight_version <= max_staleness:
                 raise StalenessError(
-                    f"step {step} trains weight version {step - 1}, but response {rollout.sample_index} to problem "
-                    f"{rollout.problem_id} has tokens {span.start} to {span.end - 1} of version "
+                    f"step {step} trains weight version {step - 1}, but {trajectory} "
+                    f"has tokens {span.start} to {span.end - 1} of version "
                     f"{span.weight_version}, expected {step - 1 - max_staleness} to {step - 1} "
                     f"(rollout.max_staleness: {max_staleness})"
                 )

@@ -1,0 +1,198 @@
+"""One trajectory from the engine's answer to the loss: tokens, which of them train, and columns.
+
+Nothing changes a trajectory in place: its arrays are read-only, and every step of the way makes a
+new one of it. S = tokens, N = sampled tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+
+from megatron_dppo.data.columns import Column, Form, declared, read_only
+
+FinishReason = Literal["stop", "length"]
+
+FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
+"""In the order of their numbers in batch files."""
+
+
+class VersionSpan(NamedTuple):
+    """The sampled tokens ``start <= i < end`` of a trajectory come from ``weight_version``."""
+
+    weight_version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, eq=False)
+class Trajectory:
+    """One sampled answer to a problem, with what the engine said of its tokens.
+
+    ``token_ids`` int32 [S]; ``loss_mask`` bool [S]: the policy sampled the token (a prompt, a tool's
+    output or an environment's turn is not). ``columns``: arrays by the names of
+    ``data/columns.py``. ``sample_index``: the answer's number in its group. ``reward`` and
+    ``advantage`` are 0 until it is verified.
+
+    Raises ValueError where shapes or types disagree with each other or with a declaration, where the
+    first token counts as sampled (nothing predicts it), and where the advantage is not finite.
+    """
+
+    problem_id: int
+    sample_index: int
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    finish_reason: FinishReason = "stop"
+    text: str = ""
+    reward: float = 0.0
+    advantage: float = 0.0
+
+    def __post_init__(self) -> None:
+        tokens = read_only(np.asarray(self.token_ids, np.int32))
+        mask = read_only(np.asarray(self.loss_mask, np.bool_))
+        if tokens.ndim != 1 or tokens.shape != mask.shape:
+            raise ValueError(
+                f"{self}: token_ids {tokens.shape} and loss_mask {mask.shape}, expected one [S]"
+            )
+        if not len(tokens) or mask[0]:
+            raise ValueError(f"{self}: the prompt is empty, expected at least one token")
+        if not math.isfinite(self.advantage):
+            raise ValueError(f"{self}: advantage {self.advantage}, expected a finite number")
+        columns = {n: declared(n).array(v, mask, self) for n, v in self.columns.items()}
+        object.__setattr__(self, "token_ids", tokens)
+        object.__setattr__(self, "loss_mask", mask)
+        object.__setattr__(self, "columns", MappingProxyType(columns))
+
+    @classmethod
+    def of_response(
+        cls,
+        prompt_ids: Sequence[int] | np.ndarray,
+        response_ids: Sequence[int] | np.ndarray,
+        **fields: Any,
+    ) -> Self:
+        """A prompt and one response to it. ``fields``: the others of the record.
+
+        ``problem_id`` and ``sample_index`` are 0 unless they are given.
+        """
+        tokens = np.concatenate(
+            [np.asarray(prompt_ids, np.int32), np.asarray(response_ids, np.int32)]
+        )
+        mask = np.arange(len(tokens)) >= len(prompt_ids)
+        return cls(
+            **{"problem_id": 0, "sample_index": 0, **fields}, token_ids=tokens, loss_mask=mask
+        )
+
+    def __str__(self) -> str:
+        return f"response {self.sample_index} to problem {self.problem_id}"
+
+    # --- what it is
+
+    @property
+    def length(self) -> int:
+        """S."""
+        return len(self.token_ids)
+
+    @cached_property
+    def sampled(self) -> int:
+        """N."""
+        return int(np.count_nonzero(self.loss_mask))
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        """What precedes the first sampled token; all of it where nothing was sampled."""
+        return self.token_ids[: int(np.argmax(self.loss_mask)) if self.sampled else None]
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """The sampled tokens: int32 [N]."""
+        return self.token_ids[self.loss_mask]
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it hit the length limit instead of ending by itself."""
+        return self.finish_reason == "length"
+
+    @property
+    def version_spans(self) -> tuple[VersionSpan, ...]:
+        """Runs of sampled tokens that the same weights drew; empty where no version is known."""
+        versions = self.columns.get("weight_version")
+        if versions is None or not len(versions):
+            return ()
+        starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()]
+        ends = [*starts[1:], len(versions)]
+        return tuple(map(VersionSpan, versions[starts].tolist(), starts, ends))
+
+    def column(self, name: str) -> np.ndarray:
+        """The column's array. Raises ValueError where the trajectory has none."""
+        if name not in self.columns:
+            raise ValueError(f"{self} has no {name}; it has {sorted(self.columns)}")
+        return self.columns[name]
+
+    def check(self) -> None:
+        """Raise ValueError where a column holds what can't be: for data that comes from a file."""
+        for name, array in self.columns.items():
+            check = declared(name).check
+            if check is not None:
+                check(array, self.columns, str(self))
+
+    # --- what becomes of it
+
+    def with_columns(self, **columns: Any) -> Self:
+        """The same with ``columns`` beside or instead of its own."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def without(self, *names: str) -> Self:
+        """The same without these columns, whether it has them or not."""
+        if self.columns.keys().isdisjoint(names):
+            return self
+        kept = {name: array for name, array in self.columns.items() if name not in names}
+        return replace(self, columns=kept)
+
+    def scored(self, reward: float, advantage: float) -> Self:
+        """The same with what the verifier found."""
+        return replace(self, reward=reward, advantage=advantage)
+
+
+def forms_of(trajectories: Sequence[Trajectory]) -> dict[str, Form]:
+    """Type and trailing shape of each column that a batch has, by name in order.
+
+    Raises ValueError where arrays of one column differ in them, where columns differ in a size that
+    both are declared with, or where a complete column is there for some trajectories alone.
+    """
+    forms: dict[str, Form] = {}
+    for name in sorted({name for t in trajectories for name in t.columns}):
+        arrays = [t.columns[name] for t in trajectories if name in t.columns]
+        check_complete(declared(name), len(arrays), len(trajectories))
+        found = {Form.of(array) for array in arrays}
+        if len(found) > 1:
+            told = sorted(f"{form.dtype} {list(form.trailing)}" for form in found)
+            raise ValueError(f"{name} of different forms in one batch: {', '.join(told)}")
+        (forms[name],) = found
+    sizes_of(forms)
+    return forms
+
+
+def sizes_of(forms: Mapping[str, Form]) -> dict[str, int]:
+    """The trailing sizes by their declared names. Raises ValueError where two columns disagree."""
+    sizes: dict[str, int] = {}
+    for name, form in forms.items():
+        for size, value in zip(declared(name).trailing, form.trailing, strict=True):
+            if sizes.setdefault(size, value) != value:
+                raise ValueError(f"{name} has {size} {value}, another column {sizes[size]}")
+    return sizes
+
+
+def check_complete(column: Column, present: int, trajectories: int) -> None:
+    """Raise ValueError unless as many of ``trajectories`` have the column as its declaration allows."""
+    if column.complete and present not in (0, trajectories):
+        raise ValueError(
+            f"{column.name}: {trajectories - present} of {trajectories} trajectories have none, "
+            "expected all or none of them"
+        )

@@ -1,0 +1,249 @@
+"""Columns reach the ranks that train on them, unchanged, and no others.
+
+The twin is the whole batch, which every rank can make by itself; a rank is given only what it would
+have once trajectories have been shared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+from tests.trajectories import same
+
+MODULE = "tests.distributed.test_column_exchange"
+GROUP, GROUPS, LAYERS, TOP_K = 4, 6, 3, 2
+LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+    "DP2": (2, {"data": 2}),
+    "TP2": (2, {"tensor": 2}),
+    "TP2 DP2": (4, {"tensor": 2, "data": 2}),
+    "PP2 DP2": (4, {"pipeline": 2, "data": 2}),
+    "DP4": (4, {"data": 4}),
+}
+
+
+def whole_batch(experts: int) -> list:
+    """24 trajectories, three of them without a recording, one sampled by two weight versions."""
+    from megatron_dppo.data.trajectory import Trajectory
+
+    rng = np.random.default_rng(5)
+    dtype = np.uint8 if experts <= 256 else np.uint16
+    batch = []
+    for i in range(GROUPS * GROUP):
+        prompt, response = 2 + i % 3, int(rng.integers(2, 9))
+        shape = (prompt + response - 1, LAYERS, experts)
+        columns = {
+            "routed_experts": rng.random(shape).argsort(-1)[..., :TOP_K].astype(dtype),
+            "rollout_log_probs": -rng.random(response, np.float32),
+            "topk_ids": rng.integers(0, 16, (response, 3), np.int32),
+            "topk_log_probs": -rng.random((response, 3), np.float32),
+            "weight_version": [0 if i == 7 else 1, *[1] * (response - 1)],
+        }
+        if i in (3, 8, 20):
+            del columns["routed_experts"]
+        batch.append(
+            Trajectory.of_response(
+                [3] * prompt,
+                [5] * response,
+                problem_id=100 + i // GROUP,
+                sample_index=i % GROUP,
+                columns=columns,
+                advantage=1.0,
+            )
+        )
+    return batch
+
+
+def sizes() -> dict[str, int]:
+    return {"moe_layers": LAYERS, "experts_per_token": TOP_K}
+
+
+def topology_of(sizes: dict[str, int]):
+    from megatron_dppo.model.layout import Layout
+    from megatron_dppo.trainer.topology import init_distributed, init_topology
+
+    layout = Layout(**sizes)
+    init_distributed(layout.world_size)
+    return init_topology(layout)
+
+
+def shared(whole: list, topology) -> list:
+    """The batch on this rank once leaders have shared their groups, as a run does it."""
+    from megatron_dppo.loop.rollouts.exchange import share
+
+    own = [t for i, t in enumerate(whole) if (i // GROUP) % topology.dp_size == topology.dp_rank]
+    return share(own if topology.is_leader else [], topology, GROUP, range(GROUPS))
+
+
+def share_problems(whole: list, got: list, topology) -> list[int]:
+    """Positions that are not as they should be: whole on their leader, light elsewhere."""
+    from megatron_dppo.loop.rollouts.exchange import held_back
+
+    def expected(position: int):
+        mine = (position // GROUP) % topology.dp_size == topology.dp_rank
+        if topology.is_leader and mine:
+            return whole[position]
+        return whole[position].without(*held_back())
+
+    return [i for i, t in enumerate(got) if not same(t, expected(i))]
+
+
+def run_config():
+    from megatron_dppo.config import schema as s
+
+    return s.TrainConfig(
+        run=s.RunConfig(directory="unused", steps=1),
+        model=s.ModelConfig(hf_checkpoint="unused", dtype="float32"),
+        data=s.DataConfig(train="unused"),
+        rollout=s.RolloutConfig(
+            prompts_per_step=GROUPS, group_size=GROUP, max_response_tokens=8, router_replay=True
+        ),
+        training=s.TrainingConfig(prompts_per_mini_batch=2, micro_batch_tokens=32),
+        optimizer=s.OptimizerConfig(lr=1e-3),
+    )
+
+
+def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
+    """Deliver by the plan of a real step; what is wrong on this rank."""
+    from megatron_dppo.data.columns import Form
+    from megatron_dppo.loop.batches import BatchLayout, pack_mini_batch, plan_mini_batches
+    from megatron_dppo.loop.rollouts.exchange import ColumnExchange, held_back
+    from megatron_dppo.loop.rollouts.figures import routing_figures
+
+    whole, config = whole_batch(experts), run_config()
+    own = shared(whole, topology)
+    wrong = share_problems(whole, own, topology)
+    layout = BatchLayout(topology.dp_rank, topology.dp_size, pad_multiple=topology.tp_size)
+    plans = plan_mini_batches(own, config, layout)
+    needed = [set().union(*(p.of_rank(r) for p in plans)) for r in range(topology.dp_size)]
+    delivery = ColumnExchange(topology, sizes()).deliver(own, needed, gather=gather)
+    everything = gather and topology.rank == 0
+    for position, got in enumerate(delivery.trajectories):
+        kept = everything or position in needed[topology.dp_rank]
+        expected = whole[position] if kept else whole[position].without(*held_back())
+        if not same(got, expected):
+            wrong.append(position)
+    wrong += share_problems(whole, own, topology)  # what was given has not changed
+    for plan in plans:
+        got, expected = (
+            pack_mini_batch(batch, plan, layout, config.algorithm, delivery.forms)
+            for batch in (delivery.trajectories, whole)
+        )
+        for a, b in zip(got.micro_batches, expected.micro_batches, strict=True):
+            for x, y in ((a.columns, b.columns), (a.valid, b.valid)):
+                if x.keys() != y.keys() or not all(torch.equal(x[n], y[n]) for n in x):
+                    wrong.append(-1)
+    dtype = "uint8" if experts <= 256 else "uint16"
+    if delivery.forms != {
+        "rollout_log_probs": Form("float32", ()),
+        "routed_experts": Form(dtype, (LAYERS, TOP_K)),
+        "topk_ids": Form("int32", (3,)),
+        "topk_log_probs": Form("float32", (3,)),
+        "weight_version": Form("int32", ()),
+    }:
+        wrong.append(-2)
+    recorded = delivery.held["routed_experts"]
+    figures = routing_figures(own, recorded, delivery.forms["routed_experts"])
+    return {"wrong": wrong, "figures": figures, "needed": len(needed[topology.dp_rank])}
+
+
+def delivery_worker(layouts: dict[str, dict[str, int]], piece_bytes: int) -> dict[str, Any]:
+    from megatron_dppo.loop.rollouts import column_bytes
+    from megatron_dppo.trainer.topology import destroy_topology
+
+    column_bytes.PIECE_BYTES = piece_bytes
+    out = {}
+    for name, layout in layouts.items():
+        topology = topology_of(layout)
+        for experts, gather in ((8, False), (300, True)):
+            out[f"{name}, {experts} experts"] = check_delivery(topology, experts, gather=gather)
+        destroy_topology()
+    return out
+
+
+def expected_figures(experts: int) -> dict[str, float]:
+    """By hand: rows that predict, less three responses' and the two-version response's first token."""
+    batch = whole_batch(experts)
+    rows = sum(t.length - 1 for t in batch)
+    recorded = [t for t in batch if "routed_experts" in t.columns]
+    usable = sum(t.length - 1 for t in recorded) - 1
+    payload = sum(t.columns["routed_experts"].nbytes for t in recorded)
+    return {
+        "r3/bytes_per_token": payload / sum(t.length for t in recorded),
+        "r3/unrecorded_share": 1 - usable / rows,
+        "r3/discarded_tokens": 1,
+    }
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "piece_bytes"), [(2, 100), (2, 2**28), (4, 100)])
+def test_every_rank_has_what_it_trains_on_and_nothing_else(
+    world_size: int, piece_bytes: int
+) -> None:
+    layouts = {n: layout for n, (world, layout) in LAYOUTS.items() if world == world_size}
+    worker = f"{MODULE}:delivery_worker"
+    for rank, found in enumerate(run_ranks(worker, world_size, layouts, piece_bytes)):
+        assert found
+        for name, report in found.items():
+            assert report["wrong"] == [], (rank, name)
+            experts = int(name.split(", ")[1].split()[0])
+            assert report["figures"] == pytest.approx(expected_figures(experts)), name
+            assert 0 < report["needed"] <= GROUPS * GROUP
+
+
+FAULTS = {
+    "a bit flipped on its way": (
+        "sample 4 (response 0 to problem 101): the rollout_log_probs that rank 3 received has the hash"
+    ),
+    "a complete column of some": "topk_ids: 1 of 24 trajectories have none, expected all or none",
+    "another model's": "sample 4 (response 0 to problem 101): routed_experts has moe_layers 2, expected 3",
+    "another K": "sample 4 (response 0 to problem 101): topk_ids is int32 [rows, 2], that of others int32 [rows, 3]",
+}
+
+
+def fault_worker() -> dict[str, str]:
+    """The errors' texts, with each fault planted in TP2 DP2."""
+    topology = topology_of({"tensor": 2, "data": 2})
+    return {fault: error_of(fault, topology) for fault in FAULTS}
+
+
+def error_of(fault: str, topology) -> str:
+    from megatron_dppo.loop.rollouts.column_bytes import ColumnBytes
+    from megatron_dppo.loop.rollouts.exchange import ColumnExchange, ExchangeError
+
+    class FlippingBytes(ColumnBytes):
+        def split(self, keys, buffer):
+            return super().split(keys, buffer ^ (torch.arange(len(buffer)) == 9))
+
+    class Flipping(ColumnExchange):
+        def _wire(self, trajectories, forms):
+            return FlippingBytes(trajectories, forms)
+
+    whole = whole_batch(8)
+    flips = fault == "a bit flipped on its way" and topology.rank == 3  # which leads nobody
+    if fault == "a complete column of some":
+        whole[4] = whole[4].without("topk_ids")
+    if fault == "another model's":
+        whole[4] = whole[4].with_columns(routed_experts=whole[4].columns["routed_experts"][:, :2])
+    if fault == "another K":
+        whole[4] = whole[4].with_columns(topk_ids=whole[4].columns["topk_ids"][:, :2])
+    own = [t if topology.is_leader else t.without(*t.columns) for t in whole]
+    exchange = (Flipping if flips else ColumnExchange)(topology, sizes())
+    try:
+        exchange.deliver(own, [range(4), range(4, 24)])
+    except ExchangeError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.distributed
+def test_a_fault_is_one_error_on_all_ranks() -> None:
+    told = run_ranks(f"{MODULE}:fault_worker", 4)
+    assert all(errors == told[0] for errors in told)
+    for fault, beginning in FAULTS.items():
+        assert beginning in told[0][fault], fault
+        assert "\n" not in told[0][fault]

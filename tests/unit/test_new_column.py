@@ -1,0 +1,146 @@
+"""A column that only this file knows: declared, asked of the engine, parsed, exchanged, saved and
+packed without a change anywhere else.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+
+from megatron_dppo.data.columns import COLUMNS, Column, Reach, Rows, declare
+from megatron_dppo.data.packing import pack
+from megatron_dppo.data.trajectory import Trajectory, forms_of
+from megatron_dppo.data.trajectory_codec import load_batch, save_batch
+from megatron_dppo.engine.column_sources import (
+    SOURCES,
+    Answered,
+    ColumnSource,
+    decode_base64,
+    provide,
+)
+from megatron_dppo.engine.protocol import parse_answers, request_body
+from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from tests.ranks import run_ranks
+from tests.trajectories import same, same_column
+from tests.unit.test_engine_protocol import b64
+
+MODULE = "tests.unit.test_new_column"
+WIDTH = 2
+
+
+def introduce() -> None:
+    """The column ``hidden``: two numbers of each sampled token, for the replica that trains on it."""
+    declare(
+        Column("hidden", ("float16",), Rows.SAMPLED, Reach.TRAINING_REPLICA, ("width",), fill=-1)
+    )
+
+    def parse(meta: Any, answered: Answered, width: int) -> dict[str, np.ndarray]:
+        shape = (len(answered.response_ids), width)
+        return {"hidden": decode_base64(meta["hidden"], "<f2", shape)}
+
+    provide("hidden", ColumnSource(lambda width: {"return_hidden": width}, parse))
+
+
+@pytest.fixture
+def hidden() -> Iterator[None]:
+    introduce()
+    yield
+    del COLUMNS["hidden"], SOURCES["hidden"]
+
+
+def answered(tokens: list[int], values: list[list[float]]) -> Trajectory:
+    """What the engine's answer to a prompt of three tokens becomes."""
+    request = GenerationRequest(
+        "a", (4, 5, 6), SamplingParams(len(tokens)), {"hidden": WIDTH}, problem_id=len(tokens)
+    )
+    assert json.loads(request_body([request], "a-00"))["return_hidden"] == WIDTH
+    answer = {
+        "text": "",
+        "output_ids": tokens,
+        "meta_info": {
+            "finish_reason": {"type": "length"},
+            "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+            "weight_versions": [{"version": "0", "start": 0, "end": len(tokens)}],
+            "hidden": b64(values, "<f2"),
+        },
+    }
+    (trajectory,) = parse_answers(orjson.dumps(answer), [request], version=0)
+    return trajectory
+
+
+def batch() -> list[Trajectory]:
+    return [
+        answered([7, 8], [[0.5, 1.5], [2.5, 3.5]]),
+        answered([9], [[4.5, 5.5]]),
+    ]
+
+
+PACKED = [
+    [-1, -1], [-1, -1], [0.5, 1.5], [2.5, 3.5], [-1, -1],
+    [-1, -1], [-1, -1], [4.5, 5.5], [-1, -1],
+]  # fmt: skip
+"""By hand: a row stands at the token before its own; -1 is the declared fill."""
+
+
+@pytest.mark.usefixtures("hidden")
+def test_from_an_answer_through_a_file_to_a_micro_batch(tmp_path):
+    trajectories = batch()
+    save_batch(tmp_path, 1, trajectories)
+    read = load_batch(tmp_path, 1)
+    assert all(same(a, b) for a, b in zip(read, trajectories, strict=True))
+    packed = pack(read)
+    assert packed.columns["hidden"].tolist() == PACKED
+    assert packed.columns["hidden"].dtype == torch.float16
+    empty = pack([], pad_multiple=3, forms=forms_of(read))
+    assert empty.columns["hidden"].tolist() == [[-1, -1]] * 3
+
+
+@pytest.mark.usefixtures("hidden")
+def test_a_name_is_taken_once():
+    with pytest.raises(ValueError, match="column 'hidden' is declared already"):
+        introduce()
+    with pytest.raises(ValueError, match="column source 'hidden' is there already"):
+        provide("hidden", SOURCES["topk"])
+
+
+def exchange_worker() -> dict[str, Any]:
+    """Each of two leaders generates one trajectory and trains on the other's."""
+    from megatron_dppo.loop.rollouts.exchange import ColumnExchange, share
+    from megatron_dppo.model.layout import Layout
+    from megatron_dppo.trainer.topology import init_distributed, init_topology
+
+    introduce()
+    layout = Layout(data=2)
+    init_distributed(layout.world_size)
+    topology = init_topology(layout)
+    own = batch()[topology.dp_rank]
+    shared = share([own], topology, 1, range(2))
+    delivery = ColumnExchange(topology, {"width": WIDTH}).deliver(shared, [{1}, {0}])
+    other = 1 - topology.dp_rank
+    expected = batch()[other].columns["hidden"]
+    packed = pack([delivery.trajectories[other]], indices=[other], forms=delivery.forms)
+    return {
+        "before": ["hidden" in t.columns for t in shared],
+        "after": ["hidden" in t.columns for t in delivery.trajectories],
+        "unchanged": same_column(delivery.trajectories[other].columns["hidden"], expected),
+        "form": [delivery.forms["hidden"].dtype, list(delivery.forms["hidden"].trailing)],
+        "packed": packed.columns["hidden"],
+    }
+
+
+@pytest.mark.distributed
+def test_through_the_exchange_to_the_replica_that_trains():
+    first, second = run_ranks(f"{MODULE}:exchange_worker", 2)
+    assert (first["before"], second["before"]) == ([True, False], [False, True])
+    assert (first["after"], second["after"]) == ([False, True], [True, False])
+    for found in (first, second):
+        assert found["unchanged"]
+        assert found["form"] == ["float16", [WIDTH]]
+    assert first["packed"].tolist() == PACKED[5:]
+    assert second["packed"].tolist() == PACKED[:5]

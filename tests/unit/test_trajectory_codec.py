@@ -1,0 +1,159 @@
+"""Batches of trajectories as bytes and files: nothing is lost, damage and strangers are named, and
+files of the earlier form are read.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load, save
+
+from megatron_dppo.data.trajectory import Trajectory, VersionSpan
+from megatron_dppo.data.trajectory_codec import (
+    BatchFormatError,
+    decode,
+    encode,
+    load_batch,
+    save_batch,
+)
+from tests.trajectories import same
+
+EARLIER = Path(__file__).parent / "data" / "batch_version_1.safetensors"
+
+
+def answer(i: int, response: list[int], **columns) -> Trajectory:
+    n = len(response)
+    return Trajectory.of_response(
+        [1, 2, 3][: i + 1],
+        response,
+        problem_id=10 + i,
+        sample_index=i,
+        finish_reason="length" if i else "stop",
+        reward=0.25 * i,
+        advantage=0.1 - i,
+        columns={
+            "rollout_log_probs": [-0.5 * (j + 1) for j in range(n)],
+            "weight_version": [4] + [5] * (n - 1),
+            **columns,
+        },
+    )
+
+
+def all_same(got: list[Trajectory], expected: list[Trajectory]) -> bool:
+    return all(same(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_a_ragged_batch_comes_back_as_it_went():
+    batch = [answer(0, [7, 8]), answer(1, [9]), answer(2, [4, 5, 6])]
+    assert all_same(decode(encode(batch)), batch)
+
+
+def test_several_turns_and_the_tool_s_output_between_them_come_back():
+    tokens, mask = [1, 2, 7, 8, 30, 31, 9], [False, False, True, True, False, False, True]
+    whole = Trajectory(3, 1, tokens, mask, {"rollout_log_probs": [-1.0, -2.0, -3.0]})
+    assert all_same(decode(encode([whole, answer(0, [7]).without("weight_version")])), [
+        whole, answer(0, [7]).without("weight_version"),
+    ])  # fmt: skip
+    assert whole.prompt_ids.tolist() == [1, 2]
+    assert whole.response_ids.tolist() == [7, 8, 9]
+
+
+def test_an_empty_batch_comes_back_empty():
+    assert decode(encode([])) == []
+
+
+def test_the_text_is_left_out():
+    (got,) = decode(encode([Trajectory.of_response([1], [2], text="two")]))
+    assert got.text == ""
+
+
+def test_topk_and_routing_keep_dtype_and_rows():
+    batch = [
+        answer(i, [3] * n, topk_ids=np.tile(np.array([i, 9], np.int32), (n, 1)),
+               topk_log_probs=np.full((n, 2), -1.5, np.float32),
+               routed_experts=np.tile(np.array([i, i + 1], np.uint8), (i + n, 4, 1)))
+        for i, n in enumerate([2, 1])
+    ]  # fmt: skip
+    assert all_same(decode(encode(batch)), batch)
+
+
+def test_a_complete_column_of_some_trajectories_only_is_refused():
+    batch = [answer(0, [7], topk_ids=np.zeros((1, 2), np.int32)), answer(1, [9])]
+    with pytest.raises(ValueError, match="topk_ids: 1 of 2 trajectories have none"):
+        encode(batch)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_some_trajectories_may_have_no_recorded_routing(dtype):
+    routed = np.tile(np.array([3, 250], dtype), (3, 4, 1))
+    batch = [answer(0, [7, 8]), answer(1, [9, 4], routed_experts=routed), answer(2, [5])]
+    got = decode(encode(batch))
+    assert ["routed_experts" in t.columns for t in got] == [False, True, False]
+    assert all_same(got, batch)
+
+
+def test_the_order_in_memory_does_not_matter():
+    routed = np.array([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 1], [2, 3]]], np.uint8)
+    layers_first = np.ascontiguousarray(routed.transpose(1, 0, 2)).transpose(1, 0, 2)
+    assert not layers_first.flags["C_CONTIGUOUS"]
+    (got,) = decode(encode([answer(0, [7, 8], routed_experts=layers_first)]))
+    np.testing.assert_array_equal(got.columns["routed_experts"], routed)
+
+
+def test_a_file_with_one_expert_twice_is_refused(tmp_path):
+    save_batch(tmp_path, 2, [answer(0, [7, 8], routed_experts=np.ones((2, 4, 2), np.uint8))])
+    with pytest.raises(
+        BatchFormatError,
+        match=r"response 0 to problem 10: routed_experts: a token is routed to the same expert",
+    ):
+        load_batch(tmp_path, 2)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    path = save_batch(tmp_path, 3, [answer(0, [7, 8])])
+    assert all_same(load_batch(tmp_path, 3), [answer(0, [7, 8])])
+    path.write_bytes(path.read_bytes()[:-3])
+    with pytest.raises(BatchFormatError, match="step_000003"):
+        load_batch(tmp_path, 3)
+
+
+def test_rows_that_are_too_few_and_columns_that_nobody_declared_are_refused():
+    arrays = load(encode([answer(0, [7, 8])]))
+    short = {**arrays, "column.weight_version": arrays["column.weight_version"][:1]}
+    with pytest.raises(BatchFormatError, match="1 rows, expected 2"):
+        decode(save(short))
+    stranger = {**arrays, "column.mood": np.zeros(2), "present.mood": np.ones(1, bool)}
+    with pytest.raises(BatchFormatError, match="column 'mood' is not declared"):
+        decode(save(stranger))
+
+
+def test_a_file_of_the_earlier_form_is_read(tmp_path):
+    """Two responses to problem 10, written before trajectories had a loss mask."""
+    (tmp_path / "step_000001.safetensors").write_bytes(EARLIER.read_bytes())
+    first, second = load_batch(tmp_path, 1)
+    assert (first.problem_id, first.sample_index, first.finish_reason) == (10, 0, "stop")
+    assert (second.problem_id, second.sample_index, second.finish_reason) == (10, 1, "length")
+    assert (first.reward, first.advantage) == (1.0, 0.75)
+    assert (second.reward, second.advantage) == (0.25, -0.75)
+    assert first.token_ids.tolist() == [1, 7, 8]
+    assert first.loss_mask.tolist() == [False, True, True]
+    assert first.version_spans == (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
+    assert first.columns["rollout_log_probs"].tolist() == [-0.5, -1.0]
+    assert first.columns["topk_ids"].tolist() == [[7, 2], [8, -1]]
+    assert first.columns["topk_log_probs"].tolist() == [[-0.5, -1.5], [-1.0, -2.0]]
+    assert "routed_experts" not in first.columns
+    assert second.token_ids.tolist() == [1, 2, 9, 3]
+    assert second.loss_mask.tolist() == [False, False, True, True]
+    assert second.version_spans == (VersionSpan(5, 0, 2),)
+    assert second.columns["routed_experts"].tolist() == [[[0, 1]], [[2, 3]], [[1, 0]]]
+    assert second.columns["routed_experts"].dtype == np.uint8
+    assert all_same(decode(encode([first, second])), [first, second])
+
+
+def test_a_damaged_file_of_the_earlier_form_is_refused():
+    arrays = load(EARLIER.read_bytes())
+    with pytest.raises(BatchFormatError, match="3 rows, expected 4"):
+        decode(save({**arrays, "response_ids": arrays["response_ids"][:3]}))
+    routed = np.ones_like(arrays["routed_experts"])
+    with pytest.raises(BatchFormatError, match="same expert twice"):
+        decode(save({**arrays, "routed_experts": routed}))
