@@ -17,6 +17,14 @@ from tests.unit.test_extending import walks
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
+COIN = '''"""A reward that a random policy earns every other time, so that there is something to learn from."""
+
+
+def even_length(response: str, answer: str) -> float:
+    """1 where the response's number of characters is even."""
+    return float(len(response) % 2 == 0)
+'''
+
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
@@ -73,15 +81,18 @@ def test_it_trains_and_serves(package, config):
     """One step on two ranks: the engine agrees with the trainer, verified updates, transformers with the export."""
     overrides = (
         "run.steps=1", "evaluation.every=100", "data.evaluation={}", "rollout.router_replay=true",
-        "rollout.topk_log_probs=0", "parallel.expert=2",
+        "parallel.expert=2", "reward.name=coin:even_length",
     )  # fmt: skip
+    (package / "coin.py").write_text(COIN)
     with TrainingRun(config, *overrides, package=package) as run:
         run.finish()
     summary = summary_of(run.directory)
     assert summary["weight_updates"] == summary["weight_updates_verified"] == 2
     assert summary["mean_abs_prob_gap"] <= 1e-4
     assert summary["hf_export_max_logprob_diff"] <= 1e-4
-    assert records_of(run.directory)[-1]["r3/agreement_first"] >= 0.99
+    (record,) = (r for r in records_of(run.directory) if r["step"] == 1)
+    assert record["r3/agreement_first"] >= 0.99
+    assert record["optimizer/grad_norm"] > 1e-3
     before, after = (
         load_file(folder / "model.safetensors")
         for folder in (config.parent / "model", run.directory / "hf")
