@@ -14,6 +14,7 @@ from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
 from megatron_dppo.checkpoint_conversion.sharded_checkpoint import assemble_rows
 from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistFolder
+from megatron_dppo.model.families import family_of
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
@@ -68,11 +69,11 @@ class TorchDistCheckpoint:
 
     def _check(self) -> torch.dtype:
         """All parameters are there, of one dtype, and of the model's shapes; the vocabulary may be padded."""
-        dtypes = set()
+        dtypes, vocabulary = set(), family_of(self.shape).vocabulary_tensors
         for p in local_parameters(self.shape, Layout(), 0):
             dtypes.add(self._tensors.dtype(p.name))
             found = self._tensors.dims(p.name)
-            padded = p.segments[0].hf_name in ("model.embed_tokens.weight", "lm_head.weight")
+            padded = p.segments[0].hf_name in vocabulary
             if (
                 found[1:] != p.shape[1:]
                 or found[0] < p.shape[0]
