@@ -339,6 +339,7 @@ def test_servers_are_kept_one_by_one(start):
     rank = (
         "wait_for('engine/servers/engine1.json'); report_lost(1, 'engine1')\n"
         "wait_for('engine1-healthy2'); wait_for('engine/servers/engine1.json')\n"
+        "wait_for('engine/servers/engine2.json')\n"
         "while exists('engine/servers/engine0.json'): time.sleep(0.02)\n"
         "note(read('engine/servers/engine1.json')); note(read('engine/servers/engine2.json'))"
     )
