@@ -25,3 +25,9 @@ def test_bad_input_is_named():
         group_relative([1.0, float("nan")], 2)
     with pytest.raises(ValueError, match="group_size is True"):
         group_relative([1.0], True)
+    with pytest.raises(ValueError, match="group_size is 0, expected a whole number of at least 1"):
+        group_relative([1.0], 0)
+
+
+def test_a_group_of_one_is_its_own_mean():
+    assert group_relative([3.0, -2.0], 1).tolist() == [0.0, 0.0]

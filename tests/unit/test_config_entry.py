@@ -1,6 +1,8 @@
 """``python -m megatron_dppo.train``: what is refused before anything starts, and how it says so."""
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -111,6 +113,18 @@ def test_carrying_fewer_log_probs_than_the_algorithm_needs_is_refused(train):
     answer = train("--check", "algorithm.name=dppo-topk-tv", "rollout.topk_log_probs=4")
     assert answer.returncode == 2
     assert "rollout.topk_log_probs is 4; expected 0, or at least 20" in answer.stderr
+
+
+def test_exact_divergences_are_refused_above_what_the_engine_can_say(train, config, tmp_path):
+    model = tmp_path / "large"
+    shutil.copytree(config.parent / "model", model)
+    facts = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**facts, "vocab_size": 4097}))
+    words = ("--check", f"model.hf_checkpoint={model}")
+    answer = train(*words, "algorithm.name=dppo-exact-kl")
+    assert answer.returncode == 2
+    assert "this model's has 4097 tokens, 32776 bytes for each response token" in answer.stderr
+    assert train(*words, "algorithm.name=recomputed-exact-kl").returncode == 0
 
 
 def test_print_config(train, config):
