@@ -211,14 +211,14 @@ def update_three_times(config_json: str, exported: str) -> list[list[str]]:
     trainer, failing, took_part = Trainer(config), [], []
 
     class Session(EngineSession):
-        def _open_weights(self, member):
-            weights = super()._open_weights(member)
+        async def _open_weights(self, member):
+            weights = await super()._open_weights(member)
             set_version = weights.set_version
 
-            def refuse(label: str) -> None:
+            async def refuse(label: str) -> None:
                 if member.server.name in failing:
                     raise EngineAnswerError(f"planted in {member.server.name}")
-                set_version(label)
+                await set_version(label)
 
             weights.set_version = refuse
             return weights
