@@ -20,7 +20,7 @@ GUIDE = (ROOT / "docs" / "extending.md").read_text()
 MODEL_CONFIGS = Path("examples") / "model_configs"
 INSTRUCTION = re.compile(
     r"^\*\*(?P<what>New file|At the end of|In) `(?P<file>[^`]+)`"
-    r"(?:, after `(?P<line>[^`]+)`)?:\*\*\n\n```\w*\n(?P<block>.*?)^```",
+    r"(?:,\s(?P<where>after|in place of) `(?P<line>[^`]+)`)?:\*\*\n\n```\w*\n(?P<block>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
 CHECK = re.compile(r"^\*\*Check:\*\*\n\n```\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -50,7 +50,8 @@ class Walk:
             else:
                 before, line, after = path.read_text().partition(step["line"] + "\n")
                 assert line, f"{path}: no line {step['line']!r}"
-                path.write_text(before + line + step["block"] + after)
+                kept = line if step["where"] == "after" else ""
+                path.write_text(before + kept + step["block"] + after)
 
     def checks(self) -> list[list[str]]:
         """Its commands, as words."""
