@@ -36,7 +36,8 @@ class RunConfig(Section):
     steps: int = Field(gt=0)
     """Rollout batches to train on in all; a resumed run counts on from its checkpoint."""
     resume: Literal["auto", "never", "required"] = "auto"
-    """``auto``: from the newest complete checkpoint where there is one."""
+    """``auto``: from the newest checkpoint, or at step 0 where none was written yet. ``never``: at
+    step 0; what earlier starts left is set aside. ``required``: from a checkpoint, or not at all."""
 
 
 class ModelConfig(Section):
@@ -298,6 +299,8 @@ class CheckpointConfig(Section):
     """Steps; also at the end and at a clean stop."""
     keep: int = Field(default=2, gt=0)
     """Newest complete checkpoints that are kept."""
+    on_damage: Literal["refuse", "previous"] = "refuse"
+    """Where the newest checkpoint is damaged: refuse to start, or go on from the one before it."""
     export_hf: bool = True
     """Write the final policy as a Hugging Face folder, ``<directory>/hf``."""
     verify_export: bool = False
