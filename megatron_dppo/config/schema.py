@@ -63,6 +63,9 @@ class DataConfig(Section):
     """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
     shuffle: bool = True
     """A new seeded order in every epoch."""
+    on_bad_answer: Literal["refuse", "drop"] = "refuse"
+    """Where the reward can't parse an answer, or would not give it to the answer itself: refuse to
+    start, or leave the problem out and count it."""
 
 
 class RolloutConfig(Section):

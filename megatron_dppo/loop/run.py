@@ -111,6 +111,7 @@ class Run:
         with self.timer("start"):
             topk = self.topk > 0 or algorithm.needs_recomputed_distribution
             self.trainer = Trainer(config, StatsSpec(topk=topk, entropy=True))
+            data.settle(on_rank_0(data.bad_answers))
             self.store = CheckpointStore(
                 Path(config.run.directory) / CHECKPOINTS_FOLDER, config.checkpoint.keep
             )
@@ -206,7 +207,13 @@ class Run:
         if state is None:
             return RunState(sampler=self.sampler.state_dict(), identity=identity)
         self.saved_step = state.step
-        self.sampler.load_state_dict(state.sampler)
+        try:
+            self.sampler.load_state_dict(state.sampler)
+        except ValueError as error:
+            raise ResumeError(
+                f"the checkpoint's position in the data does not fit: {error}; give back the settings "
+                "of data, or start anew with run.resume=never"
+            ) from error
         return state
 
     def _rollout_source(self) -> RolloutSource:
