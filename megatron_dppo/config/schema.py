@@ -31,7 +31,7 @@ class RunConfig(Section):
 
     directory: str
     """Folder of everything the run writes; created."""
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, lt=2**31)
     """Seeds the order of the data, the trainer's generators and the engine."""
     steps: int = Field(gt=0)
     """Rollout batches to train on in all; a resumed run counts on from its checkpoint."""
@@ -56,7 +56,7 @@ class DataConfig(Section):
     train: str
     """JSONL file of training problems."""
     evaluation: dict[str, str] = Field(default_factory=dict)
-    """Name -> JSONL file of held-out problems."""
+    """Name -> JSONL file of held-out problems; null takes a set away that another file names."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
     """Longer prompts are dropped at load, and counted."""
     apply_chat_template: bool = True

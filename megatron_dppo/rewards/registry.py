@@ -10,6 +10,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+_LONGEST_REFUSAL = 200
 RewardFunction = Callable[[str, str], float]
 """``(response, answer) -> score``. Deterministic; the score lies in [0, 1]."""
 
@@ -61,12 +62,14 @@ def score_or_refusal(function: RewardFunction, response: str, answer: str) -> fl
         value: Any = function(response, answer)
     except ValueError as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
+        why = str(error)[:_LONGEST_REFUSAL]
         if Path(place.filename).parent == Path(__file__).parent:
-            return str(error)
-        return f"{error} ({Path(place.filename).name}, line {place.lineno})"
+            return why
+        return f"{why} ({Path(place.filename).name}, line {place.lineno})"
     if not isinstance(value, Real):
         return f"it returned a {type(value).__name__}, expected a number in [0, 1]"
-    if not 0 <= value <= 1:
+    score: Any = value  # typeshed's Real can't be compared
+    if not 0 <= score <= 1:
         return f"it returned {value}, expected a number in [0, 1]"
     return float(value)
 

@@ -185,7 +185,10 @@ def test_an_unknown_key_that_resembles_nothing(load):
         ("parallel=3", "parallel: got 3 (int), expected a table"),
         ("optimizer.lr=.nan", "optimizer.lr: got nan (float), expected a number > 0"),
         ("optimizer.lr=.inf", "optimizer.lr: got inf (float), expected a number > 0"),
-        ("run.seed=1.0", "run.seed: got 1.0 (float), expected a whole number >= 0"),
+        (
+            "run.seed=1.0",
+            "run.seed: got 1.0 (float), expected a whole number >= 0 and < 2147483648",
+        ),
         (
             "engine.port=x",
             "engine.port: got 'x' (str), expected a whole number > 0 and < 65536 or null",
