@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.trainer.collectives import all_gather_json, broadcast_json
 
 T = TypeVar("T")
