@@ -20,6 +20,7 @@ from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal
+from megatron_dppo.loop.active import active_line
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.exporting import export
@@ -102,7 +103,7 @@ class Run:
         self.should_stop = stop
         self.timer = PhaseTimer()
         chosen = config.algorithm
-        algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
+        self.algorithm = algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
         self.topk = carried_topk(
             algorithm,
             config.rollout.topk_log_probs,
@@ -141,6 +142,8 @@ class Run:
 
     def begin(self) -> None:
         """Bring the engine to the trainer's weights and measure where the run starts."""
+        if self.trainer.topology.rank == 0:
+            log.info("%s", active_line(self.config, self.algorithm, self.trainer.layout))
         if self.engine is not None:
             with self.timer("start"):
                 self.engine.connect()

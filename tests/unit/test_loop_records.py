@@ -21,9 +21,9 @@ def config(tmp_path, **run) -> TrainConfig:
 def test_a_step_is_recorded_with_its_weight_version(tmp_path):
     with Recorder(config(tmp_path), 0, 0) as recorder:
         recorder.write(0, {})
-        recorder.write(1, {"loss/sum": 0.5})
+        recorder.write(1, {"loss/mean": 0.5})
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
-    assert (record["step"], record["weight_version"], record["loss/sum"]) == (1, 1, 0.5)
+    assert (record["step"], record["weight_version"], record["loss/mean"]) == (1, 1, 0.5)
 
 
 def test_updates_of_a_resumed_start_are_counted_in_the_next_record(tmp_path):
