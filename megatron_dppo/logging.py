@@ -8,11 +8,11 @@ standard output down to rank 0 as a further descriptor, ``MEGATRON_DPPO_TERMINAL
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, cast
@@ -101,7 +101,7 @@ class _Terminal(io.TextIOBase):
 
     def write(self, text: str) -> int:
         left = text.encode(errors="replace")
-        with suppress(OSError):
+        with contextlib.suppress(OSError):
             while left:
                 left = left[os.write(self._descriptor, left) :]
         return len(text)
@@ -128,6 +128,29 @@ class ConsoleHandler(logging.Handler):
         """Print the record above whatever progress bar is alive."""
         text = Text(self.format(record), style=_STYLES.get(min(record.levelno, logging.ERROR), ""))
         self.console.print(text, soft_wrap=True)
+
+
+class LogFile(logging.FileHandler):
+    """A process's log. Where it can't be written, for one on a full disk, one line says so."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, encoding="utf-8")
+        self._complained = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  logging's own name
+        """Say it once, on standard error; a traceback for each record would bury its reason."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._complained:
+            self._complained = True
+            with contextlib.suppress(OSError):
+                print(f"{self.baseFilename}: can't be written: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        """Close the file; what a full disk did not take is lost, and was said."""
+        with contextlib.suppress(OSError):
+            super().close()
 
 
 def configure_logging(
@@ -158,7 +181,7 @@ def configure_logging(
     if directory is not None:
         path = Path(directory) / "logs" / f"{process}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
-        in_file = logging.FileHandler(path, encoding="utf-8")
+        in_file = LogFile(path)
         in_file.setFormatter(
             logging.Formatter(_FORMAT.format(process=process), datefmt="%Y-%m-%d %H:%M:%S")
         )

@@ -20,6 +20,7 @@ from megatron_dppo.config import (
     load_config,
     resolved_yaml,
 )
+from megatron_dppo.config.machine import machine_problems, this_machine
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everything, check_in_child
 from megatron_dppo.logging import configure_logging, fatal
@@ -37,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(resolved_yaml(config), end="")
             return 0
         if words.check:
-            print(check_everything(config, words.config).summary())
+            plan = check_everything(config, words.config)
+            _check_start(config, words.config)
+            print(plan.summary())
+            for problem in machine_problems(config, this_machine()):
+                print(f"on this machine it can't be started: {problem}")
             return 0
         if "RANK" in os.environ:
             check_config(config, words.config)
@@ -45,6 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         fatal(str(error))
     return _run_rank(config) if "RANK" in os.environ else _supervise(config, words)
+
+
+def _check_start(config: TrainConfig, source: str) -> None:
+    from megatron_dppo.loop.start_checks import check_start
+
+    check_start(config, source)
 
 
 def _check_world(config: TrainConfig, source: str) -> None:
@@ -69,8 +80,17 @@ def _run_rank(config: TrainConfig) -> int:
 
 def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
     """Have a child check everything, then run until the end."""
+    from megatron_dppo.launch.finished import is_finished
     from megatron_dppo.launch.local import run_local
 
+    if problems := list(machine_problems(config, this_machine())):
+        fatal(str(ConfigError(problems, "this machine")))
+    if is_finished(config):
+        print(
+            f"nothing to do: the run in {config.run.directory} is at its last step, "
+            f"{config.run.steps}; raise run.steps to go on, or begin anew with run.resume=never"
+        )
+        return 0
     try:
         refused = check_in_child(MODULE, [words.config, *words.overrides])
         return refused or run_local(config, MODULE)

@@ -42,12 +42,26 @@ def _missing_weights(folder: Path) -> list[str]:
         if (folder / "model.safetensors").is_file():
             return []
         return [f"no weights in {folder}: expected model.safetensors or {index.name}"]
-    shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    shards = _shards(index)
+    if shards is None:
+        return [f'{index} is damaged, expected {{"weight_map": {{tensor name: file name}}}}']
     lost = [name for name in shards if not (folder / name).is_file()]
     if not lost:
         return []
     some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
     return [f"{len(lost)} of the {len(shards)} files that {index} names are missing: {some}"]
+
+
+def _shards(index: Path) -> list[str] | None:
+    """The files that an index names; None where it is no index."""
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        return None
+    return sorted(set(files.values()))
 
 
 def _missing_tokenizer(folder: Path) -> list[str]:

@@ -11,13 +11,18 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.forwarded import SGLANG, megatron_problems, replay_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
+from megatron_dppo.config.values import (
+    engine_split_problems,
+    refuse_unusable_values,
+    url_problems,
+    without_os_errors,
+)
 from megatron_dppo.model.shape import ModelShape
 
 P = TypeVar("P", bound=PolicyConfig)
@@ -29,14 +34,19 @@ ModelCheck = Callable[[TrainConfig, ModelShape], Problems]
 def check_config(config: TrainConfig, source: str = "configuration") -> Plan:
     """Run every check. Returns what follows from the configuration. Raises ConfigError naming
     ``source``."""
-    problems = [problem for check in CHECKS for problem in check(config)]
+    refuse_unusable_values(config, source)
+    problems = [problem for check in CHECKS for problem in without_os_errors(check(config))]
     model = _checked_model(config, MODEL_CHECKS, problems, source)
     return Plan.of(config, model)
 
 
 def check_supervised_config(config: SupervisedConfig, source: str = "configuration") -> None:
     """As :func:`check_config`, of a supervised run."""
-    problems = [*world_problems(config), *megatron_problems(config.megatron)]
+    refuse_unusable_values(config, source)
+    problems = [
+        *world_problems(config),
+        *megatron_problems(config.megatron),
+    ]
     if not Path(config.data.train).is_file():
         problems.append(f"data.train: got {config.data.train!r}, expected a JSONL file")
     if config.training.sequences_per_step < config.parallel.data:
@@ -156,16 +166,6 @@ def _run_directory(config: TrainConfig) -> Problems:
         yield f"run.directory: got {config.run.directory!r}, which is a file, expected a folder"
 
 
-def _engine_urls(config: TrainConfig) -> Problems:
-    urls = [url.rstrip("/") for url in config.engine.urls]
-    for url in urls:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            yield f"engine.urls: got {url!r}, expected http://host:port"
-    if len(set(urls)) < len(urls):
-        yield f"engine.urls: got {urls}, expected each server once"
-
-
 def _engine_ports(config: TrainConfig) -> Problems:
     engine = config.engine
     if engine.port is not None and engine.port + engine.started > 65536:
@@ -193,19 +193,22 @@ def _router_replay(config: TrainConfig, model: ModelShape) -> Problems:
 
 
 def _lengths(config: TrainConfig, model: ModelShape) -> Problems:
-    longest = model.max_position_embeddings
-    prompt = config.data.max_prompt_tokens
-    responses = {
-        "rollout": config.rollout.max_response_tokens,
-        "evaluation": config.evaluation.max_response_tokens or 0,
+    limits = {
+        "model's": model.max_position_embeddings,
+        "engine's sglang.context_length of": config.sglang.get("context_length"),
     }
+    prompt = config.data.max_prompt_tokens
+    responses = {"rollout": config.rollout.max_response_tokens}
+    if config.evaluation.max_response_tokens is not None:  # else it is the rollout's
+        responses["evaluation"] = config.evaluation.max_response_tokens
     for section, response in responses.items():
-        if prompt + response > longest:
-            yield (
-                f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens "
-                f"{prompt} "
-                f"that is {prompt + response}, expected at most the model's {longest} positions"
-            )
+        for whose, longest in limits.items():
+            if isinstance(longest, int) and prompt + response > longest:
+                yield (
+                    f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens "
+                    f"{prompt} that is {prompt + response}, expected at most the {whose} {longest} "
+                    "positions"
+                )
 
 
 def _topk(config: TrainConfig, model: ModelShape) -> Problems:
@@ -226,6 +229,7 @@ def _stop_tokens(config: TrainConfig, model: ModelShape) -> Problems:
 
 
 CHECKS: tuple[Check, ...] = (
+    url_problems,
     world_problems,
     _mini_batches,
     _untruncated_sampling,
@@ -235,7 +239,6 @@ CHECKS: tuple[Check, ...] = (
     _staleness,
     _oversampling,
     _run_directory,
-    _engine_urls,
     _engine_ports,
     _forwarded,
 )
@@ -243,6 +246,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     *LAYOUT_CHECKS,
     _router_replay,
     _lengths,
+    engine_split_problems,
     _topk,
     _stop_tokens,
 )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+MOST_SHOWN = 16
+"""Problems in a message: as many as a screen holds."""
+
 
 class ConfigError(ValueError):
     """A configuration that can't be run. ``problems``: one line for each, key first; ``source``:
@@ -13,4 +16,6 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         self.source = source
         count = f" {len(self.problems)} problems" if len(self.problems) > 1 else ""
-        super().__init__("\n  ".join([f"{source}:{count}", *self.problems]))
+        shown = self.problems[:MOST_SHOWN]
+        more = [f"and {len(problems) - len(shown)} more"] if len(shown) < len(problems) else []
+        super().__init__("\n  ".join([f"{source}:{count}", *shown, *more]))

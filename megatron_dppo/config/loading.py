@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.errors import MOST_SHOWN, ConfigError
 from megatron_dppo.config.expectations import field_at, given, section_at, suggestion
 from megatron_dppo.config.inheritance import read_with_bases
 from megatron_dppo.config.schema import Section, TrainConfig
@@ -42,6 +42,7 @@ def load_as(schema: type[C], path: str | Path, overrides: Sequence[str] = ()) ->
     """
     tree = read_with_bases(Path(path), partial(_read_tree, schema=schema))
     problems = _apply_overrides(tree, overrides)
+    _take_null_sets_away(tree)
     problems += _fill_in_directory(tree)
     config, invalid = _validate(tree, schema)
     problems += invalid
@@ -67,8 +68,11 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
         mark = error.problem_mark
         at = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
         raise ConfigError([f"not valid YAML: {error.problem}"], at) from error
-    except yaml.YAMLError as error:
-        raise ConfigError([f"not valid YAML: {error}"], str(path)) from error
+    except (yaml.YAMLError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError([f"not valid YAML: {reason}"], str(path)) from error
+    except RecursionError as error:
+        raise ConfigError(["nested too deeply, or in itself"], str(path)) from error
     if not isinstance(tree, dict):
         problem = f"got {given(tree)} at the top level, expected a table with the sections "
         raise ConfigError([problem + ", ".join(schema.model_fields)], str(path))
@@ -86,7 +90,7 @@ def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str
             continue
         try:
             value = parse_scalar(text)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
             problems.append(f"override {override!r}: the value is not valid YAML: {reason}")
             continue
@@ -104,6 +108,14 @@ def _set(tree: dict[str, Any], key: str, value: Any) -> list[str]:
         tree = table
     tree[leaf] = value
     return []
+
+
+def _take_null_sets_away(tree: dict[str, Any]) -> None:
+    """``data.evaluation.NAME: null`` removes a set that an inherited file, or this one, names."""
+    data = tree.get("data")
+    if isinstance(data, dict) and isinstance(data.get("evaluation"), dict):
+        sets = data["evaluation"]
+        data["evaluation"] = {name: path for name, path in sets.items() if path is not None}
 
 
 def _fill_in_directory(tree: dict[str, Any]) -> list[str]:
@@ -132,8 +144,11 @@ def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str
     try:
         return schema.model_validate(tree), []
     except ValidationError as error:
-        problems = [_problem(schema, e["type"], e["loc"], e["input"]) for e in error.errors()]
-        return None, list(dict.fromkeys(problems))  # a union reports each of its branches
+        errors = error.errors()
+        told = errors[: 2 * MOST_SHOWN]  # to guess what thousands of keys meant takes its time
+        problems = [_problem(schema, e["type"], e["loc"], e["input"]) for e in told]
+        # A union reports each of its branches.
+        return None, [*dict.fromkeys(problems), *(str(e["loc"]) for e in errors[len(told) :])]
 
 
 def _problem(schema: type[Section], kind: str, location: tuple[int | str, ...], value: Any) -> str:

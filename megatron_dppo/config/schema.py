@@ -31,12 +31,13 @@ class RunConfig(Section):
 
     directory: str
     """Folder of everything the run writes; created."""
-    seed: int = Field(default=1, ge=0)
+    seed: int = Field(default=1, ge=0, lt=2**31)
     """Seeds the order of the data, the trainer's generators and the engine."""
     steps: int = Field(gt=0)
     """Rollout batches to train on in all; a resumed run counts on from its checkpoint."""
     resume: Literal["auto", "never", "required"] = "auto"
-    """``auto``: from the newest complete checkpoint where there is one."""
+    """``auto``: from the newest checkpoint, or at step 0 where none was written yet. ``never``: at
+    step 0; what earlier starts left is set aside. ``required``: from a checkpoint, or not at all."""
 
 
 class ModelConfig(Section):
@@ -55,13 +56,16 @@ class DataConfig(Section):
     train: str
     """JSONL file of training problems."""
     evaluation: dict[str, str] = Field(default_factory=dict)
-    """Name -> JSONL file of held-out problems."""
+    """Name -> JSONL file of held-out problems; null takes a set away that another file names."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
     """Longer prompts are dropped at load, and counted."""
     apply_chat_template: bool = True
     """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
     shuffle: bool = True
     """A new seeded order in every epoch."""
+    on_bad_answer: Literal["refuse", "drop"] = "refuse"
+    """Where the reward can't parse an answer, or would not give it to the answer itself: refuse to
+    start, or leave the problem out and count it."""
 
 
 class RolloutConfig(Section):
@@ -298,6 +302,8 @@ class CheckpointConfig(Section):
     """Steps; also at the end and at a clean stop."""
     keep: int = Field(default=2, gt=0)
     """Newest complete checkpoints that are kept."""
+    on_damage: Literal["refuse", "previous"] = "refuse"
+    """Where the newest checkpoint is damaged: refuse to start, or go on from the one before it."""
     export_hf: bool = True
     """Write the final policy as a Hugging Face folder, ``<directory>/hf``."""
     verify_export: bool = False

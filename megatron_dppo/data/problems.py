@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from megatron_dppo.data.json_lines import DataError, keys, read_records, shorten
 from megatron_dppo.types import Problem
+
+__all__ = ["DataError", "Pair", "ProblemSet", "load_pairs", "load_problems", "load_tokenizer"]
 
 PROMPT_KEYS = ("prompt", "problem", "question")
 """Keys of the prompt; the first one that a line has is used."""
@@ -20,10 +21,6 @@ Prompt = str | list[dict[str, str]]
 """Text, or chat messages."""
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """Token ids of a prompt and of its response, which ends with the end-of-sequence token."""
-
-
-class DataError(ValueError):
-    """A data set cannot be used; the message names the file, the line (from 1) and the fault."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,13 @@ class ProblemSet:
         problems: with prompts within the length limit.
         dropped: number of problems with longer prompts, which are left out.
         sha256: of the file's bytes; a resumed run compares it.
+        bad_answers: number of problems left out because no response could match their answer.
     """
 
     problems: tuple[Problem, ...]
     dropped: int
     sha256: str
+    bad_answers: int = 0
 
     def __len__(self) -> int:
         return len(self.problems)
@@ -48,7 +47,11 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer in ``folder`` (local files only). Raises DataError if there is none."""
     if not (Path(folder) / "tokenizer_config.json").is_file():
         raise DataError(f"{folder}: no tokenizer here, expected a tokenizer_config.json")
-    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    # Whatever a damaged file makes of the libraries: tokenizers raises bare Exceptions.
+    except Exception as error:
+        raise DataError(f"{folder}: its tokenizer can't be loaded: {_named(error)}") from error
 
 
 def load_problems(
@@ -62,8 +65,9 @@ def load_problems(
 
     The prompt is text or a list of chat messages (``{"role": ..., "content": ...}``) under
     ``prompt``, ``problem`` or ``question``. The answer is text or a number under ``answer``, or
-    under ``reward_model.ground_truth`` as in DAPO-Math. ``problem_id`` counts all problems of the
-    file, dropped ones included. A byte-order mark and blank lines at the end are ignored.
+    under ``reward_model.ground_truth`` as in DAPO-Math, or a ``solution`` with ``####`` or
+    ``\\boxed``. ``problem_id`` counts all problems of the file from 0, dropped ones included, so the
+    line is one more. A byte-order mark and blank lines at the end are ignored.
 
     Args:
         path: of the file.
@@ -75,21 +79,27 @@ def load_problems(
     Raises:
         DataError: a line is not a problem, or no problem is within the limit.
     """
-    records, places, sha256 = _read_records(Path(path))
+    records, places, sha256 = read_records(Path(path))
     prompts = [_prompt(record, where) for record, where in zip(records, places, strict=True)]
     answers = [_answer(record, where) for record, where in zip(records, places, strict=True)]
-    prompt_ids = _tokenise(tokenizer, prompts, apply_chat_template, places)
-    problems = [
-        Problem(i, prompt if isinstance(prompt, str) else prompt[-1]["content"], answer, ids)
-        for i, (prompt, answer, ids) in enumerate(zip(prompts, answers, prompt_ids, strict=True))
-    ]
-    kept = tuple(p for p in problems if len(p.prompt_ids) <= max_prompt_tokens)
+    short = _short_enough(tokenizer, prompts, max_prompt_tokens)
+    prompt_ids = _tokenise(
+        tokenizer,
+        [prompts[i] for i in short],
+        apply_chat_template,
+        [places[i] for i in short],
+    )
+    kept = tuple(
+        Problem(i, _text_of(prompts[i]), answers[i], ids)
+        for i, ids in zip(short, prompt_ids, strict=True)
+        if len(ids) <= max_prompt_tokens
+    )
     if not kept:
         raise DataError(
-            f"{path}: all {len(problems)} prompts are longer than "
+            f"{path}: all {len(prompts)} prompts are longer than "
             f"max_prompt_tokens={max_prompt_tokens}"
         )
-    return ProblemSet(kept, len(problems) - len(kept), sha256)
+    return ProblemSet(kept, len(prompts) - len(kept), sha256)
 
 
 def load_pairs(
@@ -100,7 +110,7 @@ def load_pairs(
     Prompts as in ``load_problems``. The response is text under ``response``; the end-of-sequence
     token is appended to its ids. Raises DataError for a line that is not such a pair.
     """
-    records, places, _ = _read_records(Path(path))
+    records, places, _ = read_records(Path(path))
     prompts = [_prompt(record, where) for record, where in zip(records, places, strict=True)]
     responses = [_response(record, where) for record, where in zip(records, places, strict=True)]
     if tokenizer.eos_token_id is None:
@@ -113,44 +123,18 @@ def load_pairs(
     ]
 
 
-def _read_records(path: Path) -> tuple[list[dict[str, Any]], list[str], str]:
-    """The objects of a JSONL file, the place ("path, line n") of each, and the file's SHA-256."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
-    lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
-    if lines == [b""]:
-        raise DataError(f"{path}: the file is empty, expected one JSON object a line")
-    places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
-    records = [_parse(line, where) for line, where in zip(lines, places, strict=True)]
-    return records, places, hashlib.sha256(content).hexdigest()
-
-
-def _parse(line: bytes, where: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8: {error}") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: {type(record).__name__}, expected a JSON object")
-    return record
-
-
 def _prompt(record: Mapping[str, Any], where: str) -> Prompt:
     key = next((key for key in PROMPT_KEYS if key in record), None)
     if key is None:
         expected = ", ".join(PROMPT_KEYS)
-        raise DataError(f"{where}: no prompt; expected one of {expected}, found {sorted(record)}")
+        raise DataError(f"{where}: no prompt; expected one of {expected}, found {keys(record)}")
     prompt = record[key]
     if isinstance(prompt, str) and prompt.strip():
         return prompt
     if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         return prompt
     raise DataError(
-        f"{where}: {key!r} is {_shorten(prompt)}, expected text or a list of chat messages "
+        f"{where}: {key!r} is {shorten(prompt)}, expected text or a list of chat messages "
         "with a role and a content"
     )
 
@@ -166,24 +150,26 @@ def _answer(record: Mapping[str, Any], where: str) -> str:
         key, answer = "answer", record["answer"]
     elif isinstance(record.get("reward_model"), dict):
         key, answer = "reward_model.ground_truth", record["reward_model"].get("ground_truth")
+    elif _holds_answer(record.get("solution")):
+        key, answer = "solution", record["solution"]
     else:
         raise DataError(
-            f"{where}: no answer; expected 'answer' or 'reward_model.ground_truth', "
-            f"found {sorted(record)}"
+            f"{where}: no answer; expected 'answer', 'reward_model.ground_truth', or a 'solution' "
+            f"with #### or \\boxed, found {keys(record)}"
         )
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+    if _is_number(answer):
         answer = str(answer)
     if not isinstance(answer, str) or not answer.strip():
-        raise DataError(f"{where}: {key!r} is {_shorten(answer)}, expected text or a number")
+        raise DataError(f"{where}: {key!r} is {shorten(answer)}, expected text or a number")
     return answer
 
 
 def _response(record: Mapping[str, Any], where: str) -> str:
     if "response" not in record:
-        raise DataError(f"{where}: no response; expected 'response', found {sorted(record)}")
+        raise DataError(f"{where}: no response; expected 'response', found {keys(record)}")
     response = record["response"]
     if not isinstance(response, str) or not response.strip():
-        raise DataError(f"{where}: 'response' is {_shorten(response)}, expected text")
+        raise DataError(f"{where}: 'response' is {shorten(response)}, expected text")
     return response
 
 
@@ -205,7 +191,10 @@ def _tokenise(
     prompt_ids: list[tuple[int, ...]] = [()] * len(prompts)
     for with_template in (False, True):
         chosen = [i for i, flag in enumerate(templated) if flag == with_template]
-        texts = [_render(tokenizer, prompts[i]) if with_template else prompts[i] for i in chosen]
+        texts = [
+            _render(tokenizer, prompts[i], places[i]) if with_template else prompts[i]
+            for i in chosen
+        ]
         encoded = tokenizer(texts, add_special_tokens=not with_template) if texts else {}
         for i, ids in zip(chosen, encoded.get("input_ids", ()), strict=True):
             prompt_ids[i] = tuple(ids)
@@ -214,11 +203,42 @@ def _tokenise(
     return prompt_ids
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> str:
+def _text_of(prompt: Prompt) -> str:
+    """The text itself, or the last message's."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]
+
+
+def _short_enough(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_prompt_tokens: int
+) -> list[int]:
+    """Positions of the prompts that may be short enough: as characters, not as tokens.
+
+    Tokenising megabytes takes gigabytes, and no token stands for more than the vocabulary's longest.
+    """
+    longest = max(map(len, tokenizer.get_vocab()), default=1)
+    return [i for i, p in enumerate(prompts) if len(_text_of(p)) <= longest * max_prompt_tokens]
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _holds_answer(solution: object) -> bool:
+    return isinstance(solution, str) and ("####" in solution or "\\boxed" in solution)
+
+
+def _render(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, where: str) -> str:
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    try:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    # A template is a program: it may raise anything.
+    except Exception as error:
+        raise DataError(f"{where}: the chat template fails on it: {_named(error)}") from error
+    return str(text)
 
 
-def _shorten(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _named(error: Exception) -> str:
+    """An error of a library in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -58,12 +58,28 @@ class Recorder:
         self._writer: MetricsWriter | None = None
         self._masked: MaskedTokensFile | None = None
         if rank == 0:
-            resume_step = first_step + 1 if first_step else 0
-            self._writer = self._stack.enter_context(
-                MetricsWriter(config.run.directory, resume_step=resume_step)
-            )
-            self._masked = MaskedTokensFile(config.run.directory, resume_step, text_of)
+            self._open(first_step + 1 if first_step else 0, text_of)
         self._console = StepTable(config.model.dtype, config.run.steps)
+
+    def _open(self, resume_step: int, text_of: Callable[[int], str]) -> None:
+        """Open the files; a resumed run whose records are gone says so and goes on."""
+        where = self._config.run.directory
+        try:
+            writer = MetricsWriter(where, resume_step=resume_step)
+            self._writer = self._stack.enter_context(writer)
+            self._masked = MaskedTokensFile(where, resume_step, text_of)
+            recorded = len(read_records(where))
+        except OSError as error:
+            raise RecordingError(f"records in {where}: {error.strerror}") from error
+        if recorded < resume_step:
+            log.warning(
+                "%s/%s holds %d of the %d records before step %d; report and summary will lack them",
+                where,
+                RECORDS_FILE,
+                recorded,
+                resume_step,
+                resume_step,
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -80,7 +96,10 @@ class Recorder:
         """Whether the run's last step is recorded without its evaluation (stopped in between)."""
         if self._writer is None or not self._config.data.evaluation:
             return False
-        last = read_records(self._config.run.directory)[-1]
+        records = read_records(self._config.run.directory)
+        if not records:
+            return False
+        last = records[-1]
         return step_of(last) == self._config.run.steps and mean_accuracy(last) is None
 
     def complete(self, values: Mapping[str, float]) -> None:
@@ -130,12 +149,17 @@ class Recorder:
         if self._writer is None:
             return
         self._stack.close()
-        report = write_report(self._config.run.directory)
-        summary = write_summary(
-            self._config.run.directory,
-            self._info,
-            hf_export_max_logprob_diff=hf_export_max_logprob_diff,
-        )
+        if not any(step_of(record) for record in read_records(self._config.run.directory)):
+            log.warning("no report and no summary: no trained step is recorded")
+            return
+        where = self._config.run.directory
+        try:
+            report = write_report(where)
+            summary = write_summary(
+                where, self._info, hf_export_max_logprob_diff=hf_export_max_logprob_diff
+            )
+        except OSError as error:
+            raise RecordingError(f"report and summary in {where}: {error.strerror}") from error
         log.info("done: %d steps; report in %s", summary.steps, report)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,11 +23,13 @@ from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal
+from megatron_dppo.loop.active import active_line
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.exporting import SEQUENCES_TO_CHECK, export
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError
+from megatron_dppo.loop.resuming import resume
 from megatron_dppo.loop.rollouts.column_directory import ExchangeError
 from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
 from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
@@ -38,11 +39,13 @@ from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
+from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, remember_checkpoint
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
+from megatron_dppo.trainer.collective_actions import on_rank_0
 from megatron_dppo.trainer.collectives import any_rank
 from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
 from megatron_dppo.trainer.step import StatsSpec
@@ -102,7 +105,7 @@ class Run:
         self.should_stop = stop
         self.timer = PhaseTimer()
         chosen = config.algorithm
-        algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
+        self.algorithm = algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
         self.topk = carried_topk(
             algorithm,
             config.rollout.topk_log_probs,
@@ -111,8 +114,9 @@ class Run:
         with self.timer("start"):
             topk = self.topk > 0 or algorithm.needs_recomputed_distribution
             self.trainer = Trainer(config, StatsSpec(topk=topk, entropy=True))
+            data.settle(on_rank_0(data.bad_answers))
             self.store = CheckpointStore(
-                Path(config.run.directory) / "checkpoints", config.checkpoint.keep
+                Path(config.run.directory) / CHECKPOINTS_FOLDER, config.checkpoint.keep
             )
             self.sampler = ProblemSampler(
                 len(data.train), config.run.seed, shuffle=config.data.shuffle
@@ -140,6 +144,8 @@ class Run:
 
     def begin(self) -> None:
         """Bring the engine to the trainer's weights and measure where the run starts."""
+        if self.trainer.topology.rank == 0:
+            log.info("%s", active_line(self.config, self.algorithm, self.trainer.layout))
         if self.engine is not None:
             with self.timer("start"):
                 self.engine.connect()
@@ -201,31 +207,20 @@ class Run:
     # --- its parts
 
     def _resume(self) -> RunState:
-        """The newest checkpoint's state, loaded into the trainer and the sampler; a fresh one where there is none."""
-        config = self.config.run
+        """The state that this start goes on from, loaded into the trainer and the sampler."""
         identity = identity_of(self.config, self.data.train.sha256)
-        if config.resume == "never":
-            self._set_checkpoints_aside()
-        latest = self.store.latest()
-        if latest is None:
-            if config.resume == "required":
-                raise ResumeError(
-                    f"run.resume: required, but {config.directory}/checkpoints holds no complete checkpoint"
-                )
+        state = resume(self.config, self.trainer, self.store, identity)
+        if state is None:
             return RunState(sampler=self.sampler.state_dict(), identity=identity)
-        state = RunState.from_json(self.store.load(self.trainer, latest))
-        state.check_identity(identity, str(latest.path))
         self.saved_step = state.step
-        self.sampler.load_state_dict(state.sampler)
-        log.info("resumed from %s", latest.path)
+        try:
+            self.sampler.load_state_dict(state.sampler)
+        except ValueError as error:
+            raise ResumeError(
+                f"the checkpoint's position in the data does not fit: {error}; give back the settings "
+                "of data, or start anew with run.resume=never"
+            ) from error
         return state
-
-    def _set_checkpoints_aside(self) -> None:
-        """Rename an earlier run's checkpoints, so that the next plain start can't resume from them."""
-        folder = Path(self.config.run.directory) / "checkpoints"
-        if self.trainer.topology.rank == 0 and folder.exists():
-            folder.rename(folder.with_name(f"checkpoints-{time.strftime('%Y%m%d-%H%M%S')}"))
-        any_rank(False)  # nobody looks before it is done
 
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout
@@ -299,4 +294,5 @@ class Run:
     def _save_checkpoint(self) -> None:
         with self.timer("checkpoint"):
             self.store.save(self.trainer, self.state.step, self.state.to_json())
+            on_rank_0(lambda: remember_checkpoint(self.config.run.directory, self.state.step))
         self.saved_step = self.state.step

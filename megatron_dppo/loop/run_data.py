@@ -6,6 +6,14 @@ import logging
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import ProblemSet, load_problems, load_tokenizer
+from megatron_dppo.loop.answers import (
+    BadAnswers,
+    bad_answers,
+    extracted,
+    refuse_bad_answers,
+    without,
+)
+from megatron_dppo.types import Problem
 
 log = logging.getLogger(__name__)
 
@@ -19,21 +27,55 @@ class RunData:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        self._tokenizer = tokenizer = load_tokenizer(config.model.hf_checkpoint)
+        self._config = config
+        self._tokenizer = load_tokenizer(config.model.hf_checkpoint)
+        paths = [config.data.train, *config.data.evaluation.values()]
+        self._sets = {path: self._load(path) for path in dict.fromkeys(paths)}
 
-        def load(path: str) -> ProblemSet:
-            problems = load_problems(
-                path,
-                tokenizer,
-                max_prompt_tokens=config.data.max_prompt_tokens,
-                apply_chat_template=config.data.apply_chat_template,
-            )
-            if problems.dropped:
-                log.warning("%s: %d prompts are too long and were left out", path, problems.dropped)
-            return problems
+    @property
+    def train(self) -> ProblemSet:
+        """The training set."""
+        return self._sets[self._config.data.train]
 
-        self.train = load(config.data.train)
-        self.held_out = {name: load(path).problems for name, path in config.data.evaluation.items()}
+    @property
+    def held_out(self) -> dict[str, tuple[Problem, ...]]:
+        """The problems of each held-out set, by its name."""
+        files = self._config.data.evaluation
+        return {name: self._sets[path].problems for name, path in files.items()}
+
+    def bad_answers(self) -> BadAnswers:
+        """What is wrong with answers. A run that replays rollouts scores nothing, and has none."""
+        if self._config.rollout.replay_from is not None:
+            return {path: [] for path in self._sets}
+        return bad_answers(self._sets, self._config.reward)
+
+    def settle(self, bad: BadAnswers) -> None:
+        """Refuse bad answers or leave their problems out, as configured. Raises DataError."""
+        if self._config.data.on_bad_answer == "refuse":
+            refuse_bad_answers(bad)
+        self._sets = {path: without(found, path, bad) for path, found in self._sets.items()}
+        for path, found in self._sets.items():
+            if found.bad_answers:
+                row, why = bad[path][0]
+                log.warning(
+                    "%s: %d problems were left out because their answers can't be used, the first "
+                    "in line %d: %s",
+                    path,
+                    found.bad_answers,
+                    row + 1,
+                    why,
+                )
+
+    def _load(self, path: str) -> ProblemSet:
+        found = load_problems(
+            path,
+            self._tokenizer,
+            max_prompt_tokens=self._config.data.max_prompt_tokens,
+            apply_chat_template=self._config.data.apply_chat_template,
+        )
+        if found.dropped:
+            log.warning("%s: %d prompts are too long and were left out", path, found.dropped)
+        return extracted(found, self._config.reward.name)
 
     def text_of(self, token_id: int) -> str:
         """Text of a single token."""

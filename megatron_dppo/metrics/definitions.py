@@ -13,10 +13,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Definition:
-    """Meaning of a metric as shown, and the name of its denominator (None: shown unchanged)."""
+    """Meaning of a metric as shown, and the name of its denominator (None: shown unchanged).
+
+    ``shown_as``: its name once it was divided; None: the same.
+    """
 
     meaning: str
     denominator: str | None = None
+    shown_as: str | None = None
 
 
 TOKENS = "policy/tokens"
@@ -27,7 +31,7 @@ COMPARED = "r3/compared"
 
 DEFINITIONS: dict[str, Definition] = {
     TOKENS: Definition("tokens that train: loss_mask is True"),
-    "loss/sum": Definition("mean over trained tokens of -M min(w, C) A", TOKENS),
+    "loss/sum": Definition("mean over trained tokens of -M min(w, C) A", TOKENS, "loss/mean"),
     "loss/penalty": Definition("mean over trained tokens of the additive terms", TOKENS),
     "policy/abs_prob_gap": Definition("mean |pi - mu| of the sampled tokens", TOKENS),
     "policy/prob_gap": Definition("mean pi - mu of the sampled tokens", TOKENS),
@@ -85,5 +89,5 @@ def means(values: Mapping[str, float]) -> dict[str, float]:
             shown[name] = value
         else:
             count = values[definition.denominator]
-            shown[name] = value / count if count else math.nan
+            shown[definition.shown_as or name] = value / count if count else math.nan
     return shown

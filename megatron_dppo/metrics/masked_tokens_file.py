@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dppo.metrics.masked_tokens import MaskedToken, NamedMaskedToken, with_text
-from megatron_dppo.metrics.records import RecordsError
+from megatron_dppo.metrics.records import RecordsError, read_lines
 from megatron_dppo.system.files import write_atomically
 
 FILE = "masked_tokens.jsonl"
@@ -44,13 +44,16 @@ class MaskedTokensFile:
 
 def _complete_lines(path: Path) -> list[dict]:
     """The parsed lines, without a last line that a killed process left incomplete."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = read_lines(path)
     found = []
     for number, line in enumerate(lines, 1):
+        if number == len(lines) and not line.endswith("\n"):
+            break
         try:
-            found.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                break
+            record = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise RecordsError(f"{path}, line {number}: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise RecordsError(f"{path}, line {number}: expected an object with an integer 'step'")
+        found.append(record)
     return found

@@ -121,7 +121,8 @@ def progress(
         done.set()
         reporter.join()
     if total is None or tracker.elapsed >= interval_s:
-        _print(console, f"{tracker.line()} (done)")
+        whole = total is None or tracker.completed >= total
+        _print(console, f"{tracker.line()} ({'done' if whole else 'ended'})")
 
 
 def _columns(total: int | None) -> list[ProgressColumn]:

@@ -49,7 +49,7 @@ def decode_records(lines: Iterable[str], source: str) -> list[Record]:
             break
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise RecordsError(f"{source}, line {number}: not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise RecordsError(
@@ -65,8 +65,23 @@ def read_records(directory: str | Path) -> list[Record]:
     path = Path(directory) / RECORDS_FILE
     if not path.is_file():
         raise RecordsError(f"{directory}: no {RECORDS_FILE} in it, expected the folder of a run")
-    with open(path, encoding="utf-8", newline="\n") as file:
-        return decode_records(file, str(path))
+    return decode_records(read_lines(path), str(path))
+
+
+def read_lines(path: Path) -> list[str]:
+    """The lines of a file that the run itself wrote, with their ends.
+
+    Raises RecordsError where it can't be read, or is not UTF-8.
+    """
+    try:
+        with open(path, encoding="utf-8", newline="\n") as file:
+            return file.readlines()
+    except OSError as error:
+        raise RecordsError(f"{path}: can't be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RecordsError(
+            f"{path}: damaged: not UTF-8 at byte {error.start}; move it away to go on without it"
+        ) from error
 
 
 def step_of(record: Record) -> int:

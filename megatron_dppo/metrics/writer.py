@@ -12,6 +12,7 @@ from megatron_dppo.metrics.records import (
     RecordsError,
     decode_records,
     encode_record,
+    read_lines,
     step_of,
 )
 from megatron_dppo.system.files import write_atomically
@@ -44,8 +45,7 @@ class MetricsWriter:
         """Keep only records before ``resume_step``; returns the last kept step, or -1."""
         if not path.exists():
             return -1
-        with open(path, encoding="utf-8", newline="\n") as file:
-            lines = file.readlines()
+        lines = read_lines(path)
         steps = [step_of(record) for record in decode_records(lines, str(path))]
         kept = [line for line, step in zip(lines, steps, strict=False) if step < resume_step]
         if len(kept) < len(lines):

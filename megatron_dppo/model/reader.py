@@ -44,7 +44,7 @@ def _read_json(path: Path) -> Any:
         raise ModelConfigError(
             f"{path}: no such file; expected a Hugging Face config.json"
         ) from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ModelConfigError(f"{path}: not a readable JSON file ({error})") from error
 
 

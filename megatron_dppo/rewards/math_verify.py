@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
-LONGEST_ANSWER = 500
-"""Characters. Longer texts are derivations, and slow to parse; they score 0."""
+from megatron_dppo.rewards.gold import LONGEST_ANSWER, boxes, braced
 
-_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
 _STATED = re.compile(r"(?i)\banswer\b\W{0,4}?(?:\s+is\b\s*:?|:)\s*([^\n]+)")
 _FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _SENTENCE_END = re.compile(r"\.(?:\s|$)")
@@ -46,35 +43,34 @@ def math_verify(response: str, answer: str) -> float:
     return float(verify(gold, _parse(given), timeout_seconds=None))
 
 
+def check_gold(response: str, answer: str) -> float:
+    """1 where ``answer`` can be parsed and equals itself, so that a response can earn something.
+
+    ``response`` is ignored: this has a reward's form so that a verifier can bound its time. Raises
+    ValueError where ``answer`` cannot be parsed, or is longer than the longest that is compared.
+    """
+    expected = _strip_markup(answer)
+    if not expected or len(expected) > LONGEST_ANSWER:
+        raise ValueError(
+            f"the answer has {len(expected)} characters, expected 1 to {LONGEST_ANSWER}"
+        )
+    if _INTEGER.fullmatch(expected):
+        return 1.0
+    gold = _parse(expected)
+    if not gold:
+        raise ValueError(f"math-verify cannot parse the answer {answer!r}")
+    return float(verify(gold, gold, timeout_seconds=None))
+
+
 def final_answer(response: str) -> str:
     """The final answer as written in ``response``; empty if there is none."""
     stated = [(m.start(1), _first_answer_of(m[1])) for m in _STATED.finditer(response)]
-    found = [*_boxes(response), *stated]
+    found = [*boxes(response), *stated]
     if found:
         return max(found)[1]
     last_line = response.strip().rpartition("\n")[2]
     formulas = _formulas(last_line)
     return formulas[-1] if formulas else last_line
-
-
-def _boxes(text: str) -> Iterator[tuple[int, str]]:
-    """Position and content of every box with a closing brace."""
-    for match in _BOX.finditer(text):
-        content = _braced(text, match.end())
-        if content is not None:
-            yield match.end(), content
-
-
-def _braced(text: str, start: int) -> str | None:
-    """The text between the brace before ``start`` and its closing brace; None without one."""
-    depth = 1
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(
-        text, start, start + LONGEST_ANSWER + 100
-    ):
-        depth += {"{": 1, "}": -1}.get(match[0], 0)
-        if depth == 0:
-            return text[start : match.start()]
-    return None
 
 
 def _first_answer_of(line: str) -> str:
@@ -90,7 +86,7 @@ def _formulas(line: str) -> list[str]:
 def _strip_markup(text: str) -> str:
     """``text`` without fonts, dollar signs and punctuation around the whole of it."""
     text = text.lstrip(_BEFORE).rstrip(_AFTER)
-    while (match := _STYLE.match(text)) and (inner := _braced(text, match.end())) is not None:
+    while (match := _STYLE.match(text)) and (inner := braced(text, match.end())) is not None:
         if match.end() + len(inner) + 1 != len(text):
             break
         text = inner.lstrip(_BEFORE).rstrip(_AFTER)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
 
+_LONGEST_REFUSAL = 200
 RewardFunction = Callable[[str, str], float]
 """``(response, answer) -> score``. Deterministic; the score lies in [0, 1]."""
 
@@ -18,10 +23,18 @@ class Reward:
         target: ``package.module:function``.
         runs_inline: the verifier calls the function in its own process, without a time limit. Only
             for string functions whose time is linear in the response's length.
+        gold_target: as ``target``, of a function that scores an answer 1 where responses can match
+            it, whatever the response. None: ``target`` itself; an answer need not match itself.
     """
 
     target: str
     runs_inline: bool = False
+    gold_target: str | None = None
+
+    @property
+    def reads_solutions(self) -> bool:
+        """Whether gold answers may be worked solutions; one's own reward gets them as they stand."""
+        return self.gold_target is not None
 
     def load(self) -> RewardFunction:
         """Import the function. Raises ValueError where there is no such module or function."""
@@ -35,10 +48,30 @@ class Reward:
         return self.load()(response, answer)
 
 
+_EXACT = "megatron_dppo.rewards.exact_integer:exact_integer"
+_MATH = "megatron_dppo.rewards.math_verify"
 REWARDS: dict[str, Reward] = {
-    "exact_integer": Reward("megatron_dppo.rewards.exact_integer:exact_integer", runs_inline=True),
-    "math_verify": Reward("megatron_dppo.rewards.math_verify:math_verify"),
+    "exact_integer": Reward(_EXACT, runs_inline=True, gold_target=_EXACT),
+    "math_verify": Reward(f"{_MATH}:math_verify", gold_target=f"{_MATH}:check_gold"),
 }
+
+
+def score_or_refusal(function: RewardFunction, response: str, answer: str) -> float | str:
+    """The score, or in words why there is none: a ValueError of ``function``, or no number in [0, 1]."""
+    try:
+        value: Any = function(response, answer)
+    except ValueError as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        why = str(error)[:_LONGEST_REFUSAL]
+        if Path(place.filename).parent == Path(__file__).parent:
+            return why
+        return f"{why} ({Path(place.filename).name}, line {place.lineno})"
+    if not isinstance(value, Real):
+        return f"it returned a {type(value).__name__}, expected a number in [0, 1]"
+    score: Any = value  # typeshed's Real can't be compared
+    if not 0 <= score <= 1:
+        return f"it returned {value}, expected a number in [0, 1]"
+    return float(value)
 
 
 def find_reward(name: str) -> Reward:

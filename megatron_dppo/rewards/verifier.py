@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from megatron_dppo.rewards.registry import find_reward
+from megatron_dppo.rewards.registry import find_reward, score_or_refusal
 from megatron_dppo.system.processes import kill_families, start_process
 
 START_LIMIT_S = 300.0
@@ -40,12 +40,19 @@ class Score:
     """The result of one check.
 
     ``timed_out``: the check was killed at the time limit. ``crashed``: the operating system ended
-    it, for one because it asked for too much memory. Either way ``value`` is 0.
+    it, for one because it asked for too much memory. ``refusal``: why the reward gave no score.
+    In each case ``value`` is 0.
     """
 
     value: float
     timed_out: bool = False
     crashed: bool = False
+    refusal: str | None = None
+
+    @classmethod
+    def of(cls, reply: float | str) -> Score:
+        """A score, or a refusal in words."""
+        return cls(0.0, refusal=reply) if isinstance(reply, str) else cls(reply)
 
 
 class Verifier:
@@ -87,11 +94,23 @@ class Verifier:
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         """One ``Score`` for each ``(response, answer)``, in the same order.
 
-        Raises VerifierError where the reward function raises: that is a fault of the program or of
-        the data, no wrong answer. The verifier can then only be closed.
+        Raises VerifierError where the reward function raises or returns anything but a number in
+        [0, 1]: that is a fault of the program or of the data, no wrong answer.
         """
+        scores = self.check(pairs)
+        for score, (response, answer) in zip(scores, pairs, strict=True):
+            if score.refusal is not None:
+                raise VerifierError(
+                    f"reward {self._name}: {score.refusal}; response {_shorten(response)}, "
+                    f"answer {_shorten(answer)}"
+                )
+        return scores
+
+    def check(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
+        """As ``score``, but where the reward refuses a pair its ``Score`` says why."""
         if self._reward.runs_inline:
-            return [Score(self._reward(response, answer)) for response, answer in pairs]
+            function = self._reward.load()
+            return [Score.of(score_or_refusal(function, *pair)) for pair in pairs]
         if not self._workers:
             raise ValueError("the verifier is not open; use it in a with statement")
         with self._lock:
@@ -125,6 +144,10 @@ class Verifier:
             done = worker.poll()
             if done is not None:
                 yield i, done
+
+
+def _shorten(text: str) -> str:
+    return ascii(text) if len(text) <= 60 else ascii(text[:57]) + "..."
 
 
 class _Worker:
@@ -172,7 +195,7 @@ class _Worker:
         if self._line.endswith(b"\n"):
             line, self._line = self._line, b""
             if self._started:
-                return self._finish(Score(json.loads(line)))
+                return self._finish(Score.of(json.loads(line)))
             self._started = True
         elif time.monotonic() >= self.deadline:
             self.kill()

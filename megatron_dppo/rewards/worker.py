@@ -1,9 +1,10 @@
 """The process that runs one reward function for a ``Verifier``.
 
 ``python -m megatron_dppo.rewards.worker NAME LIMIT`` reads one JSON ``[response, answer]`` a line
-on standard input and answers each with one JSON number on what was standard output; prints of the
-reward's libraries go to standard error. Imports the reward and nothing heavier. An exception of
-the reward ends the process with its traceback.
+on standard input and answers each with one JSON number on what was standard output, or with a
+string: why the reward refused it (a ValueError), or that what it returned is no score. Prints of
+the reward's libraries go to standard error. Imports the reward and nothing heavier. Any other
+exception of the reward ends the process with its traceback.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import resource
 import signal
 import sys
 
-from megatron_dppo.rewards.registry import find_reward
+from megatron_dppo.rewards.registry import find_reward, score_or_refusal
 
 MEMORY_BYTES = 4 << 30
 """Address space of a worker: a number with 10^9 digits must not take the node's memory."""
@@ -36,9 +37,9 @@ def serve(name: str, timeout_s: float) -> None:
     for line in sys.stdin:
         response, answer = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # SIGALRM's default action: die
-        value = function(response, answer)
+        reply = score_or_refusal(function, response, answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(float(value)), file=answers, flush=True)
+        print(json.dumps(reply), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,13 +16,13 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch.nn import Parameter
@@ -33,13 +33,16 @@ from megatron_dppo.system.files import write_synced
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.checkpoint_directory import (
     CheckpointDirectory,
+    CheckpointSurvey,
+    DamagedCheckpointError,
     StoredCheckpoint,
     check_content,
     check_sizes,
     file_record,
     read_manifest,
 )
-from megatron_dppo.trainer.collectives import agree, all_gather_json, broadcast_json
+from megatron_dppo.trainer.collective_actions import on_every_rank, on_rank_0
+from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.optimizer_state import (
     load_state,
     optimizer_steps,
@@ -54,7 +57,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 MIB = 2**20
 _SEED_STRIDE = 1_000_003
 _SLACK_BYTES = MIB
@@ -77,8 +79,16 @@ class CheckpointStore:
             found = self._folders.complete()
             return found[-1].to_json() if found else None
 
-        found = _on_rank_0(newest)
+        found = on_rank_0(newest)
         return None if found is None else StoredCheckpoint.from_json(found)
+
+    def survey(self) -> CheckpointSurvey:
+        """What is there as global rank 0 sees it, the same on every rank."""
+        return CheckpointSurvey.from_json(on_rank_0(lambda: self._folders.survey().to_json()))
+
+    def set_aside(self, path: Path) -> None:
+        """Give a damaged checkpoint a name under which nothing takes it for one, or deletes it."""
+        on_rank_0(lambda: str(self._folders.set_aside(path)))
 
     def save(self, trainer: Trainer, step: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint, publish it, then delete the older ones beyond ``keep``.
@@ -99,7 +109,7 @@ class CheckpointStore:
             CheckpointError: a rank could not write.
         """
         agree(state, "the run's state")
-        begun = _on_rank_0(lambda: self._folders.begin(step).to_json())
+        begun = on_rank_0(lambda: self._folders.begin(step).to_json())
         partial = StoredCheckpoint.from_json(begun)
         try:
             path = self._write(trainer, partial, state)
@@ -107,7 +117,7 @@ class CheckpointStore:
             if trainer.topology.rank == 0:
                 self._folders.discard(partial)
             raise
-        _on_rank_0(self._prune)
+        on_rank_0(self._prune)
         return path
 
     def load(self, trainer: Trainer, checkpoint: StoredCheckpoint) -> dict[str, Any]:
@@ -120,14 +130,17 @@ class CheckpointStore:
             The loop's ``state`` as it was saved.
 
         Raises:
-            CheckpointError: a file is damaged, or the model differs.
+            DamagedCheckpointError: a file is damaged; nothing was loaded.
+            CheckpointError: the model differs.
         """
         folder = checkpoint.path
-        manifest = _on_rank_0(lambda: _checked_manifest(folder))
+        with _finding_damage():
+            manifest = on_rank_0(lambda: _checked_manifest(folder))
         _check_model(trainer, manifest, folder)
         files = manifest["files"]
         own = sorted(files)[trainer.topology.rank :: trainer.topology.world_size]
-        _on_every_rank(lambda: check_content(folder, {name: files[name] for name in own}))
+        with _finding_damage():
+            on_every_rank(lambda: check_content(folder, {name: files[name] for name in own}))
 
         parameters = _parameters(trainer)
         wanted = _model_state(trainer)
@@ -144,12 +157,12 @@ class CheckpointStore:
 
     def _write(self, trainer: Trainer, partial: StoredCheckpoint, state: dict[str, Any]) -> Path:
         rank, folder = trainer.topology.rank, partial.path
-        _on_every_rank(lambda: _check_step_count(trainer))
+        on_every_rank(lambda: _check_step_count(trainer))
         tensors = _model_state(trainer)
         tensors["optimizer"] = sharded_state(trainer.optimizer, tensors)
         save = ShardedSave(tensors, trainer.topology.data_group)
         needed = sum(all_gather_json(save.own_bytes)) + _SLACK_BYTES
-        free = _on_rank_0(lambda: shutil.disk_usage(folder).free)
+        free = on_rank_0(lambda: shutil.disk_usage(folder).free)
 
         def write_small_files() -> dict[str, Any]:
             write_synced(folder / _rng_file(rank), json.dumps(rng_state()))
@@ -161,10 +174,10 @@ class CheckpointStore:
             if free < needed:
                 raise CheckpointError(os.strerror(errno.ENOSPC))
             save.write(folder)
-            records = all_gather_json(_on_every_rank(write_small_files))
+            records = all_gather_json(on_every_rank(write_small_files))
             files = {name: record for part in records for name, record in part.items()}
             manifest = {**_facts(trainer), "state": state, "files": files}
-            return Path(_on_rank_0(lambda: str(self._folders.publish(partial, manifest))))
+            return Path(on_rank_0(lambda: str(self._folders.publish(partial, manifest))))
         except CheckpointError as error:
             raise CheckpointError(
                 f"can't save step {partial.step} in {self._folders.directory}: {error}; it needs "
@@ -179,24 +192,13 @@ class CheckpointStore:
             log.warning("can't delete old checkpoints: %s", error)
 
 
-def _on_every_rank(action: Callable[[], T]) -> T:
-    """Result of ``action()`` (not collective); if it fails on a rank, CheckpointError on all."""
-    error: Exception | None = None
+@contextmanager
+def _finding_damage() -> Iterator[None]:
+    """Where it fails, the files are not those that were written."""
     try:
-        result = action()
-    except (OSError, RuntimeError, ValueError) as failure:
-        error = failure
-    reports = all_gather_json(None if error is None else str(error))
-    failed = [f"rank {rank}: {text}" for rank, text in enumerate(reports) if text is not None]
-    if failed:
-        raise CheckpointError("; ".join(failed)) from error
-    return result
-
-
-def _on_rank_0(action: Callable[[], Any]) -> Any:
-    """Result (plain JSON) of ``action()`` on global rank 0, returned on every rank."""
-    result = _on_every_rank(lambda: action() if dist.get_rank() == 0 else None)
-    return broadcast_json(result, src=0)
+        yield
+    except CheckpointError as error:
+        raise DamagedCheckpointError(str(error)) from error
 
 
 def _checked_manifest(folder: Path) -> dict[str, Any]:
@@ -276,7 +278,7 @@ def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path
     saved = Layout(**manifest["layout"])
     if saved == trainer.layout:
         path = folder / _rng_file(trainer.topology.rank)
-        restore_rng_state(_on_every_rank(lambda: json.loads(path.read_text(encoding="utf-8"))))
+        restore_rng_state(on_every_rank(lambda: json.loads(path.read_text(encoding="utf-8"))))
         return
     seed = (trainer.config.run.seed + _SEED_STRIDE * trainer.step_count) % 2**31
     platform.seed_everything(seed)

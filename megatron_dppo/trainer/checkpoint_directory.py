@@ -3,6 +3,7 @@
     checkpoints/step_000020/               complete: its manifest names every file with its size
     checkpoints/step_000040.partial-7/     being written, or left by a crash
     checkpoints/step_000040.replaced-7/    an older folder of that step, to be deleted
+    checkpoints/step_000040.damaged-1/     what a start fell back past; nothing deletes it
 
 A checkpoint is written into a partial folder (manifest last), synced to the disk and then renamed, so
 a folder of the first form is complete even if the writer crashed. Not collective: global rank 0
@@ -51,6 +52,41 @@ class StoredCheckpoint:
         return cls(Path(path), step, serial)
 
 
+class DamagedCheckpointError(CheckpointError):
+    """Files of a checkpoint are not those that were written."""
+
+
+@dataclass(frozen=True)
+class UnusableCheckpoint:
+    """A folder that is named like a complete checkpoint and is none. ``reason`` names its file."""
+
+    path: Path
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class CheckpointSurvey:
+    """What a directory holds: complete checkpoints, the last written one at the end, and unusable ones."""
+
+    complete: tuple[StoredCheckpoint, ...]
+    unusable: tuple[UnusableCheckpoint, ...]
+
+    def to_json(self) -> list[Any]:
+        """For another rank."""
+        unusable = [[str(u.path), u.step, u.reason] for u in self.unusable]
+        return [[stored.to_json() for stored in self.complete], unusable]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> CheckpointSurvey:
+        """Inverse of :meth:`to_json`."""
+        complete, unusable = values
+        return cls(
+            tuple(StoredCheckpoint.from_json(stored) for stored in complete),
+            tuple(UnusableCheckpoint(Path(path), step, why) for path, step, why in unusable),
+        )
+
+
 class CheckpointDirectory:
     """The checkpoint folders of one run; the ``keep`` last written are kept.
 
@@ -69,17 +105,33 @@ class CheckpointDirectory:
 
         A published folder whose files are missing or have other sizes is logged and skipped.
         """
-        found = []
+        survey = self.survey()
+        for folder in survey.unusable:
+            log.warning("not a usable checkpoint, ignored: %s", folder.reason)
+        return list(survey.complete)
+
+    def survey(self) -> CheckpointSurvey:
+        """Complete checkpoints and unusable ones. Reads manifests and sizes, not what is in the files."""
+        complete, unusable = [], []
         for path in self._folders():
             if match := _COMPLETE.fullmatch(path.name):
+                step = int(match[1])
                 try:
                     manifest = read_manifest(path)
                     check_sizes(path, manifest)
-                except CheckpointError as error:
-                    log.warning("not a usable checkpoint, ignored: %s", error)
-                    continue
-                found.append(StoredCheckpoint(path, int(match[1]), manifest["serial"]))
-        return sorted(found, key=lambda stored: stored.serial)
+                except (CheckpointError, OSError) as error:
+                    unusable.append(UnusableCheckpoint(path, step, str(error)))
+                else:
+                    complete.append(StoredCheckpoint(path, step, manifest["serial"]))
+        complete.sort(key=lambda stored: stored.serial)
+        return CheckpointSurvey(tuple(complete), tuple(unusable))
+
+    def set_aside(self, path: Path) -> Path:
+        """Rename a damaged checkpoint, so that it is neither loaded nor deleted; its new path."""
+        count = 1
+        while (target := path.with_name(f"{path.name}.damaged-{count}")).exists():
+            count += 1
+        return path.rename(target)
 
     def begin(self, step: int) -> StoredCheckpoint:
         """Remove leftovers of crashed saves; make and return a new partial folder for ``step``."""

@@ -322,3 +322,26 @@ def test_experts_under_their_other_name(check):
 def test_how_many_servers_start_and_whether_a_router_does(given, started, router):
     engine = EngineConfig(**given)
     assert (engine.started, engine.uses_router) == (started, router)
+
+
+def test_the_engine_s_own_context_bounds_the_lengths(problems, check):
+    check("sglang.context_length=1088")
+    (problem,) = problems("sglang.context_length=1087")
+    assert problem == (
+        "rollout.max_response_tokens: got 64, with data.max_prompt_tokens 1024 that is 1088, "
+        "expected at most the engine's sglang.context_length of 1087 positions"
+    )
+
+
+def test_the_engine_s_split_divides_the_heads(problems, check):
+    check("sglang.tp_size=4")  # 4 heads; each of 2 key-value heads is on two ranks
+    assert problems("sglang.tp_size=3") == [
+        "sglang.tp_size: got 3, expected a divisor of the model's 4 attention heads"
+    ]
+
+
+def test_many_problems_are_a_screen():
+    error = ConfigError([f"key{i}: wrong" for i in range(1000)], "config.yaml")
+    assert len(str(error).splitlines()) == 18
+    assert str(error).endswith("key15: wrong\n  and 984 more")
+    assert len(error.problems) == 1000

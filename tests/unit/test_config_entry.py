@@ -21,6 +21,7 @@ def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("entry")
     tree = minimal(folder)
     save_tiny_model(folder / "model", "qwen3_moe")
+    (folder / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
     return write_config(folder, tree)
 
 
@@ -157,3 +158,39 @@ def test_help_says_what_ctrl_c_does(train):
     answer = train("--help")
     assert answer.returncode == 0
     assert "Ctrl-C once" in answer.stdout
+
+
+def test_check_sees_answers_that_nothing_matches_and_checkpoints_that_are_gone(train, config):
+    data, directory = config.parent / "bad.jsonl", config.parent / "trained"
+    data.write_text('{"prompt": "1+1", "answer": "2"}\n{"prompt": "1+1", "answer": "$"}\n')
+    directory.mkdir()
+    (directory / "last_checkpoint.json").write_text('{"step": 20}')
+    answer = train("--check", f"data.train={data}")
+    assert answer.returncode == 2
+    assert f"data: 1 answers can't be used: {data}, line 2: " in answer.stderr
+    answer = train("--check", f"run.directory={directory}")
+    assert answer.returncode == 2
+    assert "no checkpoint, though one of step 20 was written" in answer.stderr
+    assert "run.resume=never" in answer.stderr
+
+
+def test_few_open_files_are_refused_with_their_number(config):
+    command = f"ulimit -n 100; {sys.executable} -m megatron_dppo.train {config}"
+    answer = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 2
+    assert "open files: this process may have 100, expected at least 128" in answer.stderr
+    assert len(answer.stderr.splitlines()) == 2
+
+
+def test_a_finished_run_has_nothing_to_do(train, config):
+    directory = config.parent / "finished"
+    words = (f"run.directory={directory}", "run.steps=2")
+    (directory / "hf").mkdir(parents=True)
+    (directory / "config.yaml").write_text(train("--print-config", *words).stdout)
+    (directory / "metrics.jsonl").write_text('{"step": 2}\n')
+    (directory / "summary.json").write_text('{"steps": 2}')
+    answer = train(*words)
+    assert answer.returncode == 0
+    assert answer.stdout.startswith(f"nothing to do: the run in {directory} is at its last step, 2")

@@ -140,7 +140,7 @@ def test_every_problem_is_told_at_once(tmp_path, tree):
         "rollout.group_size: got 1 (int), expected a whole number > 1",
         "model.dtype: got 'fp16' (str), expected one of 'float32', 'bfloat16'",
         "optimizer.lr: got 0 (int), expected a number > 0",
-        "run.seed: got true (bool), expected a whole number >= 0",
+        "run.seed: got true (bool), expected a whole number >= 0 and < 2147483648",
         "run.steps: missing, expected a whole number > 0 (Rollout batches to train on in all; a "
         "resumed run counts on from its checkpoint)",
     ):
@@ -185,7 +185,10 @@ def test_an_unknown_key_that_resembles_nothing(load):
         ("parallel=3", "parallel: got 3 (int), expected a table"),
         ("optimizer.lr=.nan", "optimizer.lr: got nan (float), expected a number > 0"),
         ("optimizer.lr=.inf", "optimizer.lr: got inf (float), expected a number > 0"),
-        ("run.seed=1.0", "run.seed: got 1.0 (float), expected a whole number >= 0"),
+        (
+            "run.seed=1.0",
+            "run.seed: got 1.0 (float), expected a whole number >= 0 and < 2147483648",
+        ),
         (
             "engine.port=x",
             "engine.port: got 'x' (str), expected a whole number > 0 and < 65536 or null",
@@ -296,3 +299,11 @@ def test_the_directory_may_be_named_after_other_values(load, tree):
         "run.directory: {algorithm.nme} stands for nothing, expected the path of a value that this "
         "file or an override sets"
     ]
+
+
+def test_null_takes_an_evaluation_set_away(tmp_path):
+    tree = minimal(tmp_path)
+    tree["data"]["evaluation"] = {"one": "1.jsonl", "two": "2.jsonl"}
+    path = write_config(tmp_path, tree)
+    assert load_config(path, ["data.evaluation.one="]).data.evaluation == {"two": "2.jsonl"}
+    assert load_config(path, ["data.evaluation.no="]).data.evaluation.keys() == {"one", "two"}

@@ -104,7 +104,7 @@ def test_a_file_of_long_prompts_only_is_refused(load):
             '{"text": "1+1", "answer": "2"}',
             r"no prompt; expected one of prompt, problem, question, found \['answer', 'text'\]",
         ),
-        ('{"prompt": "1+1"}', r"no answer; expected 'answer' or .*, found \['prompt'\]"),
+        ('{"prompt": "1+1"}', r"no answer; expected 'answer', .*, found \['prompt'\]"),
         ('{"prompt": "1+1", "answer": ""}', "'answer' is \"\", expected text or a number"),
         ('{"prompt": "1+1", "answer": null}', "'answer' is null, expected text or a number"),
         ('{"prompt": "1+1", "answer": true}', "'answer' is true, expected text or a number"),
@@ -121,6 +121,75 @@ def test_a_bad_line_is_named(load, line, message):
     content = GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode()
     with pytest.raises(DataError, match=rf"set\.jsonl, line 2: {message}"):
         load(content)
+
+
+DEEP = "[" * 100_000 + "]" * 100_000
+HALF_DEEP = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (r'{"prompt": "\ud800", "answer": "2"}', "holds half of a surrogate pair"),
+        (r'{"prompt": "1+1", "answer": "\uDFFF"}', "holds half of a surrogate pair"),
+        (r'{"\ud800": 1, "prompt": "1+1", "answer": "2"}', "holds half of a surrogate pair"),
+        (f'{{"prompt": "1+1", "answer": {DEEP}}}', "nested too deeply"),
+        (f'{{"prompt": {HALF_DEEP}, "answer": "2"}}', "'prompt' is .*, expected text or a list"),
+        ('{"prompt": "1+1", "answer": 1e400}', "'answer' is Infinity, expected text or a number"),
+        (f'{{"prompt": "1+1", "answer": {"9" * 5000}}}', ".*write a long number as text"),
+        (json.dumps({str(i) * 99: i for i in range(999)}), "no prompt; .* and more"),
+        ('{"prompt": "1+1", "solution": "It is two."}', "no answer; .*, or a 'solution'"),
+    ],
+)
+def test_a_hostile_line_is_named_in_a_line(load, line, message):
+    with pytest.raises(DataError, match=rf"set\.jsonl, line 2: {message}") as caught:
+        load(GOOD + "\n" + line)
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 1200
+
+
+def test_a_whole_surrogate_pair_and_a_long_number_are_text(load):
+    pair, long = json.dumps({"prompt": "\U0001f600", "answer": "2"}), "9" * 400
+    found = load(f'{pair}\n{{"prompt": "1+1", "answer": {long}}}')
+    assert [p.answer for p in found.problems] == ["2", long]
+
+
+def test_megabytes_are_dropped_before_they_are_tokenised(load, tokenizer, monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("tokenised")
+
+    huge = json.dumps({"prompt": "1+" * 5_000_000, "answer": "2"})
+    assert load(GOOD + "\n" + huge).dropped == 1
+    monkeypatch.setattr(type(tokenizer), "__call__", refuse)
+    with pytest.raises(DataError, match="all 1 prompts are longer"):
+        load(huge)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ nothing.at.all }}", "{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"]
+)
+def test_a_chat_template_that_fails_names_the_line(load, tokenizer, monkeypatch, template):
+    monkeypatch.setattr(tokenizer, "chat_template", template)
+    with pytest.raises(DataError, match=r"set\.jsonl, line 1: the chat template fails on it: "):
+        load(GOOD, apply_chat_template=True)
+
+
+def test_solutions_stand_in_for_answers(load):
+    gsm8k = {"question": "q", "answer": "2 + 70 = 72\n#### 72"}
+    math = {"problem": "p", "solution": r"so \boxed{\frac{1}{2}}."}
+    found = load(json.dumps(gsm8k) + "\n" + json.dumps(math))
+    assert [p.answer for p in found.problems] == [gsm8k["answer"], math["solution"]]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"version": "1.0"}', '{"model": {"type": "X"}}']
+)
+def test_a_damaged_tokenizer_is_one_line(tmp_path, tokenizer, content):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match="its tokenizer can't be loaded: ") as caught:
+        load_tokenizer(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_an_empty_file_and_a_missing_one(load, tmp_path, tokenizer):

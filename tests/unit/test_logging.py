@@ -136,3 +136,14 @@ def test_no_torch_where_a_terminal_is_all_that_is_needed():
         [sys.executable, "-c", code + "assert 'torch' not in sys.modules"], timeout=60, check=False
     )
     assert done.returncode == 0
+
+
+def test_a_full_disk_is_said_once(tmp_path, terminal, capsys):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank3.log").symlink_to("/dev/full")
+    run_logging.configure_logging(tmp_path, 3)
+    for number in range(20):
+        logging.getLogger("megatron_dppo").error("step %d", number)
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].endswith("rank3.log: can't be written: No space left on device")

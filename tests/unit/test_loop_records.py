@@ -5,8 +5,9 @@ import json
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.recorder import Recorder
+from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
+from megatron_dppo.metrics.records import RecordsError
 from tests.unit.config_files import minimal
 
 
@@ -20,9 +21,9 @@ def config(tmp_path, **run) -> TrainConfig:
 def test_a_step_is_recorded_with_its_weight_version(tmp_path):
     with Recorder(config(tmp_path), 0, 0) as recorder:
         recorder.write(0, {})
-        recorder.write(1, {"loss/sum": 0.5})
+        recorder.write(1, {"loss/mean": 0.5})
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
-    assert (record["step"], record["weight_version"], record["loss/sum"]) == (1, 1, 0.5)
+    assert (record["step"], record["weight_version"], record["loss/mean"]) == (1, 1, 0.5)
 
 
 def test_updates_of_a_resumed_start_are_counted_in_the_next_record(tmp_path):
@@ -72,3 +73,31 @@ def test_a_state_of_another_version_is_refused():
     assert RunState.from_json(RunState(3, {"a": 1}, {}).to_json()) == RunState(3, {"a": 1}, {})
     with pytest.raises(ResumeError, match="fields"):
         RunState.from_json({"step": 3})
+
+
+@pytest.mark.parametrize("content", [None, "", '{"step": 0}\n', '{"step": 0'])
+def test_a_run_whose_records_are_gone_says_so_and_goes_on(tmp_path, content, caplog):
+    if content is not None:
+        (tmp_path / "metrics.jsonl").write_text(content)
+    with Recorder(config(tmp_path), 0, 2) as recorder:
+        assert not recorder.lacks_last_evaluation()
+        held = 1 if content and content.endswith("\n") else 0
+        assert f"metrics.jsonl holds {held} of the 3 records before step 3" in caplog.text
+        recorder.finish(None)
+    assert "no trained step is recorded" in caplog.text
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "masked_tokens.jsonl"])
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"[" * 100_000 + b"\n", b"[]\n", b"{}\n"])
+def test_damaged_records_are_refused_by_name(tmp_path, name, content):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(RecordsError, match=name) as caught:
+        Recorder(config(tmp_path), 0, 2)
+    assert len(str(caught.value)) < 500
+
+
+def test_records_in_the_way_of_a_folder_are_one_error(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises((RecordingError, RecordsError), match="Is a directory"):
+        Recorder(config(tmp_path), 0, 2)

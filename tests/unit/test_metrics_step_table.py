@@ -166,6 +166,15 @@ def test_a_long_wait_without_a_terminal_gives_a_line_now_and_then():
     assert 2 <= len(lines) <= 4
 
 
+def test_what_ends_below_its_total_does_not_say_that_it_is_done():
+    printed = console()
+    with progress("generate", 4, console=printed, interval_s=0.05) as tracker:
+        tracker.advance(3)
+        time.sleep(0.1)
+    assert lines_of(printed)[-1].startswith("generate: 3/4 (75%), ")
+    assert lines_of(printed)[-1].endswith(" (ended)")
+
+
 def test_a_wait_without_a_total_says_that_it_began_and_what_it_is_at():
     printed = console()
     with progress("start the engine", console=printed) as tracker:

@@ -164,11 +164,11 @@ def test_metrics_worked_by_hand():
         "policy/bad_update": 1 / 3, "mask/tokens_positive": 2, "mask/tokens_negative": 1,
         "mask/masked": 2, "mask/masked_positive": 0.5, "mask/masked_negative": 1.0,
         "mask/cap_hit": 1 / 3, "mask/rollout_prob_of_masked": 0.5, "mask/entropy_of_masked": 1.5,
-        "policy/entropy": 2.0, "mask/ppo_only": 0.0, "mask/dppo_only": 0.0, "loss/sum": -1 / 3,
+        "policy/entropy": 2.0, "mask/ppo_only": 0.0, "mask/dppo_only": 0.0, "loss/mean": -1 / 3,
         "policy/kl": (1 - math.log(2) - 0.8 - math.log(0.2)) / 3, "mask/nonfinite": 0,
     }  # fmt: skip
     assert shown == pytest.approx(expected)
-    of_the_loss = {name for name in DEFINITIONS if not name.startswith("r3/")}
+    of_the_loss = {d.shown_as or n for n, d in DEFINITIONS.items() if not n.startswith("r3/")}
     assert set(shown) | {"policy/topk_mass", "loss/penalty"} == of_the_loss
 
 

@@ -77,7 +77,7 @@ def test_a_worker_that_cannot_start_is_an_error_with_its_output():
 
 def test_long_unicode_responses_and_prints_of_the_reward_pass():
     with Verifier(planted("length_and_print"), timeout_s=60.0, workers=1) as verifier:
-        assert verifier.score([("é\n\u2028" * 100_000, "")]) == [Score(300_000.0)]
+        assert verifier.score([("é\n\u2028" * 100_000, "")]) == [Score(0.3)]
 
 
 def test_calls_from_several_threads_take_turns():
@@ -85,14 +85,14 @@ def test_calls_from_several_threads_take_turns():
         results: dict[int, list[float]] = {}
 
         def call(k: int) -> None:
-            results[k] = [s.value for s in verifier.score([("0.01", str(k))] * 5)]
+            results[k] = [s.value for s in verifier.score([("0.01", str(k / 2))] * 5)]
 
         threads = [threading.Thread(target=call, args=(k,)) for k in range(3)]
         for t in threads:
             t.start()
         for t in threads:
             t.join()
-    assert results == {k: [float(k)] * 5 for k in range(3)}
+    assert results == {k: [k / 2] * 5 for k in range(3)}
 
 
 def test_processes_are_gone_after_closing():
@@ -120,3 +120,41 @@ def test_impossible_settings():
         Verifier("math_verify", timeout_s=0, workers=1)
     with pytest.raises(ValueError, match="got 1 and 0"):
         Verifier("math_verify", timeout_s=1, workers=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ("1.5", "it returned 1.5, expected a number in [0, 1]"),
+        ("-0.1", "it returned -0.1, expected a number in [0, 1]"),
+        ("float('nan')", "it returned nan, expected a number in [0, 1]"),
+        ("float('inf')", "it returned inf, expected a number in [0, 1]"),
+        ("None", "it returned a NoneType, expected a number in [0, 1]"),
+        ("'1'", "it returned a str, expected a number in [0, 1]"),
+        ("(1, 2)", "it returned a tuple, expected a number in [0, 1]"),
+        ("int('x')", "invalid literal for int() with base 10: 'x' (<string>, line 1)"),
+    ],
+)
+def test_anything_but_a_score_is_one_line(value, complaint):
+    with Verifier(planted("value_of"), timeout_s=60.0, workers=1) as verifier:
+        with pytest.raises(VerifierError) as caught:
+            verifier.score([("0.5", "a"), (value, "b" * 999)])
+        # The worker lives on, and numbers of other libraries, 0, 1 and truth values are scores.
+        kinds = ["__import__('numpy').float32(0.5)", "0", "1", "True", "False"]
+        scores = verifier.score([(kind, "") for kind in kinds])
+    assert complaint in str(caught.value)
+    assert str(caught.value).startswith("reward tests.unit.planted_rewards:value_of: ")
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 400
+    assert [s.value for s in scores] == [0.5, 0.0, 1.0, 1.0, 0.0]
+
+
+def test_a_check_hands_back_what_a_reward_refuses():
+    with Verifier(planted("refuse_on_request"), timeout_s=60.0, workers=1) as verifier:
+        good, bad = verifier.check([("", ""), ("refuse", "")])
+    assert good == Score(1.0)
+    assert bad.value == 0.0
+    assert (bad.refusal or "").startswith("no such answer (planted_rewards.py, line ")
+    with Verifier("exact_integer", timeout_s=1.0, workers=1) as verifier:
+        (refused,) = verifier.check([("1", "one")])
+    assert "the answer is 'one', expected an integer" in (refused.refusal or "")

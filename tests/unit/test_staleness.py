@@ -57,11 +57,11 @@ def test_weights_that_the_trainer_never_had_are_refused():
 
 
 def test_the_gap_of_a_stale_batch_is_not_called_one_at_equal_weights():
-    learned = {names.GAP_ON_POLICY: 0.25, "loss/sum": 1.0}
+    learned = {names.GAP_ON_POLICY: 0.25, "loss/mean": 1.0}
     assert with_gap_named(learned, {"rollout/staleness_max": 0}) == learned
     assert with_gap_named(learned, {"rollout/staleness_max": 1}) == {
         names.GAP_STALE: 0.25,
-        "loss/sum": 1.0,
+        "loss/mean": 1.0,
     }
 
 

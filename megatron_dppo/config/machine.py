@@ -1,0 +1,99 @@
+"""Whether a run fits on the machine that it would be started on."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dppo.config.schema import TrainConfig
+
+LEAST_OPEN_FILES = 128
+"""Files and sockets that the processes of a small run hold open, and some to spare."""
+_GIB = 2**30
+_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 2, 4
+"""Bytes of a weight; what a run needs is estimated from below, so that nothing is refused in vain."""
+_TRAINED_BYTES = 16
+"""Bytes of a trained parameter, however it is sharded: gradient, Adam's two moments, master weight."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run may use here. ``open_files``: of one process. ``memory_bytes``: of the host."""
+
+    cores: int
+    gpus: int
+    memory_bytes: int
+    open_files: int
+
+
+def this_machine() -> Machine:
+    """The machine that this process runs on, as far as the process may use it."""
+    return Machine(
+        cores=len(os.sched_getaffinity(0)),
+        gpus=_visible_gpus(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
+
+
+def machine_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
+    """Why a run with all its ranks and servers can't work on ``machine``: one line for each reason."""
+    ranks = config.parallel.world_size
+    servers = config.engine.started if config.rollout.replay_from is None else 0
+    if machine.open_files < LEAST_OPEN_FILES:
+        yield (
+            f"open files: this process may have {machine.open_files}, expected at least "
+            f"{LEAST_OPEN_FILES} (ulimit -n)"
+        )
+    if machine.gpus:
+        needed = max(ranks, _server_gpus(config, servers))
+        if needed > machine.gpus:
+            yield (
+                f"GPUs: {ranks} ranks and {servers} servers need {needed}, this machine has "
+                f"{machine.gpus}"
+            )
+        return
+    processes = ranks + servers * _per_server(config)
+    if processes > 8 * machine.cores:
+        yield (
+            f"cores: {processes} processes of ranks and servers on {machine.cores} cores, expected at "
+            "most 8 on each"
+        )
+    parameters = _weight_bytes(config.model.hf_checkpoint) // _LARGEST_WEIGHT
+    memory = parameters * (_TRAINED_BYTES + _SMALLEST_WEIGHT * servers)
+    if memory > machine.memory_bytes:
+        yield (
+            f"memory: weights, gradients and optimizer take {memory / _GIB:.0f} GiB or more, this "
+            f"machine has {machine.memory_bytes / _GIB:.0f} GiB"
+        )
+
+
+def _server_gpus(config: TrainConfig, servers: int) -> int:
+    """One more than the last GPU that a server takes."""
+    if not servers or config.engine.device == "cpu":
+        return 0
+    after_ranks = config.parallel.world_size if servers > 1 else 0
+    first = config.sglang.get("base_gpu_id")
+    return (after_ranks if first is None else int(first)) + servers * _per_server(config)
+
+
+def _per_server(config: TrainConfig) -> int:
+    """Ranks of one server."""
+    sizes = (config.sglang.get("tp_size") or 1, config.sglang.get("pp_size") or 1)
+    return int(sizes[0]) * int(sizes[1])
+
+
+def _visible_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    folder = Path("/proc/driver/nvidia/gpus")
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
+
+
+def _weight_bytes(folder: str) -> int:
+    """Bytes of the checkpoint's safetensors."""
+    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))

@@ -1,0 +1,95 @@
+"""Values that are of the right type and can still not be used: text that is no path, ports, shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.expectations import given
+from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.model.shape import ModelShape
+
+LONGEST_TEXT = 4096
+"""Characters of a path, as Linux bounds it."""
+LARGEST_NUMBER = 2**63 - 1
+
+
+def refuse_unusable_values(config: PolicyConfig, source: str) -> None:
+    """Refuse texts that no path, name or URL may hold, and numbers that no library takes.
+
+    Raises ConfigError naming ``source``. Comes before every other check: those open the paths.
+    """
+    problems = [
+        f"{key}: {complaint}"
+        for key, value in _leaves(config.model_dump(), "")
+        if (complaint := _complaint(value))
+    ]
+    if problems:
+        raise ConfigError(problems, source)
+
+
+def without_os_errors(problems: Iterator[str]) -> Iterator[str]:
+    """``problems``; where the file system fails on a path (too long, no permission) that is one."""
+    try:
+        yield from problems
+    except OSError as error:
+        yield f"{given(error.filename)}: {error.strerror}"
+
+
+def url_problems(config: TrainConfig) -> Iterator[str]:
+    """``engine.urls`` that no server can have, or that name one server twice."""
+    urls = [url.rstrip("/") for url in config.engine.urls]
+    for url in urls:
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+            reason = ""
+        except ValueError as error:
+            good, reason = False, f": {error}"
+        if not good:
+            yield f"engine.urls: got {url!r}, expected http://host:port{reason}"
+    if len(set(urls)) < len(urls):
+        yield f"engine.urls: got {urls}, expected each server once"
+
+
+def engine_split_problems(config: TrainConfig, model: ModelShape) -> Iterator[str]:
+    """``sglang.tp_size`` against the model's attention heads and key-value heads."""
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    size = config.sglang.get("tp_size") or 1
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        yield f"sglang.tp_size: got {given(size)}, expected a whole number > 0"
+    elif heads % size:
+        yield f"sglang.tp_size: got {size}, expected a divisor of the model's {heads} attention heads"
+    elif groups % size and size % groups:
+        yield (
+            f"sglang.tp_size: got {size}, expected a divisor or a multiple of the model's {groups} "
+            "key-value heads"
+        )
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Every value in a tree of tables and lists that is neither, with its dotted key."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _leaves(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part, key)
+    else:
+        yield key, value
+
+
+def _complaint(value: Any) -> str | None:
+    if isinstance(value, str) and any(map(_unusable, value)):
+        return f"got {given(value)}, expected text without control characters"
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        return f"got {len(value)} characters, expected at most {LONGEST_TEXT}"
+    if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+        return f"got {given(value)}, expected at most {LARGEST_NUMBER}"
+    return None
+
+
+def _unusable(character: str) -> bool:
+    return ord(character) < 32 or character == "\x7f" or "\ud800" <= character <= "\udfff"

@@ -1,0 +1,63 @@
+"""What a start would stumble over after its first seconds: data, answers, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.problems import DataError
+from megatron_dppo.loop.fresh_start import refuse_damage, refuse_fresh_start
+from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.loop.state import ResumeError, RunState, identity_of
+from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, read_history
+from megatron_dppo.rewards import VerifierError
+from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, read_manifest
+
+
+def check_start(config: TrainConfig, source: str) -> None:
+    """Open the data, score every gold answer with the reward, and see where the run would resume.
+
+    Loads no weights, starts nothing but reward workers, writes nothing. Raises ConfigError naming
+    ``source``.
+    """
+    data: list[RunData] = []
+    problems = _problem("data", lambda: data.append(_checked_data(config)))
+    if data:
+        sha256 = data[0].train.sha256
+        problems += _problem("run.resume", lambda: check_resume(config, sha256))
+    if problems:
+        raise ConfigError(problems, source)
+
+
+def check_resume(config: TrainConfig, data_sha256: str) -> None:
+    """Raise ResumeError or CheckpointError where a start would refuse the run's checkpoints."""
+    if config.run.resume == "never":
+        return
+    directory = Path(config.run.directory)
+    folders = CheckpointDirectory(directory / CHECKPOINTS_FOLDER, config.checkpoint.keep)
+    survey = folders.survey()
+    refuse_damage(config, survey)
+    if survey.complete:
+        last = survey.complete[-1].path
+        state = RunState.from_json(read_manifest(last)["state"])
+        state.check_identity(identity_of(config, data_sha256), str(last))
+    else:
+        reasons = [unusable.reason for unusable in survey.unusable]
+        refuse_fresh_start(config, reasons, read_history(directory))
+
+
+def _checked_data(config: TrainConfig) -> RunData:
+    data = RunData(config)
+    data.settle(data.bad_answers())
+    return data
+
+
+def _problem(key: str, check: Callable[[], None]) -> list[str]:
+    try:
+        check()
+    except (CheckpointError, DataError, ResumeError, VerifierError, OSError) as error:
+        return [f"{key}: {error}"]
+    return []

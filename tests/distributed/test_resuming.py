@@ -1,0 +1,91 @@
+"""Where real ranks go on from when checkpoints are damaged, or gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+
+HERE = "tests.distributed.test_resuming"
+
+
+def flip_a_bit(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def resume_worker(folder: str) -> dict[str, Any]:
+    """Checkpoints of steps 1 and 2; then starts with the last one damaged, and with all of them gone."""
+    import torch.distributed as dist
+
+    from megatron_dppo.loop.resuming import resume
+    from megatron_dppo.loop.state import RunState, identity_of
+    from megatron_dppo.metrics.history import remember_checkpoint
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from tests.distributed.test_checkpoint import make_trainer, names_in, train
+
+    trainer = make_trainer(f"{folder}/hf", {"tensor": 2}, False, "float32", 2)
+    at, rank = Path(folder) / "run", trainer.topology.rank
+    store = CheckpointStore(at / "checkpoints", 2)
+    identity = identity_of(trainer.config, "abc")
+    for step in (1, 2):
+        train(trainer, 1)
+        store.save(trainer, step, RunState(step, {}, identity).to_json())
+    if rank == 0:
+        remember_checkpoint(at, 2)
+        records = "".join(json.dumps({"step": step}) + "\n" for step in range(3))
+        (at / "metrics.jsonl").write_text(records)
+        flip_a_bit(at / "checkpoints" / "step_000002" / "__1_0.distcp")
+    dist.barrier()
+
+    def start(resume_word: str = "auto", on_damage: str = "refuse") -> str:
+        run = trainer.config.run.model_copy(update={"directory": str(at), "resume": resume_word})
+        checkpoint = trainer.config.checkpoint.model_copy(update={"on_damage": on_damage})
+        config = trainer.config.model_copy(update={"run": run, "checkpoint": checkpoint})
+        try:
+            state = resume(config, trainer, store, identity)
+        except ValueError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            dist.barrier()
+        return f"step {0 if state is None else state.step} of {trainer.step_count}"
+
+    out: dict[str, Any] = {"refused": start(), "previous": start(on_damage="previous")}
+    out["renamed"] = names_in(at / "checkpoints")
+    out["again"] = start()
+    if rank == 0:
+        shutil.rmtree(at / "checkpoints")
+    dist.barrier()
+    out["gone"] = start()
+    out["never"] = start("never")
+    out["left"] = [name for name in names_in(at) if not name.startswith("earlier-")]
+    out["earlier"] = [
+        (path / "metrics.jsonl").read_text().count("\n") for path in sorted(at.glob("earlier-*"))
+    ]
+    return out
+
+
+@pytest.mark.distributed
+def test_starts_over_damaged_and_missing_checkpoints(tmp_path: Path) -> None:
+    from tests.tiny_models import save_tiny_model
+
+    save_tiny_model(tmp_path / "hf", "qwen3_moe", layers=4, vocab_size=515)
+    for got in run_ranks(f"{HERE}:resume_worker", 2, str(tmp_path)):
+        assert got["refused"].startswith("DamagedCheckpointError: rank ")
+        assert "step_000002/__1_0.distcp: altered" in got["refused"]
+        assert "checkpoint.on_damage=previous goes on from step_000001" in got["refused"]
+        assert got["previous"] == got["again"] == "step 1 of 1"
+        assert got["renamed"] == ["step_000001", "step_000002.damaged-1"]
+        assert "no checkpoint, though one of step 2 was written" in got["gone"]
+        assert got["never"].startswith("step 0")
+        assert got["left"] == []
+        assert got["earlier"] == [3, 3]

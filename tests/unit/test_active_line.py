@@ -1,0 +1,23 @@
+"""The line that says what is active."""
+
+from megatron_dppo.algorithms.presets import build_algorithm
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.loop.active import active_line
+from megatron_dppo.model.layout import Layout
+from tests.unit.config_files import minimal
+
+
+def test_what_is_active_in_a_line(tmp_path):
+    tree = minimal(tmp_path)
+    tree["rollout"] |= {"router_replay": True, "max_staleness": 1}
+    algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.25, "ratio_cap": 5.0})
+    line = active_line(TrainConfig.model_validate(tree), algorithm, Layout(tensor=2, expert=2))
+    assert line.startswith("active: dppo-binary-tv (")
+    assert "tv_threshold 0.25" in line
+    assert "ratio_cap 5" in line
+    assert ", R3 on, filter off, staleness 1, TP2 EP2" in line
+    assert line.endswith(", bfloat16")
+    tree["rollout"] |= {"replay_from": "runs/x", "max_staleness": 0}
+    line = active_line(TrainConfig.model_validate(tree), build_algorithm("grpo"), Layout())
+    assert "staleness 0, replaying runs/x, single" in line
+    assert "inf" not in line

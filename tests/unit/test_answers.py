@@ -1,0 +1,117 @@
+"""Gold answers at load: what is taken from a solution, what is refused with its line, what is dropped."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.schema import RewardConfig, TrainConfig
+from megatron_dppo.data.problems import DataError
+from megatron_dppo.loop.answers import bad_answers
+from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.rewards.gold import gold_answer
+from tests.tiny_models import tiny_tokenizer
+from tests.unit.config_files import minimal
+
+
+@pytest.fixture
+def run_data(tmp_path: Path):
+    def make(rows: list[dict], reward: str = "math_verify", **data: object) -> RunData:
+        tree = minimal(tmp_path)
+        tiny_tokenizer().save_pretrained(tmp_path / "model")
+        (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / "held_out.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+        tree["data"] |= {"apply_chat_template": False, **data}
+        tree["data"]["evaluation"] = {"sums": str(tmp_path / "held_out.jsonl")}
+        tree["reward"] = {"name": reward, "timeout_s": 30.0}
+        return RunData(TrainConfig.model_validate(tree))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("48/2 = <<48/2=24>>24\n#### 72", "72"),
+        ("It costs a lot.\n#### 1,080", "1080"),
+        ("#### 5 #### -1,234,567.5 ", "-1234567.5"),
+        ("#### (1,2)", "(1,2)"),
+        ("#### 10,20", "10,20"),
+        (r"so $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
+        (r"first \boxed{3}, then \boxed{ 4 } it is", "4"),
+        (r"cut off: \boxed{4", r"cut off: \boxed{4"),
+        ("72", "72"),
+        (r"x \in \{1,2\}", r"x \in \{1,2\}"),
+    ],
+)
+def test_the_final_answer_of_a_solution(text, answer):
+    assert gold_answer(text) == answer
+
+
+def row(answer: object) -> dict:
+    return {"prompt": "1", "answer": answer}
+
+
+GOOD = [row("34"), row(r"\frac{1}{2}"), row("work\n#### 1,080"), row(r"so \boxed{\sqrt{2}}")]
+BAD = [row("$"), row("\\"), row("7" * 600)]
+
+
+def test_answers_that_can_be_matched_are_let_pass(run_data):
+    data = run_data(GOOD)
+    assert [p.answer for p in data.train.problems] == ["34", r"\frac{1}{2}", "1080", r"\sqrt{2}"]
+    data.settle(data.bad_answers())
+    assert data.train.bad_answers == 0
+    assert len(data.train) == 4
+
+
+def test_answers_that_nothing_can_match_are_refused_with_file_and_line(run_data, tmp_path):
+    data = run_data([*GOOD, *BAD, row("5")])
+    bad = data.bad_answers()
+    assert [where for where, _ in bad[str(tmp_path / "train.jsonl")]] == [4, 5, 6]
+    with pytest.raises(DataError) as caught:
+        data.settle(bad)
+    message = str(caught.value)
+    assert message.startswith(f"3 answers can't be used: {tmp_path}/train.jsonl, line 5: ")
+    assert f"{tmp_path}/train.jsonl, line 7: the answer has 600 characters" in message
+    assert "data.on_bad_answer=drop" in message
+
+
+def test_they_are_dropped_and_counted_where_the_recipe_says_so(run_data, caplog):
+    data = run_data([*GOOD, *BAD, row("5")], on_bad_answer="drop")
+    with caplog.at_level(logging.WARNING):
+        data.settle(data.bad_answers())
+    assert [p.problem_id for p in data.train.problems] == [0, 1, 2, 3, 7]
+    assert data.train.bad_answers == 3
+    assert "3 problems were left out because their answers can't be used, the first in line 5" in (
+        caplog.text
+    )
+    none_left = run_data(BAD, on_bad_answer="drop")
+    with pytest.raises(DataError, match="no problem is left whose answer can be used"):
+        none_left.settle(none_left.bad_answers())
+
+
+def test_the_integer_reward_wants_integers(run_data, tmp_path):
+    bad = run_data([row(3), row("x"), row("#### 1,000")], reward="exact_integer").bad_answers()
+    assert [where for where, _ in bad[str(tmp_path / "train.jsonl")]] == [1]
+
+
+def test_a_reward_of_ones_own_gets_answers_as_they_stand(run_data, tmp_path):
+    """It need not give 1 to the answer itself, but it must take it."""
+    name = "tests.unit.planted_rewards:refuse_on_request"
+    data = run_data([row("a #### 1"), row("refuse")], reward=name)
+    assert data.train.problems[0].answer == "a #### 1"
+    ((where, why),) = data.bad_answers()[str(tmp_path / "train.jsonl")]
+    assert (where, why.split(" (")[0]) == (1, "no such answer")
+
+
+def test_each_different_answer_is_checked_once(run_data):
+    name = "tests.unit.planted_rewards:sleep_and_echo"
+    settings = RewardConfig(name=name, timeout_s=0.3, workers=1)
+    data = run_data([row("0.9")] * 50, reward=name)
+    (complaints,) = bad_answers({"f": data.train}, settings).values()
+    assert [why for _, why in complaints] == [
+        "its check took longer than reward.timeout_s = 0.3 s"
+    ] * 50

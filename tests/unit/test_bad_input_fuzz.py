@@ -1,0 +1,264 @@
+"""Hostile configurations and data files: each is refused with exit code 2, on one screen, in seconds.
+
+All in one process, through the entry point's ``--check``, which opens everything that a start would.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_dppo.logging import FatalError
+from megatron_dppo.train import main
+from tests.tiny_models import save_tiny_model
+
+SECONDS = 5.0
+LINES = 24
+CHARACTERS = 4000
+MEMORY = 500 * 2**20
+
+GOOD = '{"prompt": "1+1=", "answer": "2"}\n'
+
+
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A configuration that passes, on a tiny model; imports are paid here."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    save_tiny_model(folder / "model", "qwen3_moe", vocab_size=515)
+    (folder / "train.jsonl").write_text(GOOD)
+    tree = {
+        "run": {"directory": str(folder / "run"), "steps": 2},
+        "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 64},
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 16},
+        "reward": {"name": "exact_integer"},
+        "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
+        "optimizer": {"lr": 1e-5},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert main([str(path), "--check"]) == 0
+    return tree
+
+
+def resident(*, reset_peak: bool = False) -> int:
+    """Bytes of memory that this process held at most since the last reset, or holds after one."""
+    if reset_peak:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def refusal(
+    path: Path, words: list[str], capsys: pytest.CaptureFixture[str], seconds: float = SECONDS
+) -> str:
+    """What the entry point says, after checking that it refuses in time, in memory and on a screen."""
+    capsys.readouterr()
+    before, began = resident(reset_peak=True), time.monotonic()
+    with pytest.raises(FatalError) as caught:
+        main([str(path), *words, "--check"])
+    took, peak = time.monotonic() - began, resident() - before
+    said = capsys.readouterr().err
+    assert caught.value.code == 2
+    assert "Traceback" not in said
+    assert len(said.splitlines()) <= LINES, said
+    assert len(said) <= CHARACTERS, said
+    assert took < seconds
+    assert peak < MEMORY
+    return said
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def setting(key: str, value: Any) -> Change:
+    section, name = key.split(".", 1)
+    return lambda tree: tree.setdefault(section, {}).__setitem__(name, value)
+
+
+DEEP: Any = 0
+for _ in range(200):
+    DEEP = [DEEP]
+
+CONFIGURATIONS: dict[str, tuple[Change, str]] = {
+    "a seed of 2^64": (setting("run.seed", 2**64), "run.seed"),
+    "a seed of 2^31": (setting("run.seed", 2**31), "run.seed"),
+    "a NUL in the directory": (setting("run.directory", "a\0b"), "run.directory"),
+    "a NUL in the data": (setting("data.train", "a\0b"), "data.train"),
+    "a NUL in the model": (setting("model.hf_checkpoint", "a\0b"), "model.hf_checkpoint"),
+    "a line end in the directory": (setting("run.directory", "a\nb"), "run.directory"),
+    "an escape in the host": (setting("engine.host", "\x1b[2J"), "engine.host"),
+    "a long path": (setting("run.directory", "x" * 100_000), "run.directory"),
+    "a long data path": (setting("data.train", "x" * 100_000), "data.train"),
+    "a file as the model": (setting("model.hf_checkpoint", "/dev/null"), "model.hf_checkpoint"),
+    "a folder as data": (setting("data.train", "/"), "data.train"),
+    "a device as data": (setting("data.train", "/dev/zero"), "data.train"),
+    "a port beyond": (setting("engine.urls", ["http://a:99999"]), "engine.urls"),
+    "port 0": (setting("engine.urls", ["http://a:0"]), "engine.urls"),
+    "a worded port": (setting("engine.urls", ["http://a:b"]), "engine.urls"),
+    "half an address": (setting("engine.urls", ["http://[::1"]), "engine.urls"),
+    "a server's port beyond": (setting("engine.port", 65536), "engine.port"),
+    "servers past the last port": (
+        lambda t: t.__setitem__("engine", {"port": 65535, "servers": 4}),
+        "engine.port",
+    ),
+    "a huge world": (setting("parallel.world_size", 10**30), "parallel"),
+    "a huge group": (setting("rollout.group_size", 10**30), "rollout.group_size"),
+    "a huge response": (setting("rollout.max_response_tokens", 10**18), "max_response_tokens"),
+    "an infinite rate": (setting("optimizer.lr", float("inf")), "optimizer.lr"),
+    "no number": (setting("optimizer.lr", float("nan")), "optimizer.lr"),
+    "a deep list": (setting("rollout.stop_token_ids", DEEP), "rollout.stop_token_ids"),
+    "a deep table": (setting("megatron.num_layers", DEEP), "megatron"),
+    "an engine split of 3": (setting("sglang.tp_size", 3), "sglang.tp_size"),
+    "an engine split of 0": (setting("sglang.tp_size", -1), "sglang.tp_size"),
+    "a worded split": (setting("sglang.tp_size", "two"), "sglang.tp_size"),
+    "a reward of no module": (setting("reward.name", "no.such:thing"), "reward.name"),
+    "a reward of no function": (setting("reward.name", "json:thing"), "reward.name"),
+    "a reward of two colons": (setting("reward.name", "a:b:c"), "reward.name"),
+    "a set with a strange name": (setting("data.evaluation", {"a/b": "x"}), "data.evaluation"),
+    "ten thousand unknown keys": (
+        lambda t: t.update({f"key{i}": i for i in range(10_000)}),
+        "unknown key",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_hostile_configurations(name, valid, tmp_path, capsys):
+    change, expected = CONFIGURATIONS[name]
+    tree = copy.deepcopy(valid)
+    change(tree)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert expected in refusal(path, [], capsys)
+
+
+TEXTS: dict[str, bytes] = {
+    "nothing": b"",
+    "a list": b"- 1\n- 2\n",
+    "not UTF-8": b"\xff\xfe\x00",
+    "binary": bytes(range(256)) * 100,
+    "a tab": b"run:\n\tsteps: 1\n",
+    "an unclosed flow": b"run: {steps: 1",
+    "a deep flow": b"run: " + b"[" * 5000,
+    "a tag": b"run: !!python/object/apply:os.system ['true']\n",
+    "an anchor of itself": b"run: &a\n  steps: *a\n",
+    "two documents": b"run: {}\n---\nrun: {}\n",
+    "a long number": b"run: {directory: x, steps: " + b"9" * 5000 + b"}\n",
+    "keys that are no text": b"? [1, 2]\n: 3\n",
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_hostile_yaml(name, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_bytes(TEXTS[name])
+    refusal(path, [], capsys)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["run.seed=99999999999999999999", "run..x=1", "=", "a.b.c.d=1", "run=1", "run.steps=[", "x=\0"],
+)
+def test_hostile_overrides(word, valid, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(valid))
+    refusal(path, [word], capsys)
+
+
+def answer(text: str) -> bytes:
+    return b'{"prompt": "1+1=", "answer": %s}\n' % text.encode()
+
+
+DATA: dict[str, tuple[bytes, str]] = {
+    "an empty file": (b"", "the file is empty"),
+    "an answer that is no integer": (answer('"two"'), "line 2: the answer is 'two'"),
+    "an answer of 10 MB": (answer('"' + "a" * 10**7 + '"'), "line 2: the answer is"),
+    "a number of 5000 digits": (answer("9" * 5000), "line 2: "),
+    "a lone surrogate": (answer(r'"\ud800"'), "line 2: holds half of a surrogate pair"),
+    "deep nesting": (answer("[" * 10**5 + "]" * 10**5), "line 2: nested too deeply"),
+    "a prompt of 10 MB alone": (b"", "all 1 prompts are longer than max_prompt_tokens=64"),
+    "half a line of 10 MB": (b'{"prompt": "' + b"a" * 10**7, "line 2: not JSON"),
+    "a line of 10 MB of brackets": (b"[" * 10**7, "line 2: "),
+    "a thousand bad lines": (answer("true") * 1000, "line 2: 'answer' is true"),
+    "a thousand bad answers": (answer('"x"') * 1000, "1000 answers can't be used"),
+    "zeros": (b"\0" * 10**6, "line 2: not JSON"),
+    "keys without end": (json.dumps({str(i): i for i in range(10**5)}).encode(), "and more"),
+}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_hostile_data(name, valid, tmp_path, capsys):
+    content, expected = DATA[name]
+    tree = copy.deepcopy(valid)
+    data = GOOD.encode() + content
+    if name == "an empty file":
+        data = b""
+    if name == "a prompt of 10 MB alone":
+        data = json.dumps({"prompt": "1" * 10**7, "answer": 1}).encode()
+    (tmp_path / "train.jsonl").write_bytes(data)
+    tree["data"]["train"] = str(tmp_path / "train.jsonl")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert expected in refusal(path, [], capsys)
+
+
+def test_a_long_answer_and_a_long_prompt_are_let_pass(valid, tmp_path):
+    long = json.dumps({"prompt": "1" * 10**7, "answer": 1}) + "\n"
+    (tmp_path / "train.jsonl").write_text(GOOD + long + answer("9" * 400).decode())
+    tree = copy.deepcopy(valid)
+    tree["data"]["train"] = str(tmp_path / "train.jsonl")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert main([str(path), "--check"]) == 0
+
+
+MODEL_FILES: dict[str, tuple[str, bytes]] = {
+    "config that is a list": ("config.json", b"[]"),
+    "config that is not JSON": ("config.json", b"{"),
+    "config that is not UTF-8": ("config.json", b"\xff\xfe"),
+    "config of deep lists": ("config.json", b"[" * 10**5),
+    "config without a family": ("config.json", b"{}"),
+    "index that is a list": ("model.safetensors.index.json", b"[]"),
+    "index that is not JSON": ("model.safetensors.index.json", b"{"),
+    "index without a map": ("model.safetensors.index.json", b"{}"),
+    "index of numbers": ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}'),
+    "tokenizer that is a list": ("tokenizer.json", b"[]"),
+    "tokenizer that is not JSON": ("tokenizer.json", b"{"),
+    "tokenizer of deep lists": ("tokenizer.json", b"[" * 10**5),
+    "tokenizer of no model": ("tokenizer.json", b"{}"),
+    "template that fails": ("chat_template.jinja", b"{{ nothing.at.all }}"),
+    "template that is no template": ("chat_template.jinja", b"{% if %}"),
+}
+
+
+@pytest.mark.parametrize("name", MODEL_FILES)
+def test_hostile_model_folders(name, valid, tmp_path, capsys):
+    file, content = MODEL_FILES[name]
+    save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=515)
+    (tmp_path / "model" / file).write_bytes(content)
+    tree = copy.deepcopy(valid)
+    tree["model"]["hf_checkpoint"] = str(tmp_path / "model")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    said = refusal(path, [], capsys)
+    assert str(tmp_path) in said
+
+
+def test_more_experts_for_a_token_than_there_are(valid, tmp_path, capsys):
+    save_tiny_model(tmp_path / "model", "qwen3_moe", vocab_size=515)
+    file = tmp_path / "model" / "config.json"
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps({**values, "num_experts_per_tok": 99}))
+    tree = copy.deepcopy(valid)
+    tree["model"]["hf_checkpoint"] = str(tmp_path / "model")
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    assert "num_experts_per_tok" in refusal(path, [], capsys)

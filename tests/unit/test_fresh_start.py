@@ -1,0 +1,133 @@
+"""A start at step 0 over what earlier starts left: refused, or set aside, never written over."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.loop.fresh_start import newer_unusable, refuse_damage, refuse_fresh_start
+from megatron_dppo.loop.state import ResumeError
+from megatron_dppo.metrics.history import (
+    History,
+    keep_copy,
+    read_history,
+    remember_checkpoint,
+    set_aside,
+)
+from megatron_dppo.trainer.checkpoint_directory import (
+    CheckpointSurvey,
+    DamagedCheckpointError,
+    StoredCheckpoint,
+    UnusableCheckpoint,
+)
+from tests.unit.config_files import minimal
+
+REASON = "run/checkpoints/step_000040/manifest.json: damaged"
+
+
+def config(tmp_path: Path, resume: str = "auto", **checkpoint: Any) -> TrainConfig:
+    tree = minimal(tmp_path)
+    tree["run"] |= {"directory": str(tmp_path / "run"), "resume": resume}
+    tree["checkpoint"] = {"every": 5, **checkpoint}
+    return TrainConfig.model_validate(tree)
+
+
+def write_run(directory: Path, steps: int) -> None:
+    """What a run of ``steps`` steps leaves."""
+    directory.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": step}) + "\n" for step in range(steps + 1)]
+    (directory / "metrics.jsonl").write_text("".join(lines))
+    (directory / "masked_tokens.jsonl").write_text('{"step": 1, "tokens": []}\n')
+    (directory / "tensorboard").mkdir()
+    (directory / "checkpoints" / "step_000005").mkdir(parents=True)
+    (directory / "rollouts").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("unusable", "history", "found"),
+    [
+        ([REASON], History(None, None), "1 checkpoint(s) that can't be used (" + REASON),
+        ([REASON] * 9, History(None, None), "9 checkpoint(s)"),
+        ([], History(3, 3), "no checkpoint, though one of step 3 was written and records up to"),
+        ([], History(5, None), "no checkpoint, though one was due and records up to step 5"),
+        (
+            [],
+            History(None, None, "metrics.jsonl: not UTF-8"),
+            "records that can't be read (metrics",
+        ),
+    ],
+)
+def test_a_trained_run_is_not_begun_anew(tmp_path, unusable, history, found):
+    with pytest.raises(ResumeError, match=re.escape(found)) as caught:
+        refuse_fresh_start(config(tmp_path), unusable, history)
+    assert "run.resume=never" in str(caught.value)
+    assert "is " + str(tmp_path / "run" / "checkpoints") + " mounted?" in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("recorded", [None, 0, 4])
+def test_a_run_that_ended_before_its_first_checkpoint_may_begin_anew(tmp_path, recorded):
+    refuse_fresh_start(config(tmp_path), [], History(recorded, None))
+    with pytest.raises(ResumeError, match=r"no checkpoint.* run.resume: required"):
+        refuse_fresh_start(config(tmp_path, "required"), [], History(recorded, None))
+
+
+def test_history_is_read_from_records_and_from_what_was_saved(tmp_path):
+    assert read_history(tmp_path / "none") == History(None, None)
+    write_run(tmp_path, 7)
+    assert read_history(tmp_path) == History(7, None)
+    remember_checkpoint(tmp_path, 5)
+    assert read_history(tmp_path) == History(7, 5)
+    (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\n")
+    assert "metrics.jsonl" in (read_history(tmp_path).damage or "")
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "last_checkpoint.json").write_text("[]")
+    assert "last_checkpoint.json: damaged" in (read_history(tmp_path).damage or "")
+
+
+def test_everything_is_set_aside_and_nothing_written_over(tmp_path):
+    write_run(tmp_path, 2)
+    metrics = (tmp_path / "metrics.jsonl").read_bytes()
+    first = set_aside(tmp_path, rollouts=True)
+    assert [p for p in tmp_path.iterdir() if p.name != first.name] == []
+    assert sorted(p.name for p in first.iterdir()) == [
+        "checkpoints", "masked_tokens.jsonl", "metrics.jsonl", "rollouts", "tensorboard",
+    ]  # fmt: skip
+    assert (first / "metrics.jsonl").read_bytes() == metrics
+    assert set_aside(tmp_path, rollouts=True) is None
+    write_run(tmp_path, 3)
+    second = set_aside(tmp_path, rollouts=False)
+    assert second not in (None, first)
+    assert (tmp_path / "rollouts").is_dir()
+    assert (first / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_copy_keeps_the_records_that_a_fall_back_drops(tmp_path):
+    write_run(tmp_path, 7)
+    copy = keep_copy(tmp_path)
+    assert (copy / "metrics.jsonl").read_text() == (tmp_path / "metrics.jsonl").read_text()
+    assert re.fullmatch(r"earlier-\d{8}-\d{6}", copy.name)
+
+
+def survey(*unusable_steps: int) -> CheckpointSurvey:
+    complete = (StoredCheckpoint(Path("c/step_000020"), 20, 1),)
+    unusable = [UnusableCheckpoint(Path(f"c/step_{s:06d}"), s, REASON) for s in unusable_steps]
+    return CheckpointSurvey(complete, tuple(unusable))
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over_only_where_it_is_asked_for(tmp_path):
+    refuse_damage(config(tmp_path), survey(10))
+    refuse_damage(config(tmp_path, on_damage="previous"), survey(40))
+    with pytest.raises(DamagedCheckpointError) as caught:
+        refuse_damage(config(tmp_path), survey(10, 40))
+    assert str(caught.value) == (
+        f"{REASON}; checkpoint.on_damage=previous goes on from step_000020, "
+        "run.resume=never begins anew"
+    )
+    assert [u.step for u in newer_unusable(survey(10, 20, 40))] == [40]
+    assert CheckpointSurvey.from_json(json.loads(json.dumps(survey(40).to_json()))) == survey(40)

@@ -1,0 +1,73 @@
+"""What a run needs of a machine, by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.machine import Machine, machine_problems, this_machine
+from megatron_dppo.config.schema import TrainConfig
+from tests.unit.config_files import minimal
+
+GIB = 2**30
+
+
+def config(tmp_path: Path, **sections) -> TrainConfig:
+    tree = minimal(tmp_path)
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return TrainConfig.model_validate(tree)
+
+
+def machine(**values: int) -> Machine:
+    return Machine(**{"cores": 2, "gpus": 0, "memory_bytes": 8 * GIB, "open_files": 1024, **values})
+
+
+def test_a_small_run_fits_here(tmp_path):
+    assert list(machine_problems(config(tmp_path), this_machine())) == []
+    assert this_machine().cores >= 1
+
+
+def test_few_open_files_are_told_with_their_number(tmp_path):
+    assert list(machine_problems(config(tmp_path), machine(open_files=128))) == []
+    (problem,) = machine_problems(config(tmp_path), machine(open_files=127))
+    assert problem == ("open files: this process may have 127, expected at least 128 (ulimit -n)")
+
+
+@pytest.mark.parametrize(
+    ("sections", "gpus", "needed"),
+    [
+        ({"parallel": {"world_size": 4}}, 3, 4),
+        # One server takes device 0 on, beside rank 0.
+        ({"sglang": {"tp_size": 4}}, 2, 4),
+        # Two of two ranks each come after the trainer's four.
+        ({"parallel": {"world_size": 4}, "engine": {"servers": 2}, "sglang": {"tp_size": 2}}, 7, 8),
+        ({"engine": {"servers": 2}, "sglang": {"base_gpu_id": 0, "tp_size": 2}}, 3, 4),
+        ({"parallel": {"world_size": 2}, "engine": {"servers": 9, "device": "cpu"}}, 1, 2),
+    ],
+)
+def test_gpus_of_ranks_and_servers(tmp_path, sections, gpus, needed):
+    settings = config(tmp_path, **sections)
+    (problem,) = machine_problems(settings, machine(gpus=gpus))
+    assert problem.endswith(f"need {needed}, this machine has {gpus}")
+    assert list(machine_problems(settings, machine(gpus=needed))) == []
+
+
+def test_cores_where_there_is_no_gpu(tmp_path):
+    settings = config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
+    (problem,) = machine_problems(settings, machine())
+    assert problem.startswith("cores: 17 processes of ranks and servers on 2 cores")
+    assert list(machine_problems(settings, machine(cores=3))) == []
+    replayed = config(tmp_path, parallel={"world_size": 16}, rollout={"replay_from": "x"})
+    assert list(machine_problems(replayed, machine())) == []
+
+
+def test_memory_where_there_is_no_gpu(tmp_path):
+    """1 GiB of file is 2^28 parameters at least; 16 bytes of each are trained and 2 served: 4.5 GiB."""
+    settings = config(tmp_path)
+    with open(tmp_path / "model" / "model.safetensors", "wb") as file:
+        file.truncate(GIB)
+    (problem,) = machine_problems(settings, machine(memory_bytes=4 * GIB))
+    assert problem.startswith("memory: weights, gradients and optimizer take 4 GiB or more")
+    assert list(machine_problems(settings, machine(memory_bytes=5 * GIB))) == []
