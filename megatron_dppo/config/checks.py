@@ -153,10 +153,10 @@ def _staleness(config: TrainConfig) -> Problems:
 
 def _oversampling(config: TrainConfig) -> Problems:
     rollout = config.rollout
-    if rollout.oversampling > 1 and not rollout.drop_groups_without_spread:
+    if rollout.oversampling > 1 and not rollout.drop_zero_variance_groups:
         yield (
             f"rollout.oversampling: got {rollout.oversampling}, expected 1 without "
-            "rollout.drop_groups_without_spread: the surplus would be generated for nothing"
+            "rollout.drop_zero_variance_groups: the surplus would be generated for nothing"
         )
 
 

@@ -98,14 +98,14 @@ class RolloutConfig(Section):
     max_staleness: Literal[0, 1] = 0
     """Weight versions that a response may lag behind the trainer. 0: generate, then train. 1: step
     n+1 is generated while step n is trained on; see docs/staleness.md."""
-    drop_groups_without_spread: bool = False
+    drop_zero_variance_groups: bool = False
     """Replace groups whose responses all earn the same, which have no advantage, by groups of
     further prompts."""
     oversampling: float = Field(default=1.0, ge=1)
     """Groups that a round asks for, over those that still lack; above 1 only where groups are
     dropped."""
     max_generation_rounds: int = Field(default=3, gt=0)
-    """Rounds of asking where groups are dropped; then groups without spread fill the batch up."""
+    """Rounds of asking where groups are dropped; then zero-variance groups fill the batch up."""
     save: bool = False
     """Keep every rollout batch under ``<directory>/rollouts``."""
     replay_from: str | None = None

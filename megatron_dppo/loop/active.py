@@ -18,7 +18,7 @@ def active_line(config: TrainConfig, algorithm: Algorithm, layout: Layout) -> st
     parts = [
         f"{algorithm.name} ({numbers})" if numbers else algorithm.name,
         f"R3 {_switch(rollout.router_replay)}",
-        f"filter {_switch(rollout.drop_groups_without_spread)}",
+        f"filter {_switch(rollout.drop_zero_variance_groups)}",
         f"staleness {rollout.max_staleness}",
         f"replaying {rollout.replay_from}" if rollout.replay_from is not None else "",
         layout.describe(),

@@ -137,7 +137,7 @@ def late_weights(folder: str) -> str:
 
 
 FILTER = {
-    "drop_groups_without_spread": True,
+    "drop_zero_variance_groups": True,
     "oversampling": 2.0,
     "max_generation_rounds": 3,
 }

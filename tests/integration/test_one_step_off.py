@@ -45,7 +45,7 @@ def resumed(config, disturbed):
     steps = steps_of(disturbed.directory)[-1] + 2
     overrides = (
         f"run.steps={steps}",
-        "rollout.drop_groups_without_spread=true",
+        "rollout.drop_zero_variance_groups=true",
         "rollout.oversampling=1.5",
         "rollout.max_generation_rounds=2",
     )

@@ -212,7 +212,7 @@ REFUSED = [
     ),
     (
         ["rollout.oversampling=1.5"],
-        "rollout.oversampling: got 1.5, expected 1 without rollout.drop_groups_without_spread",
+        "rollout.oversampling: got 1.5, expected 1 without rollout.drop_zero_variance_groups",
     ),
 ]
 

@@ -59,7 +59,7 @@ class _Draft:
 
     @property
     def flat(self) -> list[bool]:
-        """Whether each judged group is without spread."""
+        """Whether each judged group has zero variance."""
         return [row.flat for row in self.rows]
 
     @property
@@ -197,7 +197,7 @@ class GeneratedRollouts:
     def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
         if selection.filled:
             log.warning(
-                "step %d: %d of %d groups are without spread: %d rounds of generation (%d groups) found no more",
+                "step %d: %d of %d groups have zero variance: %d rounds of generation (%d groups) found no more",
                 draft.step,
                 selection.filled,
                 self._quota.wanted,

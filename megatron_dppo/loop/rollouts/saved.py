@@ -45,7 +45,7 @@ class ReplayedRollouts:
                 f"responses, expected {len(wanted)} prompts x group_size {size}"
             )
         self._check_prompts(step, batch)
-        if not self._rollout.drop_groups_without_spread:
+        if not self._rollout.drop_zero_variance_groups:
             # What a filter replaced depends on rewards of responses that are not in the file.
             self._check_order(step, batch, wanted)
         figures = generated_figures(rows_of(batch, size)) | staleness_figures(batch, step)
@@ -66,7 +66,7 @@ class ReplayedRollouts:
             raise BatchFormatError(
                 f"rollout.replay_from: the batch of step {step} in {self._folder} answers problems "
                 f"{found[:5]}..., expected {expected[:5]}...: it was saved with other data or another seed, "
-                "or with rollout.drop_groups_without_spread"
+                "or with rollout.drop_zero_variance_groups"
             )
 
     def _check_prompts(self, step: int, batch: Sequence[Trajectory]) -> None:

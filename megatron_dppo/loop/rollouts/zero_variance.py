@@ -1,4 +1,4 @@
-"""Which groups make a rollout batch when groups without spread are dropped and replaced (dynamic sampling).
+"""Which groups make a rollout batch when zero-variance groups are dropped and replaced (dynamic sampling).
 
 A group whose responses all earn the same has no advantage: it costs a place in the batch and teaches nothing.
 Candidates are judged in the order in which the sampler handed out their problems, never in the order in which
@@ -18,7 +18,7 @@ from megatron_dppo.config.schema import RolloutConfig
 class Selection:
     """Positions of the candidates that make the batch, in order, and what became of the others.
 
-    ``filled``: groups without spread that were kept because the rounds were used up. ``dropped``: groups without
+    ``filled``: zero-variance groups that were kept because the rounds were used up. ``dropped``: groups without
     spread. ``surplus``: groups with spread that no place was left for.
     """
 
@@ -45,7 +45,7 @@ class GroupQuota:
         """As the run's configuration says."""
         return cls(
             rollout.prompts_per_step,
-            rollout.drop_groups_without_spread,
+            rollout.drop_zero_variance_groups,
             rollout.oversampling,
             rollout.max_generation_rounds,
         )

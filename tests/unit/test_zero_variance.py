@@ -64,7 +64,7 @@ def test_the_configuration_sets_the_quota():
         prompts_per_step=6,
         group_size=2,
         max_response_tokens=4,
-        drop_groups_without_spread=True,
+        drop_zero_variance_groups=True,
         oversampling=1.5,
         max_generation_rounds=2,
     )

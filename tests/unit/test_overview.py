@@ -1,0 +1,45 @@
+"""docs/overview.md's walks through the files: short, of files that are there, each reached from one before it."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OVERVIEW = (ROOT / "docs" / "overview.md").read_text()
+MOST_FILES = {"A weight update, file by file": 8, "An engine's death, file by file": 5}
+
+
+def files_of(section: str) -> list[Path]:
+    text = OVERVIEW.split(f"## {section}\n")[1].split("\n## ")[0]
+    return [ROOT / name for name in re.findall(r"^\d+\. `([^`]+)`", text, re.MULTILINE)]
+
+
+@pytest.mark.parametrize("section", MOST_FILES)
+def test_the_walk_is_short_and_its_files_are_there(section):
+    files = files_of(section)
+    assert 1 < len(files) <= MOST_FILES[section]
+    assert all(path.is_file() for path in files)
+
+
+def test_each_file_of_a_weight_update_is_imported_by_one_before_it():
+    files = files_of("A weight update, file by file")
+    for place, path in enumerate(files[1:], start=1):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        # The table of strategies stands between the transaction and each strategy.
+        names = {module, module.rpartition(".strategies.")[0] + ".strategies"}
+        before = [name for earlier in files[:place] for name in imports(earlier)]
+        assert names & set(before), f"nothing before {path.name} imports it"
+
+
+def imports(path: Path) -> list[str]:
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [n.module for n in nodes if isinstance(n, ast.ImportFrom) and n.module]
+
+
+def test_every_file_that_the_overview_names_is_there():
+    names = re.findall(r"`([\w/]+\.py)`", OVERVIEW)
+    found = [n for n in names if (ROOT / n).is_file() or (ROOT / "megatron_dppo" / n).is_file()]
+    assert len(names) > 15
+    assert found == names
