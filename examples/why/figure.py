@@ -15,12 +15,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from examples.why.aggregate import Series, band
-from examples.why.plan import Conditions, PlannedRun
+from examples.why.plan import ALGORITHMS, CONFIG, PlannedRun
+from megatron_dppo.config import load_config
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.panels import (
     BLUE,
     GREEN,
-    ORANGE,
+    PINK,
     SMALL,
     VERMILION,
     centred_mean,
@@ -28,8 +29,9 @@ from megatron_dppo.metrics.panels import (
 )
 from megatron_dppo.metrics.records import read_records, series
 from megatron_dppo.metrics.report import STYLE
+from megatron_dppo.system.files import atomic_file
 
-COLOURS = (VERMILION, ORANGE, GREEN, BLUE)
+COLOURS = (VERMILION, PINK, GREEN, BLUE)
 LABELS = {
     "pg-is": "PG-IS",
     "pg-tis": "PG-TIS",
@@ -45,7 +47,7 @@ class Panel:
     """One panel: a metric of ``metrics.jsonl``, the unit it is shown in, and how it is drawn.
 
     ``scale`` turns the recorded value into ``unit``. ``smooth``: each seed as the mean of five
-    steps. ``top`` is the least upper end of the axis.
+    steps. ``top``: the least upper end of the axis.
     """
 
     title: str
@@ -53,23 +55,22 @@ class Panel:
     unit: str
     scale: float = 1.0
     smooth: bool = True
-    log: bool = False
     top: float = 0.0
 
 
 PANELS = (
     Panel("Held-out accuracy", names.accuracy("held_out"), "fraction (avg@4)", smooth=False, top=1),
     Panel("Training reward", names.REWARD, "fraction", top=1),
-    Panel("Mean |pi - mu|", names.GAP, "probability, log axis", log=True),
+    Panel("Mean |pi - mu|", names.GAP, "probability"),
     Panel("Bad updates: A < 0 and mu - pi >= 0.5", names.BAD_UPDATE, "% of tokens", 100),
     Panel("Masked, A > 0", names.MASKED_POSITIVE, "% of tokens with A > 0", 100, top=0.1),
     Panel("Masked, A < 0", names.MASKED_NEGATIVE, "% of tokens with A < 0", 100, top=0.1),
 )
 
 
-def label(algorithm: str) -> str:
-    """The algorithm's name as the paper writes it."""
-    return LABELS.get(algorithm, algorithm)
+def label(algorithm: str, seeds: int) -> str:
+    """The algorithm's name as the paper writes it, and how many seeds stand behind it."""
+    return f"{LABELS.get(algorithm, algorithm)} ({seeds} seed{'' if seeds == 1 else 's'})"
 
 
 def panel_series(directory: Path, panel: Panel) -> Series:
@@ -78,23 +79,20 @@ def panel_series(directory: Path, panel: Panel) -> Series:
     return steps, [value * panel.scale for value in values]
 
 
-def write_figure(runs: Sequence[PlannedRun], conditions: Conditions, output: Path) -> Path:
+def write_figure(runs: Sequence[PlannedRun], output: Path) -> Path:
     """Draw ``runs``, all of them with records, into ``output`` (PNG) and return that path."""
     directories = {
-        name: [run.directory for run in runs if run.algorithm == name]
-        for name in conditions.algorithms
+        name: [run.directory for run in runs if run.algorithm == name] for name in ALGORITHMS
     }
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(10.5, 9.5), dpi=130)
         figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
-        figure.suptitle(
-            "The same start, four algorithms, conditions in which the trust region matters",
-            fontsize=12, fontweight="bold",
-        )  # fmt: skip
+        figure.suptitle(_title(), fontsize=12, fontweight="bold")
         for axes, panel in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
             draw_panel(axes, panel, directories)
         _write_legend(figure, directories)
-        FigureCanvasAgg(figure).print_png(output)
+        with atomic_file(output) as file:
+            FigureCanvasAgg(figure).print_png(file)
     return output
 
 
@@ -107,22 +105,28 @@ def draw_panel(axes: Axes, panel: Panel, directories: dict[str, list[Path]]) -> 
         shown = band(seeds)
         axes.fill_between(shown.steps, shown.low, shown.high, color=colour, alpha=0.15, linewidth=0)
         axes.plot(shown.steps, shown.mean, color=colour, linewidth=1.8)
-    if panel.log:
-        axes.set_yscale("log")
-    else:
-        axes.set_ylim(0, max(axes.get_ylim()[1], panel.top))
+    axes.set_ylim(0, max(axes.get_ylim()[1], panel.top))
     finish(axes, panel.title, panel.unit, [])
+
+
+def _title() -> str:
+    """The conditions that all runs have in common."""
+    config = load_config(CONFIG)
+    updates = config.rollout.prompts_per_step // config.training.prompts_per_mini_batch
+    age = f"{config.rollout.max_staleness} batch old"
+    return f"One warm start; {updates} optimiser steps a batch, rate {config.optimizer.lr:g}, responses {age}"
 
 
 def _write_legend(figure: Figure, directories: dict[str, list[Path]]) -> None:
     """Colours, the number of seeds behind each, and what line and band are."""
     handles = [
-        Line2D([], [], color=colour, linewidth=3, label=f"{label(name)} ({len(folders)} seeds)")
+        Line2D([], [], color=colour, linewidth=3, label=label(name, len(folders)))
         for colour, (name, folders) in zip(COLOURS, directories.items(), strict=True)
+        if folders
     ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
-    figure.supxlabel(
-        "line: mean of the seeds; band: lowest to highest seed; each seed as its mean of 5 steps, "
-        "accuracy as measured",
-        fontsize=SMALL, color="#666666", x=0.99, ha="right",
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=len(handles), frameon=False,
+        title="line: mean of the seeds; band: lowest to highest; "
+        "each seed as its mean of 5 steps, accuracy as measured",
+        title_fontsize=SMALL,
     )  # fmt: skip

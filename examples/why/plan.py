@@ -2,44 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from examples.tiny_moe.prepare import Material
+from megatron_dppo.config import load_config
+from megatron_dppo.metrics.run_info import CONFIG_FILE
 from megatron_dppo.metrics.summary import SUMMARY_FILE
-from megatron_dppo.system.files import write_atomically
 
-CONFIG = Path(__file__).resolve().parent / "config.yaml"
-COMMAND_FILE = "command.json"
-"""What a run was started with, in its folder."""
+CONFIG = "examples/why/config.yaml"
+ALGORITHMS = ("pg-is", "pg-tis", "grpo-clip-higher", "dppo-binary-tv")
+SEEDS = (1, 2, 3)
+"""Of the order of the data and of the sampling."""
+MATERIAL_SEED = 1
+"""Of the warm start that every run begins from."""
 
 
 class PlanError(ValueError):
-    """A run that the plan doesn't have, or a folder that belongs to other conditions."""
-
-
-@dataclass(frozen=True)
-class Conditions:
-    """What all runs have in common, and what they are compared by: the file config.yaml."""
-
-    recipe: str
-    material_seed: int
-    algorithms: tuple[str, ...]
-    seeds: tuple[int, ...]
-    overrides: Mapping[str, Any]
-
-    @classmethod
-    def read(cls, path: Path = CONFIG) -> Conditions:
-        """From ``path``. TypeError where a key is missing or unknown."""
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        tree["algorithms"], tree["seeds"] = tuple(tree["algorithms"]), tuple(tree["seeds"])
-        return cls(**tree)
+    """A run that the plan doesn't have, or a folder with a run of other conditions."""
 
 
 @dataclass(frozen=True)
@@ -60,67 +40,60 @@ class PlannedRun:
         """Whether the run has come to its end; its summary is written last."""
         return (self.directory / SUMMARY_FILE).is_file()
 
-    def arguments(self, conditions: Conditions, material: Material) -> list[str]:
-        """Arguments of ``python -m megatron_dppo.train``: the recipe and its overrides."""
-        own = {
-            "run.directory": self.directory,
-            "run.seed": self.seed,
-            "algorithm.name": self.algorithm,
-            "model.hf_checkpoint": material.warm_checkpoint,
-            "data.train": material.train,
-            "data.evaluation.held_out": material.held_out,
-        }
-        values = {**conditions.overrides, **own}
-        return [conditions.recipe, *(f"{key}={value}" for key, value in values.items())]
+    @property
+    def overrides(self) -> list[str]:
+        """What tells this run from the others: ``key.path=value`` of the recipe's values."""
+        return [
+            f"run.directory={self.directory}",
+            f"run.seed={self.seed}",
+            f"algorithm.name={self.algorithm}",
+        ]
 
-    def claim(self, arguments: Sequence[str]) -> None:
-        """Note ``arguments`` in the run's folder, which may hold a part of this same run.
+    @property
+    def command(self) -> list[str]:
+        """The command that makes the run, or goes on with it."""
+        return [sys.executable, "-m", "megatron_dppo.train", CONFIG, *self.overrides]
 
-        Raises PlanError where the folder holds a run that was started with other arguments.
-        """
-        path = self.directory / COMMAND_FILE
-        if path.is_file():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            if before != list(arguments):
-                differing = sorted(set(before) ^ set(arguments))
-                raise PlanError(
-                    f"{self.directory} holds a run of other conditions ({', '.join(differing)}): "
-                    f"move it away, or choose another --directory"
-                )
+    def refuse_other_conditions(self) -> None:
+        """Raise PlanError where the folder holds a run whose configuration is not this one's."""
+        left = self.directory / CONFIG_FILE
+        if not left.is_file():
             return
-        self.directory.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(list(arguments), indent=1) + "\n")
+        before = load_config(left).model_dump()
+        now = load_config(CONFIG, self.overrides).model_dump()
+        differing = [
+            f"{section}.{key}"
+            for section, table in now.items()
+            for key in table
+            if before[section].get(key) != table[key]
+        ]
+        if differing:
+            raise PlanError(
+                f"{self.directory} holds a run of other conditions ({', '.join(differing)} differ): "
+                f"move it away, or choose another --directory"
+            )
 
 
 def plan_runs(
-    conditions: Conditions, root: Path, algorithm: str | None = None, seed: int | None = None
+    root: Path, algorithm: str | None = None, seed: int | None = None
 ) -> list[PlannedRun]:
     """The runs to make, seed by seed, so that whatever is finished compares all algorithms.
 
     Args:
-        conditions: Algorithms and seeds of the whole comparison.
         root: Folder that the runs' folders are in.
         algorithm: Only this one; None: all.
         seed: Only this one; None: all.
 
     Raises:
-        PlanError: ``algorithm`` or ``seed`` is not among the conditions'.
+        PlanError: ``algorithm`` or ``seed`` is not compared here.
     """
-    for what, chosen, known in (
-        ("algorithm", algorithm, conditions.algorithms),
-        ("seed", seed, conditions.seeds),
-    ):
-        if chosen is not None and chosen not in known:
-            names = ", ".join(str(name) for name in known)
-            raise PlanError(f"{what} {chosen!r} is not compared here; expected one of {names}")
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise PlanError(f"algorithm {algorithm!r}: expected one of {', '.join(ALGORITHMS)}")
+    if seed is not None and seed not in SEEDS:
+        raise PlanError(f"seed {seed}: expected one of {', '.join(map(str, SEEDS))}")
     return [
         PlannedRun(name, number, root)
-        for number in conditions.seeds
-        for name in conditions.algorithms
+        for number in SEEDS
+        for name in ALGORITHMS
         if algorithm in (None, name) and seed in (None, number)
     ]
-
-
-def train_command(arguments: Sequence[str]) -> list[str]:
-    """The command that starts a run with ``arguments``."""
-    return [sys.executable, "-m", "megatron_dppo.train", *arguments]

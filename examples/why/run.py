@@ -20,7 +20,7 @@ from rich.console import Console
 from examples.tiny_moe.children import run_to_the_end
 from examples.tiny_moe.prepare import INTERRUPTED, prepare
 from examples.why.figure import write_figure
-from examples.why.plan import Conditions, PlanError, PlannedRun, plan_runs, train_command
+from examples.why.plan import MATERIAL_SEED, PlanError, PlannedRun, plan_runs
 from examples.why.table import write_table
 
 FIGURE, TABLE = "why.png", "table.md"
@@ -31,42 +31,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 where every run that was asked for is finished."""
     parser = _parser()
     words = parser.parse_args(arguments)
-    conditions = Conditions.read()
     root = Path(words.directory)
     try:
-        runs = plan_runs(conditions, root, words.algorithm, words.seed)
-        code = 0 if words.only_figure else make_runs(runs, conditions)
+        runs = plan_runs(root, words.algorithm, words.seed)
+        code = 0 if words.only_figure else make_runs(runs)
     except PlanError as error:
         parser.error(str(error))
     if code == INTERRUPTED:
         return code
-    finished = [run for run in plan_runs(conditions, root) if run.finished]
+    finished = [run for run in plan_runs(root) if run.finished]
     if not finished:
         CONSOLE.print(f"[why] no run in {root} is finished, so there is nothing to draw")
         return code or 1
-    CONSOLE.print(f"[why] figure: {write_figure(finished, conditions, root / FIGURE)}")
+    CONSOLE.print(f"[why] figure: {write_figure(finished, root / FIGURE)}")
     CONSOLE.print(f"[why] table: {write_table(finished, root / TABLE)}")
     CONSOLE.print((root / TABLE).read_text(encoding="utf-8"))
     return code
 
 
-def make_runs(runs: Sequence[PlannedRun], conditions: Conditions) -> int:
+def make_runs(runs: Sequence[PlannedRun]) -> int:
     """Train what is not finished yet; 0, or the exit code of the last run that failed.
 
-    A run that fails does not keep the others from being made; Ctrl-C does.
+    A run that fails does not keep the others from being made; Ctrl-C does. PlanError where a folder
+    holds a run of other conditions.
     """
-    material = prepare(conditions.material_seed)
+    for run in runs:
+        run.refuse_other_conditions()
+    prepare(MATERIAL_SEED)
     failed = 0
     for number, run in enumerate(runs, start=1):
         name = f"run {number} of {len(runs)}, {run.algorithm}, seed {run.seed}"
-        arguments = run.arguments(conditions, material)
-        run.claim(arguments)
         if run.finished:
             CONSOLE.print(f"[why] {name}: finished before")
             continue
         CONSOLE.print(f"[why] {name}: in {run.directory}")
         started = time.monotonic()
-        code = run_to_the_end(train_command(arguments))
+        code = run_to_the_end(run.command)
         if code == INTERRUPTED:
             return code
         ending = f"failed with exit code {code}" if code else "done"

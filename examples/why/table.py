@@ -18,11 +18,11 @@ def write_table(runs: Sequence[PlannedRun], output: Path) -> Path:
     """Write a Markdown table of ``runs``, one row an algorithm, into ``output``; returns it."""
     algorithms = list(dict.fromkeys(run.algorithm for run in runs))
     names = [f"{panel.title}, {panel.unit.split(',')[0]}" for panel in PANELS]
-    lines = [_row(["mean of the last 10 steps", *names]), _row(["---"] * (len(PANELS) + 1))]
+    lines = [_row([f"mean of the last {WINDOW} steps", *names]), _row(["---"] * (len(PANELS) + 1))]
     for algorithm in algorithms:
         folders = [run.directory for run in runs if run.algorithm == algorithm]
         cells = [cell([panel_series(folder, panel) for folder in folders]) for panel in PANELS]
-        lines.append(_row([f"{label(algorithm)} ({len(folders)} seeds)", *cells]))
+        lines.append(_row([label(algorithm, len(folders)), *cells]))
     write_atomically(output, "\n".join(lines) + "\n")
     return output
 
@@ -38,4 +38,4 @@ def cell(seeds: Sequence[Series]) -> str:
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(text.replace("|", "\\|") for text in cells) + " |"

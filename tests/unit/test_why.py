@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
 
-from examples.tiny_moe.prepare import Material
 from examples.why import run as run_module
 from examples.why.aggregate import band, end_value
 from examples.why.figure import COLOURS, LABELS, PANELS, write_figure
-from examples.why.plan import Conditions, PlanError, PlannedRun, plan_runs
+from examples.why.plan import ALGORITHMS, CONFIG, PlanError, PlannedRun, plan_runs
 from examples.why.table import cell, write_table
-from megatron_dppo.config.loading import load_config
+from megatron_dppo.config import load_config, resolved_yaml
 from megatron_dppo.metrics.names import accuracy
 from megatron_dppo.metrics.records import encode_record
-
-CONDITIONS = Conditions.read()
-MATERIAL = Material(Path("material/seed-1"))
 
 
 def test_a_band_is_the_mean_and_the_range_at_the_steps_that_all_seeds_have():
@@ -53,7 +48,7 @@ def test_a_cell_holds_mean_and_range_over_seeds():
 
 
 def test_the_plan_has_every_algorithm_with_every_seed_once(tmp_path):
-    runs = plan_runs(CONDITIONS, tmp_path)
+    runs = plan_runs(tmp_path)
     assert [(run.algorithm, run.seed) for run in runs] == [
         (name, seed)
         for seed in (1, 2, 3)
@@ -64,41 +59,51 @@ def test_the_plan_has_every_algorithm_with_every_seed_once(tmp_path):
 
 
 def test_the_plan_takes_one_algorithm_or_one_seed(tmp_path):
-    assert [r.seed for r in plan_runs(CONDITIONS, tmp_path, algorithm="pg-tis")] == [1, 2, 3]
-    assert len(plan_runs(CONDITIONS, tmp_path, seed=2)) == 4
-    (one,) = plan_runs(CONDITIONS, tmp_path, algorithm="pg-is", seed=3)
+    assert [r.seed for r in plan_runs(tmp_path, algorithm="pg-tis")] == [1, 2, 3]
+    assert len(plan_runs(tmp_path, seed=2)) == 4
+    (one,) = plan_runs(tmp_path, algorithm="pg-is", seed=3)
     assert one == PlannedRun("pg-is", 3, tmp_path)
-    with pytest.raises(PlanError, match=r"algorithm 'gspo' .* expected one of pg-is, pg-tis"):
-        plan_runs(CONDITIONS, tmp_path, algorithm="gspo")
-    with pytest.raises(PlanError, match=r"seed 4 .* expected one of 1, 2, 3"):
-        plan_runs(CONDITIONS, tmp_path, seed=4)
+    with pytest.raises(PlanError, match=r"algorithm 'gspo': expected one of pg-is, pg-tis"):
+        plan_runs(tmp_path, algorithm="gspo")
+    with pytest.raises(PlanError, match=r"seed 4: expected one of 1, 2, 3"):
+        plan_runs(tmp_path, seed=4)
 
 
 def test_runs_differ_in_algorithm_and_seed_alone_and_start_from_one_checkpoint(tmp_path):
     configs = []
-    for run in plan_runs(CONDITIONS, tmp_path):
-        recipe, *overrides = run.arguments(CONDITIONS, MATERIAL)
-        config = load_config(recipe, overrides)
+    for run in plan_runs(tmp_path):
+        *_, module, recipe, directory, seed, algorithm = run.command
+        assert (module, recipe) == ("megatron_dppo.train", CONFIG)
+        config = load_config(recipe, [directory, seed, algorithm])
         assert (config.algorithm.name, config.run.seed) == (run.algorithm, run.seed)
         assert config.run.directory == str(run.directory)
         tree = config.model_dump()
         del tree["run"]["directory"], tree["run"]["seed"], tree["algorithm"]["name"]
         configs.append(tree)
     assert all(tree == configs[0] for tree in configs)
-    assert configs[0]["model"]["hf_checkpoint"] == "material/seed-1/warm"
-    for key, value in CONDITIONS.overrides.items():
-        section, name = key.split(".")
-        assert configs[0][section][name] == value
+
+
+def test_the_conditions_are_the_demos_but_for_those_that_the_readme_states():
+    here, demo = load_config(CONFIG), load_config("examples/tiny_moe/config.yaml")
+    assert here.model.hf_checkpoint == "runs/tiny_moe/material/seed-1/warm"
+    assert (here.optimizer.lr, demo.optimizer.lr) == (2e-4, 5e-5)
+    assert (here.rollout.max_staleness, demo.rollout.max_staleness) == (1, 0)
+    assert here.rollout.prompts_per_step // here.training.prompts_per_mini_batch == 16
+    same = ("model", "data", "algorithm", "reward", "parallel", "engine", "weight_sync")
+    assert all(getattr(here, section) == getattr(demo, section) for section in same)
 
 
 def test_a_folder_of_other_conditions_is_refused(tmp_path):
     run = PlannedRun("pg-is", 1, tmp_path)
-    arguments = run.arguments(CONDITIONS, MATERIAL)
-    run.claim(arguments)
-    run.claim(arguments)
-    changed = [a.replace("optimizer.lr=", "optimizer.lr=1") for a in arguments]
-    with pytest.raises(PlanError, match=r"pg-is-seed-1 holds a run of other conditions \(.*lr"):
-        run.claim(changed)
+    run.refuse_other_conditions()
+    config = load_config(CONFIG, run.overrides)
+    run.directory.mkdir()
+    (run.directory / "config.yaml").write_text(resolved_yaml(config))
+    run.refuse_other_conditions()
+    changed = load_config(CONFIG, [*run.overrides, "optimizer.lr=1e-3", "run.steps=9"])
+    (run.directory / "config.yaml").write_text(resolved_yaml(changed))
+    with pytest.raises(PlanError, match=r"other conditions \(run.steps, optimizer.lr differ\)"):
+        run.refuse_other_conditions()
 
 
 @pytest.fixture
@@ -115,7 +120,7 @@ def started(monkeypatch):
         return 0
 
     monkeypatch.setattr(run_module, "run_to_the_end", stand_in)
-    monkeypatch.setattr(run_module, "prepare", lambda seed: MATERIAL)
+    monkeypatch.setattr(run_module, "prepare", lambda seed: None)
     return names
 
 
@@ -154,10 +159,11 @@ def test_figure_and_table_of_two_seeds(tmp_path):
     runs = [PlannedRun("dppo-binary-tv", seed, tmp_path) for seed in (1, 2)]
     for run in runs:
         write_run(run.directory, steps=12, accuracy_at_end=0.5 * run.seed)
-    height, width, _ = imread(write_figure(runs, CONDITIONS, tmp_path / "why.png")).shape
+    height, width, _ = imread(write_figure(runs, tmp_path / "why.png")).shape
     assert (height > 1000, width > 1000) == (True, True)
     header, _, row = write_table(runs, tmp_path / "table.md").read_text().splitlines()
     assert header.split(" | ")[1] == "Held-out accuracy, fraction (avg@4)"
+    assert header.split(" | ")[3] == r"Mean \|pi - mu\|, probability"
     cells = row.strip("| ").split(" | ")
     assert cells[0] == "DPPO-Binary-TV (2 seeds)"
     assert cells[1] == "0.75 (0.5 to 1)"
@@ -166,12 +172,5 @@ def test_figure_and_table_of_two_seeds(tmp_path):
 
 
 def test_every_algorithm_has_a_colour_and_a_name():
-    assert len(COLOURS) == len(CONDITIONS.algorithms)
-    assert set(LABELS) == set(CONDITIONS.algorithms)
-
-
-def test_the_noted_command_is_json(tmp_path):
-    run = PlannedRun("pg-is", 1, tmp_path)
-    run.claim(["recipe.yaml", "run.seed=1"])
-    noted = json.loads((run.directory / "command.json").read_text())
-    assert noted == ["recipe.yaml", "run.seed=1"]
+    assert len(COLOURS) == len(ALGORITHMS)
+    assert set(LABELS) == set(ALGORITHMS)
