@@ -406,7 +406,7 @@ def test_rank_0_draws_on_the_terminal_and_its_file_is_plain(tmp_path):
         "print('stray', flush=True)\n"
         "with progress('generate', 3) as bar:\n"
         "    bar.advance(3); time.sleep(0.3)\n"
-        "console.print('step', 7, console.size.width, style='green')\n"
+        "console.print(f'step 7 {console.size.width}', style='green')\n"
     )
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 123, 0, 0))
