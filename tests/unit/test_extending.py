@@ -125,3 +125,13 @@ def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
         check=False,
         timeout=240,
     )
+
+
+MOST_FILES = {"An algorithm": 2, "A reward": 1, "A model family": 1}
+"""By the walk's first words: an algorithm is a function and a row, the others one file."""
+
+
+@pytest.mark.parametrize("subject", MOST_FILES)
+def test_a_walk_names_few_files(subject):
+    (walk,) = [walk for walk in walks() if walk.title.startswith(subject)]
+    assert len(set(walk.files)) <= MOST_FILES[subject]
