@@ -107,7 +107,7 @@ class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def mutants_of(path: str) -> Iterator[Mutant]:
-    """Every mutant of a module whose meaning differs: not of annotations, docstrings or errors' words."""
+    """Every mutant of a module whose meaning differs: not of annotations or errors' words."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -131,13 +131,15 @@ def mutants_of(path: str) -> Iterator[Mutant]:
 
 
 def meaning(text: str) -> str:
-    """The syntax tree without annotations, docstrings, and the arguments of what is raised."""
+    """The syntax tree without annotations, decorators of classes, and the words of what is raised."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign | ast.arg):
             node.annotation = ast.Constant(0) if isinstance(node, ast.AnnAssign) else None
         elif isinstance(node, ast.FunctionDef):
             node.returns = None
+        elif isinstance(node, ast.ClassDef):  # frozen or not
+            node.decorator_list = []
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
             node.exc.args = []
     return ast.dump(tree)

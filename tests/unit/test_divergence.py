@@ -162,3 +162,21 @@ def test_bad_shapes_and_dtypes_are_named():
         exact_tv(x, x[:2])
     with pytest.raises(ValueError, match=r"torch\.int64, expected a floating-point"):
         binary_kl(torch.zeros(2, dtype=torch.int64), torch.zeros(2))
+
+
+def test_certainty_by_rounding_costs_as_much_as_half_the_dtypes_resolution():
+    # log pi = 0 at mu = 1/2: 1/2 log(1/2) + 1/2 (log(1/2) - log(eps / 2)), eps = 2^-23 and 2^-52.
+    for dtype, bits in ((torch.float32, 24), (torch.float64, 53)):
+        pi, mu = torch.zeros(1, dtype=dtype), torch.tensor([0.5], dtype=dtype).log()
+        expected = (-1 + bits / 2) * math.log(2)
+        assert binary_kl(pi, mu).item() == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_log_probability_above_zero_counts_as_zero():
+    above, at = (torch.tensor([[v, -50.0]], dtype=torch.float64) for v in (0.5, 0.0))
+    mu, valid = logs(0.6, 0.3)[None], torch.ones(1, 2, dtype=torch.bool)
+    for f in (topk_tv, topk_kl):
+        assert f(above, mu, valid).item() == f(at, mu, valid).item()
+        assert f(mu, above, valid).item() == f(mu, at, valid).item()
+    for f in (binary_tv, binary_kl):
+        assert f(above[:, 0], mu[:, 0]).item() == f(at[:, 0], mu[:, 0]).item()

@@ -228,7 +228,7 @@ def test_token_inputs_still_take_any_shape():
     x = complete_inputs()
     shaped = TokenInputs(
         **{
-            name: value.view(4, 6, *value.shape[1:])
+            name: value.view(3, 8, *value.shape[1:])
             for name in x.__dataclass_fields__
             if (value := getattr(x, name)) is not None
         }
