@@ -14,6 +14,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.data.trajectory import Trajectory, sizes_of
+from megatron_dppo.data.trajectory_codec import BatchFormatError
 from megatron_dppo.loop.batches import (
     BatchLayout,
     MiniBatch,
@@ -83,8 +84,8 @@ class Learner:
     def plan(self, batch: Sequence[Trajectory]) -> PlannedBatch:
         """Who trains on what, and each column with those who need it. Collective.
 
-        Raises ExchangeError where a column is missing, another model's, or changed on its way, and ValueError
-        where the batch carries another number of Top-K ids than the run asks for.
+        Raises ExchangeError where a column is missing, another model's, or changed on its way, and
+        BatchFormatError where the batch carries another number of Top-K ids than the run asks for.
         """
         plans = plan_mini_batches(batch, self._config, self.layout)
         needed = [
@@ -162,13 +163,13 @@ class Learner:
 
 
 def check_carried_topk(forms: Mapping[str, Form], topk: int) -> None:
-    """Raise ValueError where a batch's Top-K has not ``topk`` ids a token; 0: whatever it has.
+    """Raise BatchFormatError where a batch's Top-K has not ``topk`` ids a token; 0: whatever it has.
 
     Fewer would make another divergence of the algorithm, under its name.
     """
     width = sizes_of(forms).get("topk", 0)
     if topk and width != topk:
-        raise ValueError(
+        raise BatchFormatError(
             f"the batch has {width} Top-K ids for each token, expected {topk}: recorded with another "
             "rollout.topk_log_probs?"
         )

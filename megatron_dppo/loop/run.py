@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import DataError
 from megatron_dppo.data.sampler import ProblemSampler
@@ -42,6 +41,7 @@ from megatron_dppo.metrics import names
 from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, remember_checkpoint
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.timing import PhaseTimer
+from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
@@ -54,10 +54,10 @@ from megatron_dppo.trainer.trainer import Trainer
 log = logging.getLogger(__name__)
 
 EXPECTED_ERRORS = (
-    CheckpointError,
     DataError,
     EngineError,
     EngineUnavailableError,
+    ModelError,
     NonFiniteLogProbsError,
     NonFiniteLossError,
     RecordingError,

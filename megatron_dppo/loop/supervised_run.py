@@ -19,6 +19,7 @@ from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.errors import ModelError
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
@@ -29,12 +30,12 @@ log = logging.getLogger(__name__)
 def run_supervised_rank(config: SupervisedConfig) -> None:
     """Run ``run.steps`` optimiser steps on shuffled pairs, then export. Collective.
 
-    CheckpointError, DataError and NonFiniteLossError end the process with a message.
+    ModelError, DataError and NonFiniteLossError end the process with a message.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         _run(config)
-    except (CheckpointError, DataError, NonFiniteLossError) as error:
+    except (ModelError, DataError, NonFiniteLossError) as error:
         fatal(f"{type(error).__name__}: {error}")
 
 

@@ -8,13 +8,17 @@ import torch
 
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.presets import build_algorithm
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory_codec import BatchFormatError
 from megatron_dppo.loop.batches import BatchLayout, plan_mini_batches
 from megatron_dppo.loop.learning import check_carried_topk
 from megatron_dppo.loop.rollouts.sources import verify
+from megatron_dppo.loop.run import EXPECTED_ERRORS
+from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.types import Problem
 from megatron_dppo.vocab_parallel import policy_stats
@@ -151,13 +155,23 @@ def test_what_a_truncated_response_earns(setting, rewards, advantages):
 
 def test_another_number_of_topk_ids_than_asked_for_is_refused():
     check_carried_topk({}, 0)
-    with pytest.raises(ValueError, match="the batch has 0 Top-K ids for each token, expected 20"):
+    with pytest.raises(
+        BatchFormatError, match="the batch has 0 Top-K ids for each token, expected 20"
+    ):
         check_carried_topk({}, 20)
     forms = {"topk_ids": Form("int32", (5,)), "topk_log_probs": Form("float32", (5,))}
     check_carried_topk(forms, 5)
     check_carried_topk(forms, 0)
-    with pytest.raises(ValueError, match="5 Top-K ids for each token, expected 36"):
+    with pytest.raises(BatchFormatError, match="5 Top-K ids for each token, expected 36"):
         check_carried_topk(forms, 36)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [BatchFormatError, CheckpointError, LayoutError, ModelConfigError, UnsupportedModelError],
+)
+def test_what_is_wrong_with_the_input_ends_a_rank_without_a_traceback(error):
+    assert issubclass(error, EXPECTED_ERRORS)
 
 
 def gradient_of(packs, aggregation, denominator):
