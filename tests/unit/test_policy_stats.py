@@ -8,9 +8,9 @@ import torch
 from megatron_dppo.system import cpp_build
 from megatron_dppo.vocab_parallel import cpp_backend, policy_stats, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
-from megatron_dppo.vocab_parallel.dense import dense_policy_stats
 from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError
 from megatron_dppo.vocab_parallel.wire import Shard
+from tests.dense_policy_stats import dense_policy_stats
 
 T, COLUMNS, V, K = 29, 5003, 4999, 6
 CASES = [(b, d) for b in ("eager", "cpp") for d in (torch.float32, torch.bfloat16)]
