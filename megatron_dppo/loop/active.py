@@ -10,7 +10,7 @@ from megatron_dppo.model.layout import Layout
 
 
 def active_line(config: TrainConfig, algorithm: Algorithm, layout: Layout) -> str:
-    """``dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2``."""
+    """``active: dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2, float32``."""
     rollout = config.rollout
     numbers = ", ".join(
         f"{name} {value:g}" for name, value in algorithm.numbers.items() if math.isfinite(value)
