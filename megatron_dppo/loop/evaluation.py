@@ -8,7 +8,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.requests import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.rollouts.sources import share, verify
+from megatron_dppo.loop.rollouts.sources import own_problems, verify
 from megatron_dppo.metrics import names
 from megatron_dppo.rewards import Verifier
 from megatron_dppo.trainer.collectives import all_gather_json
@@ -45,10 +45,10 @@ def evaluate(
     )
     accuracies = {}
     for name, problems in sets.items():
-        own = share(problems, topology)
+        own = own_problems(problems, topology)
         job = GenerationJob(own, settings.samples_per_prompt, sampling)
         answers = engine.generate(job, f"evaluate on {name}")
-        scored = verify(answers, own, job.group_size, config, verifier)
+        scored = verify(answers, own, job.group_size, config.algorithm, verifier)
         parts = all_gather_json([sum(t.reward for t in scored), len(scored)])
         total, count = (sum(column) for column in zip(*parts, strict=True))
         accuracies[names.accuracy(name)] = total / count

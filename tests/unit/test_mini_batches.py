@@ -147,7 +147,8 @@ class Answers:
 def test_what_a_truncated_response_earns(setting, rewards, advantages):
     batch = answers(truncated=(1,))[:4]
     problems = [Problem(i, "p", "a", (1,)) for i in range(2)]
-    scored = verify(batch, problems, GROUP, config(truncated_responses=setting), Answers())
+    algorithm = AlgorithmConfig(truncated_responses=setting)
+    scored = verify(batch, problems, GROUP, algorithm, Answers())
     assert [t.reward for t in scored] == rewards
     assert [t.advantage for t in scored] == advantages
     assert all(t.reward == t.advantage == 0 for t in batch)  # what was given has not changed

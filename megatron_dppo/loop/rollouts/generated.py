@@ -168,7 +168,13 @@ class GeneratedRollouts:
         with self._timer("reward"):
             answers = [t for p in new for t in draft.own[p]]
             problems = [draft.problems[p] for p in new]
-            scored = verify(answers, problems, self._job.group_size, self._config, self._verifier)
+            scored = verify(
+                answers,
+                problems,
+                self._job.group_size,
+                self._config.algorithm,
+                self._verifier,
+            )
             draft.own |= dict(zip(new, self._groups(scored), strict=True))
             assert draft.generation is not None
             told = all_gather_json(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_dppo.algorithms.advantages import group_relative
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.rewards import Verifier
@@ -67,7 +67,7 @@ def own_positions(positions: Sequence[int], topology: Topology) -> list[int]:
     return [p for p in positions if topology.is_leader and owner(p, topology) == topology.dp_rank]
 
 
-def share(problems: Sequence[Problem], topology: Topology) -> list[Problem]:
+def own_problems(problems: Sequence[Problem], topology: Topology) -> list[Problem]:
     """The problems that this rank answers: every dp_size-th on a leader, none on other ranks."""
     return [problems[p] for p in own_positions(range(len(problems)), topology)]
 
@@ -76,7 +76,7 @@ def verify(
     trajectories: Sequence[Trajectory],
     problems: Sequence[Problem],
     group_size: int,
-    config: TrainConfig,
+    algorithm: AlgorithmConfig,
     verifier: Verifier,
 ) -> list[Trajectory]:
     """The same with their rewards and advantages; groups of ``group_size`` in the order of ``problems``."""
@@ -85,7 +85,7 @@ def verify(
     scores = verifier.score(
         [(t.text, problems[i // group_size].answer) for i, t in enumerate(trajectories)]
     )
-    zeroed = config.algorithm.truncated_responses == "zero-reward"
+    zeroed = algorithm.truncated_responses == "zero-reward"
     rewards = [
         0.0 if zeroed and t.truncated else score.value
         for t, score in zip(trajectories, scores, strict=True)
