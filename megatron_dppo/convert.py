@@ -47,42 +47,16 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(prog="python -m megatron_dppo.convert", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-
-    to_megatron = _command(
-        commands, "hf-to-megatron", _hf_to_megatron, "Hugging Face -> one file a Megatron rank"
+    _hf_to_megatron_arguments(
+        _command(
+            commands, "hf-to-megatron", _hf_to_megatron, "Hugging Face -> one file a Megatron rank"
+        )
     )
-    to_megatron.add_argument("--hf", type=Path, required=True, help="Hugging Face folder")
-    to_megatron.add_argument("--out", type=Path, required=True, help="new or empty folder")
-    _layout_arguments(to_megatron)
-    to_megatron.add_argument(
-        "--format",
-        choices=("sharded", "torch_dist"),
-        default="sharded",
-        help="sharded: a safetensors file a rank (default); torch_dist: Megatron-Core's distributed "
-        "checkpoint, whose files suit every layout",
+    _megatron_to_hf_arguments(
+        _command(
+            commands, "megatron-to-hf", _megatron_to_hf, "a converted folder -> Hugging Face shards"
+        )
     )
-    to_megatron.add_argument(
-        "--dtype", choices=sorted(ITEM_BYTES), help="cast to; default: as stored"
-    )
-
-    to_hf = _command(
-        commands, "megatron-to-hf", _megatron_to_hf, "a converted folder -> Hugging Face shards"
-    )
-    to_hf.add_argument(
-        "--megatron",
-        type=Path,
-        required=True,
-        help="folder made by hf-to-megatron, or a torch_dist checkpoint",
-    )
-    to_hf.add_argument(
-        "--hf-config", type=Path, help="folder of config and tokenizer; default: --megatron's own"
-    )
-    to_hf.add_argument("--out", type=Path, required=True, help="new or empty folder")
-    to_hf.add_argument("--dtype", choices=sorted(ITEM_BYTES), help="cast to; default: as stored")
-    to_hf.add_argument(
-        "--max-shard-gb", type=float, default=5.0, help="largest shard, in 10^9 bytes (5)"
-    )
-
     verify = _command(
         commands, "verify", _verify, "prove Hugging Face -> Megatron -> Hugging Face byte-identical"
     )
@@ -90,23 +64,61 @@ def parser() -> argparse.ArgumentParser:
     verify.add_argument(
         "--megatron", type=Path, required=True, help="folder made by hf-to-megatron"
     )
-
-    plan = _command(
-        commands, "plan", _plan, "prove a layout's resharding and count its bytes; needs no weights"
+    _plan_arguments(
+        _command(
+            commands,
+            "plan",
+            _plan,
+            "prove a layout's resharding and count its bytes; needs no weights",
+        )
     )
-    plan.add_argument("--hf-config", type=Path, required=True, help="config.json, or its folder")
-    _layout_arguments(plan)
-    plan.add_argument(
+    return top
+
+
+def _hf_to_megatron_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--hf", type=Path, required=True, help="Hugging Face folder")
+    command.add_argument("--out", type=Path, required=True, help="new or empty folder")
+    _layout_arguments(command)
+    command.add_argument(
+        "--format",
+        choices=("sharded", "torch_dist"),
+        default="sharded",
+        help="sharded: a safetensors file a rank (default); torch_dist: Megatron-Core's distributed "
+        "checkpoint, whose files suit every layout",
+    )
+    command.add_argument("--dtype", choices=sorted(ITEM_BYTES), help="cast to; default: as stored")
+
+
+def _megatron_to_hf_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--megatron",
+        type=Path,
+        required=True,
+        help="folder made by hf-to-megatron, or a torch_dist checkpoint",
+    )
+    command.add_argument(
+        "--hf-config", type=Path, help="folder of config and tokenizer; default: --megatron's own"
+    )
+    command.add_argument("--out", type=Path, required=True, help="new or empty folder")
+    command.add_argument("--dtype", choices=sorted(ITEM_BYTES), help="cast to; default: as stored")
+    command.add_argument(
+        "--max-shard-gb", type=float, default=5.0, help="largest shard, in 10^9 bytes (5)"
+    )
+
+
+def _plan_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--hf-config", type=Path, required=True, help="config.json, or its folder")
+    _layout_arguments(command)
+    command.add_argument(
         "--dp", type=int, help="data-parallel replicas; default: the fewest that the experts need"
     )
-    plan.add_argument("--engine-tp", type=int, default=1, help="SGLang's --tp-size (1)")
-    plan.add_argument("--engine-ep", type=int, default=1, help="SGLang's --ep-size (1)")
-    plan.add_argument(
+    command.add_argument("--engine-tp", type=int, default=1, help="SGLang's --tp-size (1)")
+    command.add_argument("--engine-ep", type=int, default=1, help="SGLang's --ep-size (1)")
+    command.add_argument(
         "--dtype",
         choices=sorted(ITEM_BYTES),
         help="of the weights that travel; default: config.json's",
     )
-    return top
 
 
 def _command(
