@@ -116,6 +116,22 @@ class Engines:
             culprits = refused  # where all refuse alike, the fault lies between them and us
         raise EngineFaultError(culprits, reason) from reason
 
+    def drain(self, timeout_s: float) -> list[str]:
+        """Let running requests finish, then pause; the URLs of engines where they didn't finish.
+
+        Where one is busy beyond ``timeout_s``, all go on generating.
+        """
+        idle = self.each(lambda engine: engine.pause_when_idle(timeout_s))
+        busy = [url for url, is_idle in idle.items() if not is_idle]
+        if busy:
+            self.each(lambda engine: engine.resume())
+        return busy
+
+    def commit(self, version: int) -> None:
+        """``weight_version`` becomes ``str(version)`` everywhere; then generation goes on."""
+        self.each(lambda engine: engine.set_version(str(version)))
+        self.each(lambda engine: engine.resume())
+
     def quarantine(self, label: str) -> None:
         """Pause every engine that answers and give it the version ``label``. Never raises."""
 

@@ -119,7 +119,7 @@ class WeightUpdater:
             tensors = self._verify(phases, [f[2] for f in facts if f[2]]) if verify else 0
             self._share(phases.error, what)
             canary = self._canary(phases, what) if score else None
-            self._conduct(phases, "commit", partial(_commit, version))
+            self._conduct(phases, "commit", lambda e: e.commit(version))
             self._share(phases.error, what)
         except WeightUpdateRefusedError:
             self.committed_version = previous
@@ -151,7 +151,7 @@ class WeightUpdater:
     # --- the transaction's parts
 
     def _begin(self, phases: Phases, version: int, what: str) -> None:
-        busy = self._conduct(phases, "drain", partial(_pause_idle, self._config.timeout_s))
+        busy = self._conduct(phases, "drain", lambda e: e.drain(self._config.timeout_s))
         self._share(phases.error, what)
         if (refused := self._agree(json.dumps(busy) if busy else None)) is not None:
             raise WeightUpdateRefusedError(f"{what}: {_BUSY}", json.loads(refused))
@@ -284,20 +284,5 @@ class WeightUpdater:
             raise WeightUpdateError(f"{what}: {reason}", engines) from error
 
 
-def _pause_idle(timeout_s: float, engines: Engines) -> list[str]:
-    """Let running requests finish, then pause; the URLs of engines where they didn't finish."""
-    idle = engines.each(lambda engine: engine.pause_when_idle(timeout_s))
-    busy = [url for url, is_idle in idle.items() if not is_idle]
-    if busy:
-        engines.each(lambda engine: engine.resume())
-    return busy
-
-
 def _send(bucket: Bucket, strategy: Strategy) -> int:
     return strategy.send(bucket)
-
-
-def _commit(version: int, engines: Engines) -> None:
-    """``weight_version`` becomes ``str(version)`` everywhere; then generation goes on."""
-    engines.each(lambda engine: engine.set_version(str(version)))
-    engines.each(lambda engine: engine.resume())
