@@ -19,6 +19,11 @@ log = logging.getLogger(__name__)
 
 _SINGLE = ("pp_size", "dp_size", "ep_size", "moe_dp_size")
 
+_SERVER_INFO = {"version": str, "dtype": str, "quantization": object, "max_total_num_tokens": int}
+_MODEL_INFO = {"model_type": str, "architectures": list}
+_LAYOUT = {"dtype": str, "tp_size": int, "device": str}
+"""What must be in an answer, by its type; ``object``: anything, null included."""
+
 SGLANG_VERSION = "0.5.23"
 """The release whose protocol this package speaks; requirements pin it."""
 
@@ -27,12 +32,15 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     """Compare the server's release, model, vocabulary, type, room and routing capture with the
     run's.
 
-    Needed for a server that was started elsewhere (``engine.url``), harmless for our own. A paused one,
+    Needed for a server that was started elsewhere (``engine.urls``), harmless for our own. A paused one,
     which a failed weight update leaves, would hold the request that tells the vocabulary: there
     that comparison is left to the weight update, which a wrong vocabulary makes fail. Raises
     EngineMismatchError with every difference, and the client's errors.
     """
     info, model_info = await client.get_json("/server_info"), await client.get_json("/model_info")
+    replay = {"enable_return_routed_experts": bool} if config.rollout.router_replay else {}
+    _require(f"{client.url}/server_info", info, _SERVER_INFO | replay)
+    _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
     differences = compare_server(config, info, model_info)
     size = load_model_shape(config.model.hf_checkpoint).vocab_size
     if not differences and not await client.ready():
@@ -98,8 +106,9 @@ async def _scores(client: EngineClient, token: int) -> bool:
 
 def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShape) -> None:
     """Raise EngineMismatchError where ``/server_info`` names a layout, or a type of weights, whose
-    weight updates can't be verified.
+    weight updates can't be verified, or does not say which.
     """
+    _require(f"{url}/server_info", info, _LAYOUT)
     for field in _SINGLE:
         if info.get(field, 1) != 1:
             raise EngineMismatchError(
@@ -112,4 +121,18 @@ def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShap
     if served != dtype:
         raise EngineMismatchError(
             f"{url}: the engine's weights are {served}, the trainer's {dtype}"
+        )
+
+
+def _require(where: str, answer: Mapping[str, Any], fields: Mapping[str, type]) -> None:
+    """Raise EngineMismatchError where an answer lacks what SGLang's holds: another program's."""
+    missing = [
+        name
+        for name, kind in fields.items()
+        if name not in answer or not isinstance(answer[name], kind)
+    ]
+    if missing:
+        raise EngineMismatchError(
+            f"{where} does not say {', '.join(missing)} as SGLang {SGLANG_VERSION} does; is it a "
+            "server of SGLang?"
         )

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.compatibility import SGLANG_VERSION, check_engine
+from megatron_dppo.engine.compatibility import SGLANG_VERSION, check_engine, check_layout
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.system.async_runner import AsyncRunner
+from tests.unit.test_engine_checksums import model_shape
 from tests.unit.test_engine_server import MODEL, sections
-from tests.unit.test_engine_weights import Engine, engine
+from tests.unit.test_engine_weights import SERVER_INFO, Engine, engine
 
 __all__ = ["engine"]  # a fixture
 
@@ -58,6 +59,35 @@ def test_other_differences_are_told_of_a_paused_engine_too(fitting, tmp_path):
     fitting.info(version="0.5.22", max_total_num_tokens=128)
     with pytest.raises(EngineMismatchError, match=r"sglang version: '0.5.22'"):
         check(tmp_path, fitting.url)
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "told"),
+    [
+        ("/server_info", "{}", "version, dtype, quantization, max_total_num_tokens"),
+        ("/server_info", json.dumps(SERVER_INFO), "version, max_total_num_tokens"),
+        ("/model_info", "{}", "model_type, architectures"),
+        ("/model_info", json.dumps({**MODEL, "architectures": None}), "architectures"),
+    ],
+)
+def test_a_server_of_something_else_is_refused(fitting, tmp_path, path, answer, told):
+    fitting.answers[path] = (200, answer)
+    with pytest.raises(EngineMismatchError, match=rf"{path} does not say {told} as SGLang"):
+        check(tmp_path, fitting.url)
+
+
+@pytest.mark.parametrize("changes", [{"max_total_num_tokens": "many"}, {"dtype": None}])
+def test_fields_of_another_type_are_refused(fitting, tmp_path, changes):
+    fitting.info(**{"version": SGLANG_VERSION, "max_total_num_tokens": 128, **changes})
+    with pytest.raises(EngineMismatchError, match=f"does not say {next(iter(changes))} as SGLang"):
+        check(tmp_path, fitting.url)
+
+
+@pytest.mark.parametrize("field", ["dtype", "tp_size", "device"])
+def test_a_layout_that_is_not_told_is_refused(field):
+    info = {name: value for name, value in SERVER_INFO.items() if name != field}
+    with pytest.raises(EngineMismatchError, match=f"does not say {field} as SGLang"):
+        check_layout("http://elsewhere", info, "float32", model_shape())
 
 
 @pytest.mark.parametrize(("status", "answers"), [(200, True), (401, True), (503, False)])
