@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-from urllib.parse import urlsplit
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.expectations import given
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.urls import url_problem
 
 LONGEST_TEXT = 4096
 """Characters of a path, as Linux bounds it."""
@@ -42,14 +42,8 @@ def url_problems(config: TrainConfig) -> Iterator[str]:
     """``engine.urls`` that no server can have, or that name one server twice."""
     urls = [url.rstrip("/") for url in config.engine.urls]
     for url in urls:
-        try:
-            parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-            reason = ""
-        except ValueError as error:
-            good, reason = False, f": {error}"
-        if not good:
-            yield f"engine.urls: got {url!r}, expected http://host:port{reason}"
+        if problem := url_problem(url):
+            yield f"engine.urls: {problem}"
     if len(set(urls)) < len(urls):
         yield f"engine.urls: got {urls}, expected each server once"
 

@@ -20,9 +20,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.urls import url_problem
 
 ROUTER = "router"
 """The router's name, where servers have theirs."""
@@ -187,9 +187,8 @@ class FleetFolder:
 
 def attached_name(url: str) -> str:
     """A file's name for a server that runs elsewhere. Raises ValueError for what is no URL."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"got {url!r}, expected http://host:port")
+    if problem := url_problem(url):
+        raise ValueError(problem)
     return re.sub(r"[^\w.]+", "-", url.rstrip("/"))
 
 
