@@ -8,21 +8,25 @@ command.
       lost/<name>.json      {incarnation}: a rank wants that one replaced, for it no longer answers
       status.json           what the ranks make of it: weight version, servers that serve or not
 
-Files appear by a rename, so that a reader sees a whole file or none. Loads no torch.
+Files appear by a rename, so that a reader sees a whole file or none. One that is damaged all the same
+is renamed to ``*.json.damaged``, with a warning, and counts as none. Loads no torch.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.urls import url_problem
+
+log = logging.getLogger(__name__)
 
 ROUTER = "router"
 """The router's name, where servers have theirs."""
@@ -171,7 +175,8 @@ class FleetFolder:
         if report is None:
             return None
         path.unlink(missing_ok=True)
-        return int(report["incarnation"])
+        incarnation = report.get("incarnation")
+        return incarnation if isinstance(incarnation, int) else None
 
     # --- the ranks' view
 
@@ -193,15 +198,38 @@ def attached_name(url: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
+    """The object in a file; None where there is no file, or a damaged one."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        _set_aside(path)
+        return None
+    return found
 
 
 def _read_server(path: Path) -> Server | None:
     found = _read(path)
-    return Server(**found) if found else None
+    if found is None:
+        return None
+    known = {field.name for field in fields(Server)}
+    if not (found.keys() <= known and all(isinstance(found.get(k), str) for k in ("name", "url"))):
+        _set_aside(path)
+        return None
+    return Server(**found)
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a damaged file, which another reader may have done already."""
+    aside = path.with_name(f"{path.name}.damaged")
+    try:
+        path.replace(aside)
+    except FileNotFoundError:
+        return
+    log.warning("%s is damaged; it is now %s, and counts as missing", path, aside.name)
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:

@@ -115,3 +115,32 @@ def test_the_status_is_what_was_said_last(tmp_path: Path) -> None:
     assert folder.status() == {}
     folder.publish_status(3, {"engine0": "serves"})
     assert folder.status() == {"version": 3, "servers": {"engine0": "serves"}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", "[" * 100_000, '{"name": "x"}', '{"name": 1, "url": "http://x:1"}',
+     '{"name": "x", "url": "http://x:1", "more": 1}', "\xff"],
+)  # fmt: skip
+def test_a_damaged_file_of_a_server_is_set_aside_and_the_others_stay(
+    tmp_path: Path, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = FleetFolder(tmp_path)
+    folder.publish(HERE)
+    damaged = tmp_path / "engine" / "servers" / "x.json"
+    damaged.write_bytes(text.encode("latin-1"))
+    assert folder.servers() == folder.servers() == [HERE]
+    assert not damaged.exists()
+    assert damaged.with_name("x.json.damaged").exists()
+    assert [r.message for r in caplog.records] == [
+        f"{damaged} is damaged; it is now x.json.damaged, and counts as missing"
+    ]
+
+
+@pytest.mark.parametrize("text", ["{", '{"incarnation": "3"}', "{}"])
+def test_a_damaged_report_is_no_report(tmp_path: Path, text: str) -> None:
+    folder = FleetFolder(tmp_path)
+    report = tmp_path / "engine" / "lost" / "engine0.json"
+    report.write_text(text)
+    assert folder.take_report("engine0") is None
+    assert not report.exists()
