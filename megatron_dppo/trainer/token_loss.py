@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -14,12 +13,10 @@ from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
 from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
-if TYPE_CHECKING:
-    from megatron_dppo.data.packing import PackedBatch
-
-TokenLoss = Callable[[PolicyStats, "PackedBatch"], LossSums]
+TokenLoss = Callable[[PolicyStats, PackedBatch], LossSums]
 """What the trainer calls with the statistics of each micro-batch."""
 
 
