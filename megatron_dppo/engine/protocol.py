@@ -58,12 +58,18 @@ def parse_answers(
     ``version``: the weight version that every token must come from. Raises AbortedError,
     EngineAnswerError, and StaleWeightsError where a token comes from other weights.
     """
-    answers = orjson.loads(payload)
+    try:
+        answers = orjson.loads(payload)
+    except orjson.JSONDecodeError as error:
+        shown = payload[:200].decode(errors="replace")
+        raise EngineAnswerError(f"/generate answered no JSON: {shown!r}") from error
     if isinstance(answers, dict) and len(requests) == 1:
         answers = [answers]
     if not isinstance(answers, list) or len(answers) != len(requests):
         count = len(answers) if isinstance(answers, list) else type(answers).__name__
         raise EngineAnswerError(f"/generate answered {count} for {len(requests)} requests")
+    if not all(isinstance(answer, dict) for answer in answers):
+        raise EngineAnswerError("/generate answered a list of something else than objects")
     if version is not None:
         for answer, request in zip(answers, requests, strict=True):
             _check_version(answer.get("meta_info", {}), request, version)
@@ -109,7 +115,7 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
         raise EngineAnswerError(f"request {request.key}: the answer lacks {error}") from error
     except AbortedError as error:
         raise AbortedError(f"request {request.key}: {error}") from error
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise EngineAnswerError(f"request {request.key}: {error}") from error
 
 

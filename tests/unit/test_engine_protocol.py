@@ -103,6 +103,8 @@ def test_routing_of_many_experts_needs_two_bytes():
         ({"output_token_logprobs": [[-0.5, 7, None], [0.01, 2, None]]}, "at output token 1"),
         ({"finish_reason": {"type": "length", "length": 2}}, "cut off after 2 tokens"),
         ({"finish_reason": {"type": "other"}}, "expected stop or length"),
+        ({"finish_reason": None}, "not subscriptable"),
+        ({"output_token_logprobs": None}, "not iterable"),
         ({"weight_versions": [{"version": "3", "start": 0, "end": 1}]}, "end at 1"),
         ({"weight_versions": [{"version": "3", "start": 1, "end": 2}]}, "not contiguous"),
         ({"weight_versions": [{"version": "default", "start": 0, "end": 2}]}, "no integer"),
@@ -174,6 +176,20 @@ def test_a_call_has_one_answer_for_each_request():
         parse_answers(orjson.dumps([answer()]), two)
     with pytest.raises(EngineAnswerError, match="dict for 2 requests"):
         parse_answers(orjson.dumps(answer()), two)
+
+
+@pytest.mark.parametrize(
+    ("payload", "message"),
+    [
+        (b"<html>busy</html>", "answered no JSON: '<html>busy</html>'"),
+        (b"", "answered no JSON: ''"),
+        (b"[1]", "something else than objects"),
+        (b"[null]", "something else than objects"),
+    ],
+)
+def test_what_is_no_answer_at_all_is_refused(payload, message):
+    with pytest.raises(EngineAnswerError, match=message):
+        parse_answers(payload, [request()])
 
 
 def test_the_body_asks_for_tokens_and_binary_forms():
