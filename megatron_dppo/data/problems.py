@@ -13,8 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_dppo.data.json_lines import DataError, keys, read_records, shorten
 from megatron_dppo.types import Problem
 
-__all__ = ["DataError", "Pair", "ProblemSet", "load_pairs", "load_problems", "load_tokenizer"]
-
 PROMPT_KEYS = ("prompt", "problem", "question")
 """Keys of the prompt; the first one that a line has is used."""
 Prompt = str | list[dict[str, str]]

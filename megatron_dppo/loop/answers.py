@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_dppo.config.schema import RewardConfig
-from megatron_dppo.data.problems import DataError, ProblemSet
+from megatron_dppo.data.json_lines import DataError
+from megatron_dppo.data.problems import ProblemSet
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import Score, Verifier, find_reward
 from megatron_dppo.rewards.gold import gold_answer

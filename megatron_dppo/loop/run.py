@@ -13,7 +13,7 @@ import torch
 
 from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.problems import DataError
+from megatron_dppo.data.json_lines import DataError
 from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import BatchFormatError, save_batch
@@ -38,7 +38,11 @@ from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
-from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, remember_checkpoint
+from megatron_dppo.metrics.history import (
+    CHECKPOINTS_FOLDER,
+    ROLLOUTS_FOLDER,
+    remember_checkpoint,
+)
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.errors import ModelError
@@ -285,7 +289,7 @@ class Run:
 
     def _save_batch(self, step: int, batch: Sequence[Trajectory]) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
-            folder = Path(self.config.run.directory) / "rollouts"
+            folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
             try:
                 save_batch(folder, step, batch)
             except OSError as error:

@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from megatron_dppo.data.problems import DataError, load_pairs, load_problems, load_tokenizer
+from megatron_dppo.data.json_lines import DataError
+from megatron_dppo.data.problems import load_pairs, load_problems, load_tokenizer
 from megatron_dppo.types import Problem
 from tests.tiny_models import tiny_tokenizer
 
