@@ -25,6 +25,11 @@ from megatron_dppo.system.ports import free_port
 ROOT = Path(__file__).resolve().parent.parent
 
 
+PORT_ATTEMPTS = 3
+"""Another process may bind the free port that was chosen, before rank 0 does."""
+PORT_TAKEN = "EADDRINUSE"
+
+
 class RankFailedError(AssertionError):
     """A rank raised, was killed, or ran out of time; the message holds the end of its output."""
 
@@ -36,13 +41,17 @@ def run_ranks(
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
-        processes = _start(target, world_size, json.dumps([args, kwargs]), Path(folder))
-        try:
-            codes = _wait(processes, timeout)
-        finally:
-            _kill(processes)
-        if any(code != 0 for code in codes):
-            raise RankFailedError(_report(codes, Path(folder)))
+        for attempt in range(PORT_ATTEMPTS):
+            processes = _start(target, world_size, json.dumps([args, kwargs]), Path(folder))
+            try:
+                codes = _wait(processes, timeout)
+            finally:
+                _kill(processes)
+            if all(code == 0 for code in codes):
+                break
+            report = _report(codes, Path(folder))
+            if PORT_TAKEN not in report or attempt == PORT_ATTEMPTS - 1:
+                raise RankFailedError(report)
         return [
             torch.load(Path(folder) / f"result{r}.pt", weights_only=True) for r in range(world_size)
         ]

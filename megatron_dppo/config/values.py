@@ -52,8 +52,10 @@ def engine_split_problems(config: TrainConfig, model: ModelShape) -> Iterator[st
     """``sglang.tp_size`` against the model's attention heads and key-value heads."""
     heads, groups = model.num_attention_heads, model.num_query_groups
     size = config.sglang.get("tp_size") or 1
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        yield f"sglang.tp_size: got {given(size)}, expected a whole number > 0"
+    if not isinstance(size, int) or isinstance(size, bool):
+        return  # the check against SGLang's own fields says so
+    if size < 1:
+        yield f"sglang.tp_size: got {size}, expected at least 1"
     elif heads % size:
         yield f"sglang.tp_size: got {size}, expected a divisor of the model's {heads} attention heads"
     elif groups % size and size % groups:

@@ -217,7 +217,7 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
         )
     )
     # Rank 1 alone is spoiled; the recomputed pass must stop both.
-    out["recomputed"] = error_of(lambda: trainer.log_probs(micro_batches(trainer)))
+    out["recomputed"] = error_of(lambda: trainer.log_probs(own_micro_batches(trainer, samples())))
     trainer.close()
     dist.barrier()
     return out

@@ -106,7 +106,7 @@ def test_ctrl_c_while_the_engine_starts_is_a_clean_stop(config, tmp_path):
 def test_another_algorithm_does_not_continue_a_run(config, disturbed):
     overrides = (f"run.directory={disturbed.directory}", "algorithm.name=grpo", "run.steps=5")
     with TrainingRun(config, *overrides) as run:
-        run.finish(code=1)
+        run.finish(code=2)
         assert "algorithm.name: 'dppo-binary-tv' there, 'grpo' now" in run.text
 
 

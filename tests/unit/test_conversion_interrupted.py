@@ -20,6 +20,7 @@ from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
 from megatron_dppo.checkpoint_conversion.safetensors_file import SafetensorsFile
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, verify
 from megatron_dppo.convert import main
+from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.reader import load_model_shape
 from tests.tiny_models import save_hollow_model, save_tiny_model
@@ -95,7 +96,7 @@ def test_a_killed_command_leaves_nothing_that_loads_and_a_rerun_starts_clean(
     for path in partial.glob("*.safetensors"):
         with pytest.raises(CheckpointError, match="header"):
             SafetensorsFile(path)
-    with pytest.raises(CheckpointError, match=r"config\.json: no such file"):
+    with pytest.raises(ModelConfigError, match=r"config\.json: no such file"):
         load_model_shape(partial)
     with pytest.raises(CheckpointError):
         open_checkpoint(partial)
