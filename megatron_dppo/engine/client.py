@@ -76,20 +76,27 @@ class EngineClient(HttpClient):
     async def watch(self, hang_timeout_s: float) -> NoReturn:
         """Raises EngineLostError when nothing was generated for ``hang_timeout_s``.
 
-        A stopped process keeps its connections open, so requests to it would wait for ever.
+        A stopped process keeps its connections open, so requests to it would wait for ever. Time in
+        which this process was stopped itself tells nothing of the server: it begins anew then.
         """
         pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
         clock = asyncio.get_running_loop().time
         self._last_life = clock()
         while True:
+            asleep = clock()
             await asyncio.sleep(pause)
+            if clock() > asleep + 2 * pause:
+                self.note_life()
+                continue
             left = self._last_life + hang_timeout_s - clock()
             if left <= 0:
                 raise EngineLostError(
                     f"{self.url}: nothing generated for {hang_timeout_s - left:.0f} s"
                 )
-            if left < hang_timeout_s - pause and await self.generates(timeout_s=left):
-                self.note_life()
+            if left < hang_timeout_s - pause:
+                asked = clock()
+                if await self.generates(timeout_s=left) or clock() > asked + left + pause:
+                    self.note_life()
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
         """Whether the server takes new requests: False while it is paused, and would hold them."""

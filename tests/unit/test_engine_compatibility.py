@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.compatibility import SGLANG_VERSION, check_engine, check_layout
-from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.engine.errors import EngineLostError, EngineMismatchError
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.test_engine_checksums import model_shape
 from tests.unit.test_engine_server import MODEL, sections
@@ -100,3 +102,19 @@ def test_an_engine_that_refuses_does_answer(engine: Engine, status: int, answers
 
     with AsyncRunner() as runner:
         assert runner.run(ask()) is answers
+
+
+def test_a_server_is_not_lost_because_its_watcher_was_stopped(engine: Engine) -> None:
+    async def watch() -> None:
+        async with EngineClient(engine.url) as client:
+            watching = asyncio.create_task(client.watch(0.8))
+            await asyncio.sleep(0.1)
+            time.sleep(2)  # as a SIGSTOP: this process does nothing, the server goes on
+            await asyncio.sleep(1.2)  # beyond the limit once more: it was asked, and answered
+            assert not watching.done()
+            engine.answers["/health_generate"] = (503, "")
+            with pytest.raises(EngineLostError, match="nothing generated for"):
+                await asyncio.wait_for(watching, 5)
+
+    asyncio.run(watch())
+    assert "/health_generate" in asked(engine)
