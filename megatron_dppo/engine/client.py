@@ -17,6 +17,8 @@ from megatron_dppo.engine.protocol import parse_answers, request_body, request_i
 from megatron_dppo.engine.requests import GenerationRequest
 
 _WATCH_SECONDS = 5.0
+_LATE_SECONDS = 1.5
+"""A timer this late tells of a process that was stopped; a busy machine's are less so."""
 
 
 class EngineClient(HttpClient):
@@ -80,12 +82,13 @@ class EngineClient(HttpClient):
         which this process was stopped itself tells nothing of the server: it begins anew then.
         """
         pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
+        late = max(pause, _LATE_SECONDS)
         clock = asyncio.get_running_loop().time
         self._last_life = clock()
         while True:
             asleep = clock()
             await asyncio.sleep(pause)
-            if clock() > asleep + 2 * pause:
+            if clock() > asleep + pause + late:
                 self.note_life()
                 continue
             left = self._last_life + hang_timeout_s - clock()
@@ -95,7 +98,7 @@ class EngineClient(HttpClient):
                 )
             if left < hang_timeout_s - pause:
                 asked = clock()
-                if await self.generates(timeout_s=left) or clock() > asked + left + pause:
+                if await self.generates(timeout_s=left) or clock() > asked + left + late:
                     self.note_life()
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
