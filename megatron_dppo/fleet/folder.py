@@ -100,6 +100,11 @@ class FleetFolder:
         self._place(name).unlink(missing_ok=True)
         (self._lost / f"{name}.json").unlink(missing_ok=True)
 
+    def withdraw_own(self, server: Server) -> None:
+        """``withdraw`` it unless something else was published under its name meanwhile."""
+        if _read_server(self._place(server.name)) == server:
+            self.withdraw(server.name)
+
     def withdraw_started(self) -> None:
         """Remove everything that a supervisor published; attached servers stay."""
         for server in self.servers():

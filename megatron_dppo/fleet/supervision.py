@@ -58,6 +58,7 @@ class SupervisedServer:
         self._starting: Future[float] | None = None
         self._waiter = ThreadPoolExecutor(1, f"start-{name}")
         self._next_progress = 0.0
+        self._published: Server | None = None
         self.incarnation = 0
 
     def start(self) -> None:
@@ -101,7 +102,7 @@ class SupervisedServer:
 
     def stop(self, *, at_once: bool) -> None:
         """End the server, by force where ``at_once``, and withdraw it."""
-        self._folder.withdraw(self.name)
+        self._withdraw()
         if self._process is not None:
             if at_once or self._starting is not None:
                 self._process.kill()
@@ -115,7 +116,8 @@ class SupervisedServer:
         self._starting = None
         error = starting.exception()
         if error is None:
-            self._folder.publish(Server(self.name, process.url, self.incarnation, process.pid))
+            self._published = Server(self.name, process.url, self.incarnation, process.pid)
+            self._folder.publish(self._published)
             log.info("%s ready after %.0f s at %s", self.what, starting.result(), process.url)
             return
         if not isinstance(error, RuntimeError):
@@ -126,7 +128,7 @@ class SupervisedServer:
 
     def _restart(self, reason: str) -> None:
         assert self._process is not None
-        self._folder.withdraw(self.name)
+        self._withdraw()
         self._process.kill()
         if self.incarnation > self._max_restarts:
             raise EngineGivenUpError(
@@ -134,6 +136,11 @@ class SupervisedServer:
             )
         log.warning("%s\nrestart %d of %d", reason, self.incarnation, self._max_restarts)
         self.start()
+
+    def _withdraw(self) -> None:
+        if self._published is not None:
+            self._folder.withdraw_own(self._published)
+            self._published = None
 
     def _progress(self, seconds: float, line: str) -> None:
         if seconds >= self._next_progress:

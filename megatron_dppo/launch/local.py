@@ -22,6 +22,7 @@ from megatron_dppo.launch.ranks import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Supervisor
 from megatron_dppo.logging import configure_logging
+from megatron_dppo.system.fence import NONCE_VARIABLE
 from megatron_dppo.system.ports import FreePorts, PortTakenError, free_port, require_free_port
 
 _LOOPBACK = "127.0.0.1"
@@ -40,8 +41,11 @@ def run_local(config: PolicyConfig, module: str) -> int:
         port = _master_port()
         fleet = supervised_fleet(config, directory) if _generates(config) else None
         directory.write_config(resolved_yaml(config))
-        ranks = RankGroup(_command(module, directory), _outputs(config, directory), port)
-        return Supervisor(ranks, fleet).run()
+        lease = directory.lease
+        variables = {NONCE_VARIABLE: lease.fence.nonce}
+        outputs = _outputs(config, directory)
+        ranks = RankGroup(_command(module, directory), outputs, port, variables)
+        return Supervisor(ranks, fleet, lambda: lease.taken_over).run()
 
 
 def _generates(config: PolicyConfig) -> TypeGuard[TrainConfig]:

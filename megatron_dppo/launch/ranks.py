@@ -38,13 +38,21 @@ class RankGroup:
     variables.
 
     ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's
-    standard output, to write its log and draw its progress on.
+    standard output, to write its log and draw its progress on. ``variables``: of the environment of
+    every rank, beside those of this process.
     """
 
-    def __init__(self, command: Sequence[str], outputs: Sequence[Path], master_port: int) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        outputs: Sequence[Path],
+        master_port: int,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._command = command
         self._outputs = outputs
         self._master_port = master_port
+        self._variables = dict(variables or {})
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -52,7 +60,8 @@ class RankGroup:
         for rank, path in enumerate(self._outputs):
             if path.exists():
                 path.replace(path.with_suffix(".previous.out"))
-            environment = rank_environment(rank, len(self._outputs), self._master_port)
+            torch_variables = rank_environment(rank, len(self._outputs), self._master_port)
+            environment = {**torch_variables, **self._variables}
             with path.open("wb") as file, _terminal_of(rank) as terminal:
                 if terminal is not None:
                     environment[TERMINAL_VARIABLE] = str(terminal)

@@ -2,7 +2,7 @@
 
     <run.directory>/
       config.yaml            the configuration as it was resolved; ranks read this one
-      lock                   held (flock) by the supervisor; holds its process id
+      lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease_files.py
       engine/...             the servers; see megatron_dppo/fleet/folder.py
       starts                 how often the run was started, for the engine's seed
       logs/rank<N>.out       what rank N wrote to its standard output and error
@@ -13,28 +13,28 @@ Files appear by a rename, so that a reader sees the whole file or none.
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 from types import TracebackType
 
 from megatron_dppo.fleet.folder import FleetFolder
 from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.logging import shared_console
 from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.lease import Lease
+from megatron_dppo.system.lease_files import LeaseError
 
 
 class RunDirectory:
-    """Paths of one run, and the lock on them: a context manager that holds the lock.
+    """Paths of one run, and the lease on them: a context manager that holds the lease.
 
     Entering makes the folders and removes what a killed supervisor left published.
-    Raises LaunchError where another supervisor holds the lock.
+    Raises LaunchError where another start of the run holds the lease.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
-        self._lock = self.path / "lock"
-        self._lock_descriptor: int | None = None
+        self._lease: Lease | None = None
 
     def rank_output(self, rank: int) -> Path:
         """Standard output and error of a rank."""
@@ -49,25 +49,25 @@ class RunDirectory:
         """Where servers are published."""
         return FleetFolder(self.path)
 
+    @property
+    def lease(self) -> Lease:
+        """The lease, between entering and leaving."""
+        assert self._lease is not None
+        return self._lease
+
     def __enter__(self) -> RunDirectory:
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
             fleet = self.fleet
-            descriptor = os.open(self._lock, os.O_RDWR | os.O_CREAT, 0o644)
+            lease = Lease(self.path, shared_console().print)
+            lease.take()
+        except LeaseError as error:
+            raise LaunchError(
+                f"run.directory: {self.path}: {error}, or give this one another run.directory"
+            ) from error
         except OSError as error:
             raise LaunchError(f"run.directory: can't write in {self.path}: {error}") from error
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.read(descriptor, 64).decode().strip() or "unknown"
-            os.close(descriptor)
-            raise LaunchError(
-                f"run.directory: {self.path} is in use by the run of process {holder}; "
-                "end that one, or give this one another run.directory"
-            ) from error
-        os.truncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        self._lock_descriptor = descriptor
+        self._lease = lease
         fleet.withdraw_started()
         return self
 
@@ -77,10 +77,10 @@ class RunDirectory:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.fleet.withdraw_started()
-        assert self._lock_descriptor is not None
-        os.close(self._lock_descriptor)
-        self._lock_descriptor = None
+        if self.lease.taken_over is None:
+            self.fleet.withdraw_started()
+        self.lease.release()
+        self._lease = None
 
     def count_start(self) -> int:
         """How many supervisors have started this run before; counts this one."""

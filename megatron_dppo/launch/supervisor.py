@@ -1,6 +1,7 @@
 """One machine's run: its servers and the trainer's ranks, from start to end, and nothing left behind.
 
-A rank's error ends the run. A dead server is started again. One Ctrl-C (or SIGTERM, or SIGHUP) asks
+A rank's error ends the run, and so does another start that took the run over. A dead server is started
+again. One Ctrl-C (or SIGTERM, or SIGHUP) asks
 the ranks to stop cleanly with SIGTERM, a second one ends everything at once.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -27,11 +28,17 @@ _FAILURE_GRACE_S = 2.0
 
 class Supervisor:
     """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its
-    descendants."""
+    descendants. ``taken_over``: says who took the run over, None while nobody did."""
 
-    def __init__(self, ranks: RankGroup, fleet: SupervisedFleet | None) -> None:
+    def __init__(
+        self,
+        ranks: RankGroup,
+        fleet: SupervisedFleet | None,
+        taken_over: Callable[[], str | None] = lambda: None,
+    ) -> None:
         self._ranks = ranks
         self._fleet = fleet
+        self._taken_over = taken_over
         self._received: list[int] = []
         self._handled = 0
 
@@ -54,6 +61,9 @@ class Supervisor:
 
     def _watch(self) -> int:
         while True:
+            if (successor := self._taken_over()) is not None:
+                log.error("%s", successor)
+                return FAILED
             failures = self._ranks.failures(_FAILURE_GRACE_S)
             if failures:
                 return self._on_failure(failures)

@@ -55,10 +55,17 @@ with those that are attached by URL.
 class EngineSession:
     """``connect`` first; a context manager. Its end closes the connections; the servers keep running.
 
+    ``fence``: collective; raises on every rank once another start of the run has taken over.
     ``version`` is the weight version that the fleet has committed; None before the first update.
     """
 
-    def __init__(self, config: TrainConfig, trainer: Trainer, stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        trainer: Trainer,
+        stop: Callable[[], bool],
+        fence: Callable[[], None],
+    ) -> None:
         self._config = config
         self._trainer = trainer
         self._stop = stop
@@ -81,6 +88,7 @@ class EngineSession:
             first_failure,
             self._open_engine,
             self._runner,
+            fence,
         )
         self._failures = 0
         self.version: int | None = None

@@ -46,11 +46,19 @@ class Recorder:
         rank: global rank.
         first_step: the last step that is recorded already; 0 for a fresh run.
         text_of: token id -> text, for ``masked_tokens.jsonl``.
+        fence: called before each change of a file; raises once another start of the run has taken over.
     """
 
     def __init__(
-        self, config: TrainConfig, rank: int, first_step: int, text_of: Callable[[int], str] = str
+        self,
+        config: TrainConfig,
+        rank: int,
+        first_step: int,
+        *,
+        text_of: Callable[[int], str] = str,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
+        self._fence = fence
         self._config = config
         self._info = RunInfo.of_config(config.model_dump())
         self._carried: dict[str, float] = {}
@@ -63,6 +71,7 @@ class Recorder:
 
     def _open(self, resume_step: int, text_of: Callable[[int], str]) -> None:
         """Open the files; a resumed run whose records are gone says so and goes on."""
+        self._fence()
         where = self._config.run.directory
         try:
             writer = MetricsWriter(where, resume_step=resume_step)
@@ -106,6 +115,7 @@ class Recorder:
         """Add ``values`` that a stop prevented to the last record; counts are summed."""
         if self._writer is None:
             return
+        self._fence()
         records = read_records(self._config.run.directory)
         last = records[-1]
         for name, value in values.items():
@@ -127,6 +137,7 @@ class Recorder:
             record[name] = record.get(name, 0) + count
         self._carried = {}
         if self._writer is not None:
+            self._fence()
             try:
                 self._writer.write(step, {**record, "weight_version": step})
             except OSError as error:
@@ -138,6 +149,7 @@ class Recorder:
         """Record the tokens that the step's mask blocked most often. Raises RecordingError."""
         if self._masked is None:
             return
+        self._fence()
         try:
             self._masked.write(step, tokens)
         except OSError as error:
@@ -149,6 +161,7 @@ class Recorder:
         if self._writer is None:
             return
         self._stack.close()
+        self._fence()
         if not any(step_of(record) for record in read_records(self._config.run.directory)):
             log.warning("no report and no summary: no trained step is recorded")
             return

@@ -26,6 +26,7 @@ from megatron_dppo.loop.active import active_line
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.exporting import SEQUENCES_TO_CHECK, export
+from megatron_dppo.loop.fencing import RunFence, run_fence
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
@@ -48,6 +49,8 @@ from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
+from megatron_dppo.system.fence import FencedError
+from megatron_dppo.system.lease_files import LeaseError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.collective_actions import on_rank_0
 from megatron_dppo.trainer.collectives import any_rank
@@ -61,6 +64,8 @@ EXPECTED_ERRORS = (
     DataError,
     EngineError,
     EngineUnavailableError,
+    FencedError,
+    LeaseError,
     ModelError,
     NonFiniteLogProbsError,
     NonFiniteLossError,
@@ -88,7 +93,8 @@ def run_rank(config: TrainConfig) -> None:
 def _run(config: TrainConfig, stop: StopFlag) -> None:
     data = RunData(config)
     with ExitStack() as stack:
-        run = Run(config, data, stop, stack)
+        fence = stack.enter_context(run_fence(config.run.directory))
+        run = Run(config, data, stop, fence, stack)
         try:
             run.begin()
             while run.state.step < config.run.steps:
@@ -102,10 +108,16 @@ class Run:
     """Everything a step needs, opened on construction and closed by ``stack``."""
 
     def __init__(
-        self, config: TrainConfig, data: RunData, stop: StopFlag, stack: ExitStack
+        self,
+        config: TrainConfig,
+        data: RunData,
+        stop: StopFlag,
+        fence: RunFence,
+        stack: ExitStack,
     ) -> None:
         self.config = config
         self.data = data
+        self.fence = fence
         self.should_stop = stop
         self.timer = PhaseTimer()
         chosen = config.algorithm
@@ -118,9 +130,12 @@ class Run:
         with self.timer("start"):
             topk = self.topk > 0 or algorithm.needs_recomputed_distribution
             self.trainer = Trainer(config, StatsSpec(topk=topk, entropy=True))
+            fence.join()
             data.settle(on_rank_0(data.bad_answers))
             self.store = CheckpointStore(
-                Path(config.run.directory) / CHECKPOINTS_FOLDER, config.checkpoint.keep
+                Path(config.run.directory) / CHECKPOINTS_FOLDER,
+                config.checkpoint.keep,
+                fence.check_together,
             )
             self.sampler = ProblemSampler(
                 len(data.train), config.run.seed, shuffle=config.data.shuffle
@@ -129,7 +144,9 @@ class Run:
             self.state = self._resume()
         self.engine: EngineSession | None = None
         if config.rollout.replay_from is None:
-            self.engine = stack.enter_context(EngineSession(config, self.trainer, stop))
+            self.engine = stack.enter_context(
+                EngineSession(config, self.trainer, stop, fence.check_together)
+            )
         self.verifier = Verifier(config.reward.name, config.reward.timeout_s, config.reward.workers)
         if self.trainer.topology.is_leader:  # nobody else scores, so nobody else needs workers
             stack.enter_context(self.verifier)
@@ -137,7 +154,13 @@ class Run:
             log.warning(STALE_ANCHOR, config.algorithm.name)
         self.learner = Learner(config, self.trainer, algorithm, self.topk)
         self.recorder = stack.enter_context(
-            Recorder(config, self.trainer.topology.rank, self.state.step, text_of=data.text_of)
+            Recorder(
+                config,
+                self.trainer.topology.rank,
+                self.state.step,
+                text_of=data.text_of,
+                fence=fence.check,
+            )
         )
         self.source = self._rollout_source()
         self._counted_failures = (0, 0)
@@ -172,6 +195,7 @@ class Run:
         self.state.step = step
         self.state.sampler = batch.sampler
         self.examples = [t.without(*t.columns) for t in batch.trajectories[:SEQUENCES_TO_CHECK]]
+        self.fence.check_together()
         self._save_batch(step, planned.trajectories)
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
@@ -192,6 +216,7 @@ class Run:
     def finish(self) -> None:
         """Export the policy, compare the export with the trainer, and write report and summary."""
         difference = None
+        self.fence.check_together()
         if self.config.checkpoint.export_hf:
             with self.timer("export"):
                 difference = export(
@@ -212,6 +237,7 @@ class Run:
 
     def _resume(self) -> RunState:
         """The state that this start goes on from, loaded into the trainer and the sampler."""
+        self.fence.check_together()
         identity = identity_of(self.config, self.data.train.sha256)
         state = resume(self.config, self.trainer, self.store, identity)
         if state is None:

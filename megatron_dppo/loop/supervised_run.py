@@ -19,11 +19,16 @@ from megatron_dppo.data.problems import Pair, load_pairs, load_tokenizer
 from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
+from megatron_dppo.loop.fencing import RunFence, run_fence
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import ModelError
+from megatron_dppo.system.fence import FencedError
+from megatron_dppo.system.lease_files import LeaseError
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
+
+_EXPECTED_ERRORS = ModelError, DataError, NonFiniteLossError, LeaseError, FencedError
 
 log = logging.getLogger(__name__)
 
@@ -31,16 +36,17 @@ log = logging.getLogger(__name__)
 def run_supervised_rank(config: SupervisedConfig) -> None:
     """Run ``run.steps`` optimiser steps on shuffled pairs, then export. Collective.
 
-    ModelError, DataError and NonFiniteLossError end the process with a message.
+    What a user can put right ends the process with a message.
     """
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        _run(config)
-    except (ModelError, DataError, NonFiniteLossError) as error:
+        with run_fence(config.run.directory) as fence:
+            _run(config, fence)
+    except _EXPECTED_ERRORS as error:
         fatal(f"{type(error).__name__}: {error}")
 
 
-def _run(config: SupervisedConfig) -> None:
+def _run(config: SupervisedConfig, fence: RunFence) -> None:
     out = Path(config.run.directory) / "hf"
     if out.exists():
         raise CheckpointError(f"{out}: there already; remove it, or name another run.directory")
@@ -49,6 +55,7 @@ def _run(config: SupervisedConfig) -> None:
         config.data.train, tokenizer, apply_chat_template=config.data.apply_chat_template
     )
     trainer = Trainer(config)
+    fence.join()
     sampler = ProblemSampler(len(pairs), config.run.seed)
     first = last = 0.0
     with progress("supervised warm start", config.run.steps) as bar:
@@ -57,6 +64,7 @@ def _run(config: SupervisedConfig) -> None:
             last = _step(trainer, config, chosen)
             first = last if step == 0 else first
             bar.update(completed=step + 1, note=f"{last:.3f} nats a token")
+    fence.check_together()
     trainer.export_hf(out)
     log.info("supervised: %.3f -> %.3f nats a token in %d steps", first, last, config.run.steps)
 

@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib.metadata import version
@@ -66,11 +66,15 @@ _SLACK_BYTES = MIB
 class CheckpointStore:
     """Saves and loads the checkpoints of a run in ``directory``; keeps the ``keep`` last written.
 
-    Every method is collective; a failure on one rank raises CheckpointError on all.
+    Every method is collective; a failure on one rank raises CheckpointError on all. ``fence`` is called
+    before each change in the directory, collectively, and raises on all ranks what forbids it.
     """
 
-    def __init__(self, directory: str | Path, keep: int) -> None:
+    def __init__(
+        self, directory: str | Path, keep: int, fence: Callable[[], None] = lambda: None
+    ) -> None:
         self._folders = CheckpointDirectory(directory, keep)
+        self._fence = fence
 
     def latest(self) -> StoredCheckpoint | None:
         """The last written complete checkpoint (as seen by global rank 0), or None."""
@@ -107,8 +111,10 @@ class CheckpointStore:
         Raises:
             ValueError: ``state`` differs between ranks.
             CheckpointError: a rank could not write.
+            FencedError: another start of the run took over; no checkpoint was changed.
         """
         agree(state, "the run's state")
+        self._fence()
         begun = on_rank_0(lambda: self._folders.begin(step).to_json())
         partial = StoredCheckpoint.from_json(begun)
         try:
@@ -117,6 +123,7 @@ class CheckpointStore:
             if trainer.topology.rank == 0:
                 self._folders.discard(partial)
             raise
+        self._fence()
         on_rank_0(self._prune)
         return path
 
@@ -177,6 +184,7 @@ class CheckpointStore:
             records = all_gather_json(on_every_rank(write_small_files))
             files = {name: record for part in records for name, record in part.items()}
             manifest = {**_facts(trainer), "state": state, "files": files}
+            self._fence()
             return Path(on_rank_0(lambda: str(self._folders.publish(partial, manifest))))
         except CheckpointError as error:
             raise CheckpointError(

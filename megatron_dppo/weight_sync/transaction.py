@@ -53,6 +53,7 @@ class WeightUpdater:
         agree: shares the first failure among the ranks.
         open_engine: called on rank 0 and on every rank that sends.
         runner: runs the calls to the engines.
+        fence: collective; raises on every rank where this trainer may no longer change the engines.
 
     ``committed_version``: what the engines run, on every rank; None before the first update and while
     they are quarantined.
@@ -65,12 +66,14 @@ class WeightUpdater:
         agree: Agree,
         open_engine: OpenEngine,
         runner: AsyncRunner,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._source = source
         self._config = config
         self._agree = agree
         self._open_engine = open_engine
         self._runner = runner
+        self._fence = fence
         self._plan: Plan | None = None
         self._strategy: Strategy | None = None
         self._engines: Engines | None = None
@@ -109,6 +112,7 @@ class WeightUpdater:
         previous, self.committed_version = self.committed_version, None
         what = f"weight update to version {version}"
         phases = Phases()
+        self._fence()
         try:
             self._begin(phases, version, what)
             sent, received, partials = self._stream(phases, verify)
@@ -119,6 +123,7 @@ class WeightUpdater:
             tensors = self._verify(phases, [f[2] for f in facts if f[2]]) if verify else 0
             self._share(phases.error, what)
             canary = self._canary(phases, what) if score else None
+            self._fence()
             self._conduct(phases, "commit", lambda e: e.commit(version))
             self._share(phases.error, what)
         except WeightUpdateRefusedError:

@@ -2,11 +2,13 @@
 
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.data.trajectory_codec import load_batch
+from megatron_dppo.system.lease_files import LeaseFiles
 from tests.integration.runs import (
     GROUP,
     PROMPTS,
@@ -93,6 +95,22 @@ def test_a_dead_rank_ends_the_run_and_the_next_start_resumes_until_ctrl_c(config
     saved = sorted((directory / "checkpoints").iterdir())
     assert saved[-1].name == f"step_{recorded[-1]:06d}"
     assert_every_response_counted_once(directory, recorded[-1])
+
+
+def test_a_run_that_another_start_took_over_changes_nothing_more(config, tmp_path):
+    directory = tmp_path / "fenced"
+    with TrainingRun(config, f"run.directory={directory}", "run.steps=40") as run:
+        run.wait_for_step(2)
+        files = LeaseFiles(directory)
+        files.install(replace(files.holder(), nonce="2" * 16, host="b", pid=88))
+        left = steps_of(directory), sorted((directory / "rollouts").iterdir())
+        run.finish(code=1, timeout=60)
+        assert "another start of this run took over: process 88 on b" in run.text
+        assert "Traceback" not in run.text
+    assert (steps_of(directory), sorted((directory / "rollouts").iterdir())) == left
+    assert [
+        p for p in (directory / "checkpoints").iterdir() if int(p.name[5:11]) > left[0][-1]
+    ] == []
 
 
 def test_ctrl_c_while_the_engine_starts_is_a_clean_stop(config, tmp_path):

@@ -25,6 +25,7 @@ from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.ranks import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Supervisor
+from megatron_dppo.system.fence import NONCE_VARIABLE
 from megatron_dppo.system.processes import start_process, tail
 
 PRELUDE = """
@@ -123,7 +124,9 @@ def main() -> int:
         servers = [supervised(f"engine{i}", codes) for i, codes in enumerate(spec["servers"])]
         router = supervised("router", spec["router"]) if spec["router"] else None
         fleet = SupervisedFleet(servers, router, folder, Keys("a", "b"))
-        return Supervisor(RankGroup(command, outputs, 1), fleet).run()
+        lease = directory.lease
+        ranks = RankGroup(command, outputs, 1, {NONCE_VARIABLE: lease.fence.nonce})
+        return Supervisor(ranks, fleet, lambda: lease.taken_over).run()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.metrics.records import RecordsError
+from megatron_dppo.system.fence import FencedError
 from tests.unit.config_files import minimal
 
 
@@ -49,6 +50,32 @@ def test_an_evaluation_that_a_stop_prevented_is_made_up(tmp_path):
     assert last["evaluation/sums/accuracy"] == 0.5
     assert last["weights/updates"] == 2
     assert last["policy/kl"] is None
+
+
+def test_a_fenced_start_records_nothing(tmp_path):
+    fenced = []
+
+    def fence() -> None:
+        if fenced:
+            raise FencedError("another start of this run took over")
+
+    settings = config(tmp_path)
+    with Recorder(settings, 0, 0, fence=fence) as recorder:
+        recorder.write(0, {})
+        recorder.write(1, {})
+        fenced.append(True)
+        before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
+        actions = (
+            lambda: recorder.write(2, {}),
+            lambda: recorder.write_masked_tokens(2, ["never looked at"]),
+            lambda: recorder.complete({"evaluation/sums/accuracy": 0.5}),
+            lambda: recorder.finish(None),
+            lambda: Recorder(settings, 0, 1, fence=fence),
+        )
+        for action in actions:
+            with pytest.raises(FencedError):
+                action()
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
 
 
 def test_other_ranks_write_nothing(tmp_path):

@@ -13,11 +13,14 @@ import sys
 import termios
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from megatron_dppo.system.lease_files import LeaseFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENT_S = 60  # on a machine that is busy with other things
@@ -248,9 +251,25 @@ def test_a_directory_in_use_is_refused(start):
     first.wait_until(lambda: len(first.notes()) == 2)
     second = Run(first.directory, "note('never')", ())
     assert second.end() == 1
-    assert f"is in use by the run of process {first.process.pid}" in second.errors()
+    assert f"in use by the run of process {first.process.pid} on " in second.errors()
     assert first.process.poll() is None
     assert "never" not in first.notes()
+
+
+def test_another_start_that_takes_over_ends_the_run_and_keeps_what_it_published(start):
+    rank = RANK + "note(os.environ['MEGATRON_DPPO_LEASE'])\n" + SLEEP
+    run = start(rank, STAYS_UP)
+    run.wait_until(lambda: len(run.notes()) == 2 and run.endpoint())
+    family, files = run.family(), LeaseFiles(run.directory)
+    holder = files.holder()
+    assert run.notes() == [holder.nonce] * 2
+    files.install(replace(holder, nonce="2" * 16, host="b", pid=88, job="12", attempt=1))
+    theirs = {**run.endpoint(), "url": "http://b:1"}
+    (run.directory / "engine" / "servers" / "engine0.json").write_text(json.dumps(theirs))
+    assert run.end() == 1
+    assert "took over: process 88 on b (Slurm job 12, attempt 1)" in run.errors()
+    assert run.endpoint() == theirs
+    assert gone(family)
 
 
 def test_a_dead_engine_is_started_again(start):

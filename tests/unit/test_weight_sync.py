@@ -20,6 +20,7 @@ from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.fence import FencedError
 from megatron_dppo.weight_sync import engines
 from megatron_dppo.weight_sync.engines import (
     Engines,
@@ -235,6 +236,28 @@ def test_a_whole_transaction() -> None:
         *("canary", "commit"),
     ]
     assert updates.committed_version == 7
+
+
+@pytest.mark.parametrize(("allowed", "calls"), [(0, []), (1, ["pause", "unverified-7"])])
+def test_a_fenced_trainer_commits_nothing(allowed: int, calls: list[str]) -> None:
+    """Taken over before the update, and before its commit: then the engine is held back."""
+    engine, asked = Engine(), 0
+
+    def fence() -> None:
+        nonlocal asked
+        asked += 1
+        if asked > allowed:
+            raise FencedError("another start of this run took over")
+
+    settings = WeightSyncConfig(strategy="tensor")
+    updates = WeightUpdater(Source(), settings, alone, opener({A: engine}), RUNNER, fence)
+    updates.attach([A])
+    before = len(engine.calls)
+    with pytest.raises(FencedError):
+        updates.update(7)
+    assert engine.calls[before:][-2:] == calls
+    assert "7" not in engine.calls
+    assert updates.committed_version is None
 
 
 STEPS = ["idle", "unverified-2", "begin", "load", "hash", "end", "flush", "checksums"]

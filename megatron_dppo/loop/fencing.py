@@ -1,0 +1,62 @@
+"""The run's lease as a trainer's rank sees it: nothing is published by a start that was succeeded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from megatron_dppo.logging import shared_console
+from megatron_dppo.system.fence import NONCE_VARIABLE, Fence, FencedError
+from megatron_dppo.system.lease import Lease
+from megatron_dppo.trainer.collectives import all_gather_json, broadcast_json
+
+
+class RunFence:
+    """Raises FencedError once another start of the run holds its folder.
+
+    ``nonce``: of the lease that this start runs under; None on ranks that are yet to be told it.
+    """
+
+    def __init__(self, directory: str, nonce: str | None) -> None:
+        self._directory = directory
+        self._fence = None if nonce is None else Fence(directory, nonce)
+
+    def join(self) -> None:
+        """Learn the nonce from rank 0. Collective."""
+        nonce = broadcast_json(None if self._fence is None else self._fence.nonce, src=0)
+        self._fence = Fence(self._directory, nonce)
+
+    def check(self) -> None:
+        """Raise FencedError on this rank alone. Not collective."""
+        assert self._fence is not None, "join first"
+        self._fence.check()
+
+    def check_together(self) -> None:
+        """Raise FencedError on every rank where one no longer holds the run. Collective."""
+        error = None
+        try:
+            self.check()
+        except FencedError as fenced:
+            error = str(fenced)
+        told = all_gather_json(error) if dist.is_initialized() else [error]
+        if (first := next((text for text in told if text is not None), None)) is not None:
+            raise FencedError(first)
+
+
+@contextmanager
+def run_fence(directory: str) -> Iterator[RunFence]:
+    """The fence of the run in ``directory``, under the lease of the supervisor that started this rank.
+
+    Without a supervisor (torchrun) rank 0 takes the lease itself, until the block ends; the other
+    ranks learn it in ``RunFence.join``. Raises LeaseError on rank 0 where another start holds it.
+    """
+    nonce = os.environ.get(NONCE_VARIABLE)
+    if nonce is not None or os.environ.get("RANK", "0") != "0":
+        yield RunFence(directory, nonce)
+        return
+    os.makedirs(directory, exist_ok=True)
+    with Lease(directory, shared_console().print) as lease:
+        yield RunFence(directory, lease.fence.nonce)
