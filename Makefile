@@ -17,8 +17,8 @@ demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2
 why: setup  ## four algorithms where the trust region matters, three seeds each: figure in runs/why (also ALGORITHM=..., SEED=..., DIRECTORY=...)
 	@$(PYTHON_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
 
-test: lint types  ## every check: lint, types, unit, distributed and integration tests
-	@$(PYTHON_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile
+test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow Slurm tests too)
+	@$(PYTHON_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slurm_slow')
 
 unit: setup  ## the fast tests alone
 	@$(PYTHON_IN_VENV) -m pytest tests/unit

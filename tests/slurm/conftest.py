@@ -1,0 +1,42 @@
+"""A real Slurm cluster for the tests of this folder: one for each pytest process, started in under a second."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tools.slurm_cluster import INSTALL, Cluster, missing_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def slurm_session() -> Iterator[Cluster]:
+    """Four nodes with eight GPUs that only Slurm believes in; isolated where this process is root's."""
+    if missing := missing_programs():
+        text = f"Slurm is not installed (no {', '.join(missing)}): {INSTALL}"
+        if os.environ.get("CI"):
+            pytest.fail(text)
+        pytest.skip(text)
+    with Cluster(shared=[ROOT, Path(sys.prefix)]) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(slurm_session: Cluster) -> Iterator[Cluster]:
+    """The cluster with every node idle; what a test leaves running is cancelled."""
+    yield slurm_session
+    slurm_session.client.cancel_all()
+    slurm_session.wait_idle()
+
+
+@pytest.fixture
+def folder(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
+    """A folder of this test's own that all nodes see."""
+    path = cluster.shared / request.node.name.replace("[", "-").replace("]", "")
+    path.mkdir()
+    return path

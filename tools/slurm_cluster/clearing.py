@@ -1,0 +1,30 @@
+"""The end of a cluster, from its folder alone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from tools.slurm_cluster.leftovers import end_process, processes_of, remove_cgroups
+from tools.slurm_cluster.network import Network
+
+
+def clear(root: Path, network: Network | None, nodes: Sequence[str]) -> None:
+    """End every process of a cluster, remove its network, its control groups and its folder.
+
+    What is gone already is no error.
+    """
+    for pid_file in (root / "slurmctld.pid", root / "munge" / "munged.pid"):
+        end_process(pid_file)
+    for pid in processes_of(root / "etc" / "slurm.conf"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    for node in nodes:
+        remove_cgroups(node)
+    if network is not None:
+        network.remove(range(1, len(nodes) + 1))
+    shutil.rmtree(root, ignore_errors=True)

@@ -1,0 +1,219 @@
+"""A cluster's life: its folder, its daemons, its nodes, its end."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from megatron_dppo.system.ports import FreePorts
+from tools.slurm_cluster.clearing import clear
+from tools.slurm_cluster.client import Client
+from tools.slurm_cluster.leftovers import cgroups_of, processes_of
+from tools.slurm_cluster.network import Network, make_network
+from tools.slurm_cluster.nodes import IsolatedNode, Node, PlainNode, can_isolate
+from tools.slurm_cluster.packages import clean_environment
+from tools.slurm_cluster.settings import Controller, NodeAddress, NodeSize, Settings
+from tools.slurm_cluster.shell import run, start_daemon
+from tools.slurm_cluster.watchdog import Watchdog
+
+_FOLDERS = ("etc", "log", "state", "spool", "munge", "dev", "node", "shared")
+_START_S = 30.0
+_FAKE_GPU = 240  # a device number without a driver: opening it fails, but a cgroup can refuse it
+
+
+class Cluster:
+    """``slurmctld``, ``munged`` and some nodes in a folder of their own; a context manager.
+
+    Nodes are isolated (namespaces on a private network, so that one can crash or lose its network)
+    where this process may make them, else plain. All ends with the block, or, where the process is
+    killed, by a watchdog.
+
+    Args:
+        count: how many nodes.
+        size: what each claims to have.
+        isolated: True or False instead of what this process may.
+        shared: folders below ``/tmp`` that all nodes see, beside ``cluster.shared``.
+    """
+
+    def __init__(
+        self,
+        count: int = 4,
+        *,
+        size: NodeSize | None = None,
+        isolated: bool | None = None,
+        shared: Sequence[Path] = (),
+    ) -> None:
+        self._count = count
+        self._size = size or NodeSize()
+        self.isolated = can_isolate() if isolated is None else isolated
+        self._seen = list(shared)
+        self._network: Network | None = None
+        self._watchdog: Watchdog | None = None
+        self._nodes: dict[str, Node] = {}
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of the nodes."""
+        return list(self._nodes)
+
+    def start(self) -> None:
+        """Start everything; returns when every node is idle."""
+        # A short path: a socket's is limited to 107 characters. Not in /tmp, which nodes don't share.
+        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        try:
+            self._make_folders()
+            self._network = make_network() if self.isolated else None
+            self._make_nodes()
+            self._watchdog = Watchdog(self.root, self._network, self.nodes)
+            self._start_daemons()
+            for node in self._nodes.values():
+                node.start()
+            self.wait_idle()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Cancel the jobs, end nodes and daemons, remove the folder; harmless twice."""
+        if not self.root.exists():
+            return
+        if not self.isolated and (self.root / "slurmctld.pid").exists():
+            self.client.cancel_all()  # the tasks of an isolated node end with it
+        for node in self._nodes.values():
+            node.stop()
+        clear(self.root, self._network, self.nodes)
+        if self._watchdog is not None:
+            self._watchdog.dismiss()
+
+    # -- disturbances
+
+    def crash(self, node: str) -> None:
+        """End a node as a power cut does (a plain node: its daemon alone)."""
+        self._nodes[node].crash()
+
+    def boot(self, node: str) -> None:
+        """Start a node that crashed."""
+        self._nodes[node].start()
+
+    def cut_network(self, node: str) -> None:
+        """Pull the network cable of an isolated node."""
+        self._isolated(node).switch(on=False)
+
+    def mend_network(self, node: str) -> None:
+        """Plug it in again."""
+        self._isolated(node).switch(on=True)
+
+    def run_on(self, node: str, *command: str) -> str:
+        """Standard output of a command on a node, outside of any job."""
+        return run(*self._nodes[node].enter(), *command, environment=self.environment)
+
+    def declare_down(self, node: str) -> None:
+        """Tell the controller that a node is down, which it would find out by itself in 10-20 s."""
+        self.client.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def wait_idle(self, timeout_s: float = _START_S) -> None:
+        """Until every node is idle. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while set((states := self.client.node_states()).values()) != {"idle"}:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"nodes not idle after {timeout_s:.0f} s: {states}; {self.root}")
+            time.sleep(0.05)
+
+    # -- making it
+
+    def _make_folders(self) -> None:
+        for name in _FOLDERS:
+            (self.root / name).mkdir()
+        self.root.chmod(0o755)
+        (self.root / "state").chmod(0o700)
+        self.shared = self.root / "shared"
+        self.configuration = self.root / "etc" / "slurm.conf"
+        self.environment = clean_environment() | {"SLURM_CONF": str(self.configuration)}
+        self.client = Client(self.environment)
+
+    def _make_nodes(self) -> None:
+        ports = FreePorts("0.0.0.0")
+        host = socket.gethostname().split(".")[0]
+        prefix = f"n{os.getpid() % 1000}x"  # a control group of the machine bears a node's name
+        addresses = []
+        for number in range(1, self._count + 1):
+            name = f"{prefix}{number}"
+            self._nodes[name] = self._node(name, number)
+            if self._network is None:
+                addresses.append(NodeAddress(name, host, "127.0.0.1", ports.next()))
+            else:
+                addresses.append(NodeAddress(name, name, self._network.address(number), 6818))
+        address = "127.0.0.1" if self._network is None else self._network.controller
+        settings = Settings(
+            self.root,
+            Controller(host, address, ports.next()),
+            addresses,
+            self._size,
+            [self._gpu_file(i) for i in range(self._size.gpus)],
+            cgroups=self._may_use_cgroups(),
+        )
+        for name, text in settings.files().items():
+            (self.root / "etc" / name).write_text(text)
+
+    def _node(self, name: str, number: int) -> Node:
+        if self._network is None:
+            return PlainNode(name, self.root, self.environment)
+        shared = [self.root, *self._seen]
+        return IsolatedNode(name, number, self.root, self._network, shared, self.environment)
+
+    def _gpu_file(self, index: int) -> Path:
+        path = self.root / "dev" / f"nvidia{index}"
+        try:
+            os.mknod(path, 0o020666, os.makedev(_FAKE_GPU, index))
+        except PermissionError:
+            return Path(f"/dev/tty{index}")  # who is not root takes devices that are there
+        return path
+
+    def _may_use_cgroups(self) -> bool:
+        trees = [f"/sys/fs/cgroup/{name}" for name in ("freezer", "devices")]
+        return os.geteuid() == 0 and all(os.access(tree, os.W_OK) for tree in trees)
+
+    def _start_daemons(self) -> None:
+        munge = self.root / "munge"
+        (munge / "key").write_bytes(os.urandom(128))
+        (munge / "key").chmod(0o400)
+        files = {"key-file": "key", "socket": "socket", "pid-file": "munged.pid"}
+        files |= {"log-file": "munged.log", "seed-file": "seed"}
+        words = [f"--{option}={munge / name}" for option, name in files.items()]
+        start_daemon("munged", "--force", *words, environment=self.environment)
+        start_daemon("slurmctld", environment=self.environment)
+
+    def _isolated(self, node: str) -> IsolatedNode:
+        found = self._nodes[node]
+        if not isinstance(found, IsolatedNode):
+            raise ValueError(f"{node} is a plain node: it has no network of its own")
+        return found
+
+    def leftovers(self) -> list[str]:
+        """What is left of a stopped cluster; empty where all is well."""
+        links = run("ip", "-o", "link", "show") if self._network else ""
+        bridge = self._network.bridge if self._network else "none"
+        return [
+            *(f"process {pid}" for pid in processes_of(self.configuration)),
+            *(line for line in links.splitlines() if bridge in line),
+            *(str(path) for node in self.nodes for path in cgroups_of(node)),
+            *([str(self.root)] if self.root.exists() else []),
+        ]

@@ -1,0 +1,39 @@
+"""Commands of the cluster: run one, or raise with what it said."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+
+
+class CommandError(RuntimeError):
+    """A command failed; the message holds its words and its standard error."""
+
+
+def run(*command: str, environment: Mapping[str, str] | None = None, check: bool = True) -> str:
+    """Standard output of ``command``. Raises CommandError where ``check`` and it failed."""
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if check and done.returncode:
+        raise CommandError(f"{' '.join(command)}: {done.stderr.strip() or done.returncode}")
+    return done.stdout
+
+
+def start_daemon(*command: str, environment: Mapping[str, str]) -> None:
+    """Run a program that puts itself into the background. Raises CommandError where it refuses.
+
+    Its output goes nowhere: a pipe would stay open with the daemon.
+    """
+    quiet = subprocess.DEVNULL
+    done = subprocess.run(
+        command, env=environment, stdin=quiet, stdout=quiet, stderr=quiet, timeout=60, check=False
+    )
+    if done.returncode:
+        raise CommandError(f"{' '.join(command)}: exited with code {done.returncode}")
