@@ -29,6 +29,7 @@ from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts
 from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.model.flops import forward_flops
 from megatron_dppo.trainer.reduction import reduce_masked_tokens
 from megatron_dppo.trainer.router_replay import RECORDING
 from megatron_dppo.trainer.token_loss import TokenLoss, make_token_loss
@@ -75,6 +76,7 @@ class Learner:
             dp_size=trainer.topology.dp_size,
             count_multiple=trainer.micro_batch_multiple,
             pad_multiple=trainer.pad_multiple,
+            cost=forward_flops(trainer.shape),
         )
         self._topk = topk
         shape = trainer.shape
@@ -133,6 +135,7 @@ class Learner:
             "optimizer/grad_norm_max": max(grad_norms),
             "optimizer/lr": lr,
             "optimizer/steps": len(mini_batches),
+            names.IDLE_SHARE: sum(plan.idle for plan in batch.plans) / len(batch.plans),
         }
 
     def _mini_batches(self, batch: PlannedBatch) -> list[MiniBatch]:

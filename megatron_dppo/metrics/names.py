@@ -61,6 +61,10 @@ MASKED_POSITIVE = "mask/masked_positive"
 MASKED_NEGATIVE = "mask/masked_negative"
 CAP_HIT = "mask/cap_hit"
 GRAD_NORM = "optimizer/grad_norm"
+IDLE_SHARE = "train/idle_share"
+"""Share of the ranks' time that they wait for each other's micro-batches, by their FLOPs; mean over the
+batch's optimiser steps.
+"""
 WEIGHT_UPDATES = "weights/updates"
 """Weight updates that the engine committed since the record before this one."""
 WEIGHT_UPDATES_VERIFIED = "weights/verified"
@@ -78,6 +82,7 @@ SHARES = frozenset(
         MASKED_POSITIVE,
         MASKED_NEGATIVE,
         CAP_HIT,
+        IDLE_SHARE,
     }
 )
 """Metrics between 0 and 1, shown in percent."""
