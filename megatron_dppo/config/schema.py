@@ -310,6 +310,17 @@ class CheckpointConfig(Section):
     """Load the export with transformers on rank 0 and compare log-probabilities; needs host memory for the model."""
 
 
+class ProfileConfig(Section):
+    """Traces of single steps, under ``<directory>/profile``, for chrome://tracing or Perfetto."""
+
+    steps: list[int] = Field(default_factory=list)
+    """Steps to trace, counted from 1. A trace slows its step down and takes tens of MB."""
+    ranks: list[int] = Field(default_factory=lambda: [0])
+    """Trainer ranks that trace."""
+    memory: bool = False
+    """Also who allocates what: in the trace, and on GPUs in a snapshot for pytorch.org/memory_viz."""
+
+
 class PolicyConfig(Section):
     """What the trainer itself reads, whatever the run is for."""
 
@@ -344,6 +355,7 @@ class TrainConfig(PolicyConfig):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    profile: ProfileConfig = ProfileConfig()
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Forwarded to SGLang's ServerArgs; keys are checked against its fields."""
 

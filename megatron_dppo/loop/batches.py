@@ -34,12 +34,14 @@ class BatchLayout:
 class MiniBatchPlan:
     """Who trains on what in one optimiser step.
 
-    ``positions``: in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch. ``idle``:
-    share of the ranks' time in which they would wait for each other if time were the layout's cost.
+    ``positions``: in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch. ``cost``:
+    of all sequences, as the layout counts it. ``idle``: share of the ranks' time in which they would wait for each
+    other if time were cost.
     """
 
     positions: list[list[list[int]]]
     denominator: float
+    cost: float
     idle: float
 
     def of_rank(self, dp_rank: int) -> set[int]:
@@ -88,7 +90,7 @@ def plan_mini_batches(
             layout.count_multiple,
         )
         positions = [[[start + i for i in rows] for rows in rank] for rank in plan]
-        plans.append(MiniBatchPlan(positions, denominator, idle_share(plan, costs)))
+        plans.append(MiniBatchPlan(positions, denominator, sum(costs), idle_share(plan, costs)))
     return plans
 
 
