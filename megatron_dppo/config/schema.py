@@ -13,6 +13,9 @@ from pydantic import AllowInfNan, BaseModel, ConfigDict, Field
 
 from megatron_dppo.model.layout_checks import LayoutSizes
 
+SLOWEST_TOKENS_PER_S = 10.0
+"""Of one response, where nothing else is said: a server under full load is some times as fast."""
+
 
 class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no silent conversion of types."""
@@ -90,8 +93,9 @@ class RolloutConfig(Section):
     """K of the engine's TopK(mu) to carry for Top-K divergences; 0: as the algorithm asks."""
     max_concurrent_requests: int = Field(default=256, gt=0)
     """Requests in flight from one data-parallel leader."""
-    request_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest time for one response before it is aborted and asked for again."""
+    request_timeout_s: float | None = Field(default=None, gt=0)
+    """Longest time for one response before it is aborted and asked for again. Empty: what the longest
+    response takes at 10 tokens/s, and at least 600."""
     responses_per_call: int = Field(default=1, gt=0)
     """Responses that share one HTTP call. More saves the engine work where responses are a few
     dozen tokens; they then finish, time out and are lost together."""
@@ -113,6 +117,13 @@ class RolloutConfig(Section):
     started."""
     router_replay: bool = False
     """R3: replay the engine's expert choices in the trainer."""
+
+    @property
+    def response_timeout_s(self) -> float:
+        """``request_timeout_s`` with its default filled in, s."""
+        if self.request_timeout_s is not None:
+            return self.request_timeout_s
+        return max(600.0, self.max_response_tokens / SLOWEST_TOKENS_PER_S)
 
 
 class AlgorithmConfig(Section):
@@ -273,6 +284,11 @@ class WeightSyncConfig(Section):
     """Compare a hash of every tensor at every n-th update."""
     canary_every: int = Field(default=1, ge=0)
     """Compare fixed prompts' log-probabilities in trainer and engines at every n-th update; 0: never."""
+    canary_largest: float | None = Field(default=None, gt=0)
+    """Largest difference of one token's log-probability, nats, that the canary takes for rounding. Empty:
+    1e-3 for float32 weights, 3 for bfloat16."""
+    canary_mean: float | None = Field(default=None, gt=0)
+    """Largest mean of these differences, nats. Empty: 1e-4 for float32 weights, 0.2 for bfloat16."""
     directory: str | None = None
     """Where strategy ``disk`` writes; trainer and engines must see it under the same path. Empty:
     ``/dev/shm``, for engines on the trainer's host."""
@@ -310,6 +326,17 @@ class CheckpointConfig(Section):
     """Load the export with transformers on rank 0 and compare log-probabilities; needs host memory for the model."""
 
 
+class ProfileConfig(Section):
+    """Traces of single steps, under ``<directory>/profile``, for chrome://tracing or Perfetto."""
+
+    steps: list[int] = Field(default_factory=list)
+    """Steps to trace, counted from 1. A trace slows its step down and takes tens of MB."""
+    ranks: list[int] = Field(default_factory=lambda: [0])
+    """Trainer ranks that trace."""
+    memory: bool = False
+    """Also who allocates what: in the trace, and on GPUs in a snapshot for pytorch.org/memory_viz."""
+
+
 class PolicyConfig(Section):
     """What the trainer itself reads, whatever the run is for."""
 
@@ -344,6 +371,7 @@ class TrainConfig(PolicyConfig):
     weight_sync: WeightSyncConfig = WeightSyncConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    profile: ProfileConfig = ProfileConfig()
     sglang: dict[str, Any] = Field(default_factory=dict)
     """Forwarded to SGLang's ServerArgs; keys are checked against its fields."""
 

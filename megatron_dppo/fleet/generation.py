@@ -53,7 +53,7 @@ class GenerationLimits:
         """The limits that a run's configuration sets."""
         return cls(
             concurrency=rollout.max_concurrent_requests,
-            request_timeout_s=rollout.request_timeout_s,
+            request_timeout_s=rollout.response_timeout_s,
             hang_timeout_s=engine.hang_timeout_s,
             responses_per_call=rollout.responses_per_call,
         )

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
-from megatron_dppo.data.balancing import plan_mini_batch
+from megatron_dppo.data.balancing import idle_share, plan_mini_batch
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import PackedBatch, pack
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.model.flops import TOKENS, SequenceCost
 
 
 @dataclass(frozen=True)
@@ -18,24 +19,30 @@ class BatchLayout:
     """How micro-batches must be cut for this trainer.
 
     ``count_multiple``: the interleaved schedule takes micro-batches in rounds of the pipeline's size.
-    ``pad_multiple``: sequence parallelism splits a packed micro-batch evenly over tensor ranks.
+    ``pad_multiple``: sequence parallelism splits a packed micro-batch evenly over tensor ranks. ``cost``: by
+    which ranks and micro-batches are balanced.
     """
 
     dp_rank: int
     dp_size: int
     count_multiple: int = 1
     pad_multiple: int = 1
+    cost: SequenceCost = TOKENS
 
 
 @dataclass(frozen=True)
 class MiniBatchPlan:
     """Who trains on what in one optimiser step.
 
-    ``positions``: in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch.
+    ``positions``: in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch. ``cost``:
+    of all sequences, as the layout counts it. ``idle``: share of the ranks' time in which they would wait for each
+    other if time were cost.
     """
 
     positions: list[list[list[int]]]
     denominator: float
+    cost: float
+    idle: float
 
     def of_rank(self, dp_rank: int) -> set[int]:
         """Positions that the replica ``dp_rank`` trains on."""
@@ -73,14 +80,17 @@ def plan_mini_batches(
         denominator = denominator_of(trained, constant)
         if denominator == 0:
             continue
+        lengths = [t.length for t in part]
+        costs = [layout.cost(length) for length in lengths]
         plan = plan_mini_batch(
-            [t.length for t in part],
+            lengths,
+            costs,
             layout.dp_size,
             config.training.micro_batch_tokens,
             layout.count_multiple,
         )
         positions = [[[start + i for i in rows] for rows in rank] for rank in plan]
-        plans.append(MiniBatchPlan(positions, denominator))
+        plans.append(MiniBatchPlan(positions, denominator, sum(costs), idle_share(plan, costs)))
     return plans
 
 

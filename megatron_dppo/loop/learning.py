@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,9 @@ from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts
 from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.model.flops import BACKWARD_FORWARDS, forward_flops
+from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.reduction import reduce_masked_tokens
 from megatron_dppo.trainer.router_replay import RECORDING
 from megatron_dppo.trainer.token_loss import TokenLoss, make_token_loss
@@ -75,6 +79,7 @@ class Learner:
             dp_size=trainer.topology.dp_size,
             count_multiple=trainer.micro_batch_multiple,
             pad_multiple=trainer.pad_multiple,
+            cost=forward_flops(trainer.shape),
         )
         self._topk = topk
         shape = trainer.shape
@@ -111,6 +116,7 @@ class Learner:
         NonFiniteLossError before the step that would have applied it, and NonFiniteLogProbsError where recomputed
         ones are none.
         """
+        began = time.perf_counter()
         mini_batches = [self._recomputed(mini) for mini in self._mini_batches(batch)]
         self._masked.clear()
         total, first, grad_norms, lr = MetricSums(), None, [], 0.0
@@ -133,6 +139,17 @@ class Learner:
             "optimizer/grad_norm_max": max(grad_norms),
             "optimizer/lr": lr,
             "optimizer/steps": len(mini_batches),
+            names.IDLE_SHARE: sum(plan.idle for plan in batch.plans) / len(batch.plans),
+            **self._speed(batch, time.perf_counter() - began),
+        }
+
+    def _speed(self, batch: PlannedBatch, seconds: float) -> dict[str, float]:
+        """Arithmetic of the optimiser steps (recomputation and passes without gradient don't count), and memory."""
+        flops = (1 + BACKWARD_FORWARDS) * sum(plan.cost for plan in batch.plans)
+        world = self._trainer.layout.world_size
+        return {
+            names.TFLOPS: flops / seconds / world / 1e12,
+            names.PEAK_MEMORY: max(all_gather_json(platform.peak_memory_bytes())) / 2**30,
         }
 
     def _mini_batches(self, batch: PlannedBatch) -> list[MiniBatch]:

@@ -28,6 +28,7 @@ from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.exporting import SEQUENCES_TO_CHECK, export
 from megatron_dppo.loop.fencing import RunFence, run_fence
 from megatron_dppo.loop.learning import Learner
+from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
 from megatron_dppo.loop.rollouts.column_directory import ExchangeError
@@ -98,7 +99,8 @@ def _run(config: TrainConfig, stop: StopFlag) -> None:
         try:
             run.begin()
             while run.state.step < config.run.steps:
-                run.step()
+                with run.profiler.of(run.state.step + 1):
+                    run.step()
             run.finish()
         except RunStoppedError as stopped:
             run.stop(str(stopped))
@@ -163,6 +165,8 @@ class Run:
             )
         )
         self.source = self._rollout_source()
+        rank = self.trainer.topology.rank
+        self.profiler = StepProfiler(config.profile, config.run.directory, rank)
         self._counted_failures = (0, 0)
         self.examples: list[Trajectory] = []
         self._counted_updates = (0, 0)

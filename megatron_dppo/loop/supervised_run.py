@@ -22,6 +22,7 @@ from megatron_dppo.logging import fatal
 from megatron_dppo.loop.fencing import RunFence, run_fence
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import ModelError
+from megatron_dppo.model.flops import forward_flops
 from megatron_dppo.system.fence import FencedError
 from megatron_dppo.system.lease_files import LeaseError
 from megatron_dppo.trainer.errors import NonFiniteLossError
@@ -72,8 +73,11 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
 def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:
     """One optimiser step; returns the mean negative log-likelihood, nats per token."""
     samples = [Trajectory.of_response(prompt, response) for prompt, response in pairs]
+    lengths = [s.length for s in samples]
+    cost = forward_flops(trainer.shape)
     plan = plan_mini_batch(
-        [s.length for s in samples],
+        lengths,
+        [cost(length) for length in lengths],
         trainer.topology.dp_size,
         config.training.micro_batch_tokens,
         trainer.micro_batch_multiple,

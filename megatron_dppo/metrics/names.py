@@ -61,6 +61,16 @@ MASKED_POSITIVE = "mask/masked_positive"
 MASKED_NEGATIVE = "mask/masked_negative"
 CAP_HIT = "mask/cap_hit"
 GRAD_NORM = "optimizer/grad_norm"
+IDLE_SHARE = "train/idle_share"
+"""Share of the ranks' time that they wait for each other's micro-batches, by their FLOPs; mean over the
+batch's optimiser steps.
+"""
+TFLOPS = "train/tflops_per_rank"
+"""Floating-point operations of the model in a rank's second of training, 1e12: forward, and twice as
+many backward; what is computed again is not counted.
+"""
+PEAK_MEMORY = "train/peak_memory_gib"
+"""The most memory that a rank took, GiB: of its GPU in this step, or of the host since its start."""
 WEIGHT_UPDATES = "weights/updates"
 """Weight updates that the engine committed since the record before this one."""
 WEIGHT_UPDATES_VERIFIED = "weights/verified"
@@ -78,6 +88,7 @@ SHARES = frozenset(
         MASKED_POSITIVE,
         MASKED_NEGATIVE,
         CAP_HIT,
+        IDLE_SHARE,
     }
 )
 """Metrics between 0 and 1, shown in percent."""

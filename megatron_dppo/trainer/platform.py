@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Mapping
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -65,6 +68,37 @@ def seed_everything(seed: int) -> None:
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def peak_memory_bytes() -> int:
+    """The most memory that tensors took on this rank's GPU since the last call; without one, the most
+    that the process ever took of the host's."""
+    if not has_cuda():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak = torch.cuda.max_memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    return peak
+
+
+def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
+    """What torch.profiler can see here."""
+    found = [torch.profiler.ProfilerActivity.CPU]
+    return [*found, torch.profiler.ProfilerActivity.CUDA] if has_cuda() else found
+
+
+@contextmanager
+def gpu_memory_history(snapshot: Path) -> Iterator[None]:
+    """Record who allocates and frees the GPU's memory meanwhile, and write it to ``snapshot``; without
+    a GPU, nothing. Not yet run on a GPU."""
+    if not has_cuda():
+        yield
+        return
+    torch.cuda.memory._record_memory_history()
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(str(snapshot))
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _cuda() -> Platform:

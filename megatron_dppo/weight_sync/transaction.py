@@ -30,9 +30,9 @@ from megatron_dppo.weight_sync.interfaces import (
 )
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.verification import (
-    TOLERANCE,
     ExpectedByLayout,
     canary_prompts,
+    canary_tolerance,
     compare_scores,
     compare_tensors,
 )
@@ -208,7 +208,7 @@ class WeightUpdater:
         prompts = canary_prompts(self._source.vocab_size)
         with phases.timed("canary"):
             ours = self._source.score(prompts)
-        tolerance = TOLERANCE[self._source.dtype_name]
+        tolerance = canary_tolerance(self._config, self._source.dtype_name)
         return self._conduct(
             phases, "canary", lambda e: compare_scores(e, prompts, ours, tolerance)
         )

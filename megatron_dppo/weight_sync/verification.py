@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.weight_sync.engines import Engines
 from megatron_dppo.weight_sync.interfaces import Bucket, CanaryReport, EngineFaultError
@@ -31,10 +32,19 @@ class Tolerance:
     mean: float
 
 
-TOLERANCE = {"float32": Tolerance(1e-3, 1e-4), "bfloat16": Tolerance(3.0, 0.2)}
+_TOLERANCE = {"float32": Tolerance(1e-3, 1e-4), "bfloat16": Tolerance(3.0, 0.2)}
 """By weight type. In bfloat16 one logit of 20 is rounded to a multiple of 0.125, and a router whose
 choice is a tie sends a token to another expert: single tokens may differ by a nat, their mean may not.
 """
+
+
+def canary_tolerance(config: WeightSyncConfig, dtype_name: str) -> Tolerance:
+    """What ``config`` takes for rounding in weights of ``dtype_name``, its defaults filled in."""
+    default = _TOLERANCE[dtype_name]
+    return Tolerance(
+        largest=default.largest if config.canary_largest is None else config.canary_largest,
+        mean=default.mean if config.canary_mean is None else config.canary_mean,
+    )
 
 
 class CanaryError(RuntimeError):

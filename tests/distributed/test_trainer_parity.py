@@ -113,7 +113,8 @@ def micro_batches(
     from megatron_dppo.data.balancing import plan_mini_batch
     from megatron_dppo.data.packing import pack
 
-    plan = plan_mini_batch([t.length for t in data], dp_size, budget, count_multiple)
+    lengths = [t.length for t in data]
+    plan = plan_mini_batch(lengths, lengths, dp_size, budget, count_multiple)
     return [
         pack(
             [data[i] for i in rows],

@@ -8,9 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.balancing import partition_by_length, plan_micro_batches, plan_mini_batch
+from megatron_dppo.data.balancing import (
+    idle_share,
+    partition_by_cost,
+    plan_micro_batches,
+)
+from megatron_dppo.data.balancing import plan_mini_batch as plan_by_cost
 
 LENGTHS = st.lists(st.integers(1, 200), max_size=60)
+
+
+def plan_mini_batch(lengths, *arguments, **options):
+    """Every token costs the same."""
+    return plan_by_cost(lengths, lengths, *arguments, **options)
 
 
 def sums(lengths, groups):
@@ -25,14 +35,14 @@ def test_largest_differencing_worked_by_hand():
     # Two ranks, lengths 8 7 6 5 4. Differences: {8,7} -> 1, {6,5} -> 1, {4} -> 4. The widest, {4},
     # meets {8,7}: 4 joins 7, leaving 11 against 8, 3 apart; then {6,5} turns over: 11+5, 8+6.
     # (Longest first, each onto the lightest, ends at 17 and 13.)
-    groups = partition_by_length([8, 7, 6, 5, 4], 2)
+    groups = partition_by_cost([8, 7, 6, 5, 4], 2)
     assert groups == [[1, 3, 4], [0, 2]]
     assert sums([8, 7, 6, 5, 4], groups) == [16, 14]
 
 
 def test_more_ranks_than_sequences_leaves_ranks_empty():
-    assert sorted(partition_by_length([5, 6], 4)) == [[], [], [0], [1]]
-    assert partition_by_length([], 2) == [[], []]
+    assert sorted(partition_by_cost([5, 6], 4)) == [[], [], [0], [1]]
+    assert partition_by_cost([], 2) == [[], []]
 
 
 def test_first_fit_decreasing_worked_by_hand():
@@ -71,12 +81,12 @@ def test_the_budget_outweighs_balance():
 @settings(max_examples=100, deadline=None)
 @given(LENGTHS, st.integers(1, 9))
 def test_partition_loses_nothing_and_is_close_to_even(lengths, ranks):
-    groups = partition_by_length(lengths, ranks)
+    groups = partition_by_cost(lengths, ranks)
     assert len(groups) == ranks
     assert flat(groups) == list(range(len(lengths)))
     totals = sums(lengths, groups)
     assert max(totals) - min(totals) <= max(lengths, default=0)
-    assert groups == partition_by_length(lengths, ranks)
+    assert groups == partition_by_cost(lengths, ranks)
 
 
 @settings(max_examples=100, deadline=None)
@@ -90,6 +100,60 @@ def test_micro_batches_keep_to_the_budget(lengths, budget):
     )
     # First fit leaves at most one group that is no more than half full.
     assert sum(2 * total <= budget for total in sums(lengths, groups)) <= 1
+
+
+def test_ranks_share_cost_and_the_budget_bounds_tokens():
+    # Costs are squares: 16 is as dear as four of 8. By cost both ranks have 256; by tokens the
+    # second would have had half of the first's time to wait.
+    lengths = [16, 8, 8, 8, 8]
+    costs = [length**2 for length in lengths]
+    assert plan_by_cost(lengths, costs, 2, 32) == [[[0]], [[1, 2, 3, 4]]]
+    # At 16 tokens the second needs two micro-batches, and the first an empty one beside its own.
+    assert plan_by_cost(lengths, costs, 2, 16) == [[[0], []], [[1, 4], [2, 3]]]
+
+
+def test_where_even_costs_break_the_budget_the_cheapest_group_with_room_is_taken():
+    # One rank, costs are squares, budget 10: sizes 8 4 4 4 cost 64 16 16 16. First fit needs two
+    # groups ([8], and 4 4 are full at 8, so [4] is a third): three. Even by cost: [8] [4 4] [4].
+    lengths = [8, 4, 4, 4]
+    costs = [length**2 for length in lengths]
+    assert plan_by_cost(lengths, costs, 1, 10) == [[[0], [2, 3], [1]]]
+    # 6 6 3 3 1 1, budget 8, cost 36 36 9 9 1 1. First fit: [6 1] [6 1] [3 3]. Even by cost in three
+    # would be [6] [6] [3 3 1 1] with 8 tokens: it fits, and is kept.
+    assert plan_by_cost([6, 6, 3, 3, 1, 1], [36, 36, 9, 9, 1, 1], 1, 8) == [
+        [[0], [1], [2, 3, 4, 5]]
+    ]
+    # With 7, it doesn't: the ones join the cheapest groups with room. 3 and 3 are 18, one 1 joins
+    # them (7 tokens), the other joins a 6.
+    assert plan_by_cost([6, 6, 3, 3, 1, 1], [36, 36, 9, 9, 1, 1], 1, 7) == [
+        [[0, 5], [1], [2, 3, 4]]
+    ]
+
+
+def test_idle_share_worked_by_hand():
+    # Two ranks; first slots cost 6 and 4, second ones 1 and 3: they last 6 and 3, of 18 rank-seconds
+    # 14 are work.
+    plan = [[[0], [1]], [[2], [3]]]
+    assert idle_share(plan, [6, 1, 4, 3]) == pytest.approx(4 / 18)
+    assert idle_share([[[0]], [[1]]], [2, 2]) == 0
+    assert idle_share([[[]], [[]]], []) == 0
+
+
+@settings(max_examples=150, deadline=None)
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 300), st.floats(0, 1))
+def test_by_whatever_cost_the_plan_holds_everything_within_the_budget(
+    lengths, dp_size, budget, quadratic
+):
+    costs = [(1 + quadratic * length) * length for length in lengths]
+    plan = plan_by_cost(lengths, costs, dp_size, budget)
+    assert flat(group for rank in plan for group in rank) == list(range(len(lengths)))
+    assert len({len(rank) for rank in plan}) == 1
+    for rank in plan:
+        totals = sums(costs, rank)
+        assert totals == sorted(totals, reverse=True)
+        tokens = sums(lengths, rank)
+        assert all(len(g) <= 1 or t <= budget for g, t in zip(rank, tokens, strict=True))
+    assert 0 <= idle_share(plan, costs) < 1
 
 
 @settings(max_examples=150, deadline=None)
@@ -112,9 +176,10 @@ def test_mini_batch_plan(lengths, dp_size, budget, multiple):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: partition_by_length([1, 0], 2), "sequence 1 has a length of 0"),
-        (lambda: partition_by_length([1], 0), "ranks must be at least 1, got 0"),
+        (lambda: partition_by_cost([1, 0], 2), "sequence 1 has a cost of 0"),
+        (lambda: partition_by_cost([1], 0), "ranks must be at least 1, got 0"),
         (lambda: plan_micro_batches([1], 0), "token_budget must be at least 1, got 0"),
+        (lambda: plan_by_cost([1, 0], [1, 1], 1, 5), "sequence 1 has a length of 0"),
         (lambda: plan_mini_batch([1], 1, 5, 0), "count_multiple must be at least 1, got 0"),
     ],
 )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from megatron_dppo.config.schema import EngineConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import (
     AbortedError,
@@ -68,6 +69,16 @@ def run(client: ScriptedClient, count: int, limits: GenerationLimits, **kwargs):
 
 async def answer_at_once(key: int, attempt: int) -> None:
     await asyncio.sleep(0)
+
+
+def test_the_time_limit_fits_the_longest_response():
+    def limit(**values: object) -> float:
+        rollout = RolloutConfig(prompts_per_step=1, group_size=2, **values)
+        return GenerationLimits.of(rollout, EngineConfig()).request_timeout_s
+
+    assert limit(max_response_tokens=6000) == 600.0
+    assert limit(max_response_tokens=16_384) == 1638.4  # at 10 tokens/s
+    assert limit(max_response_tokens=16_384, request_timeout_s=5.0) == 5.0
 
 
 def test_results_keep_the_order_of_the_requests():

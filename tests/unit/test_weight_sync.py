@@ -49,6 +49,7 @@ from megatron_dppo.weight_sync.verification import (
     ChecksumMismatchError,
     Tolerance,
     canary_prompts,
+    canary_tolerance,
     compare_canary,
     compare_checksums,
 )
@@ -414,6 +415,13 @@ def test_compare_checksums_names_tensor_and_rank() -> None:
     assert "and 2 more" in str(ChecksumMismatchError([*mismatches, *more]))
     with pytest.raises(ValueError, match="1 engine ranks, expected 2"):
         compare_checksums(expected, got[:1])
+
+
+def test_the_canary_tolerates_what_the_type_explains_or_the_configuration_says() -> None:
+    assert canary_tolerance(WeightSyncConfig(), "float32") == Tolerance(1e-3, 1e-4)
+    assert canary_tolerance(WeightSyncConfig(), "bfloat16") == Tolerance(3.0, 0.2)
+    chosen = WeightSyncConfig(canary_largest=5.0, canary_mean=0.4)
+    assert canary_tolerance(chosen, "bfloat16") == Tolerance(5.0, 0.4)
 
 
 def test_canary_reports_and_names_the_worst_token() -> None:

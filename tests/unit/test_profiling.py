@@ -1,0 +1,39 @@
+"""Traces of the steps that were asked for, and of no others."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import torch
+
+from megatron_dppo.config.schema import ProfileConfig
+from megatron_dppo.loop.profiling import StepProfiler
+
+
+def profiled(folder, rank: int, **config: object) -> None:
+    profiler = StepProfiler(ProfileConfig(steps=[2], **config), folder, rank)
+    for step in (1, 2, 3):
+        with profiler.of(step):
+            torch.ones(3, 3) @ torch.ones(3, 3)
+
+
+def test_the_step_that_was_asked_for_has_a_trace(tmp_path):
+    profiled(tmp_path, 0, memory=True)
+    (trace,) = (tmp_path / "profile").iterdir()
+    assert trace.name == "step2-rank0.json.gz"
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    named = [event.get("name") for event in events]
+    assert named.count("aten::mm") == 1
+    assert "[memory]" in named
+
+
+def test_other_ranks_trace_nothing(tmp_path):
+    profiled(tmp_path, 1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_costs_the_trace_only(tmp_path, caplog):
+    (tmp_path / "profile").write_text("a file")
+    profiled(tmp_path, 0)
+    assert "no trace of step 2" in caplog.text
