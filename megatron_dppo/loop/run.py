@@ -270,7 +270,12 @@ class Run:
             return {}
         with self.timer("evaluate"):
             return evaluate(
-                self.data.held_out, self.config, self.trainer.topology, self.engine, self.verifier
+                self.state.step,
+                self.data.held_out,
+                self.config,
+                self.trainer.topology,
+                self.engine,
+                self.verifier,
             )
 
     def _failed_checks(self) -> dict[str, float]:
