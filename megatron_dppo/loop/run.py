@@ -295,8 +295,11 @@ class Run:
     def _save_batch(self, step: int, batch: Sequence[Trajectory]) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
+            seen = self.learner.loss_columns
             try:
-                save_batch(folder, step, batch)
+                save_batch(
+                    folder, step, [t.with_columns(**seen.get(i, {})) for i, t in enumerate(batch)]
+                )
             except OSError as error:
                 raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error
 

@@ -29,7 +29,9 @@ def blocked_mm(a: Tensor, b: Tensor) -> Tensor:
     return out[:rows]
 
 
-def blocked_addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def blocked_addmm(
+    bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
     """beta bias + alpha a @ b, by ``blocked_mm``."""
     product = blocked_mm(a, b)
     return (product if alpha == 1 else alpha * product) + (bias if beta == 1 else beta * bias)
