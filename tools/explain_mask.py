@@ -3,11 +3,14 @@
 
     python tools/explain_mask.py runs/demo --step 3 --csv tokens.csv --html tokens.html
 
-The run must have been started with ``rollout.save=true``. pi is computed with the run's export,
-``<run>/hf``, or with any Hugging Face folder (``--policy``); the mask is that of the next update on
-this batch. ``--rollout-policy``: the weights that sampled the batch (of step 1: the model that the
-run began with); from them pi', TopK(mu) and the exact divergences are computed if the batch lacks
-them. Both models run in transformers, in float32 on the CPU, one response at a time.
+The run must have been started with ``rollout.save=true``: then every batch holds log pi, the divergence
+and the mask of each token as the loss saw them, which are shown here. They are compared with
+``metrics.jsonl`` and ``masked_tokens.jsonl`` first; where they disagree nothing is shown.
+
+``--policy FOLDER`` computes pi anew with a Hugging Face folder instead: the mask of the next update on this
+batch under those weights. ``--rollout-policy``, beside it: the weights that sampled the batch (of step
+1: the model that the run began with); from them pi', TopK(mu) and the exact divergences are computed
+if the batch lacks them. Both models run in transformers, in float32 on the CPU, one response at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from rich.console import Console
@@ -28,13 +31,19 @@ from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.config.yaml_core import parse_scalar
 
+if TYPE_CHECKING:
+    from mask_explanation.explanation import Place, Response
+
+    from megatron_dppo.algorithms.presets import Algorithm
+    from megatron_dppo.data.trajectory import Trajectory
+
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
     parser.add_argument("--step", type=int, help="whose batch; default: the last saved one")
-    parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: RUN/hf")
+    parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: as the step was")
     parser.add_argument("--rollout-policy", type=Path, help="Hugging Face folder of mu's weights")
     parser.add_argument("--algorithm", help="a preset's name; default: the run's")
     parser.add_argument(
@@ -59,41 +68,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def explain(options: argparse.Namespace, config: TrainConfig) -> None:
-    """Read the batch and the policies, explain every token, write the requested files."""
+    """Read the batch, explain its tokens, write the requested files."""
     from mask_explanation import page, summary_tables
-    from mask_explanation.explanation import explain_response
-    from mask_explanation.policies import Policy, TokenTexts
 
     from megatron_dppo.algorithms.presets import build_algorithm
-    from megatron_dppo.data.problems import load_tokenizer
     from megatron_dppo.data.trajectory_codec import load_batch
-    from megatron_dppo.metrics.progress import progress
 
     algorithm = build_algorithm(*chosen_algorithm(options, config))
     step = saved_step(options.run / "rollouts", options.step)
     batch = load_batch(options.run / "rollouts", step)
     chosen, skipped = chosen_responses(batch, config, options.limit)
-    policy_folder = options.policy or options.run / "hf"
-    policy = Policy(policy_folder)
-    rollout_policy = Policy(options.rollout_policy) if options.rollout_policy else None
-    texts = TokenTexts(load_tokenizer(policy_folder))
-    responses = []
-    with progress("explaining", len(chosen)) as bar:
-        for index in chosen:
-            logits = policy.logits(batch[index])
-            rollout_logits = rollout_policy.logits(batch[index]) if rollout_policy else None
-            responses.append(
-                explain_response(
-                    index, batch[index], algorithm, logits, rollout_logits,
-                    temperature=config.temperature, texts=texts,
-                )
-            )  # fmt: skip
-            bar.advance()
+    explain_chosen = as_trained if options.policy is None else under_policy
+    responses, source = explain_chosen(options, config, step, algorithm, batch, chosen)
     numbers = ", ".join(f"{k} {v:g}" for k, v in algorithm.numbers.items())
     facts = [
         f"{algorithm.name}: {numbers}",
-        f"policy {policy_folder}, rollout policy {options.rollout_policy or 'not given'}; "
-        f"temperature {config.temperature:g}",
+        f"{source}; temperature {config.temperature:g}",
         f"{len(chosen)} of {len(batch)} responses; {skipped}",
     ]
     title = f"Masks of {options.run}, batch of step {step}"
@@ -109,6 +99,91 @@ def explain(options: argparse.Namespace, config: TrainConfig) -> None:
         html = page.render(title, facts, tables, algorithm.name, responses)
         options.html.write_text(html, encoding="utf-8")
         print(f"{options.html}: every response, tokens coloured")
+
+
+def as_trained(
+    options: argparse.Namespace,
+    config: TrainConfig,
+    step: int,
+    algorithm: Algorithm,
+    batch: list[Trajectory],
+    chosen: list[int],
+) -> tuple[list[Response], str]:
+    """The responses ``chosen`` as the loss of ``step`` saw them, and where the numbers are from.
+
+    Raises ValueError where the batch does not say, or says what the run's records do not.
+    """
+    from mask_explanation.agreement import check_agreement
+    from mask_explanation.policies import TokenTexts
+    from mask_explanation.seen import SeenStep, explain_seen
+
+    from megatron_dppo.algorithms.presets import build_algorithm
+    from megatron_dppo.data.problems import load_tokenizer
+
+    if options.rollout_policy is not None:
+        raise ValueError(
+            "--rollout-policy: the step's own numbers are shown; it goes with --policy"
+        )
+    settings = config.algorithm
+    own = build_algorithm(settings.name, settings.options, settings.settings)
+    seen = SeenStep.of(batch, settings)
+    source = check_agreement(seen, own, options.run, step)
+    decisions = seen.decisions(own)
+    if algorithm.numbers != own.numbers or algorithm.name != own.name:
+        decisions = seen.others_decisions(algorithm)
+        source += f" for {own.name}, which the run trained with"
+    texts = TokenTexts(load_tokenizer(config.model.hf_checkpoint))
+    rows = {position: row for row, position in enumerate(seen.positions)}
+    responses = [
+        explain_seen(seen, rows[i], place_of(i, config), batch[i], algorithm, decisions, texts)
+        for i in chosen
+    ]
+    return responses, source
+
+
+def under_policy(
+    options: argparse.Namespace,
+    config: TrainConfig,
+    step: int,
+    algorithm: Algorithm,
+    batch: list[Trajectory],
+    chosen: list[int],
+) -> tuple[list[Response], str]:
+    """As :func:`as_trained`, under the weights of ``--policy``."""
+    from mask_explanation.policies import Policy, TokenTexts
+    from mask_explanation.recomputed import explain_response
+
+    from megatron_dppo.data.problems import load_tokenizer
+    from megatron_dppo.metrics.progress import progress
+
+    policy = Policy(options.policy)
+    rollout_policy = Policy(options.rollout_policy) if options.rollout_policy else None
+    texts = TokenTexts(load_tokenizer(options.policy))
+    responses = []
+    with progress("explaining", len(chosen)) as bar:
+        for index in chosen:
+            logits = policy.logits(batch[index])
+            rollout_logits = rollout_policy.logits(batch[index]) if rollout_policy else None
+            responses.append(
+                explain_response(
+                    place_of(index, config), batch[index], algorithm, logits, rollout_logits,
+                    temperature=config.temperature, texts=texts,
+                )
+            )  # fmt: skip
+            bar.advance()
+    source = (
+        f"NOT as step {step} trained, but under the weights in {options.policy}, rollout policy "
+        f"{options.rollout_policy or 'not given'}"
+    )
+    return responses, source
+
+
+def place_of(index: int, config: TrainConfig) -> Place:
+    """Where the response at ``index`` of a batch stands."""
+    from mask_explanation.explanation import Place
+
+    size = config.training.prompts_per_mini_batch * config.rollout.group_size
+    return Place(index, index // size + 1)
 
 
 def chosen_algorithm(

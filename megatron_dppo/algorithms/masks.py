@@ -51,7 +51,7 @@ def binary_tv(
     ``tv_threshold``; where A < 0, > ``tv_threshold_negative`` if that is given.
     """
     distance = divergence.binary_tv(inputs.log_probs, anchor(inputs))
-    return _near(inputs, anchor, distance, tv_threshold, tv_threshold_negative)
+    return near(inputs, anchor, distance, tv_threshold, tv_threshold_negative)
 
 
 @torch.no_grad()
@@ -66,7 +66,7 @@ def binary_kl(
     ``kl_threshold`` nats; where A < 0, ``kl_threshold_negative`` if that is given.
     """
     distance = divergence.binary_kl(inputs.log_probs, anchor(inputs))
-    return _near(inputs, anchor, distance, kl_threshold, kl_threshold_negative)
+    return near(inputs, anchor, distance, kl_threshold, kl_threshold_negative)
 
 
 @torch.no_grad()
@@ -81,8 +81,8 @@ def topk_tv(
 
     With K = V this is DPPO-Exact-TV.
     """
-    distance = divergence.topk_tv(*_topk(inputs))
-    return _near(inputs, anchor, distance, tv_threshold, tv_threshold_negative)
+    distance = divergence.topk_tv(*topk_of(inputs))
+    return near(inputs, anchor, distance, tv_threshold, tv_threshold_negative)
 
 
 @torch.no_grad()
@@ -97,8 +97,8 @@ def topk_kl(
 
     With K = V this is DPPO-Exact-KL.
     """
-    distance = divergence.topk_kl(*_topk(inputs))
-    return _near(inputs, anchor, distance, kl_threshold, kl_threshold_negative)
+    distance = divergence.topk_kl(*topk_of(inputs))
+    return near(inputs, anchor, distance, kl_threshold, kl_threshold_negative)
 
 
 @torch.no_grad()
@@ -184,12 +184,12 @@ def _inside(inputs: TokenInputs, above_low: Tensor, below_high: Tensor) -> Tenso
     return ((inputs.advantages <= 0) | below_high) & ((inputs.advantages >= 0) | above_low)
 
 
-def _near(
+def near(
     inputs: TokenInputs,
     anchor: Anchor,
     distance: Tensor,
     threshold: float,
-    threshold_negative: float | None,
+    threshold_negative: float | None = None,
 ) -> Tensor:
     """True where ``distance`` is within the threshold, or the update leads back to the anchor."""
     close = distance <= threshold
@@ -201,7 +201,8 @@ def _near(
     return (close | inward) & distance.isfinite()
 
 
-def _topk(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
+def topk_of(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """log pi, log mu and validity at TopK(mu) and the sampled token. Raises ValueError without them."""
     if (
         inputs.topk_log_probs is None
         or inputs.rollout_topk_log_probs is None

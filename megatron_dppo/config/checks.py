@@ -175,6 +175,14 @@ def _engine_ports(config: TrainConfig) -> Problems:
         )
 
 
+def _deterministic(config: TrainConfig) -> Problems:
+    if config.engine.deterministic and config.rollout.responses_per_call > 1:
+        yield (
+            f"rollout.responses_per_call: got {config.rollout.responses_per_call}, expected 1 with "
+            "engine.deterministic: each response has a seed of its own"
+        )
+
+
 def _forwarded(config: TrainConfig) -> Problems:
     yield from megatron_problems(config.megatron)
     yield from SGLANG.problems(config.sglang)
@@ -240,6 +248,7 @@ CHECKS: tuple[Check, ...] = (
     _oversampling,
     _run_directory,
     _engine_ports,
+    _deterministic,
     _forwarded,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (

@@ -258,6 +258,9 @@ class EngineConfig(Section):
     """Restarts of each dead server in one run before it is given up; the run is, with the last."""
     device: Literal["cpu", "cuda"] | None = None
     """Empty: cuda where there is one."""
+    deterministic: bool = False
+    """Draw every response with a seed of its own and compute it alike in every batch: a run of the
+    same seed, weights and machine samples the same. Slower; docs/fleet.md has the cost."""
 
     @property
     def started(self) -> int:

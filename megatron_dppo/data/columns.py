@@ -38,6 +38,7 @@ class Reach(Enum):
 
     ALL_RANKS = "all ranks"
     TRAINING_REPLICA = "the replica that trains on the trajectory"
+    SAVED = "no rank; saved batches have it"
 
 
 class Form(NamedTuple):
@@ -218,3 +219,19 @@ ROUTED_EXPERTS = declare(
     )
 )
 """The experts that the engine sent each token to, for router replay."""
+
+LOSS_COLUMNS = tuple(
+    declare(
+        Column(f"loss_{name}", (dtype,), Rows.SAMPLED, Reach.SAVED, complete=False, packed=False)
+    ).name
+    for name, dtype in {
+        "log_probs": "float32",
+        "recomputed_log_probs": "float32",
+        "entropy": "float32",
+        "divergence": "float64",
+        "trains": "bool",
+    }.items()
+)
+"""What the loss saw of each token in the optimiser step that trained on it: log pi; log pi' and the
+entropy of pi where it had them; the divergence that the mask compared with its threshold, if it
+measures one; and whether the token trained. A response without a gradient has none of them."""

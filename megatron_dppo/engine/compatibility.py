@@ -29,8 +29,7 @@ SGLANG_VERSION = "0.5.23"
 
 
 async def check_engine(config: ServerSections, client: EngineClient) -> None:
-    """Compare the server's release, model, vocabulary, type, room and routing capture with the
-    run's.
+    """Compare the server's release, model, vocabulary, type, room and switches with the run's.
 
     Needed for a server that was started elsewhere (``engine.urls``), harmless for our own. A paused one,
     which a failed weight update leaves, would hold the request that tells the vocabulary: there
@@ -38,8 +37,8 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     EngineMismatchError with every difference, and the client's errors.
     """
     info, model_info = await client.get_json("/server_info"), await client.get_json("/model_info")
-    replay = {"enable_return_routed_experts": bool} if config.rollout.router_replay else {}
-    _require(f"{client.url}/server_info", info, _SERVER_INFO | replay)
+    switches = dict.fromkeys(required_switches(config), bool)
+    _require(f"{client.url}/server_info", info, _SERVER_INFO | switches)
     _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
     differences = compare_server(config, info, model_info)
     size = load_model_shape(config.model.hf_checkpoint).vocab_size
@@ -51,6 +50,15 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
         raise EngineMismatchError(
             f"the engine at {client.url} does not fit this run:\n  " + "\n  ".join(differences)
         )
+
+
+def required_switches(config: ServerSections) -> list[str]:
+    """SGLang's switches that this run needs to be on."""
+    wanted = {
+        "enable_return_routed_experts": config.rollout.router_replay,
+        "enable_deterministic_inference": config.engine.deterministic,
+    }
+    return [field for field, is_wanted in wanted.items() if is_wanted]
 
 
 def compare_server(
@@ -68,8 +76,8 @@ def compare_server(
         "dtype (--dtype)": (info["dtype"], config.model.dtype),
         "quantization": (info["quantization"], None),
     }
-    if config.rollout.router_replay:
-        wanted["--enable-return-routed-experts"] = (info["enable_return_routed_experts"], True)
+    for field in required_switches(config):
+        wanted[f"--{field.replace('_', '-')}"] = (info[field], True)
     differences = [
         f"{what}: {found!r}, expected {expected!r}"
         for what, (found, expected) in wanted.items()

@@ -108,6 +108,11 @@ def server_options(
             "max_total_tokens": cpu_kv_tokens(config),
             "sleep_on_idle": True,
         }
+    if config.engine.deterministic:
+        options["enable_deterministic_inference"] = True
+        if device == "cpu":
+            # Where a prompt is cut depends on its neighbours; without cuts SGLang reserves too much.
+            options |= {"chunked_prefill_size": -1, "mem_fraction_static": 0.8}
     options |= {name: value for name, value in config.sglang.items() if value is not None}
     if device == "cuda" and config.engine.started > 1:
         options["base_gpu_id"] = first_gpu(config, index)

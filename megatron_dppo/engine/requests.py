@@ -14,7 +14,9 @@ from megatron_dppo.model.shape import ModelShape
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn. ``stop_token_ids`` add to the model's own stop tokens."""
+    """How one response is drawn. ``stop_token_ids`` add to the model's own stop tokens. ``seed``: of this
+    response alone, which a server with deterministic inference heeds.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -22,6 +24,7 @@ class SamplingParams:
     top_k: int = -1
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -33,6 +36,7 @@ class SamplingParams:
         """SGLang's ``sampling_params``; every number is sent, so that no default of the model's
         folder applies.
         """
+        seed = {} if self.seed is None else {"sampling_seed": self.seed}
         return {
             "max_new_tokens": self.max_new_tokens,
             "temperature": self.temperature,
@@ -41,6 +45,7 @@ class SamplingParams:
             "min_p": 0.0,
             "ignore_eos": self.ignore_eos,
             "stop_token_ids": list(self.stop_token_ids) or None,
+            **seed,
         }
 
 

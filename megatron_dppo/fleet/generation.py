@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Protocol
 
 from megatron_dppo.config.schema import EngineConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
 from megatron_dppo.types import Problem
 
 Results = dict[Hashable, Trajectory]
@@ -79,13 +80,15 @@ class GenerationJob:
     """``group_size`` responses to each problem.
 
     The key of a request is (position in ``problems``, sample index). ``columns``: what is asked for
-    beside what every request is, as in GenerationRequest.
+    beside what every request is, as in GenerationRequest. ``seeds``: those of the responses, in the
+    order of ``problems``; None: the server draws as it likes.
     """
 
     problems: Sequence[Problem]
     group_size: int
     sampling: SamplingParams
     columns: Mapping[str, Any] = field(default_factory=dict)
+    seeds: SamplingSeeds | None = None
 
     def requests(
         self, completed: Mapping[Hashable, Trajectory] | None = None
@@ -96,7 +99,7 @@ class GenerationJob:
             GenerationRequest(
                 key=(position, sample),
                 prompt_ids=problem.prompt_ids,
-                sampling=self.sampling,
+                sampling=self._sampling(position, sample),
                 columns=self.columns,
                 problem_id=problem.problem_id,
                 sample_index=sample,
@@ -105,6 +108,11 @@ class GenerationJob:
             for sample in range(self.group_size)
             if (position, sample) not in done
         ]
+
+    def _sampling(self, position: int, sample: int) -> SamplingParams:
+        if self.seeds is None:
+            return self.sampling
+        return replace(self.sampling, seed=self.seeds.of(position, sample))
 
     def trajectories(self, completed: Mapping[Hashable, Trajectory]) -> list[Trajectory]:
         """All of them, group by group. Raises KeyError where a response is missing."""

@@ -8,7 +8,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.requests import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.rollouts.sources import own_problems, verify
+from megatron_dppo.loop.rollouts.sources import own_positions, seeds_of, verify
 from megatron_dppo.metrics import names
 from megatron_dppo.rewards import Verifier
 from megatron_dppo.trainer.collectives import all_gather_json
@@ -17,6 +17,7 @@ from megatron_dppo.types import Problem
 
 
 def evaluate(
+    step: int,
     sets: Mapping[str, Sequence[Problem]],
     config: TrainConfig,
     topology: Topology,
@@ -26,6 +27,7 @@ def evaluate(
     """Generate and score responses to every held-out problem. Collective.
 
     Args:
+        step: that the policy has been trained for.
         sets: name -> problems.
         config: of the run; ``evaluation`` holds k and the sampling (the paper's: temperature 0.7,
             top_p 0.95).
@@ -45,8 +47,10 @@ def evaluate(
     )
     accuracies = {}
     for name, problems in sets.items():
-        own = own_problems(problems, topology)
-        job = GenerationJob(own, settings.samples_per_prompt, sampling)
+        positions = own_positions(range(len(problems)), topology)
+        own = [problems[p] for p in positions]
+        seeds = seeds_of(config, f"evaluation on {name} after step {step}", positions)
+        job = GenerationJob(own, settings.samples_per_prompt, sampling, seeds=seeds)
         answers = engine.generate(job, f"evaluate on {name}")
         scored = verify(answers, own, job.group_size, config.algorithm, verifier)
         parts = all_gather_json([sum(t.reward for t in scored), len(scored)])

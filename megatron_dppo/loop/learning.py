@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.presets import Algorithm
 from megatron_dppo.config.schema import TrainConfig
@@ -23,6 +24,7 @@ from megatron_dppo.loop.batches import (
     pack_mini_batch,
     plan_mini_batches,
 )
+from megatron_dppo.loop.loss_record import LossColumns, LossRecord
 from megatron_dppo.loop.rollouts.column_directory import ExchangeError
 from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery
 from megatron_dppo.loop.rollouts.figures import routing_figures
@@ -35,9 +37,8 @@ from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.reduction import reduce_masked_tokens
 from megatron_dppo.trainer.router_replay import RECORDING
-from megatron_dppo.trainer.token_loss import TokenLoss, make_token_loss
+from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.vocab_parallel import PolicyStats
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class PlannedBatch:
 class Learner:
     """Turns batches into optimiser steps by ``algorithm``. ``topk``: K of the batches' TopK(mu), 0: none.
 
-    ``most_masked``: the tokens that the mask blocked most often in the last batch, the same on every rank.
+    Of the last batch: ``most_masked``, the tokens that the mask blocked most often, the same on every rank;
+    ``loss_columns``, what the loss saw of each token, by position in the batch, on global rank 0 of a run with
+    ``rollout.save``.
     """
 
     def __init__(
@@ -70,10 +73,14 @@ class Learner:
         self._trainer = trainer
         self._algorithm = algorithm
         self._masked = MaskedTokenCounts(trainer.shape.vocab_size)
-        self._loss = _counting(
-            make_token_loss(algorithm, config.algorithm.aggregation), self._masked
+        self._seen = LossRecord(algorithm) if config.rollout.save else None
+        self._loss = make_token_loss(
+            algorithm,
+            config.algorithm.aggregation,
+            [self._count_masked, *([self._seen.add] if self._seen else ())],
         )
         self.most_masked: list[MaskedToken] = []
+        self.loss_columns: LossColumns = {}
         self.layout = BatchLayout(
             dp_rank=trainer.topology.dp_rank,
             dp_size=trainer.topology.dp_size,
@@ -129,6 +136,8 @@ class Learner:
             grad_norms.append(result.grad_norm)
             lr = result.lr
         self.most_masked = reduce_masked_tokens(self._masked, self._trainer.topology)
+        if self._seen is not None:
+            self.loss_columns = self._seen.collect(self._trainer.topology)
         if first is None:
             return batch.figures
         return {
@@ -151,6 +160,10 @@ class Learner:
             names.TFLOPS: flops / seconds / world / 1e12,
             names.PEAK_MEMORY: max(all_gather_json(platform.peak_memory_bytes())) / 2**30,
         }
+
+    def _count_masked(self, batch: PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
+        if sums.blocked is not None:
+            self._masked.add(batch.target_ids, batch.advantages, sums.blocked)
 
     def _mini_batches(self, batch: PlannedBatch) -> list[MiniBatch]:
         """This rank's share of each optimiser step."""
@@ -200,18 +213,6 @@ def _where_trained(batch: PackedBatch, log_probs: torch.Tensor) -> torch.Tensor:
 def _with_whole_vocabulary(batch: PackedBatch, size: int) -> PackedBatch:
     """``batch`` with every id of the vocabulary as its TopK ids; their log-probabilities are still to come."""
     return batch.with_columns(topk_ids=torch.arange(size).expand(batch.num_tokens, size))
-
-
-def _counting(loss: TokenLoss, masked: MaskedTokenCounts) -> TokenLoss:
-    """``loss``, with the tokens that its mask blocks counted in ``masked``."""
-
-    def counted(stats: PolicyStats, batch: PackedBatch) -> LossSums:
-        sums = loss(stats, batch)
-        if sums.blocked is not None:
-            masked.add(batch.target_ids, batch.advantages, sums.blocked)
-        return sums
-
-    return counted
 
 
 def _of_the_first(values: dict[str, float]) -> dict[str, float]:

@@ -300,7 +300,12 @@ class Run:
             return {}
         with self.timer("evaluate"):
             return evaluate(
-                self.data.held_out, self.config, self.trainer.topology, self.engine, self.verifier
+                self.state.step,
+                self.data.held_out,
+                self.config,
+                self.trainer.topology,
+                self.engine,
+                self.verifier,
             )
 
     def _failed_checks(self) -> dict[str, float]:
@@ -320,8 +325,11 @@ class Run:
     def _save_batch(self, step: int, batch: Sequence[Trajectory]) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
+            seen = self.learner.loss_columns
             try:
-                save_batch(folder, step, batch)
+                save_batch(
+                    folder, step, [t.with_columns(**seen.get(i, {})) for i, t in enumerate(batch)]
+                )
             except OSError as error:
                 raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error
 

@@ -42,6 +42,19 @@ class MaskedTokensFile:
         return named
 
 
+def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | None:
+    """The tokens that the step's mask blocked most often; None where nothing is recorded of it.
+
+    Raises RecordsError.
+    """
+    line = next((x for x in _complete_lines(Path(directory) / FILE) if x["step"] == step), None)
+    if line is None:
+        return None
+    return [
+        MaskedToken(id=t["id"], raised=t["raised"], lowered=t["lowered"]) for t in line["tokens"]
+    ]
+
+
 def _complete_lines(path: Path) -> list[dict]:
     """The parsed lines, without a last line that a killed process left incomplete."""
     lines = read_lines(path)

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,8 +20,14 @@ TokenLoss = Callable[[PolicyStats, PackedBatch], LossSums]
 """What the trainer calls with the statistics of each micro-batch."""
 
 
+LossObserver = Callable[[PackedBatch, TokenInputs, LossSums], None]
+"""Is told of each micro-batch what the loss saw and made of it."""
+
+
 def make_token_loss(
-    algorithm: Algorithm, aggregation: str = "sequence-mean-with-constant"
+    algorithm: Algorithm,
+    aggregation: str = "sequence-mean-with-constant",
+    observers: Sequence[LossObserver] = (),
 ) -> TokenLoss:
     """The loss of ``algorithm`` as a function of a micro-batch's statistics: a SUM over tokens.
 
@@ -32,7 +38,11 @@ def make_token_loss(
 
     def token_loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
         inputs = inputs_from(stats, batch)
-        return policy_loss(algorithm, inputs, None if token_scale is None else token_scale(inputs))
+        scale = None if token_scale is None else token_scale(inputs)
+        sums = policy_loss(algorithm, inputs, scale)
+        for observe in observers:
+            observe(batch, inputs, sums)
+        return sums
 
     return token_loss
 

@@ -24,7 +24,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 import explain_mask
 from mask_explanation import page, summary_tables
-from mask_explanation.explanation import explain_response, threshold_text
+from mask_explanation.explanation import Place, threshold_text
+from mask_explanation.recomputed import explain_response
 
 TEMPERATURE = 0.5
 PROMPT, RESPONSES = [20, 21, 22], [([30, 31, 32, 33], 0.5), ([30, 34, 35, 36], -0.5)]
@@ -188,7 +189,7 @@ def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     logits = Policy(model).logits(sampled)
     texts = TokenTexts(load_tokenizer(model))
     response = explain_response(
-        0, sampled, build_algorithm(name), logits, logits.clone(),
+        Place(0, 1), sampled, build_algorithm(name), logits, logits.clone(),
         temperature=TEMPERATURE, texts=texts,
     )  # fmt: skip
     for token in response.tokens:
@@ -250,7 +251,7 @@ def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
     sampled = Far.rollouts(log_pi)[0]
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})
     response = explain_response(
-        0, sampled, algorithm, Policy(model).logits(sampled), None,
+        Place(0, 1), sampled, algorithm, Policy(model).logits(sampled), None,
         temperature=TEMPERATURE, texts=Hostile(),
     )  # fmt: skip
     tables = [

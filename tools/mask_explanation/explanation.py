@@ -1,35 +1,26 @@
-"""Explanation of each response token: the mask's inputs and decision, by the package's functions.
+"""What is told of each response token, and how it is read off a mask's inputs and decisions.
 
-Legend: S = tokens of a trajectory, N = sampled ones; V = vocabulary; K = ids of TopK(mu).
+Legend: N = sampled tokens of a response; K = ids of TopK(mu).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from mask_explanation.policies import TokenTexts
 from megatron_dppo.algorithms import divergence, masks
-from megatron_dppo.algorithms.decisions import Decisions, decide
-from megatron_dppo.algorithms.diagnostics import PPO_CLIP, token_metrics
+from megatron_dppo.algorithms.decisions import Decisions
+from megatron_dppo.algorithms.diagnostics import PPO_CLIP
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
 from megatron_dppo.algorithms.options import NEGATIVE
 from megatron_dppo.algorithms.presets import Algorithm
 from megatron_dppo.algorithms.token_weights import importance_ratio
-from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics.sums import MetricSums
-from megatron_dppo.trainer.token_loss import inputs_from
-from megatron_dppo.vocab_parallel import policy_stats
-from megatron_dppo.vocab_parallel.exact import exact_divergence
-
-DEFAULT_TOPK = 20
-"""K if neither the batch nor the algorithm sets it; the paper's value."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +33,8 @@ class Token:
     """Position of the response in the batch."""
     position: int
     """Position of the token in the response, from 0."""
+    mini_batch: int
+    """Number of the step's mini-batch that holds the response, from 1."""
     token_id: int
     text: str
     advantage: float
@@ -70,6 +63,14 @@ class Token:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where a response stands: position in the batch, and number of its mini-batch, from 1."""
+
+    index: int
+    mini_batch: int
+
+
+@dataclass(frozen=True)
 class Response:
     """A response with its explained tokens and the sums of the package's metrics over them."""
 
@@ -80,123 +81,34 @@ class Response:
     metrics: MetricSums
 
 
-def explain_response(
-    index: int,
+def response_of(
+    place: Place,
     trajectory: Trajectory,
     algorithm: Algorithm,
-    logits: Tensor,
-    rollout_logits: Tensor | None,
-    *,
-    temperature: float,
+    columns: Mapping[str, Tensor | None],
+    metrics: MetricSums,
     texts: TokenTexts,
 ) -> Response:
-    """Explain the effect of ``algorithm`` on each token of a response.
-
-    Args:
-        index: position of the response in the batch.
-        trajectory: the response.
-        algorithm: whose mask and weight are explained.
-        logits: [S, V], of the policy that gives pi.
-        rollout_logits: [S, V], of the weights that sampled the response; they give pi', the exact
-            divergences, and TopK(mu) if the batch has none. The whole of mu, which
-            ``dppo-exact-...`` need, must come from the engine.
-        temperature: of the rollout.
-        texts: token id -> text.
-
-    Raises:
-        ValueError: the algorithm needs data that is missing.
-    """
-    vocab_size = logits.shape[1]
-    log_mu = None
-    if rollout_logits is not None:
-        if rollout_logits.shape != logits.shape:
-            raise ValueError(
-                f"the rollout policy's vocabulary has {rollout_logits.shape[1]} tokens, the "
-                f"policy's {vocab_size}: they are different models"
-            )
-        predicting = torch.from_numpy(np.flatnonzero(trajectory.loss_mask) - 1)
-        log_mu = (rollout_logits[predicting] / temperature).log_softmax(-1)
-    known = _with_topk(_with_recomputed(trajectory, log_mu), algorithm, vocab_size, log_mu)
-    batch = pack([known])
-    topk_ids = batch.columns.get("topk_ids")
-    stats = policy_stats(
-        logits, batch.target_ids, vocab_size=vocab_size, temperature=temperature,
-        topk_ids=None if topk_ids is None else topk_ids.long(), with_entropy=True,
-    )  # fmt: skip
-    inputs = inputs_from(stats, batch)
-    if algorithm.needs_recomputed and inputs.recomputed_log_probs is None:
-        raise ValueError(
-            f"{algorithm.name} compares pi with log-probabilities recomputed at the rollout's "
-            "weights: give these weights with --rollout-policy"
-        )
-    decisions = decide(algorithm, inputs)
-    columns = _columns(inputs, decisions)
-    columns |= _exact(columns, known, logits, rollout_logits, vocab_size, temperature)
-    metrics = token_metrics(inputs, decisions, algorithm.ratio_cap)
+    """A response with its tokens. ``columns``: fields of ``Token`` [N]; None: not known."""
     values: dict[str, list[Any]] = {
-        name: [None] * trajectory.sampled if c is None else c[inputs.loss_mask].tolist()
+        name: [None] * trajectory.sampled if c is None else c.tolist()
         for name, c in columns.items()
     }
     threshold = threshold_text(algorithm, trajectory.advantage > 0)
     tokens = tuple(
         Token(
-            response=index, position=i, token_id=token_id, text=texts[token_id],
-            advantage=trajectory.advantage, threshold=threshold,
+            response=place.index, position=i, mini_batch=place.mini_batch, token_id=token_id,
+            text=texts[token_id], advantage=trajectory.advantage, threshold=threshold,
             **{name: column[i] for name, column in values.items()},
         )
         for i, token_id in enumerate(trajectory.response_ids.tolist())
     )  # fmt: skip
     prompt = texts.joined(trajectory.prompt_ids.tolist())
-    return Response(index, trajectory, prompt, tokens, metrics)
+    return Response(place.index, trajectory, prompt, tokens, metrics)
 
 
-def _with_recomputed(trajectory: Trajectory, log_mu: Tensor | None) -> Trajectory:
-    """``trajectory`` with pi' from the rollout policy's ``log_mu`` [N, V], if given."""
-    if log_mu is None:
-        return trajectory
-    chosen = torch.from_numpy(trajectory.response_ids.astype(np.int64))[:, None]
-    return trajectory.with_columns(recomputed_log_probs=log_mu.gather(1, chosen)[:, 0].numpy())
-
-
-def _with_topk(
-    trajectory: Trajectory, algorithm: Algorithm, vocab_size: int, log_mu: Tensor | None
-) -> Trajectory:
-    """``trajectory`` with a TopK(mu) of sufficient K: the engine's, else from ``log_mu`` [N, V]."""
-    carried = _width(trajectory)
-    recomputed = algorithm.needs_recomputed_distribution
-    whole = recomputed or algorithm.needs_full_distribution
-    wanted = vocab_size if whole else 1
-    if carried >= wanted and not recomputed:
-        return trajectory
-    if log_mu is not None and not algorithm.needs_full_distribution:
-        k = vocab_size if recomputed else algorithm.topk or DEFAULT_TOPK
-        top = log_mu.topk(min(k, vocab_size))
-        ids = top.indices.to(torch.int32).numpy()
-        # A log-softmax of a near-certain token can end a rounding step above 0.
-        log_probs = top.values.clamp(max=0).numpy()
-        return trajectory.with_columns(topk_ids=ids, topk_log_probs=log_probs)
-    if recomputed:
-        raise ValueError(
-            f"{algorithm.name} measures the policy recomputed at the rollout's weights: give these "
-            "weights with --rollout-policy"
-        )
-    if algorithm.reads_topk:
-        raise ValueError(
-            f"{algorithm.name} needs TopK(mu) with K >= {wanted}, the batch has K = {carried}: "
-            "record it with rollout.topk_log_probs"
-            + ("" if whole else ", or give the rollout's weights with --rollout-policy")
-        )
-    return trajectory
-
-
-def _width(trajectory: Trajectory) -> int:
-    """K of its TopK(mu); 0 without one."""
-    ids = trajectory.columns.get("topk_ids")
-    return 0 if ids is None else ids.shape[1]
-
-
-def _columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | None]:
-    """Fields of ``Token`` for every row of the pack."""
+def token_columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | None]:
+    """Fields of ``Token`` for every row of ``inputs``."""
     pi, mu, recomputed = inputs.log_probs, inputs.rollout_log_probs, inputs.recomputed_log_probs
     topk_tv = topk_kl = None
     if inputs.topk_log_probs is not None:
@@ -216,23 +128,6 @@ def _columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | No
         "trains": decisions.trains,
         "ppo_trains": masks.ratio_clip(inputs, rollout, **PPO_CLIP),
     }
-
-
-def _exact(
-    columns: dict[str, Tensor | None],
-    trajectory: Trajectory,
-    logits: Tensor,
-    rollout_logits: Tensor | None,
-    vocab_size: int,
-    temperature: float,
-) -> dict[str, Tensor | None]:
-    """Divergences over the whole vocabulary: those of Top-K if K = V, else recomputed."""
-    if _width(trajectory) == vocab_size:
-        return {"exact_tv": columns["topk_tv"], "exact_kl": columns["topk_kl"]}
-    if rollout_logits is None:
-        return {"exact_tv": None, "exact_kl": None}
-    exact = exact_divergence(logits, rollout_logits, vocab_size=vocab_size, temperature=temperature)
-    return {"exact_tv": exact.tv, "exact_kl": exact.kl}
 
 
 BOUNDS: dict[str, Callable[[float, bool], str | None]] = {

@@ -25,6 +25,7 @@ from megatron_dppo.loop.rollouts.sources import (
     RolloutBatch,
     own_positions,
     owner,
+    seeds_of,
     verify,
 )
 from megatron_dppo.loop.rollouts.staleness import check_staleness, staleness_figures
@@ -145,11 +146,14 @@ class GeneratedRollouts:
         draft.problems += self._feed.next(count)
         draft.sampler = self._feed.position()
         draft.rounds += 1
-        own = [draft.problems[p] for p in own_positions(draft.unjudged, self._topology)]
-        again = f", round {draft.rounds}" if draft.rounds > 1 else ""
-        draft.generation = self._engine.start(
-            replace(self._job, problems=own), f"step {draft.step}: generate{again}"
+        positions = own_positions(draft.unjudged, self._topology)
+        job = replace(
+            self._job,
+            problems=[draft.problems[p] for p in positions],
+            seeds=seeds_of(self._config, f"step {draft.step}", positions),
         )
+        again = f", round {draft.rounds}" if draft.rounds > 1 else ""
+        draft.generation = self._engine.start(job, f"step {draft.step}: generate{again}")
 
     def _receive(self, draft: _Draft, version: int) -> None:
         """Wait for the round's responses. ``version``: of the weights that the trainer holds."""

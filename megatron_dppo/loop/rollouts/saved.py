@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import BatchFormatError, load_batch
 from megatron_dppo.loop.rollouts.figures import generated_figures, rows_of
@@ -33,11 +34,12 @@ class ReplayedRollouts:
         """The saved batch of ``step``. Raises BatchFormatError where it is not there or another's."""
         wanted = self._feed.next(self._rollout.prompts_per_step)
         try:
-            batch = load_batch(self._folder, step)
+            saved = load_batch(self._folder, step)
         except FileNotFoundError as error:
             raise BatchFormatError(
                 f"rollout.replay_from: no batch of step {step} in {self._folder} ({error.filename})"
             ) from error
+        batch = [t.without(*LOSS_COLUMNS) for t in saved]  # of the run that saved them
         size = self._rollout.group_size
         if len(batch) != len(wanted) * size:
             raise BatchFormatError(

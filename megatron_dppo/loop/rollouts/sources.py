@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megatron_dppo.algorithms.advantages import group_relative
-from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
 from megatron_dppo.rewards import Verifier
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
@@ -67,9 +68,11 @@ def own_positions(positions: Sequence[int], topology: Topology) -> list[int]:
     return [p for p in positions if topology.is_leader and owner(p, topology) == topology.dp_rank]
 
 
-def own_problems(problems: Sequence[Problem], topology: Topology) -> list[Problem]:
-    """The problems that this rank answers: every dp_size-th on a leader, none on other ranks."""
-    return [problems[p] for p in own_positions(range(len(problems)), topology)]
+def seeds_of(config: TrainConfig, purpose: str, positions: Sequence[int]) -> SamplingSeeds | None:
+    """Seeds of the responses at ``positions`` of a batch, where the run wants its engine deterministic."""
+    if not config.engine.deterministic:
+        return None
+    return SamplingSeeds(config.run.seed, purpose, positions)
 
 
 def verify(

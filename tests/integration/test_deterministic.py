@@ -1,0 +1,45 @@
+"""``engine.deterministic``: the same samples in every run of the same seed and weights."""
+
+import numpy as np
+import pytest
+
+from megatron_dppo.data.trajectory_codec import load_batch
+from tests.integration.runs import TrainingRun, records_of, write_material
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+OTHERWISE = ("engine.servers=2", "rollout.max_concurrent_requests=5", "rollout.request_timeout_s=500")
+"""Two servers behind the router answer, few requests at a time: other batches, in another order."""
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("deterministic")
+    config = write_material(folder)
+    found = []
+    for name, overrides in {"one": (), "two": OTHERWISE}.items():
+        common = ("engine.deterministic=true", "run.steps=2", "evaluation.every=1")
+        directory = folder / name
+        with TrainingRun(config, *common, f"run.directory={directory}", *overrides) as run:
+            run.finish()
+        found.append(directory)
+    return found
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_both_runs_draw_the_same_batch_to_the_last_bit(directories, step):
+    first, second = (load_batch(d / "rollouts", step) for d in directories)
+    assert len({tuple(t.token_ids.tolist()) for t in first}) > len(first) // 2  # not one seed for all
+    for one, other in zip(first, second, strict=True):
+        assert (one.problem_id, one.sample_index) == (other.problem_id, other.sample_index)
+        assert np.array_equal(one.token_ids, other.token_ids)
+        assert np.array_equal(one.column("rollout_log_probs"), other.column("rollout_log_probs"))
+        assert (one.reward, one.advantage) == (other.reward, other.advantage)
+
+
+def test_both_runs_evaluate_and_learn_alike(directories):
+    records = [records_of(d) for d in directories]
+    for one, other in zip(*records, strict=True):
+        for name in ("evaluation/sums/accuracy", "policy/abs_prob_gap", "optimizer/grad_norm"):
+            assert one.get(name) == other.get(name)
+    assert all("evaluation/sums/accuracy" in r for r in records[0])

@@ -1,0 +1,194 @@
+"""``tools/explain_mask.py`` on a real run: every token as the loss saw it, or nothing.
+
+Two pipeline stages of two replicas each replay a batch whose mu is known, so no engine is needed. The
+second of the two mini-batches is trained on with other weights than the first.
+"""
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_dppo.data.columns import LOSS_COLUMNS
+from megatron_dppo.data.problems import load_problems, load_tokenizer
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory_codec import load_batch, save_batch
+from tests.integration.runs import GROUP, PROMPTS, ROOT, TrainingRun, records_of, write_material
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import explain_mask
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+THRESHOLD, STEP = 0.001, 1
+FIRST = PROMPTS // 2 * GROUP
+"""Responses in the first mini-batch."""
+
+
+def recorded_batch(folder: Path) -> list[Trajectory]:
+    """Random responses, whose mu is the model's pi but for noise; some were truncated."""
+    policy = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
+    problems = load_problems(
+        folder / "train.jsonl",
+        load_tokenizer(folder / "model"),
+        max_prompt_tokens=32,
+        apply_chat_template=True,
+    ).problems
+    draw = np.random.default_rng(0)
+    batch = []
+    for problem in problems[:PROMPTS]:
+        for sample in range(GROUP):
+            response = draw.integers(3, 40, draw.integers(3, 12))
+            exact = log_probs(policy, problem.prompt_ids, response)
+            mu = np.minimum(exact + draw.normal(0, 0.4, len(exact)), -0.01).astype(np.float32)
+            batch.append(
+                Trajectory.of_response(
+                    problem.prompt_ids,
+                    response,
+                    problem_id=problem.problem_id,
+                    sample_index=sample,
+                    finish_reason="length" if sample == 3 else "stop",
+                    advantage=0.5 if sample % 2 else -0.5,
+                    columns={
+                        "rollout_log_probs": mu,
+                        "weight_version": np.zeros(len(mu), np.int32),
+                    },
+                )
+            )
+    return batch
+
+
+@torch.no_grad()
+def log_probs(policy, prompt, response) -> np.ndarray:
+    ids = torch.tensor([[*prompt, *response.tolist()]])
+    logits = policy(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    return logits[range(len(response)), response.tolist()].numpy()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("explained")
+    config = write_material(folder)
+    save_batch(folder / "recorded", STEP, recorded_batch(folder))
+    overrides = (
+        f"rollout.replay_from={folder}/recorded",
+        "run.steps=1",
+        "data.shuffle=false",
+        "parallel.world_size=4",
+        "parallel.tensor=1",
+        "parallel.pipeline=2",
+        "algorithm.truncated_responses=drop",
+        f"algorithm.options.tv_threshold={THRESHOLD}",
+        "checkpoint.export_hf=false",
+    )
+    with TrainingRun(config, *overrides) as process:
+        process.finish()
+    return folder / "run"
+
+
+def rows_of(run, tmp_path) -> list[dict[str, str]]:
+    out = tmp_path / "tokens.csv"
+    assert explain_mask.main([str(run), "--step", "1", "--limit", "0", "--csv", str(out)]) == 0
+    with out.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_token_is_what_the_loss_saw(run, tmp_path, capsys):
+    policy = AutoModelForCausalLM.from_pretrained(run.parent / "model", dtype=torch.float32).eval()
+    batch = load_batch(run / "rollouts", STEP)
+    distances = []
+    for position, t in enumerate(batch):
+        assert ("loss_trains" in t.columns) == (t.finish_reason == "stop")
+        if t.finish_reason == "stop":
+            start = log_probs(policy, t.prompt_ids.tolist(), t.response_ids)
+            distances.append((position < FIRST, np.abs(t.column("loss_log_probs") - start).max()))
+    assert max(d for first, d in distances if first) < 1e-4  # no update had happened yet
+    assert min(d for first, d in distances if not first) > 1e-3  # one had
+    rows = rows_of(run, tmp_path)
+    expected = [t for t in batch if t.finish_reason == "stop"]
+    assert len(rows) == sum(t.sampled for t in expected)
+    for row, (t, i) in zip(rows, [(t, i) for t in expected for i in range(t.sampled)], strict=True):
+        mu, pi = np.exp(
+            [np.float64(t.column(n)[i]) for n in ("rollout_log_probs", "loss_log_probs")]
+        )
+        outward = t.advantage * (pi - mu) > 0
+        assert row["trains"] == str(not (outward and abs(pi - mu) > THRESHOLD))
+        assert float(row["binary_tv"]) == t.column("loss_divergence")[i]
+        assert float(row["pi"]) == pytest.approx(pi, rel=1e-6)
+        assert row["mini_batch"] == ("1" if int(row["response"]) < FIRST else "2")
+    blocked = [r for r in rows if r["trains"] == "False"]
+    record = records_of(run)[-1]
+    assert len(blocked) == record["mask/masked"] > 10
+    assert len(rows) == record["policy/tokens"]
+    (line,) = [json.loads(x) for x in (run / "masked_tokens.jsonl").read_text().splitlines()]
+    for token in line["tokens"]:
+        own = [float(r["advantage"]) for r in blocked if int(r["token_id"]) == token["id"]]
+        assert token["raised"] == sum(a > 0 for a in own)
+        assert token["lowered"] == sum(a < 0 for a in own)
+    assert f"{len(rows)} tokens, {len(blocked)} blocked; agrees with" in capsys.readouterr().out
+
+
+def test_another_algorithm_on_the_same_numbers_is_told_as_such(run, tmp_path, capsys):
+    command = [str(run), "--algorithm", "grpo-clip-higher", "--rows", "0"]
+    assert explain_mask.main(command) == 0
+    out = capsys.readouterr().out
+    assert "for dppo-binary-tv, which the run trained with" in out
+    assert "only grpo-clip-higher blocks: 0 tokens" in out
+
+
+def refused(run, capsys) -> str:
+    assert explain_mask.main([str(run), "--step", "1"]) == 2
+    out, error = capsys.readouterr()
+    assert not out
+    return error
+
+
+@pytest.fixture
+def copied(run, tmp_path):
+    for name in ("config.yaml", "metrics.jsonl", "masked_tokens.jsonl"):
+        (tmp_path / name).write_bytes((run / name).read_bytes())
+    save_batch(tmp_path / "rollouts", STEP, load_batch(run / "rollouts", STEP))
+    return tmp_path
+
+
+def change_batch(run, change) -> None:
+    save_batch(run / "rollouts", STEP, [change(t) for t in load_batch(run / "rollouts", STEP)])
+
+
+def test_a_batch_without_the_steps_own_numbers_is_refused(copied, capsys):
+    change_batch(copied, lambda t: t.without(*LOSS_COLUMNS))
+    assert "no mask of the step that trained on it" in refused(copied, capsys)
+
+
+def test_a_mask_that_does_not_follow_from_its_divergence_is_refused(copied, capsys):
+    def turned(t):
+        if "loss_trains" not in t.columns or t.problem_id:
+            return t
+        return t.with_columns(loss_trains=~t.column("loss_trains"))
+
+    change_batch(copied, turned)
+    assert "were not blocked as their saved divergence says" in refused(copied, capsys)
+
+
+def test_other_log_probs_than_the_recorded_ones_are_refused(copied, capsys):
+    def moved(t):
+        if "loss_trains" not in t.columns:
+            return t
+        return t.with_columns(loss_log_probs=t.column("loss_log_probs") + np.float32(1e-3))
+
+    change_batch(copied, moved)
+    assert "of the saved tokens is" in refused(copied, capsys)
+
+
+def test_records_of_another_step_are_refused(copied, capsys):
+    lines = (copied / "masked_tokens.jsonl").read_text()
+    (copied / "masked_tokens.jsonl").write_text(lines.replace('"raised": 1', '"raised": 0', 1))
+    assert "masked_tokens.jsonl says" in refused(copied, capsys)
+    (copied / "metrics.jsonl").write_text("")
+    assert "no record of step 1" in refused(copied, capsys)

@@ -1,0 +1,121 @@
+"""What makes an engine's draws the same in every run: seeds, noise, and products cut into equal blocks."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.engine.requests import SamplingParams
+from megatron_dppo.engine.sglang_cpu import batch_invariant
+from megatron_dppo.engine.sglang_cpu.batch_invariant import ROWS, blocked_addmm, blocked_mm
+from megatron_dppo.engine.sglang_cpu.seeded_sampling import multinomial_with_seed, murmur_hash32
+from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
+from megatron_dppo.types import Problem
+
+SEEDS = np.array([0, 1, 42, 2**40 + 7, 2**63 - 1])
+POSITIONS = np.array([0, 5, 17, 1000, 32767])
+OF_SGLANG = [
+    [2167721464, 10027521, 2423355346, 1368026766, 78347357, 350656522],
+    [948601489, 2575477683, 2066289413, 4115130141, 2526157055, 1734904784],
+    [3382997381, 3497547135, 889188079, 4185919001, 2083960395, 1365578745],
+    [3416396453, 3518448643, 618279219, 804334268, 1168200031, 1632155831],
+    [2369629134, 3095544765, 2505865746, 444327433, 738940154, 189837975],
+]
+"""By the Triton kernel of SGLang 0.5.23, run by Triton's interpreter."""
+
+
+def test_the_noise_is_that_of_sglang_on_a_gpu():
+    assert murmur_hash32(SEEDS, POSITIONS, 6).tolist() == OF_SGLANG
+
+
+def test_a_draw_follows_the_distribution_and_only_its_own_seed_and_position():
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    log_probs = probabilities.log().expand(20_000, 5)
+    seeds, positions = torch.arange(20_000), torch.full((20_000,), 7)
+    drawn = multinomial_with_seed(log_probs, seeds, positions)[:, 0]
+    found = torch.bincount(drawn, minlength=5) / 20_000
+    assert found[4] == 0
+    assert (found - probabilities).abs().max() < 0.012  # over three standard deviations
+    order = torch.randperm(20_000, generator=torch.Generator().manual_seed(1))
+    again = multinomial_with_seed(log_probs[order], seeds[order], positions[order])[:, 0]
+    assert torch.equal(again, drawn[order])
+    elsewhere = multinomial_with_seed(log_probs, seeds, positions + 1)[:, 0]
+    assert 0.3 < (elsewhere == drawn).float().mean() < 0.43  # 0.365 where they are independent
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("inner", "columns"), [(64, 36), (128, 512), (37, 53), (2048, 96)])
+def test_a_row_of_a_product_does_not_depend_on_the_others(inner, columns, dtype):
+    """Alone, among any number of others, in any place; the library's own product of one row differs."""
+    generator = torch.Generator().manual_seed(0)
+    a = torch.randn(2 * ROWS + 3, inner, generator=generator).to(dtype)
+    b = torch.randn(columns, inner, generator=generator).to(dtype).t()
+    whole = blocked_mm(a, b)
+    torch.testing.assert_close(whole, a @ b)
+    for rows in (1, 2, 3, ROWS - 1, ROWS, ROWS + 1):
+        assert torch.equal(blocked_mm(a[:rows], b), whole[:rows])
+    order = torch.randperm(len(a), generator=generator)
+    assert torch.equal(blocked_mm(a[order], b), whole[order])
+    assert blocked_mm(a[:0], b).shape == (0, columns)
+
+
+def test_a_bias_and_both_factors_count():
+    a, b, bias = torch.randn(3, 4), torch.randn(4, 5), torch.randn(5)
+    torch.testing.assert_close(blocked_addmm(bias, a, b), torch.addmm(bias, a, b))
+    expected = torch.addmm(bias, a, b, beta=0.5, alpha=3)
+    torch.testing.assert_close(blocked_addmm(bias, a, b, beta=0.5, alpha=3), expected)
+
+
+LAYERS = """
+import torch
+from megatron_dppo.engine.sglang_cpu import batch_invariant
+batch_invariant.enable()
+batch_invariant.enable()
+torch.manual_seed(0)
+for bias in (False, True):
+    for dtype in (torch.float32, torch.bfloat16):
+        layer = torch.nn.Linear(64, 40, bias=bias, dtype=dtype)
+        x = torch.randn(21, 64, dtype=dtype)
+        with torch.no_grad():
+            whole = layer(x)
+            assert all(torch.equal(layer(x[i : i + 1]), whole[i : i + 1]) for i in range(21))
+            assert torch.equal(layer(x[None])[0], whole)
+            assert torch.equal(torch.matmul(x[:2], layer.weight.T), torch.matmul(x, layer.weight.T)[:2])
+"""
+
+
+def test_layers_use_it_once_it_is_enabled():
+    """In a process of its own: what is enabled stays."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", LAYERS], check=True)
+    assert not batch_invariant._overrides
+
+
+def problem(number: int) -> Problem:
+    return Problem(number, "", "", (number,))
+
+
+def test_seeds_follow_from_what_a_response_is_for():
+    """Whatever ranks share the problems, a response has its seed; no other has the same."""
+
+    def seeds(problems, positions, run_seed=1, purpose="step 1"):
+        drawn = SamplingSeeds(run_seed, purpose, positions)
+        job = GenerationJob([problem(n) for n in problems], 2, SamplingParams(8), seeds=drawn)
+        return {(r.problem_id, r.sample_index): r.sampling.seed for r in job.requests()}
+
+    whole = seeds((30, 31, 32), (0, 1, 2))
+    assert whole == seeds((31,), (1,)) | seeds((30, 32), (0, 2))
+    assert len(set(whole.values())) == 6
+    others = [seeds((30, 31, 32), (0, 1, 2), 2), seeds((30, 31, 32), (0, 1, 2), 1, "step 2")]
+    assert len({s for found in (whole, *others) for s in found.values()}) == 18
+    assert all(0 <= s < 2**63 for s in whole.values())
+    twice = SamplingSeeds(1, "step 1", (0, 3))  # the same problem, drawn again in a further round
+    assert twice.of(0, 0) != twice.of(1, 0)
+
+
+def test_without_seeds_nothing_is_sent():
+    (request, _) = GenerationJob([problem(1)], 2, SamplingParams(8)).requests()
+    assert "sampling_seed" not in request.sampling.as_json()
+    assert SamplingParams(8, seed=5).as_json()["sampling_seed"] == 5

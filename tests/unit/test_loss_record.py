@@ -1,0 +1,74 @@
+"""What the loss saw of each token, taken from packed micro-batches to the responses they hold."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.data.columns import LOSS_COLUMNS
+from megatron_dppo.data.packing import pack
+from megatron_dppo.loop.loss_record import LossRecord, _decoded, _encoded, by_response
+from megatron_dppo.trainer.token_loss import make_token_loss
+from megatron_dppo.vocab_parallel import policy_stats
+from tests.trajectories import trajectory
+from tests.unit.test_token_loss import V, packed, samples
+
+
+def test_rows_go_to_the_response_that_they_are_of():
+    every = [trajectory([1, 2], [3, 4, 5]), trajectory([1], [6, 7]), trajectory([1, 2], [8])]
+    batch = pack(every, indices=[7, 2, 5], trains=[True, False, True], pad_multiple=16)
+    values = torch.arange(batch.num_tokens)
+    found = by_response(batch, {"loss_log_probs": values.float(), "loss_trains": values > 2})
+    # The first response's tokens are predicted at 1, 2, 3; the last one's at 3 + 2 + 3 + 1 = 9.
+    assert {p: c["loss_log_probs"].tolist() for p, c in found.items()} == {7: [1, 2, 3], 5: [9]}
+    assert found[7]["loss_trains"].tolist() == [False, False, True]
+
+
+def test_what_travels_comes_back():
+    def columns(count):
+        return {
+            "loss_log_probs": np.arange(count, dtype=np.float32),
+            "loss_trains": np.ones(count, np.bool_),
+        }
+
+    sent = {9: columns(2), 3: columns(1)}
+    received = _decoded(_encoded(sent))
+    assert list(received) == [9, 3]
+    for position, expected in sent.items():
+        for name, array in expected.items():
+            assert np.array_equal(received[position][name], array)
+            assert received[position][name].dtype == array.dtype
+    assert _decoded(_encoded({})) == {}
+
+
+@pytest.mark.parametrize("name", list(PRESETS))
+def test_every_preset_records_what_its_mask_compared(name):
+    """With all that it saw, in the declared types; no token within the threshold is blocked."""
+    every = samples()
+    algorithm = build_algorithm(name)
+    record = LossRecord(algorithm)
+    table = torch.randn(V, V, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    loss = make_token_loss(algorithm, observers=[record.add])
+    for rows in ([0, 1, 3], [2, 4]):
+        batch = packed(every, rows, indices=rows)
+        ids = batch.columns["topk_ids"].long()
+        stats = policy_stats(
+            table[batch.token_ids], batch.target_ids, vocab_size=V, topk_ids=ids, with_entropy=True
+        )
+        loss(stats, batch)
+    found = {}
+    for batch, seen in record._parts:
+        found |= by_response(batch, seen)
+    assert sorted(found) == [0, 1, 2, 4]
+    for position, columns in found.items():
+        own = every[position].with_columns(**columns)  # shapes and types are the declared ones
+        assert set(columns) - {"loss_divergence"} == set(LOSS_COLUMNS) - {"loss_divergence"}
+        assert np.array_equal(
+            own.column("loss_recomputed_log_probs"), own.column("recomputed_log_probs")
+        )
+    measures = "tv_threshold" in algorithm.numbers or "kl_threshold" in algorithm.numbers
+    assert all(("loss_divergence" in c) == measures for c in found.values())
+    for columns in found.values():
+        if measures:
+            bound = next(v for n, v in algorithm.numbers.items() if n.endswith("threshold"))
+            assert columns["loss_trains"][columns["loss_divergence"] <= bound].all()
