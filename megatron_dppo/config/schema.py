@@ -182,10 +182,14 @@ class ParallelConfig(Section):
     sequence: bool | None = None
     """Sequence parallelism. Empty: on where tensor > 1 and the model is a mixture of experts."""
 
+    interface: str | None = None
+    """Network interface (``eth0``, or an address of it) on which ranks listen for each other. Empty:
+    loopback where all ranks are on one machine."""
+
     @property
     def sizes(self) -> LayoutSizes:
         """The section as the layout's checks take it."""
-        return LayoutSizes(**self.model_dump())
+        return LayoutSizes(**self.model_dump(exclude={"interface"}))
 
     @property
     def data(self) -> int:
@@ -238,6 +242,8 @@ class EngineConfig(Section):
     where ``urls`` names some."""
     urls: list[str] = Field(default_factory=list)
     """Servers that run elsewhere, used beside those that are started here."""
+    ca_file: str | None = None
+    """PEM file of the authorities that sign the certificates of ``urls`` with https. Empty: the system's."""
     host: str = "127.0.0.1"
     """Interface to bind; private by default."""
     port: int | None = Field(default=None, gt=0, lt=65536)

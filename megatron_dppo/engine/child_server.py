@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError
 from megatron_dppo.system.ports import PortTakenError, require_free_port
 from megatron_dppo.system.processes import describe_exit, kill_families, quote, start_process, tail
+from megatron_dppo.system.runtime_directory import remove_left_behind
 
 if TYPE_CHECKING:
     from megatron_dppo.engine.http_client import Answer
@@ -167,6 +168,7 @@ class ChildServer(ABC):
         """SIGKILL the server and every descendant; returns when they are gone. Harmless twice."""
         if self._process is not None:
             kill_families([self._process])
+            remove_left_behind()
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         """The last ``lines`` lines of the server's log."""

@@ -17,6 +17,13 @@ import os
 import sys
 from typing import Any
 
+from megatron_dppo.engine.private_server import (
+    bind_stores,
+    keep_snapshots_private,
+    listen_where,
+    name_shared_memory,
+    private_place,
+)
 from megatron_dppo.system.processes import die_with_parent
 
 KEY_FIELDS = ("api_key", "admin_api_key")
@@ -40,10 +47,23 @@ def redact_server_args() -> None:
     ServerArgs.resolved_dict = lambda self: redact_keys(resolved_dict(self))
 
 
+def _change_sglang() -> None:
+    """In this process and in each that SGLang spawns."""
+    redact_server_args()
+    keep_snapshots_private()
+    bind_stores()
+
+
 def main() -> None:
     """Read the keys, parse SGLang's flags, run its server until it is told to stop."""
     start = json.load(sys.stdin)
     os.environ[_PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
+    with private_place():
+        _run(start)
+
+
+def _run(start: dict[str, Any]) -> None:
+    name_shared_memory()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
@@ -53,7 +73,8 @@ def main() -> None:
     server_args = prepare_server_args(sys.argv[1:])
     for name in KEY_FIELDS:
         setattr(server_args, name, start[name])
-    redact_server_args()
+    listen_where(server_args.host)
+    _change_sglang()
     try:
         run_server(server_args)
     finally:
@@ -66,4 +87,5 @@ elif __name__ == "__mp_main__":  # a process that SGLang spawns, before it impor
     # SGLang asks for the same signal, but only after imports that take seconds: a parent that dies
     # meanwhile would leave it behind for ever.
     die_with_parent(int(os.environ[_PARENT_VARIABLE]))
-    redact_server_args()
+    name_shared_memory()
+    _change_sglang()

@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fatal(f"{words.run_directory}: expected the folder of a run (run.directory)")
     try:
         _ACTIONS[words.action](FleetFolder(words.run_directory), words)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         fatal(str(error))
     return 0
 

@@ -2,14 +2,15 @@
 command.
 
     <run.directory>/engine/
-      keys.json             {api_key, admin_api_key} of the servers started here; owner's eyes only
       servers/<name>.json   one healthy server; attached ones are there whatever their health
       router.json           the router, while it is healthy
       lost/<name>.json      {incarnation}: a rank wants that one replaced, for it no longer answers
       status.json           what the ranks make of it: weight version, servers that serve or not
 
-Files appear by a rename, so that a reader sees a whole file or none. One that is damaged all the same
-is renamed to ``*.json.damaged``, with a warning, and counts as none. Loads no torch.
+The folder is its owner's alone. Files appear by a rename, so that a reader sees a whole file or none. One
+that is damaged all the same is renamed to ``*.json.damaged``, with a warning, and counts as none; so does
+one that another user owns, or could write, which stays where it is. No key is in any file: keys of servers
+started here reach the ranks through their environment. Loads no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.private_files import (
+    UnsafeFileError,
+    make_private_folder,
+    read_own,
+    write_private,
+)
 from megatron_dppo.system.urls import url_problem
 
 log = logging.getLogger(__name__)
@@ -32,6 +38,8 @@ ROUTER = "router"
 """The router's name, where servers have theirs."""
 API_KEY_VARIABLE = "MEGATRON_DPPO_API_KEY"
 ADMIN_KEY_VARIABLE = "MEGATRON_DPPO_ADMIN_API_KEY"
+STARTED_KEYS_VARIABLE = "MEGATRON_DPPO_STARTED_KEYS"
+"""Holds the keys of servers started here, as JSON, in the environment of the trainer's ranks."""
 Origin = Literal["started", "config", "command"]
 
 
@@ -67,33 +75,47 @@ class Keys:
         """Those of attached servers: they come with the trainer's environment, in no file."""
         return cls(os.environ.get(API_KEY_VARIABLE), os.environ.get(ADMIN_KEY_VARIABLE))
 
+    def to_variables(self) -> dict[str, str]:
+        """The environment in which ``handed_down`` finds these keys."""
+        return {STARTED_KEYS_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def handed_down(cls) -> Keys:
+        """Those that the supervisor gave this process; its own children don't inherit them."""
+        told = os.environ.pop(STARTED_KEYS_VARIABLE, None)
+        return cls() if told is None else cls(**json.loads(told))
+
 
 class FleetFolder:
-    """``<run.directory>/engine``; made where it is missing."""
+    """``<run.directory>/engine``; made where it is missing. ``keys``: of the servers started here.
 
-    def __init__(self, run_directory: str | Path) -> None:
+    Raises UnsafeFileError where the folder is another user's.
+    """
+
+    def __init__(self, run_directory: str | Path, keys: Keys | None = None) -> None:
         self.path = Path(run_directory) / "engine"
+        self._started_keys = Keys() if keys is None else keys
+        self._refused: set[Path] = set()
         self._servers = self.path / "servers"
         self._lost = self.path / "lost"
-        self._keys = self.path / "keys.json"
         self._status = self.path / "status.json"
-        for folder in (self._servers, self._lost):
-            folder.mkdir(parents=True, exist_ok=True)
+        for folder in (self.path, self._servers, self._lost):
+            make_private_folder(folder)
 
     # --- servers and the router
 
     def servers(self) -> list[Server]:
         """Every published server, by name with numbers in order."""
-        found = [s for path in self._servers.glob("*.json") if (s := _read_server(path))]
+        found = [s for path in self._servers.glob("*.json") if (s := self._read_server(path))]
         return sorted(found, key=lambda server: _natural(server.name))
 
     def router(self) -> Server | None:
         """The router, while it is healthy."""
-        return _read_server(self._place(ROUTER))
+        return self._read_server(self._place(ROUTER))
 
     def publish(self, server: Server) -> None:
         """Write the file of a server, or of the HTTP router."""
-        write_atomically(self._place(server.name), json.dumps(asdict(server)))
+        write_private(self._place(server.name), json.dumps(asdict(server)))
 
     def withdraw(self, name: str) -> None:
         """Remove the file of a server, or of the HTTP router, and the report on it."""
@@ -102,7 +124,7 @@ class FleetFolder:
 
     def withdraw_own(self, server: Server) -> None:
         """``withdraw`` it unless something else was published under its name meanwhile."""
-        if _read_server(self._place(server.name)) == server:
+        if self._read_server(self._place(server.name)) == server:
             self.withdraw(server.name)
 
     def withdraw_started(self) -> None:
@@ -113,7 +135,6 @@ class FleetFolder:
         self.withdraw(ROUTER)
         for path in self._lost.glob("*.json"):
             path.unlink(missing_ok=True)
-        self._keys.unlink(missing_ok=True)
         self._status.unlink(missing_ok=True)
 
     def _place(self, name: str) -> Path:
@@ -150,17 +171,9 @@ class FleetFolder:
 
     # --- keys
 
-    def publish_keys(self, keys: Keys) -> None:
-        """Keys of the servers that are started here, for the owner's eyes only."""
-        text = json.dumps({"api_key": keys.api, "admin_api_key": keys.admin})
-        write_atomically(self._keys, text, 0o600)
-
     def keys(self, server: Server) -> Keys:
         """The keys that ``server`` takes."""
-        if not server.replaceable:
-            return Keys.of_environment()
-        found = _read(self._keys) or {}
-        return Keys(found.get("api_key"), found.get("admin_api_key"))
+        return self._started_keys if server.replaceable else Keys.of_environment()
 
     # --- reports
 
@@ -170,13 +183,13 @@ class FleetFolder:
         It sees by itself when one has exited, and drops a report on an earlier incarnation.
         """
         report = {"incarnation": server.incarnation}
-        write_atomically(self._lost / f"{server.name}.json", json.dumps(report))
+        write_private(self._lost / f"{server.name}.json", json.dumps(report))
 
     def take_report(self, name: str) -> int | None:
         """Remove the report on ``name``; the incarnation that it is about, None where there is
         none."""
         path = self._lost / f"{name}.json"
-        report = _read(path)
+        report = self._read(path)
         if report is None:
             return None
         path.unlink(missing_ok=True)
@@ -188,11 +201,42 @@ class FleetFolder:
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
         """``states``: a word or a sentence on every server, by name."""
         status = {"version": version, "servers": dict(states)}
-        write_atomically(self._status, json.dumps(status, indent=1))
+        write_private(self._status, json.dumps(status, indent=1))
 
     def status(self) -> dict[str, Any]:
         """What ``publish_status`` wrote last; empty before that."""
-        return _read(self._status) or {}
+        return self._read(self._status) or {}
+
+    # --- reading
+
+    def _read(self, path: Path) -> dict[str, Any] | None:
+        """The object in a file; None where there is no file, a damaged one, or one that is refused."""
+        try:
+            found = json.loads(read_own(path))
+        except FileNotFoundError:
+            return None
+        except UnsafeFileError as error:
+            if path not in self._refused:
+                self._refused.add(path)
+                log.warning("refused: %s", error)
+            return None
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            _set_aside(path)
+            return None
+        return found
+
+    def _read_server(self, path: Path) -> Server | None:
+        found = self._read(path)
+        if found is None:
+            return None
+        known = {field.name for field in fields(Server)}
+        named = all(isinstance(found.get(k), str) for k in ("name", "url"))
+        if not (found.keys() <= known and named):
+            _set_aside(path)
+            return None
+        return Server(**found)
 
 
 def attached_name(url: str) -> str:
@@ -200,31 +244,6 @@ def attached_name(url: str) -> str:
     if problem := url_problem(url):
         raise ValueError(problem)
     return re.sub(r"[^\w.]+", "-", url.rstrip("/"))
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    """The object in a file; None where there is no file, or a damaged one."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        _set_aside(path)
-        return None
-    return found
-
-
-def _read_server(path: Path) -> Server | None:
-    found = _read(path)
-    if found is None:
-        return None
-    known = {field.name for field in fields(Server)}
-    if not (found.keys() <= known and all(isinstance(found.get(k), str) for k in ("name", "url"))):
-        _set_aside(path)
-        return None
-    return Server(**found)
 
 
 def _set_aside(path: Path) -> None:

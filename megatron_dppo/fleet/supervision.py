@@ -157,7 +157,7 @@ class SupervisedFleet:
         servers: may be empty where others run elsewhere.
         router: None where the run has none.
         folder: where the processes are published.
-        keys: what clients of these processes must show.
+        keys: what clients of these processes must show; they reach no file.
     """
 
     def __init__(
@@ -170,12 +170,11 @@ class SupervisedFleet:
         self._servers = list(servers)
         self._router = router
         self._folder = folder
-        self._keys = keys
+        self.keys = keys
         self._ended: list[SupervisedServer] = []
 
     def start(self) -> None:
         """Start every process and return at once."""
-        self._folder.publish_keys(self._keys)
         for server in self._running():
             server.start()
 

@@ -18,14 +18,14 @@ from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
 from megatron_dppo.fleet.http_router_process import HttpRouterProcess
 from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.ranks import RankGroup
+from megatron_dppo.launch.ranks import LOOPBACK, RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Supervisor
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.system.fence import NONCE_VARIABLE
+from megatron_dppo.system.interfaces import InterfaceError, interface_address
 from megatron_dppo.system.ports import FreePorts, PortTakenError, free_port, require_free_port
 
-_LOOPBACK = "127.0.0.1"
 _SEEDS_PER_START = 10_007
 
 
@@ -38,13 +38,16 @@ def run_local(config: PolicyConfig, module: str) -> int:
     """
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
-        port = _master_port()
+        host = _master_host(config)
+        port = _master_port(host)
         fleet = supervised_fleet(config, directory) if _generates(config) else None
         directory.write_config(resolved_yaml(config))
         lease = directory.lease
-        variables = {NONCE_VARIABLE: lease.fence.nonce}
+        keys = {} if fleet is None else fleet.keys.to_variables()
+        variables = {NONCE_VARIABLE: lease.fence.nonce, **keys}
         outputs = _outputs(config, directory)
-        ranks = RankGroup(_command(module, directory), outputs, port, variables)
+        command = _command(module, directory)
+        ranks = RankGroup(command, outputs, port, variables, master_host=host)
         return Supervisor(ranks, fleet, lambda: lease.taken_over).run()
 
 
@@ -112,14 +115,23 @@ def supervised_fleet(config: TrainConfig, directory: RunDirectory) -> Supervised
     return SupervisedFleet(servers, router, folder, Keys(api_key, admin_key))
 
 
-def _master_port() -> int:
-    """Where the ranks meet: MASTER_PORT of the environment, else a free one."""
+def _master_host(config: PolicyConfig) -> str:
+    """The address on which the ranks meet: that of ``parallel.interface``, else loopback."""
+    interface = config.parallel.interface
+    try:
+        return LOOPBACK if interface is None else interface_address(interface)
+    except InterfaceError as error:
+        raise LaunchError(f"parallel.interface: {error}") from error
+
+
+def _master_port(host: str) -> int:
+    """The port on which the ranks meet: MASTER_PORT of the environment, else a free one."""
     pinned = os.environ.get("MASTER_PORT")
     if pinned is None:
-        return free_port(_LOOPBACK)
+        return free_port(host)
     if not pinned.isdigit():
         raise LaunchError(f"MASTER_PORT: got {pinned!r}, expected a port number")
-    _require_free("MASTER_PORT", _LOOPBACK, int(pinned))
+    _require_free("MASTER_PORT", host, int(pinned))
     return int(pinned)
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from megatron_dppo.logging import TERMINAL_VARIABLE
 from megatron_dppo.system.processes import describe_exit, kill_families, quote, start_process, tail
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True)
 class RankFailure:
@@ -39,7 +41,7 @@ class RankGroup:
 
     ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's
     standard output, to write its log and draw its progress on. ``variables``: of the environment of
-    every rank, beside those of this process.
+    every rank, beside those of this process. ``master_host``: the address on which rank 0 listens.
     """
 
     def __init__(
@@ -48,11 +50,13 @@ class RankGroup:
         outputs: Sequence[Path],
         master_port: int,
         variables: Mapping[str, str] | None = None,
+        *,
+        master_host: str = LOOPBACK,
     ) -> None:
         self._command = command
         self._outputs = outputs
         self._master_port = master_port
-        self._variables = dict(variables or {})
+        self._variables = {"MASTER_ADDR": master_host, **(variables or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
@@ -127,7 +131,7 @@ def rank_environment(rank: int, world_size: int, master_port: int) -> dict[str, 
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(master_port),
         "PYTHONUNBUFFERED": "1",
     }

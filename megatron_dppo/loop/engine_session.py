@@ -70,7 +70,7 @@ class EngineSession:
         self._trainer = trainer
         self._stop = stop
         self._runner = AsyncRunner()
-        self._folder = FleetFolder(config.run.directory)
+        self._folder = FleetFolder(config.run.directory, Keys.handed_down())
         router = None
         if config.engine.uses_router:
             router = HttpRouterLink(self._find_router, registers=trainer.topology.rank == 0)

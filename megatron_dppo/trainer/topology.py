@@ -11,6 +11,13 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.model.layout import Layout
+from megatron_dppo.system.interfaces import (
+    interface_address,
+    interface_of,
+    is_loopback,
+    resolve,
+)
+from megatron_dppo.system.tcp_store import listening_store
 from megatron_dppo.trainer import platform
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
@@ -64,11 +71,13 @@ class Topology:
         return dist.get_global_rank(self.pipeline_group, self.pp_size - 1)
 
 
-def init_distributed(world_size: int) -> None:
+def init_distributed(world_size: int, interface: str | None = None) -> None:
     """Join the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Without RANK: a group of this process alone. Raises ValueError if WORLD_SIZE is not
-    ``world_size``.
+    Without RANK: a group of this process alone. Every listener that this opens is bound to
+    ``interface``, the rendezvous to MASTER_ADDR; None: loopback where MASTER_ADDR is, else what gloo
+    and NCCL choose. Raises ValueError if WORLD_SIZE is not ``world_size``, or for an interface that
+    this machine lacks.
     """
     given = int(os.environ.get("WORLD_SIZE", "1"))
     if given != world_size:
@@ -77,9 +86,33 @@ def init_distributed(world_size: int) -> None:
         return
     backend = platform.current().distributed_backend
     if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        _name_interface(interface)
+        rank, store = int(os.environ["RANK"]), _store(given)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=given, timeout=COLLECTIVE_TIMEOUT
+        )
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _name_interface(interface: str | None) -> None:
+    """Name the interface to gloo and NCCL, for every group that this process makes."""
+    if interface is not None:
+        name = interface_of(interface_address(interface)) or interface
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
+    elif is_loopback(os.environ["MASTER_ADDR"]):
+        loopback = interface_of(resolve(os.environ["MASTER_ADDR"]))
+        if loopback is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+
+
+def _store(world_size: int) -> dist.Store:
+    """The rendezvous at MASTER_ADDR, which rank 0 hosts unless torchrun does."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if os.environ["RANK"] == "0" and not hosted:
+        return listening_store(host, port, world_size, COLLECTIVE_TIMEOUT)
+    return dist.TCPStore(host, port, world_size, False, COLLECTIVE_TIMEOUT)
 
 
 def init_topology(layout: Layout, *, gloo_groups: bool = False) -> Topology:

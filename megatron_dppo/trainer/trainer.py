@@ -88,7 +88,7 @@ class Trainer:
         sizes = config.parallel.sizes
         check_layout(sizes, self.shape, "parallel.")
         self.layout = Layout.of(sizes)
-        init_distributed(config.parallel.world_size)
+        init_distributed(config.parallel.world_size, config.parallel.interface)
         self.topology = init_topology(self.layout, gloo_groups=config.optimizer.distributed)
         platform.seed_everything(config.run.seed)
 

@@ -50,6 +50,7 @@ class KeptFleet:
     def _keep(self) -> None:
         with RunDirectory(self._config.run.directory) as directory:
             fleet = supervised_fleet(self._config, directory)
+            self.folder = FleetFolder(self._config.run.directory, fleet.keys)
             try:
                 fleet.start()
                 while not self._end.wait(0.05):

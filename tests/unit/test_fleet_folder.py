@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import stat
 from pathlib import Path
 
@@ -52,7 +52,6 @@ def test_a_new_supervisor_forgets_what_a_killed_one_left_but_not_attached_server
     folder = FleetFolder(tmp_path)
     folder.publish(HERE)
     folder.publish(Server(ROUTER, "http://127.0.0.1:9"))
-    folder.publish_keys(Keys("a", "b"))
     folder.publish_status(3, {"engine0": "serves"})
     folder.report_lost(HERE)
     elsewhere = folder.attach("https://other:1")
@@ -60,20 +59,18 @@ def test_a_new_supervisor_forgets_what_a_killed_one_left_but_not_attached_server
         assert directory.fleet.servers() == [elsewhere]
         assert directory.fleet.router() is None
         assert directory.fleet.take_report("engine0") is None
-        assert directory.fleet.keys(HERE) == Keys()
         assert directory.fleet.status() == {}
         folder.publish(HERE)
     assert folder.servers() == [elsewhere]
 
 
-def test_keys_of_started_servers_are_the_owners_and_others_come_from_the_environment(
+def test_keys_of_started_servers_are_handed_down_and_others_come_from_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = FleetFolder(tmp_path)
-    folder.publish_keys(Keys("a", "b"))
-    file = folder.path / "keys.json"
-    assert json.loads(file.read_text()) == {"api_key": "a", "admin_api_key": "b"}
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    [(name, value)] = Keys("a", "b").to_variables().items()
+    monkeypatch.setenv(name, value)
+    folder = FleetFolder(tmp_path, Keys.handed_down())
+    assert name not in os.environ  # the ranks' own children don't get them
     monkeypatch.setenv("MEGATRON_DPPO_API_KEY", "c")
     monkeypatch.delenv("MEGATRON_DPPO_ADMIN_API_KEY", raising=False)
     assert folder.keys(HERE) == Keys("a", "b")
@@ -144,3 +141,58 @@ def test_a_damaged_report_is_no_report(tmp_path: Path, text: str) -> None:
     report.write_text(text)
     assert folder.take_report("engine0") is None
     assert not report.exists()
+
+
+def test_under_a_wide_umask_the_folder_is_still_its_owners_alone(tmp_path: Path) -> None:
+    (tmp_path / "engine" / "servers").mkdir(parents=True)
+    (tmp_path / "engine").chmod(0o775)
+    (tmp_path / "engine" / "servers").chmod(0o2775)
+    before = os.umask(0o002)
+    try:
+        folder = FleetFolder(tmp_path)
+        folder.publish(HERE)
+        folder.publish_status(1, {})
+        folder.report_lost(HERE)
+    finally:
+        os.umask(before)
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "engine").rglob("*")}
+    assert modes == {"servers": 0o700, "lost": 0o700, "engine0.json": 0o600, "status.json": 0o600}
+    assert stat.S_IMODE((tmp_path / "engine").stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(
+    ("mode", "problem"),
+    [(0o664, "others may write it (-rw-rw-r--)"), (0o646, "others may write it (-rw-r--rw-)")],
+)
+def test_a_file_that_others_may_write_is_refused_by_name_and_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, problem: str
+) -> None:
+    folder = FleetFolder(tmp_path)
+    folder.publish(HERE)
+    planted = folder.path / "servers" / "x.json"
+    planted.write_text('{"name": "x", "url": "http://10.0.0.66:1", "origin": "command"}')
+    planted.chmod(mode)
+    assert folder.servers() == folder.servers() == [HERE]
+    assert [r.message for r in caplog.records] == [
+        f"refused: {planted}: {problem}, expected the owner alone"
+    ]
+    planted.chmod(0o644)
+    assert len(folder.servers()) == 2
+
+
+def test_a_file_of_another_user_or_behind_a_link_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = FleetFolder(tmp_path)
+    folder.publish(HERE)
+    elsewhere = tmp_path / "elsewhere.json"
+    elsewhere.write_text('{"name": "x", "url": "http://10.0.0.66:1"}')
+    (folder.path / "servers" / "x.json").symlink_to(elsewhere)
+    assert folder.servers() == [HERE]
+    assert "x.json: expected a file, not a symbolic link" in caplog.text
+    own = os.geteuid()
+    monkeypatch.setattr("megatron_dppo.system.private_files.os.geteuid", lambda: own + 1)
+    assert folder.servers() == []
+    assert f"engine0.json: belongs to user {own}, expected this run's, {own + 1}" in caplog.text
+    with pytest.raises(PermissionError, match=f"engine: belongs to user {own}"):
+        FleetFolder(tmp_path)

@@ -25,7 +25,7 @@ class Book:
         self.runner = AsyncRunner()
         self.stopping = False
         self.unfit: dict[str, str] = {}
-        self.folder = FleetFolder(folder)
+        self.folder = FleetFolder(folder, KEYS)
         engines = config_of(folder, folder, start_timeout_s=0.6, **engine).engine
         self.membership = FleetMembership(
             self.folder, engines, self.runner, self.check, lambda: self.stopping
@@ -90,7 +90,6 @@ def names(members: list[Member]) -> list[str]:
 
 def test_all_that_answer_are_chosen_in_order(open_book):
     book = open_book()
-    book.folder.publish_keys(KEYS)
     book.start("engine1")
     book.start("engine0")
     members = book.choose([])

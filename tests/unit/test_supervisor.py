@@ -131,19 +131,19 @@ def test_a_run_ends_well_and_takes_everything_with_it(start):
     assert (run.directory / "logs" / "rank1.out").read_text() == "stray words of 1\n"
     assert gone(family)
     assert run.endpoint() is None
-    assert not (run.directory / "engine" / "keys.json").exists()
 
 
 def test_what_the_engine_publishes(start):
-    run = start(RANK + SLEEP, STAYS_UP)
-    run.wait_until(run.endpoint)
+    run = start(RANK + "note(os.environ['MEGATRON_DPPO_STARTED_KEYS'])\n" + SLEEP, STAYS_UP)
+    run.wait_until(lambda: run.endpoint() and len(run.notes()) == 2)
     endpoint = run.endpoint()
     assert endpoint["url"] == "http://stand-in/engine0/1"
     assert endpoint["incarnation"] == 1
     assert endpoint["pid"] in [p.pid for p in run.family()]
-    keys = run.directory / "engine" / "keys.json"
-    assert json.loads(keys.read_text()) == {"api_key": "a", "admin_api_key": "b"}
-    assert stat.S_IMODE(keys.stat().st_mode) == 0o600
+    assert [json.loads(note) for note in run.notes()] == [{"api": "a", "admin": "b"}] * 2
+    engine = run.directory / "engine"
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in [engine, *engine.rglob("*")]}
+    assert modes == {"engine": 0o700, "servers": 0o700, "lost": 0o700, "engine0.json": 0o600}
 
 
 def test_ranks_are_told_their_place(start):

@@ -12,7 +12,6 @@ A dead engine breaks its connections at once; a hung one runs into the time limi
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.system.tcp_store import listening_store
 from megatron_dppo.weight_sync.engines import Packer, local_address
 from megatron_dppo.weight_sync.interfaces import Bucket, PlannedBucket, Transfer
 
@@ -199,17 +199,9 @@ class BroadcastGroup:
         # Whoever waits has a limit of its own, which says what took too long: this one is the last.
         self._backend_limit = timedelta(seconds=timeout_s) + _SLACK
         self._group: dist.ProcessGroup | None = None
-        listener = socket.create_server((address, 0), family=_family(address))
-        self.port = int(listener.getsockname()[1])
-        self._store = dist.TCPStore(
-            address,
-            self.port,
-            ranks + 1,
-            True,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
+        limit = timedelta(seconds=timeout_s)
+        self._store = listening_store(address, 0, ranks + 1, limit, wait_for_workers=False)
+        self.port = self._store.port
         self.joined: Future[None] = in_background(partial(self._join, ranks + 1))
 
     def wait(self, future: Future[None]) -> None:
@@ -271,10 +263,6 @@ def _gloo_options(address: str, limit: timedelta) -> Any:
     options._devices = [gloo.create_device(hostname=address)]
     options._timeout = limit
     return options
-
-
-def _family(address: str) -> int:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def in_background(call: Callable[[], T]) -> Future[T]:

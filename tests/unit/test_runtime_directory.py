@@ -1,0 +1,126 @@
+"""A process's private place: who can enter it, and who removes it when its process is gone."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.system import runtime_directory
+from megatron_dppo.system.runtime_directory import (
+    make_runtime_directory,
+    private_name,
+    remove_left_behind,
+    use_as_temporary,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+DIES = """
+import os, sys
+from multiprocessing import get_context, shared_memory
+from megatron_dppo.engine.private_server import name_shared_memory, private_place
+place = private_place()
+directory = place.__enter__()
+name_shared_memory()
+lock = get_context("spawn").Lock()
+memory = shared_memory.SharedMemory(create=True, size=10)
+import tempfile
+socket = tempfile.NamedTemporaryFile(delete=False)
+print(directory, socket.name, memory.name, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A short folder in place of the machine's, under a umask that lets a group write."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(runtime_directory, "_LONGEST", 4096)
+    before = os.umask(0o002)
+    yield tmp_path
+    os.umask(before)
+
+
+def test_its_user_alone_can_enter_it_whatever_the_umask(temporary: Path) -> None:
+    directory = make_runtime_directory()
+    assert directory.parent == temporary
+    assert directory.name.startswith(f"mdppo-{os.getuid()}-")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert make_runtime_directory() != directory
+
+
+def test_a_path_that_is_too_long_for_sockets_is_not_used(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_directory, "_LONGEST", 73)
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / ("x" * 60)))
+    directory = make_runtime_directory()
+    directory.rmdir()
+    assert directory.parent == Path("/tmp")
+    assert len(str(directory)) <= 73
+
+
+def test_temporary_files_go_there_but_compiled_kernels_stay(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    monkeypatch.setenv("USER", "ada")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    place = temporary / "place"
+    place.mkdir()
+    use_as_temporary(place)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(temporary / "torchinductor_ada")
+    with tempfile.NamedTemporaryFile() as file:
+        assert Path(file.name).parent == place
+
+
+def test_what_a_killed_process_leaves_is_removed_and_nothing_else(temporary: Path) -> None:
+    """Its folder with a socket, its shared memory and its semaphores; not those of the living."""
+    environment = {**os.environ, "TMPDIR": "/tmp", "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", DIES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env=environment, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    directory, socket, memory = process.stdout.readline().split()
+    name = Path(directory).name[:-8]
+    shared = Path("/dev/shm")
+    left = [*shared.glob(f"{name}*"), *shared.glob(f"sem.{name}*"), Path(directory)]
+    assert len(left) == 3
+    assert shared / memory in left
+    assert Path(socket).parent == Path(directory)
+    assert stat.S_IMODE(Path(directory).stat().st_mode) == 0o700
+    assert stat.S_IMODE((shared / memory).stat().st_mode) == 0o600
+    remove_left_behind()
+    assert all(path.exists() for path in left)
+    os.killpg(process.pid, 9)  # its resource tracker, which tidies up after it, dies with it
+    process.communicate()
+    remove_left_behind()
+    assert not any(path.exists() for path in left)
+
+
+def test_what_belongs_to_others_stays(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = private_name()
+    user, namespace, pid = own.split("-")[1:4]
+    names = [
+        f"mdppo-{int(user) + 1}-{namespace}-{pid}-1-abc",  # another user's name
+        f"mdppo-{user}-{int(namespace) + 1}-{pid}-1-abc",  # a container's, whose ids mean nothing here
+        f"{own}abc",  # this process lives
+        "mdppo-notes",
+    ]
+    gone = f"mdppo-{user}-{namespace}-{pid}-1-abc"  # another process had this id
+    for name in (*names, gone):
+        (temporary / name).mkdir()
+    target = temporary / "precious"
+    target.mkdir()
+    (temporary / f"mdppo-{user}-{namespace}-{pid}-1-link").symlink_to(target)
+    monkeypatch.setattr(runtime_directory, "SHARED_MEMORY", temporary / "none")
+    remove_left_behind()
+    assert {p.name for p in temporary.iterdir()} == {
+        *names, "precious", f"mdppo-{user}-{namespace}-{pid}-1-link"
+    }  # fmt: skip
