@@ -76,7 +76,8 @@ def _checked_model(
     return model
 
 
-def _mini_batches(config: TrainConfig) -> Problems:
+def batch_problems(config: TrainConfig) -> Problems:
+    """Why a rollout batch can't be cut into optimiser steps, or shared by the data-parallel ranks."""
     rollout, size = config.rollout, config.training.prompts_per_mini_batch
     if rollout.prompts_per_step % size:
         yield (
@@ -239,7 +240,7 @@ def _stop_tokens(config: TrainConfig, model: ModelShape) -> Problems:
 CHECKS: tuple[Check, ...] = (
     url_problems,
     world_problems,
-    _mini_batches,
+    batch_problems,
     _untruncated_sampling,
     _aggregation,
     _data_files,

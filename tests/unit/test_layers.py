@@ -17,11 +17,11 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"metrics"},
     {"algorithms", "vocab_parallel"},
     {"data", "rewards"},
-    {"checkpoint_conversion"},
+    {"checkpoint_conversion", "planner"},
     {"engine"},
     {"fleet", "trainer", "weight_sync"},
     {"launch", "loop"},
-    {"train", "supervised", "convert"},
+    {"train", "supervised", "convert", "plan"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {"megatron": "trainer", "sglang": "engine", "smg": "fleet"}
@@ -100,6 +100,8 @@ def test_the_model_needs_no_torch():
         "model.plan_table",
         "fleet.supervision",
         "engine.http_client",
+        "planner.search",
+        "plan",
     ],
 )
 def test_light_packages_load_no_torch(package):

@@ -1,0 +1,178 @@
+"""Entry point: ``python -m megatron_dppo.plan RECIPE.yaml [key.path=value ...] --gpu h100 --nodes 4``.
+
+What a recipe takes on a cluster, from its file and the model's config.json alone: memory of every rank, server and
+host, bytes and seconds of a step, and whether it fits. Exit codes: 0 it fits, 2 refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+
+from megatron_dppo.config import ConfigError, TrainConfig, load_config
+from megatron_dppo.logging import fatal
+from megatron_dppo.model.errors import ModelError
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.planner.devices import DEVICES, Cluster
+from megatron_dppo.planner.job import job_of
+from megatron_dppo.planner.layouts import layout_problems
+from megatron_dppo.planner.models import shape_of
+from megatron_dppo.planner.search import Lengths, Proposal, nearest, search
+from megatron_dppo.planner.table import print_plan, print_proposals
+from megatron_dppo.planner.units import GB, GIB
+from megatron_dppo.planner.verdict import Verdict, verdict
+
+SHOWN = 8
+NEAREST = 3
+WIDTH = 118
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plan; the process's exit code: 0 it fits, 2 refused."""
+    words = _parser().parse_intermixed_args(arguments)
+    try:
+        config = load_config(words.recipe, words.overrides)
+        shape = shape_of(config.model.hf_checkpoint, words.model_configs)
+    except (ConfigError, ModelError) as error:
+        fatal(str(error))
+    cluster = Cluster(
+        DEVICES[words.gpu], words.nodes, words.gpus_per_node, round(words.host_memory_gib * GIB)
+    )
+    lengths = Lengths(words.mean_response, words.mean_prompt)
+    plan, problems = _planned(config, shape, cluster, words)
+    wanted = words.search or problems
+    proposals = search(config, shape, cluster, lengths) if wanted else []
+    shown = proposals[:SHOWN] if words.search else nearest(proposals, NEAREST)
+    if words.meta:
+        problems += _meta_problems(config, shape, plan, shown)
+    if words.json:
+        print(json.dumps(_as_json(plan, problems, shown), indent=1))
+    else:
+        _print(plan, problems, shown, words)
+    return 2 if problems else 0
+
+
+def _planned(
+    config: TrainConfig, shape: ModelShape, cluster: Cluster, words: argparse.Namespace
+) -> tuple[Verdict | None, list[str]]:
+    """The plan, and why it can't work; None where the layout is none."""
+    problems = layout_problems(config, shape)
+    if problems:
+        return None, problems
+    job = job_of(config, shape, mean_response=words.mean_response, mean_prompt=words.mean_prompt)
+    plan = verdict(job, cluster, words.storage_gbps * GB)
+    return plan, list(plan.problems)
+
+
+def _print(
+    plan: Verdict | None, problems: list[str], shown: list[Proposal], words: argparse.Namespace
+) -> None:
+    console = Console()
+    console.width = max(console.width, WIDTH)
+    if plan is not None:
+        print_plan(console, plan)
+    else:
+        console.print(str(ConfigError(problems, words.recipe)), highlight=False, soft_wrap=True)
+    if shown:
+        console.print("" if words.search else "What would fit, with the fewest changes:")
+        print_proposals(console, shown)
+    elif problems or words.search:
+        console.print(f"No layout of {words.nodes} x {words.gpus_per_node} {words.gpu} fits.")
+
+
+def _meta_problems(
+    config: TrainConfig, shape: ModelShape, plan: Verdict | None, shown: list[Proposal]
+) -> list[str]:
+    """Build each layout's modules on the meta device; what differs from the conversion's rules."""
+    from megatron_dppo.trainer.meta_model import compare_in_child
+
+    configs = [config] if plan is not None else []
+    found = []
+    for layout_config in [*configs, *(p.config for p in shown)]:
+        comparison = compare_in_child(layout_config, shape)
+        print(comparison.summary(), file=sys.stderr)
+        found += comparison.problems
+    return found
+
+
+def _as_json(plan: Verdict | None, problems: list[str], shown: list[Proposal]) -> dict[str, Any]:
+    return {
+        "fits": not problems,
+        "problems": problems,
+        "plan": None if plan is None else plan_json(plan),
+        "proposals": [{"overrides": p.changes, "plan": plan_json(p.plan)} for p in shown],
+    }
+
+
+def plan_json(plan: Verdict) -> dict[str, Any]:
+    """Every number of a plan as plain values; bytes and seconds."""
+    seconds = plan.seconds
+    return {
+        "limits": [plan.memory_limit, plan.time_limit],
+        "layout": asdict(plan.job.trainer.layout),
+        "ranks": [{**rank.parts, "stage": rank.stage, "total": rank.total} for rank in plan.ranks],
+        "engine": None if plan.engine is None else asdict(plan.engine),
+        "hosts": [{**asdict(host), "total": host.total} for host in plan.hosts],
+        "nodes": [asdict(node) for node in plan.roles.nodes],
+        "batches": asdict(plan.batches),
+        "columns": asdict(plan.columns),
+        "transfer": asdict(plan.transfer),
+        "seconds": None if seconds is None else {**asdict(seconds), "total": seconds.total},
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_dppo.plan",
+        description="What a recipe takes on a cluster, and whether it fits; needs no weights and no GPU.",
+        epilog="Exit codes: 0 it fits, 2 refused. docs/planner.md: formulas, sources, accuracy.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
+    parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces one value")
+    parser.add_argument("--gpu", choices=sorted(DEVICES), required=True, help="kind of GPU")
+    parser.add_argument("--nodes", type=_positive, required=True, metavar="N", help="nodes")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default 8")
+    parser.add_argument(
+        "--host-memory-gib", type=float, default=0, help="of a node; default: the maker's"
+    )
+    parser.add_argument(
+        "--storage-gbps", type=float, default=5.0, help="GB/s that checkpoints reach; default 5"
+    )
+    parser.add_argument(
+        "--mean-response", type=float, help="tokens; default: half of rollout.max_response_tokens"
+    )
+    parser.add_argument(
+        "--mean-prompt", type=float, help="tokens; default: a quarter of data.max_prompt_tokens"
+    )
+    parser.add_argument(
+        "--model-configs",
+        default="examples/model_configs",
+        metavar="FOLDER",
+        help="where config.json is looked for, by the checkpoint's name in small letters, while the checkpoint is not "
+        "there; default %(default)s",
+    )
+    parser.add_argument("--search", action="store_true", help="the best layouts, ranked")
+    parser.add_argument("--json", action="store_true", help="every number, as JSON")
+    parser.add_argument(
+        "--meta",
+        action="store_true",
+        help="also build a rank's Megatron modules without memory and compare every shape with the conversion's rules",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {value}, expected at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""The machines that a plan is made for: GPUs by name, with what their makers publish."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.planner.units import GB, GIB, MIB
+
+TERA = 10**12
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU and its share of a node.
+
+    ``memory``: bytes that nvidia-smi shows as total. ``flops``: dense bf16 FLOP/s. ``hbm``, ``nvlink``,
+    ``network``: bytes/s of the GPU's memory, of its NVLinks in one direction, of its network port.
+    ``host_memory``: bytes of a node with eight.
+    """
+
+    name: str
+    memory: int
+    flops: float
+    hbm: float
+    nvlink: float
+    network: float
+    host_memory: int
+    source: str
+
+
+DEVICES: dict[str, Device] = {
+    "a100": Device(
+        "A100 SXM 80GB", 81_920 * MIB, 312 * TERA, 2039 * GB, 300 * GB, 25 * GB, 2000 * GB,
+        "NVIDIA A100 datasheet (312 TFLOPS, 2,039 GB/s, NVLink 600 GB/s both ways); DGX A100 640GB (200 Gb/s, 2 TB)",
+    ),
+    "h100": Device(
+        "H100 SXM 80GB", 81_559 * MIB, 989 * TERA, 3350 * GB, 450 * GB, 50 * GB, 2000 * GB,
+        "NVIDIA H100 datasheet (989 TFLOPS without sparsity, 3.35 TB/s, NVLink 900 GB/s); DGX H100 (400 Gb/s, 2 TB)",
+    ),
+    "h200": Device(
+        "H200 SXM 141GB", 143_771 * MIB, 989 * TERA, 4800 * GB, 450 * GB, 50 * GB, 2000 * GB,
+        "NVIDIA H200 datasheet (989 TFLOPS without sparsity, 4.8 TB/s, NVLink 900 GB/s); DGX H200 (400 Gb/s, 2 TB)",
+    ),
+    "b200": Device(
+        "B200 SXM 180GB", 183_359 * MIB, 2250 * TERA, 8000 * GB, 900 * GB, 50 * GB, 2000 * GB,
+        "NVIDIA DGX B200 datasheet (18 PFLOPS bf16 without sparsity, 64 TB/s, NVLink 14.4 TB/s of 8; 400 Gb/s, 2 TB)",
+    ),
+}  # fmt: skip
+"""By the name that ``--gpu`` takes. Memory: nvidia-smi's total of these boards."""
+
+CONTEXT = GIB // 2
+"""Bytes of a process's CUDA context, kernels and libraries (cuBLAS workspace included). Assumption: 0.3 to 0.6 GiB on
+these boards."""
+FRAGMENTATION = 0.05
+"""Share of activations and working memory that torch's caching allocator can't use. Assumption, with
+expandable segments; docs/planner.md."""
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``nodes`` nodes of ``gpus_per_node`` GPUs of one kind. ``host_memory``: bytes of each node."""
+
+    device: Device
+    nodes: int
+    gpus_per_node: int = 8
+    host_memory: int = 0
+
+    @property
+    def gpus(self) -> int:
+        """All of them."""
+        return self.nodes * self.gpus_per_node
+
+    def node_of(self, gpu: int) -> int:
+        """The node of a GPU, numbered node by node."""
+        return gpu // self.gpus_per_node
+
+    @property
+    def node_memory(self) -> int:
+        """``host_memory``, by default the device's."""
+        return self.host_memory or self.device.host_memory
+
+
+def usable_bytes(device: Device) -> int:
+    """Bytes of a GPU that tensors and communicators may take: all but the process's own."""
+    return device.memory - CONTEXT

@@ -1,0 +1,75 @@
+"""How long servers take to generate a rollout batch: a roofline of memory bandwidth and FLOPs, and the longest tail."""
+
+from __future__ import annotations
+
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.planner.devices import Device
+from megatron_dppo.planner.engine import engine_bytes, kv_bytes_per_token
+from megatron_dppo.planner.flops import active_parameters, attention_flops, linear_flops
+from megatron_dppo.planner.job import Job
+
+HBM_EFFICIENCY = 0.7
+"""Share of the memory's rate that decoding reaches. Assumption."""
+PREFILL_UTILISATION = 0.4
+"""Share of peak FLOP/s in prefill and in large decode batches. Assumption."""
+DECODE_OVERHEAD = 0.004
+"""Seconds of a decode step beside weights and KV cache: launches, sampling, scheduling. Assumption."""
+REDUCE_LATENCY = 15e-6
+"""Seconds of one small all-reduce over NVLink; two a layer under tensor parallelism. Assumption."""
+
+
+def decode_seconds(job: Job, device: Device, running: float, context: float) -> float:
+    """One decode step of a server with ``running`` sequences of ``context`` tokens: max(bytes / memory rate, FLOPs /
+    peak) + overhead. Bytes of a GPU: the weights that the batch touches, and the KV cache of all sequences."""
+    shape, engine = job.trainer.shape, job.engine
+    touched = touched_parameters(shape, running) * 2 / engine.gpus
+    cache = running * context * kv_bytes_per_token(shape, engine)
+    memory = (touched + cache) / (device.hbm * HBM_EFFICIENCY)
+    flops = running * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
+    compute = flops / (device.flops * PREFILL_UTILISATION)
+    reduce = 2 * shape.num_layers * REDUCE_LATENCY if engine.tensor > 1 else 0.0
+    return max(memory, compute) + reduce + DECODE_OVERHEAD
+
+
+def touched_parameters(shape: ModelShape, running: float) -> float:
+    """Weights that a batch of ``running`` tokens reads: with uniform routing 1 - (1 - k / E)^running of the experts."""
+    if not shape.is_moe:
+        return float(active_parameters(shape))
+    expert = shape.num_layers * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
+    dense = active_parameters(shape) - expert * shape.experts_per_token
+    share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** running
+    return dense + expert * shape.num_experts * share
+
+
+def generation_seconds(job: Job, device: Device) -> float:
+    """Seconds from the first prompt to the last response, over all servers.
+
+    Bulk: sampled tokens of a server / sequences at once, each at the decode step of that batch and half of the mean
+    length; prompts once a group (the prefix cache serves the rest). Tail: what the longest response needs beyond the
+    mean one, with a tenth of the sequences.
+    """
+    rollout, engine = job.rollout, job.engine
+    if not engine.servers:
+        return 0.0
+    memory = engine_bytes(job.trainer.shape, engine, rollout, device)
+    waiting = rollout.responses / engine.servers
+    leaders = job.trainer.layout.data * rollout.max_concurrent / engine.servers
+    running = max(1.0, min(waiting, memory.sequences, leaders))
+    context = rollout.mean_prompt + rollout.mean_response / 2
+    bulk = rollout.response_tokens / engine.servers / running
+    bulk *= decode_seconds(job, device, running, context)
+    prefill = rollout.prompts * rollout.mean_prompt * linear_flops(job.trainer.shape)
+    prefill /= engine.servers * engine.gpus * device.flops * PREFILL_UTILISATION
+    beyond = rollout.longest_response - rollout.mean_response
+    tail = beyond * decode_seconds(job, device, max(1.0, running / 10), rollout.longest_response)
+    return bulk + prefill + tail
+
+
+def assumptions() -> dict[str, float]:
+    """What the model takes for granted, by name."""
+    return {
+        "decoding's share of the memory's rate": HBM_EFFICIENCY,
+        "prefill's share of peak FLOP/s": PREFILL_UTILISATION,
+        "seconds of a decode step beside memory and FLOPs": DECODE_OVERHEAD,
+        "seconds of a small all-reduce": REDUCE_LATENCY,
+    }

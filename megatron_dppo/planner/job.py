@@ -1,0 +1,207 @@
+"""The facts of a run that the formulas take, read off a checked configuration once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
+from megatron_dppo.planner.needs import Needs, needs_of
+from megatron_dppo.planner.units import ceil_to
+
+
+@dataclass(frozen=True)
+class TrainerJob:
+    """The trainer's side. ``tokens``: of the longest micro-batch; a sequence longer than the budget has one to itself.
+    ``micro_batches``: of one replica in one optimiser step."""
+
+    shape: ModelShape
+    layout: Layout
+    sequence_parallel: bool
+    dtype: str
+    recompute: str
+    distributed: bool
+    tokens: int
+    micro_batches: int
+    transformer_engine: bool = True
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of a weight and of an activation."""
+        return ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class RolloutJob:
+    """The data of one step. Lengths in tokens: ``longest_*`` are limits, ``mean_response`` an assumption or a
+    measurement. ``steps``: optimiser steps in a rollout batch."""
+
+    prompts: int
+    group_size: int
+    longest_prompt: int
+    longest_response: int
+    mean_prompt: float
+    mean_response: float
+    steps: int
+    topk: int
+    routing: bool
+    recompute_pass: bool
+    staleness: int
+    max_concurrent: int
+
+    @property
+    def responses(self) -> int:
+        """Sequences of a rollout batch."""
+        return self.prompts * self.group_size
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of a sequence, prompt and response."""
+        return self.mean_prompt + self.mean_response
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a rollout batch, prompts counted with every response."""
+        return self.responses * self.mean_length
+
+    @property
+    def response_tokens(self) -> float:
+        """Sampled tokens of a rollout batch."""
+        return self.responses * self.mean_response
+
+
+@dataclass(frozen=True)
+class EngineJob:
+    """The servers that the run starts. ``memory_fraction``: SGLang's ``mem_fraction_static``, None as it chooses."""
+
+    servers: int
+    tensor: int
+    expert: int
+    pipeline: int
+    memory_fraction: float | None
+    max_running: int | None
+    chunked_prefill: int | None
+    kv_bytes: int
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of one server."""
+        return self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class Job:
+    """A whole run. ``not_counted``: settings of the libraries that change memory or time and that no formula reads.
+
+    Every parameter is trained; adapters would make ``trainer`` hold fewer gradients and moments.
+    """
+
+    trainer: TrainerJob
+    rollout: RolloutJob
+    engine: EngineJob
+    bucket_bytes: int
+    checkpoint_every: int
+    not_counted: tuple[str, ...] = ()
+
+
+def trainer_job(
+    config: PolicyConfig, shape: ModelShape, micro_batches: int, longest: int, *, gpu: bool = True
+) -> TrainerJob:
+    """``longest``: tokens of the longest sequence. ``gpu``: Transformer Engine's layers, else torch's."""
+    sizes = config.parallel.sizes
+    sequence_parallel = sizes.sequence_parallel(shape)
+    tokens = max(config.training.micro_batch_tokens, longest)
+    return TrainerJob(
+        shape=shape,
+        layout=Layout.of(sizes),
+        sequence_parallel=sequence_parallel,
+        dtype=config.model.dtype,
+        recompute=config.training.recompute,
+        distributed=config.optimizer.distributed,
+        tokens=ceil_to(tokens, sizes.tensor if sequence_parallel else 1),
+        micro_batches=micro_batches,
+        transformer_engine=gpu,
+    )
+
+
+def job_of(
+    config: TrainConfig,
+    shape: ModelShape,
+    *,
+    mean_response: float | None = None,
+    mean_prompt: float | None = None,
+    gpu: bool = True,
+) -> Job:
+    """The facts of ``config``, whose layout must have passed its checks.
+
+    ``mean_response``, ``mean_prompt``: tokens; by default half of the longest response and a quarter of the longest
+    prompt.
+    """
+    needs = needs_of(config, shape.vocab_size)
+    rollout = _rollout_job(config, needs, mean_response, mean_prompt)
+    longest = rollout.longest_prompt + rollout.longest_response
+    per_step = config.training.prompts_per_mini_batch * rollout.group_size
+    share = -(-per_step // max(1, config.parallel.data))
+    budget = max(config.training.micro_batch_tokens, longest)
+    micro_batches = max(1, round(share * rollout.mean_length / (budget * PACKING)))
+    return Job(
+        trainer_job(config, shape, micro_batches, longest, gpu=gpu),
+        rollout,
+        _engine_job(config),
+        config.weight_sync.bucket_mib * 2**20,
+        config.checkpoint.every,
+        (*(f"megatron.{key}" for key in config.megatron), *_unread(config.sglang)),
+    )
+
+
+PACKING = 0.9
+"""Share of a micro-batch's token budget that sequences fill. Assumption: whole sequences of many lengths."""
+
+
+def _rollout_job(
+    config: TrainConfig, needs: Needs, mean_response: float | None, mean_prompt: float | None
+) -> RolloutJob:
+    rollout, longest_prompt = config.rollout, config.data.max_prompt_tokens
+    return RolloutJob(
+        prompts=rollout.prompts_per_step,
+        group_size=rollout.group_size,
+        longest_prompt=longest_prompt,
+        longest_response=rollout.max_response_tokens,
+        mean_prompt=longest_prompt / 4 if mean_prompt is None else mean_prompt,
+        mean_response=rollout.max_response_tokens / 2 if mean_response is None else mean_response,
+        steps=rollout.prompts_per_step // config.training.prompts_per_mini_batch,
+        topk=needs.topk,
+        routing=rollout.router_replay,
+        recompute_pass=needs.recompute_pass,
+        staleness=rollout.max_staleness,
+        max_concurrent=rollout.max_concurrent_requests,
+    )
+
+
+def _engine_job(config: TrainConfig) -> EngineJob:
+    table = config.sglang
+    fraction = table.get("mem_fraction_static")
+    return EngineJob(
+        servers=config.engine.started if config.rollout.replay_from is None else 0,
+        tensor=_size(table, "tp_size", 1),
+        expert=_size(table, "ep_size", 1),
+        pipeline=_size(table, "pp_size", 1),
+        memory_fraction=None if fraction is None else float(fraction),
+        max_running=table.get("max_running_requests"),
+        chunked_prefill=table.get("chunked_prefill_size"),
+        kv_bytes=1 if str(table.get("kv_cache_dtype", "auto")).startswith("fp8") else 2,
+    )
+
+
+_READ = ("tp_size", "ep_size", "pp_size", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
+         "kv_cache_dtype", "base_gpu_id")  # fmt: skip
+
+
+def _unread(table: dict[str, Any]) -> tuple[str, ...]:
+    return tuple(f"sglang.{key}" for key in table if key not in _READ)
+
+
+def _size(table: dict[str, Any], key: str, default: int) -> int:
+    return int(table.get(key) or default)

@@ -1,0 +1,25 @@
+"""Megatron-Core's pipeline schedules: how many micro-batches a stage holds at once, and how long stages idle."""
+
+from __future__ import annotations
+
+from megatron_dppo.model.layout import Layout
+
+
+def chunks_in_flight(layout: Layout, stage: int, micro_batches: int) -> int:
+    """Forward passes of a model chunk whose backward pass has not run yet, at most, on ``stage``.
+
+    One more than the warm-up of ``get_pp_rank_microbatches`` (pipeline_parallel/schedules.py): P - p - 1 for 1F1B,
+    2 (P - p - 1) + (v - 1) P for v interleaved chunks; never more than there are.
+    """
+    stages, chunks = layout.pipeline, layout.chunks
+    if stages == 1:
+        return 1
+    warmup = stages - stage - 1
+    if chunks > 1:
+        warmup = 2 * warmup + (chunks - 1) * stages
+    return min(warmup + 1, micro_batches * chunks)
+
+
+def bubble(layout: Layout, micro_batches: int) -> float:
+    """Idle over busy time of a pipeline: (P - 1) / (v M) (Narayanan et al., arXiv 2104.04473, section 2.2)."""
+    return (layout.pipeline - 1) / (layout.chunks * micro_batches)

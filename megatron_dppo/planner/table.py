@@ -1,0 +1,188 @@
+"""A plan as tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo.planner import activations, generation, steptime
+from megatron_dppo.planner.search import Proposal
+from megatron_dppo.planner.steptime import model_flops_utilisation
+from megatron_dppo.planner.units import gb, gib
+from megatron_dppo.planner.verdict import Verdict
+
+
+def print_plan(console: Console, plan: Verdict) -> None:
+    """Every part of the plan, and the verdict last."""
+    for text in _head(plan):
+        console.print(text, highlight=False)
+    for table in (
+        _roles(plan),
+        _ranks(plan),
+        _engine(plan),
+        _hosts(plan),
+        _data(plan),
+        _time(plan),
+    ):
+        if table is not None:
+            console.print(table)
+    _print_assumptions(console, plan)
+    print_verdict(console, plan)
+
+
+def print_verdict(console: Console, plan: Verdict) -> None:
+    """Whether it fits and what is nearest to its bound, or everything that stands against it."""
+    if plan.fits:
+        console.print("It fits.", highlight=False)
+        console.print(f"Limits: {plan.memory_limit}; {plan.time_limit}.", highlight=False)
+        return
+    console.print("It can't work:", highlight=False)
+    for problem in plan.problems:
+        console.print(f"  {problem}", highlight=False, soft_wrap=True)
+
+
+def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
+    """The layouts of a search, best first, each with the overrides that turn the recipe into it."""
+    table = _table(
+        "Layouts that fit", "step", "generate", "train", "rank", "layout", "servers", "recompute"
+    )
+    for p in proposals:
+        seconds, engine = p.plan.seconds, p.plan.job.engine
+        assert seconds is not None
+        table.add_row(
+            f"{seconds.total:.0f} s", f"{seconds.generation:.0f} s", f"{seconds.trainer:.0f} s",
+            gib(p.plan.fullest.total), p.plan.job.trainer.layout.describe(),
+            f"{engine.servers} x TP{engine.tensor}", p.plan.job.trainer.recompute,
+        )  # fmt: skip
+    console.print(table)
+    for number, p in enumerate(proposals, start=1):
+        words = " ".join(p.changes) or "the recipe as it is"
+        console.print(f"  {number}: {words}", highlight=False, soft_wrap=True)
+
+
+def _head(plan: Verdict) -> Iterable[str]:
+    job, cluster, found = plan.job, plan.cluster, plan.batches
+    shape, device = job.trainer.shape, cluster.device
+    yield (
+        f"{shape.family}, {plan.transfer.model / job.trainer.item_bytes / 1e9:.2f} B parameters, on {cluster.nodes} x "
+        f"{cluster.gpus_per_node} {device.name}; trainer {job.trainer.layout.describe()}, recompute "
+        f"{job.trainer.recompute}, {'distributed' if job.trainer.distributed else 'plain'} optimizer"
+    )
+    yield (
+        f"A step: {found.responses:,} responses, {found.tokens / 1e6:.1f} M tokens at {job.rollout.mean_prompt:.0f} + "
+        f"{job.rollout.mean_response:.0f} each, at most {found.longest_tokens / 1e6:.1f} M; {found.optimizer_steps} "
+        f"optimiser steps of {found.per_step} responses, {found.replica:.0f} on each of "
+        f"{job.trainer.layout.data} replicas in about {found.micro_batches} micro-batches of up to "
+        f"{found.micro_batch_tokens:,} tokens"
+    )
+
+
+def _roles(plan: Verdict) -> Table:
+    table = _table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
+    size = plan.cluster.gpus_per_node
+    for node in plan.roles.nodes:
+        servers = f"{node.servers[0]}-{node.servers[-1]}" if node.servers else "-"
+        numbers = f"{node.node * size}-{(node.node + 1) * size - 1}"
+        table.add_row(
+            *map(str, (node.node, numbers, node.trainer, node.engine, servers, node.idle))
+        )
+    return table
+
+
+def _ranks(plan: Verdict) -> Table:
+    names = list(plan.ranks[0].parts)
+    table = _table("A trainer rank's GPU, GiB", "stage", *names, "total", "of")
+    for rank in plan.ranks:
+        cells = [f"{size / 2**30:.1f}" for size in rank.parts.values()]
+        total, whole = rank.total / 2**30, plan.cluster.device.memory / 2**30
+        table.add_row(str(rank.stage), *cells, f"{total:.1f}", f"{whole:.1f}")
+    return table
+
+
+def _engine(plan: Verdict) -> Table | None:
+    engine, job = plan.engine, plan.job.engine
+    if engine is None:
+        return None
+    title = f"A server's GPU: {job.servers} servers x TP {job.tensor}, mem_fraction_static {engine.fraction}"
+    table = _table(
+        title, "weights", "KV pool", "left free", "KV tokens", "sequences at once", "all longest"
+    )
+    table.add_row(
+        gib(engine.weights), gib(engine.kv_pool), gib(engine.reserved), f"{engine.kv_tokens:,}",
+        str(engine.sequences), str(engine.longest),
+    )  # fmt: skip
+    return table
+
+
+def _hosts(plan: Verdict) -> Table:
+    table = _table(
+        f"Host memory, GiB of {plan.cluster.node_memory / 2**30:.0f}",
+        *("node", "processes", "batch", "checkpoint", "routing", "total"),
+    )
+    for node, host in enumerate(plan.hosts):
+        sizes = (host.processes, host.batch, host.checkpoint, host.capture, host.total)
+        table.add_row(str(node), *(f"{size / 2**30:.0f}" for size in sizes))
+    return table
+
+
+def _data(plan: Verdict) -> Table:
+    columns, moved = plan.columns, plan.transfer
+    table = _table("What moves", "what", "bytes", "seconds")
+    table.add_row(
+        "weights, to each engine GPU",
+        gb(moved.model),
+        f"{moved.update_seconds:.1f} ({moved.buckets} buckets)",
+    )
+    table.add_row("of them, between trainer ranks first", gb(moved.gathered), "in these")
+    table.add_row("a checkpoint", gb(moved.checkpoint), f"{moved.checkpoint_seconds:.0f}")
+    table.add_row(
+        "R3 routing a step: in memory; on the wire",
+        f"{gb(columns.routing)}; {gb(columns.routing_wire)}",
+        "",
+    )
+    table.add_row(
+        "Top-K a step: in memory; on the wire", f"{gb(columns.topk)}; {gb(columns.topk_wire)}", ""
+    )
+    table.add_row("what every rank holds of a batch", gb(columns.everywhere), "")
+    return table
+
+
+def _time(plan: Verdict) -> Table | None:
+    seconds = plan.seconds
+    if seconds is None:
+        return None
+    table = _table(
+        "A step, seconds (a model, not a measurement)",
+        *seconds.phases,
+        "step",
+        "tokens/s/GPU",
+        "MFU",
+    )
+    used = plan.roles.needed
+    rate = plan.job.rollout.tokens / seconds.total / used
+    mfu = model_flops_utilisation(plan.job, seconds, plan.cluster)
+    cells = [f"{value:.1f}" for value in seconds.phases.values()]
+    table.add_row(*cells, f"{seconds.total:.0f}", f"{rate:,.0f}", f"{mfu:.0%}")
+    return table
+
+
+def _print_assumptions(console: Console, plan: Verdict) -> None:
+    known = {
+        **steptime.assumptions(),
+        **generation.assumptions(),
+        "busiest expert rank over the mean": activations.BUSIEST_RANK,
+    }
+    text = "; ".join(f"{name} {value:g}" for name, value in known.items())
+    console.print(f"Assumed: {text}. Formulas and sources: docs/planner.md.", highlight=False)
+    ignored = sorted(plan.job.not_counted)
+    if ignored:
+        console.print(f"Not counted: {', '.join(ignored)}.", highlight=False)
+
+
+def _table(title: str, *headings: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table

@@ -1,0 +1,160 @@
+"""Whether a run fits its machines: every part of the plan in one record, and what is wrong, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
+from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.planner import communicators
+from megatron_dppo.planner.batches import Batches, batches
+from megatron_dppo.planner.columns import ColumnBytes, column_bytes
+from megatron_dppo.planner.devices import Cluster
+from megatron_dppo.planner.engine import (
+    LEAST_RESERVED,
+    EngineBytes,
+    capture_host_bytes,
+    engine_bytes,
+)
+from megatron_dppo.planner.host import HostBytes, host_bytes
+from megatron_dppo.planner.job import Job
+from megatron_dppo.planner.rank_memory import RankBytes, rank_bytes
+from megatron_dppo.planner.roles import Roles, role_problems, roles
+from megatron_dppo.planner.steptime import StepSeconds, step_seconds
+from megatron_dppo.planner.transfer import STORAGE, Transfer, transfer
+from megatron_dppo.planner.units import gib
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A plan. ``engine`` None: the run starts no servers, or they can't hold the model. ``hosts``: of the nodes, in
+    order. ``problems``: a line for each reason why it can't work, none where it can."""
+
+    job: Job
+    cluster: Cluster
+    roles: Roles
+    batches: Batches
+    ranks: tuple[RankBytes, ...]
+    engine: EngineBytes | None
+    hosts: tuple[HostBytes, ...]
+    columns: ColumnBytes
+    transfer: Transfer
+    seconds: StepSeconds | None
+    problems: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether nothing stands against it."""
+        return not self.problems
+
+    @property
+    def fullest(self) -> RankBytes:
+        """The trainer rank with the most memory."""
+        return max(self.ranks, key=lambda rank: rank.total)
+
+    @property
+    def memory_limit(self) -> str:
+        """The memory that is nearest to its bound, in a line."""
+        device = self.cluster.device
+        shares = {f"GPUs of trainer stage {self.fullest.stage}": self.fullest.total / device.memory}
+        if self.hosts:
+            shares["hosts"] = max(host.total for host in self.hosts) / self.cluster.node_memory
+        name = max(shares, key=lambda key: shares[key])
+        return f"memory of the {name}, {shares[name]:.0%} full"
+
+    @property
+    def time_limit(self) -> str:
+        """The longest phase of a step, and what makes a server's sequences wait."""
+        if self.seconds is None:
+            return "time unknown"
+        name, longest = max(self.seconds.phases.items(), key=lambda phase: phase[1])
+        text = f"{name}, {longest / self.seconds.total:.0%} of a step"
+        engine = self.engine
+        if name == "generation" and engine is not None:
+            asked = self.batches.responses // self.job.engine.servers
+            if engine.sequences < asked:
+                text += (
+                    f"; {engine.sequences} of a server's {asked} sequences run at once (KV cache)"
+                )
+        return text
+
+
+def verdict(job: Job, cluster: Cluster, storage: float = STORAGE) -> Verdict:
+    """The plan of ``job`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
+    where = roles(job, cluster)
+    ranks = tuple(rank_bytes(job, stage) for stage in range(job.trainer.layout.pipeline))
+    columns, moved = (
+        column_bytes(job.trainer.shape, job.rollout),
+        transfer(job, cluster.device, storage),
+    )
+    engine, problems = _engine(job, cluster)
+    hosts = _hosts(job, where, columns, engine)
+    problems += [
+        *role_problems(where),
+        *_gpu_problems(ranks, cluster),
+        *_host_problems(hosts, cluster),
+    ]
+    seconds = None if job.engine.servers and engine is None else step_seconds(job, cluster, moved)
+    return Verdict(
+        job, cluster, where, batches(job), ranks, engine, hosts, columns, moved, seconds, tuple(problems)
+    )  # fmt: skip
+
+
+def _engine(job: Job, cluster: Cluster) -> tuple[EngineBytes | None, list[str]]:
+    engine, shape = job.engine, job.trainer.shape
+    if not engine.servers:
+        return None, []
+    try:
+        check_engine_layout(shape, EngineLayout(engine.tensor, engine.expert))
+    except LayoutError as error:
+        return None, [f"sglang: {error}"]
+    found = engine_bytes(shape, engine, job.rollout, cluster.device)
+    return found, list(_engine_problems(found, job))
+
+
+def _engine_problems(found: EngineBytes, job: Job) -> Iterator[str]:
+    longest = job.rollout.longest_prompt + job.rollout.longest_response
+    if found.kv_tokens < longest:
+        yield (
+            f"engine GPU memory: {gib(found.weights)} of weights leave a KV cache of "
+            f"{found.kv_tokens:,} tokens in mem_fraction_static {found.fraction}, expected at least "
+            f"one sequence of {longest:,}"
+        )
+    groups = communicators.engine_bytes(job.engine.tensor, job.trainer.layout)
+    if found.reserved < groups + LEAST_RESERVED:
+        yield (
+            f"engine GPU memory: mem_fraction_static {found.fraction} leaves {gib(found.reserved)} "
+            f"free, expected at least {gib(groups + LEAST_RESERVED)}: {gib(groups)} of communicators "
+            f"and {gib(LEAST_RESERVED)} to work in"
+        )
+
+
+def _gpu_problems(ranks: tuple[RankBytes, ...], cluster: Cluster) -> Iterator[str]:
+    device = cluster.device
+    for rank in ranks:
+        if rank.total > device.memory:
+            parts = ", ".join(f"{name} {gib(size)}" for name, size in rank.parts.items() if size)
+            yield (
+                f"trainer GPU memory: a rank of stage {rank.stage} needs {gib(rank.total)} ({parts}), "
+                f"expected at most the {gib(device.memory)} of a {device.name}"
+            )
+
+
+def _hosts(
+    job: Job, where: Roles, columns: ColumnBytes, engine: EngineBytes | None
+) -> tuple[HostBytes, ...]:
+    capture = 0
+    if engine is not None and job.rollout.routing:
+        capture = capture_host_bytes(job.trainer.shape, engine.kv_tokens)
+    return tuple(host_bytes(job, columns, node, capture) for node in where.nodes)
+
+
+def _host_problems(hosts: tuple[HostBytes, ...], cluster: Cluster) -> Iterator[str]:
+    for node, host in enumerate(hosts):
+        if host.total > cluster.node_memory:
+            yield (
+                f"host memory: node {node} needs {gib(host.total)} (processes {gib(host.processes)}, "
+                f"batch {gib(host.batch)}, checkpoint {gib(host.checkpoint)}, routing of the engines "
+                f"{gib(host.capture)}), expected at most {gib(cluster.node_memory)}"
+            )

@@ -1,0 +1,68 @@
+"""Parameters of a trainer rank, counted from the families' tables without making them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_dppo.model.families import family_of
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import shard_of
+from megatron_dppo.model.rules import Rule
+from megatron_dppo.model.shape import ModelShape
+
+Counts = tuple[tuple[int, int], ...]
+"""(elements, how many parameters have that size) of one group of parameters."""
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """One rank of a pipeline stage holds ``dense`` and ``experts``.
+
+    The two differ in who else holds them: dense ones the ``data`` replicas, experts the ``expert_data`` replicas.
+    Without expert parallelism Megatron-Core keeps experts among the dense ones; so does this.
+    """
+
+    dense: Counts
+    experts: Counts
+
+    @property
+    def elements(self) -> int:
+        """All of them."""
+        return elements(self.dense) + elements(self.experts)
+
+
+def elements(counts: Counts) -> int:
+    """Elements of a group of parameters."""
+    return sum(size * count for size, count in counts)
+
+
+def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
+    """What every rank of pipeline stage ``stage`` holds; ranks of a stage hold equally much.
+
+    Counted as ``model.mapping.local_parameters`` lists them: the family's rows, cut by their splits.
+    """
+    family = family_of(shape)
+    layers = shape.num_layers // layout.pipeline
+    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    dense = [(rule, layers) for rule in family.layer]
+    dense += [(family.embedding, 1)] if is_first else []
+    dense += [(family.final_norm, 1)] if is_last else []
+    if is_last and not (shape.tied_embeddings and is_first):
+        source = family.embedding if shape.tied_embeddings else family.output
+        dense.append((source, 1))
+    experts = [(rule, layers * shape.num_experts // layout.expert) for rule in family.expert]
+    dense_counts = _counted(dense, shape, layout.tensor)
+    expert_counts = _counted(experts, shape, layout.expert_tensor)
+    if layout.expert == 1:
+        return RankParameters(dense_counts + expert_counts, ())
+    return RankParameters(dense_counts, expert_counts)
+
+
+def _counted(rules: Iterable[tuple[Rule, int]], shape: ModelShape, size: int) -> Counts:
+    return tuple(
+        (math.prod(shard_of(rule.split, rule.sources, shape, 0, size).shape), count)
+        for rule, count in rules
+        if count
+    )

@@ -1,0 +1,99 @@
+"""What a trainer really holds, counted tensor by tensor: weights, gradients, optimizer state, saved activations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the tensors' storages, each counted once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def weight_tensors(trainer: Any) -> list[Tensor]:
+    """The parameters of this rank's chunks."""
+    return [p for chunk in trainer.chunks for p in chunk.parameters()]
+
+
+def gradient_tensors(trainer: Any) -> list[Tensor]:
+    """The gradient buffers of this rank's chunks."""
+    return [
+        buffer.grad_data
+        for chunk in trainer.ddp_chunks
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+
+
+def optimizer_tensors(trainer: Any) -> list[Tensor]:
+    """Master weights and moments; an fp32 parameter that is its own master is left out."""
+    held = {p.untyped_storage()._cdata for p in weight_tensors(trainer)}
+    found: list[Tensor] = []
+    for part in trainer.optimizer.chained_optimizers:
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        inner = part.optimizer
+        found += [p for group in inner.param_groups for p in group["params"]]
+        found += [x for s in inner.state.values() for x in s.values() if isinstance(x, Tensor)]
+    return [t for t in found if t.untyped_storage()._cdata not in held]
+
+
+@dataclass
+class SavedPeak:
+    """Bytes that autograd keeps for backward: ``live`` now and ``peak``; storages counted once.
+
+    ``at_peak``: (shape, dtype, bytes) of what lived at the peak, of the first tensor that was saved
+    of each storage.
+    """
+
+    live: int = 0
+    peak: int = 0
+    at_peak: list[tuple[tuple[int, ...], str, int]] = field(default_factory=list)
+    _users: dict[int, int] = field(default_factory=dict)
+    _known: dict[int, tuple[tuple[int, ...], str, int]] = field(default_factory=dict)
+
+    def add(self, tensor: Tensor) -> int:
+        """One more saved tensor of this storage."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._users[key] = self._users.get(key, 0) + 1
+        if self._users[key] == 1:
+            self._known[key] = (tuple(tensor.shape), str(tensor.dtype), storage.nbytes())
+            self.live += storage.nbytes()
+            if self.live > self.peak:
+                self.peak, self.at_peak = self.live, list(self._known.values())
+        return key
+
+    def drop(self, key: int) -> None:
+        """Autograd has let one go."""
+        self._users[key] -= 1
+        if not self._users[key]:
+            del self._users[key]
+            self.live -= self._known.pop(key)[2]
+
+
+class _Saved:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an output that held itself would never be freed
+
+
+@contextmanager
+def saved_for_backward(ignored: Iterable[Tensor]) -> Iterator[SavedPeak]:
+    """Count what is saved within, but for storages of ``ignored`` (the weights)."""
+    peak, kept = SavedPeak(), {t.untyped_storage()._cdata for t in ignored}
+
+    def pack(tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor)
+        if tensor.untyped_storage()._cdata not in kept:
+            weakref.finalize(saved, peak.drop, peak.add(tensor))
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved.tensor):
+        yield peak

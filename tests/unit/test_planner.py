@@ -1,0 +1,304 @@
+"""The planner's arithmetic: numbers worked by hand, the families' tables as an oracle, and the command."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo import plan as command
+from megatron_dppo.algorithms.presets import PRESETS, build_algorithm, carried_topk
+from megatron_dppo.config import load_config
+from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import local_parameters
+from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.planner.activations import activation_bytes, layer_bytes
+from megatron_dppo.planner.batches import batches
+from megatron_dppo.planner.columns import column_bytes, routing_bytes_per_token
+from megatron_dppo.planner.devices import DEVICES, Cluster
+from megatron_dppo.planner.engine import engine_bytes, kv_bytes_per_token, weight_bytes
+from megatron_dppo.planner.flops import (
+    active_parameters,
+    attention_flops,
+    linear_flops,
+    training_flops,
+)
+from megatron_dppo.planner.job import Job, job_of
+from megatron_dppo.planner.logits import logits_bytes
+from megatron_dppo.planner.needs import needs_of
+from megatron_dppo.planner.optimizer import state_bytes
+from megatron_dppo.planner.roles import role_problems, roles
+from megatron_dppo.planner.schedule import bubble, chunks_in_flight
+from megatron_dppo.planner.search import nearest, search
+from megatron_dppo.planner.transfer import parameters, transfer
+from megatron_dppo.planner.verdict import verdict
+from megatron_dppo.planner.weights import rank_parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES, MODELS = ROOT / "examples" / "recipes", ROOT / "examples" / "model_configs"
+MOE = load_model_shape(MODELS / "qwen3-30b-a3b-base")
+H100 = Cluster(DEVICES["h100"], 4)
+
+
+def recipe(name="qwen3_30b_a3b_base", *overrides):
+    return load_config(RECIPES / f"{name}.yaml", overrides)
+
+
+def job(name="qwen3_30b_a3b_base", *overrides, shape=MOE, **lengths) -> Job:
+    return job_of(recipe(name, *overrides), shape, **lengths)
+
+
+LAYOUTS = [
+    Layout(tensor=4, expert=8, data=4),
+    Layout(tensor=2, pipeline=4, expert=2, data=2),
+    Layout(tensor=2, expert_tensor=2, data=2),
+    Layout(pipeline=2, virtual_pipeline=2, expert=4, data=4),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=Layout.describe)
+def test_parameters_are_those_of_the_map(layout):
+    for stage in range(layout.pipeline):
+        rank = stage * layout.stage_ranks + 1
+        expected = sum(p.shape[0] * (p.shape[1] if p.shape[1:] else 1) for p in
+                       local_parameters(MOE, layout, rank))  # fmt: skip
+        assert rank_parameters(MOE, layout, stage).elements == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3-1.7b-base", "octothinker-3b", "qwen3-8b-base"])
+@pytest.mark.parametrize("layout", [Layout(), Layout(tensor=2, pipeline=2)], ids=Layout.describe)
+def test_parameters_of_dense_and_tied_models(name, layout):
+    shape = load_model_shape(MODELS / name)
+    for stage in range(layout.pipeline):
+        expected = 0
+        for p in local_parameters(shape, layout, stage * layout.stage_ranks):
+            size = 1
+            for dim in p.shape:
+                size *= dim
+            expected += size
+        assert rank_parameters(shape, layout, stage).elements == expected
+
+
+def test_adam_state_by_hand():
+    """EP8 TP4 of 16 ranks: 3.62 B of experts and 0.39 B dense on a rank, sharded 2 and 4 ways."""
+    experts = 48 * 16 * 3 * 2048 * 768
+    held = rank_parameters(MOE, Layout(tensor=4, expert=8, data=4), 0)
+    assert sum(size * count for size, count in held.experts) == experts == 3_623_878_656
+    state = state_bytes(job().trainer, 0)
+    dense = held.elements - experts
+    assert state.weights == pytest.approx(2 * held.elements, rel=1e-6)
+    assert state.gradients == 2 * state.weights
+    assert state.optimizer == pytest.approx(12 * (experts / 2 + dense / 4), rel=1e-6)
+    plain = state_bytes(job("qwen3_30b_a3b_base", "optimizer.distributed=false").trainer, 0)
+    assert plain.total == 18 * held.elements  # 65 GB of experts alone
+    assert plain.total > 65e9
+    full = state_bytes(job("qwen3_30b_a3b_base", "model.dtype=float32").trainer, 0)
+    assert full.optimizer == state.optimizer * 8 // 12
+    assert full.weights == 2 * state.weights
+
+
+def test_1f1b_and_interleaved_micro_batches_in_flight():
+    """Megatron-Core's warm-up plus one: P - p, and 2 (P - p - 1) + (v - 1) P + 1 chunks."""
+    plain, chunked = Layout(pipeline=4), Layout(pipeline=4, virtual_pipeline=2)
+    assert [chunks_in_flight(plain, p, 8) for p in range(4)] == [4, 3, 2, 1]
+    assert [chunks_in_flight(plain, p, 2) for p in range(4)] == [2, 2, 2, 1]
+    assert [chunks_in_flight(chunked, p, 8) for p in range(4)] == [11, 9, 7, 5]
+    assert chunks_in_flight(chunked, 0, 4) == 8
+    assert chunks_in_flight(Layout(), 0, 8) == 1
+    assert bubble(plain, 6) == 0.5
+    assert bubble(chunked, 6) == 0.25
+
+
+def test_a_layer_of_transformer_engine_by_hand():
+    """Per token of TP4 with sequence parallelism: hidden 2048, queries 4096, keys 512, 8 of 128 experts of 768."""
+    layer = layer_bytes(job().trainer)
+    assert layer.input == 2048 / 4 * 2
+    assert layer.norms == 2 * (2 * 2048 * 2 + 4) / 4
+    queries, keys = 4096 / 4, 512 / 4
+    assert layer.projections == (queries + keys) * 2 + 2 * 4 * 8 + queries * 2
+    assert layer.core == (queries + 2 * keys) * 2 + 4 * 8
+    assert layer.mlp == 8 / 4 * ((2048 + 3 * 768) * 2 + 4)
+    assert layer.kept("full") == layer.input
+    assert layer.kept("selective") == layer.whole - 4 * 8
+
+
+def test_activations_by_hand():
+    """Full recomputation keeps 48 inputs and one whole layer; without it a stage keeps every layer it has in flight."""
+    trainer = job().trainer
+    found = activation_bytes(trainer, 0, busiest=1.0)
+    assert found.kept == 48 * 17408 * 1024
+    assert found.recomputed == round(17408 * layer_bytes(trainer).whole)
+    none = replace(trainer, recompute="none", layout=Layout(tensor=4, pipeline=2, expert=8, data=4))
+    first, last = (activation_bytes(none, stage, busiest=1.0) for stage in (0, 1))
+    assert first.kept == 2 * last.kept == 2 * 24 * round(17408 * layer_bytes(none).whole)
+    assert first.head == first.recomputed == 0
+    assert last.head > logits_bytes(none) == 17408 * 151936 // 4 * 2
+
+
+def test_batches_by_hand():
+    found = batches(job(mean_response=3744, mean_prompt=256))
+    assert (found.responses, found.optimizer_steps, found.per_step, found.replica) == (
+        4096,
+        8,
+        512,
+        128,
+    )
+    assert found.tokens == 4096 * 4000
+    assert found.micro_batches == round(128 * 4000 / (17408 * 0.9)) == 33
+    assert found.longest_tokens == 4096 * 17408
+    assert found.micro_batch_tokens == 17408
+
+
+def test_columns_by_hand():
+    """384 bytes of routing a token, 2,048 on the wire; Top-20 8 bytes an id."""
+    assert routing_bytes_per_token(MOE) == 384
+    both = job(
+        "qwen3_30b_a3b_base_r3", "algorithm.name=dppo-topk-tv", mean_response=100, mean_prompt=1
+    )
+    found = column_bytes(MOE, both.rollout)
+    assert found.routing == 4096 * 100 * 384
+    assert found.routing_wire == pytest.approx(4096 * 100 * 2048)
+    assert found.topk == 4096 * 100 * 20 * 8
+    assert found.everywhere == 4096 * (101 * 5 + 100 * 4)
+    assert found.replicas == found.routing + found.topk + 4096 * 100 * 4
+    assert column_bytes(MOE, job().rollout).routing_wire == 0
+
+
+def test_flops_by_hand():
+    """3.04 B active weights, the embedding left out, and 0.39 MFLOP x S of attention a token."""
+    layer = 2048 * (2 * 4096 + 2 * 512) + 8 * 3 * 2048 * 768 + 2048 * 128
+    assert active_parameters(MOE) == 48 * layer + 2048 * 151936
+    assert linear_flops(MOE) / 1e9 == pytest.approx(6.083, abs=0.001)
+    assert attention_flops(MOE, 1) == 2 * 4096 * 48
+    assert training_flops(MOE, 0, "full") == 4 * linear_flops(MOE)
+    assert training_flops(MOE, 0, "none") == 3 * linear_flops(MOE)
+
+
+@pytest.mark.parametrize("layout", [EngineLayout(2), EngineLayout(8, 8), EngineLayout(8, 2)],
+                         ids=EngineLayout.describe)  # fmt: skip
+def test_engine_weights_are_those_of_the_engines_map(layout):
+    expected = 0
+    for p in engine_parameters(MOE, layout, 0):
+        expected += 2 * p.shape[0] * (p.shape[1] if p.shape[1:] else 1)
+    assert weight_bytes(MOE, layout) == expected
+
+
+def test_kv_cache_by_hand():
+    run = job(mean_response=8192, mean_prompt=256)
+    assert kv_bytes_per_token(MOE, run.engine) == 2 * 48 * 2 * 128 * 2
+    assert kv_bytes_per_token(MOE, replace(run.engine, tensor=8)) == 2 * 48 * 1 * 128 * 2
+    found = engine_bytes(MOE, run.engine, run.rollout, DEVICES["h100"])
+    assert found.kv_tokens == found.kv_pool // 49152
+    assert found.sequences == found.kv_tokens // 8448
+    assert found.longest == found.kv_tokens // 17408
+
+
+def test_update_and_checkpoint_by_hand():
+    found = transfer(job(), DEVICES["h100"], storage=10e9)
+    assert parameters(MOE) == 30_532_122_624
+    assert found.model == 2 * parameters(MOE)
+    assert found.checkpoint == 14 * parameters(MOE)
+    assert found.checkpoint_seconds == pytest.approx(42.7, abs=0.1)
+    assert found.buckets == 8 * 15  # eight senders of 7.6 GB in buckets of 512 MiB
+    assert found.update_seconds == pytest.approx(61.06 / 30 + 120 * 0.02 + 1, abs=0.01)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_an_algorithm_needs_is_what_its_preset_says(name):
+    algorithm = build_algorithm(name)
+    found = needs_of(recipe("qwen3_30b_a3b_base", f"algorithm.name={name}"), 512)
+    recomputed = algorithm.needs_recomputed or algorithm.needs_recomputed_distribution
+    assert found.recompute_pass == recomputed
+    expected = 512 if algorithm.needs_recomputed_distribution else carried_topk(algorithm, 0, 512)
+    assert found.topk == expected
+
+
+def test_trainers_and_servers_of_four_nodes():
+    found = roles(job(), H100)
+    assert [(n.trainer, n.engine, n.servers) for n in found.nodes] == [
+        (8, 0, ()), (8, 0, ()), (0, 8, (0, 1, 2, 3)), (0, 8, (4, 5, 6, 7)),
+    ]  # fmt: skip
+    assert list(role_problems(found)) == []
+    (problem,) = role_problems(roles(job(), Cluster(DEVICES["h100"], 3)))
+    assert problem.startswith(
+        "GPUs: 16 trainer ranks and 8 servers need 32, expected at most the 3 x 8"
+    )
+    odd = job("qwen3_30b_a3b_base", "engine.servers=2", "sglang.tp_size=4", "parallel.world_size=4",
+              "parallel.expert=4")  # fmt: skip
+    assert list(role_problems(roles(odd, Cluster(DEVICES["h100"], 2, 8)))) == []
+    split = replace(odd.engine, tensor=6, servers=1)
+    (problem,) = role_problems(roles(replace(odd, engine=split), Cluster(DEVICES["h100"], 2, 8)))
+    assert "server 0 would take GPUs 4 to 9, which are of nodes 0 and 1" in problem
+
+
+def test_what_does_not_fit_is_refused_by_part():
+    plain = ["optimizer.distributed=false", "training.recompute=none"]
+    found = verdict(job("qwen3_30b_a3b_base", *plain), H100)
+    (problem,) = found.problems
+    assert problem.startswith("trainer GPU memory: a rank of stage 0 needs 9")
+    assert "optimizer 4" in problem
+    assert problem.endswith("expected at most the 79.6 GiB of a H100 SXM 80GB")
+    assert verdict(job(), H100).fits
+    crowded = verdict(job("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.97"), H100)
+    assert "mem_fraction_static 0.97 leaves" in crowded.problems[0]
+    single = verdict(job("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.36"), H100)
+    assert "expected at least one sequence of 17,408" in single.problems[0]
+    poor = verdict(job(), replace(H100, host_memory=2**34))
+    assert poor.problems[0].startswith("host memory: node 0 needs")
+    assert len(poor.problems) == 4
+
+
+def test_the_checkpoint_is_gathered_where_the_first_replica_is():
+    hosts = verdict(job(), H100).hosts
+    assert [host.checkpoint > 0 for host in hosts] == [True, False, False, False]
+    assert hosts[0].checkpoint == pytest.approx(12 * parameters(MOE), rel=0.01)
+
+
+def test_search_ranks_what_fits_and_says_how_to_get_there():
+    found = search(recipe(), MOE, H100)
+    seconds = [p.seconds for p in found]
+    assert seconds == sorted(seconds)
+    assert all(p.plan.fullest.total <= 0.9 * H100.device.memory for p in found)
+    best = found[0]
+    again = job_of(recipe("qwen3_30b_a3b_base", *best.changes), MOE)
+    assert verdict(again, H100).seconds == best.plan.seconds
+    close = nearest(found, 3)
+    assert len(close) == 3
+    assert len(close[0].changes) == min(len(p.changes) for p in found)
+
+
+def test_the_command_prints_every_part_and_exits_0(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base_r3.yaml", "--gpu", "h100", "--nodes", "4"]
+    assert command.main(words) == 0
+    out = capsys.readouterr().out
+    for part in ("Who runs where", "A trainer rank's GPU", "A server's GPU", "Host memory", "What moves",
+                 "A step, seconds", "It fits."):  # fmt: skip
+        assert part in out
+    assert command.main([*words, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["fits"]
+    assert (
+        tree["plan"]["ranks"][0]["total"]
+        == verdict(job("qwen3_30b_a3b_base_r3"), H100).fullest.total
+    )
+
+
+def test_the_command_refuses_with_what_would_fit_and_exits_2(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100"]
+    assert (
+        command.main(
+            [*words, "--nodes", "4", "optimizer.distributed=false", "training.recompute=none"]
+        )
+        == 2
+    )
+    out = capsys.readouterr().out
+    assert "It can't work:" in out
+    assert "What would fit, with the fewest changes:" in out
+    assert "optimizer.distributed=true" in out
+    assert command.main([*words, "--nodes", "4", "parallel.tensor=3"]) == 2
+    assert "parallel.tensor: got 3" in capsys.readouterr().out
+    assert command.main([*words, "--nodes", "1", "--gpus-per-node", "1"]) == 2
+    assert "No layout of 1 x 1 h100 fits." in capsys.readouterr().out
