@@ -17,6 +17,7 @@ from megatron_dppo.config import (
     check_supervised_config,
     load_as,
 )
+from megatron_dppo.config.machine import this_machine
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import (
     CHECK,
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "RANK" not in os.environ:
             command = [words.config, *words.overrides]
             refused = check_in_child(MODULE, command) if config.megatron else 0
-            return refused or run_local(config, MODULE)
+            return refused or run_local(config, MODULE, this_machine())
     except (ConfigError, LaunchError) as error:
         fatal(str(error))
     # First, so that what the libraries say while they are imported goes to the log.

@@ -258,6 +258,9 @@ class EngineConfig(Section):
     """Restarts of each dead server in one run before it is given up; the run is, with the last."""
     device: Literal["cpu", "cuda"] | None = None
     """Empty: cuda where there is one."""
+    python: str | None = None
+    """Python interpreter of the servers and their router, with this package, SGLang and smg installed.
+    Empty: the trainer's."""
 
     @property
     def started(self) -> int:

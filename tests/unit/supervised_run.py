@@ -126,7 +126,7 @@ def main() -> int:
         fleet = SupervisedFleet(servers, router, folder, Keys("a", "b"))
         lease = directory.lease
         ranks = RankGroup(command, outputs, 1, {NONCE_VARIABLE: lease.fence.nonce})
-        return Supervisor(ranks, fleet, lambda: lease.taken_over).run()
+        return Supervisor(ranks, fleet, lambda: lease.taken_over).run().code
 
 
 if __name__ == "__main__":
