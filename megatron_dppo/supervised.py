@@ -25,6 +25,7 @@ from megatron_dppo.launch.library_checks import (
     check_in_child,
 )
 from megatron_dppo.launch.local import run_local
+from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
 
 MODULE = "megatron_dppo.supervised"
@@ -33,6 +34,7 @@ MODULE = "megatron_dppo.supervised"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, validate, run; the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
     words = _parser().parse_args(arguments)
+    adopt_slurm_rank()
     try:
         config = load_as(SupervisedConfig, words.config, words.overrides)
         if words.check:

@@ -24,6 +24,7 @@ from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everything, check_in_child
 from megatron_dppo.launch.placement import PlacementError
+from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
 
 MODULE = "megatron_dppo.train"
@@ -33,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, validate, run; the process's exit code: 0 done, 1 failed, 2 refused, 130 stopped by
     Ctrl-C."""
     words = _parser().parse_intermixed_args(arguments)
+    adopt_slurm_rank()
     try:
         config = load_config(words.config, words.overrides)
         if words.print_config:

@@ -20,18 +20,19 @@ from megatron_dppo.system.processes import describe_exit, kill_families, quote, 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that ended with an error. ``silent_since``: when it last wrote something, in epoch
-    seconds."""
+    """A rank that ended with an error; None: one that nobody can name. ``silent_since``: when it last
+    wrote something, in epoch seconds."""
 
-    rank: int
+    rank: int | None
     code: int
     output: Path
     silent_since: float
 
     def report(self) -> str:
         """What happened to it, and the end of what it said."""
+        who = "the ranks' step" if self.rank is None else f"rank {self.rank}"
         return (
-            f"rank {self.rank} {describe_exit(self.code)}; the end of {self.output}:\n"
+            f"{who} {describe_exit(self.code)}; the end of {self.output}:\n"
             f"{quote(tail(self.output))}"
         )
 

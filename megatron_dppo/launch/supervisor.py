@@ -1,7 +1,8 @@
 """One run's servers and ranks, from start to end, and nothing left behind.
 
-A rank's error ends the run, and so does another start that took it over. A dead server is started again. A stop that is asked for (Ctrl-C, a signal,
-a time limit) has the ranks end their step and save a checkpoint; a second one ends everything at once.
+A rank's error ends the run, and so does another start that took it over. A dead server is started
+again. A stop that is asked for (Ctrl-C, a signal, a time limit) has the ranks end their step and save a
+checkpoint; a second one ends everything at once.
 """
 
 from __future__ import annotations
@@ -107,8 +108,8 @@ class Supervisor:
         if len(self._handled) > 1:
             return stop.insists
         log.info(
-            "stopping (%s): the trainer ends its step and saves a checkpoint; again to end at once",
-            stop.why,
+            "stopping: the trainer ends its step and saves a checkpoint%s",
+            "; again to end at once" if stop.insists else f" ({stop.why})",
         )
         self._ranks.ask_to_stop()
         return False
