@@ -31,12 +31,13 @@ class Outcome:
 
     Attributes:
         code: exit code: 0 at its end, the stop's after a stop that was asked for, 1 for a failure.
-        ending: which of them; ``succeeded``: another start took the run over.
+        ending: which of them; ``succeeded``: another start took the run over; ``refused``: nothing was
+            started.
         detail: of a failure, for people; why a stop came, in a word.
     """
 
     code: int
-    ending: Literal["ended", "stopped", "failed", "succeeded"]
+    ending: Literal["ended", "stopped", "failed", "succeeded", "refused"]
     detail: str = ""
 
 
