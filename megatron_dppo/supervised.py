@@ -17,6 +17,7 @@ from megatron_dppo.config import (
     check_supervised_config,
     load_as,
 )
+from megatron_dppo.config.machine import this_machine
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import (
     CHECK,
@@ -24,6 +25,7 @@ from megatron_dppo.launch.library_checks import (
     check_in_child,
 )
 from megatron_dppo.launch.local import run_local
+from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
 
 MODULE = "megatron_dppo.supervised"
@@ -32,6 +34,7 @@ MODULE = "megatron_dppo.supervised"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, validate, run; the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
     words = _parser().parse_args(arguments)
+    adopt_slurm_rank()
     try:
         config = load_as(SupervisedConfig, words.config, words.overrides)
         if words.check:
@@ -42,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "RANK" not in os.environ:
             command = [words.config, *words.overrides]
             refused = check_in_child(MODULE, command) if config.megatron else 0
-            return refused or run_local(config, MODULE)
+            return refused or run_local(config, MODULE, this_machine())
     except (ConfigError, LaunchError) as error:
         fatal(str(error))
     # First, so that what the libraries say while they are imported goes to the log.

@@ -20,9 +20,11 @@ from megatron_dppo.config import (
     load_config,
     resolved_yaml,
 )
-from megatron_dppo.config.machine import machine_problems, this_machine
+from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everything, check_in_child
+from megatron_dppo.launch.placement import PlacementError
+from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
 
 MODULE = "megatron_dppo.train"
@@ -32,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, validate, run; the process's exit code: 0 done, 1 failed, 2 refused, 130 stopped by
     Ctrl-C."""
     words = _parser().parse_intermixed_args(arguments)
+    adopt_slurm_rank()
     try:
         config = load_config(words.config, words.overrides)
         if words.print_config:
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan = check_everything(config, words.config)
             _check_start(config, words.config)
             print(plan.summary())
-            for problem in machine_problems(config, this_machine()):
+            for problem in start_problems(config, this_machine()):
                 print(f"on this machine it can't be started: {problem}")
             return 0
         if "RANK" in os.environ:
@@ -50,6 +53,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         fatal(str(error))
     return _run_rank(config) if "RANK" in os.environ else _supervise(config, words)
+
+
+def start_problems(config: TrainConfig, machine: Machine) -> list[str]:
+    """Why the run can't be started on ``machine``: one line for each reason."""
+    from megatron_dppo.launch.local import local_placement
+
+    problems = list(machine_problems(config, machine))
+    try:
+        local_placement(config, machine)
+    except PlacementError as error:
+        problems.append(str(error))
+    return problems
 
 
 def _check_start(config: TrainConfig, source: str) -> None:
@@ -83,7 +98,8 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
     from megatron_dppo.launch.finished import is_finished
     from megatron_dppo.launch.local import run_local
 
-    if problems := list(machine_problems(config, this_machine())):
+    machine = this_machine()
+    if problems := start_problems(config, machine):
         fatal(str(ConfigError(problems, "this machine")))
     if is_finished(config):
         print(
@@ -93,7 +109,7 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
         return 0
     try:
         refused = check_in_child(MODULE, [words.config, *words.overrides])
-        return refused or run_local(config, MODULE)
+        return refused or run_local(config, MODULE, machine)
     except LaunchError as error:
         fatal(str(error))
     except KeyboardInterrupt:  # before the supervisor took the signal over

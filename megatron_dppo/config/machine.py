@@ -49,12 +49,8 @@ def machine_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
             f"{LEAST_OPEN_FILES} (ulimit -n)"
         )
     if machine.gpus:
-        needed = max(ranks, _server_gpus(config, servers))
-        if needed > machine.gpus:
-            yield (
-                f"GPUs: {ranks} ranks and {servers} servers need {needed}, this machine has "
-                f"{machine.gpus}"
-            )
+        if ranks > machine.gpus:
+            yield f"GPUs: {ranks} ranks need one each, this machine has {machine.gpus}"
         return
     processes = ranks + servers * _per_server(config)
     if processes > 8 * machine.cores:
@@ -69,15 +65,6 @@ def machine_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
             f"memory: weights, gradients and optimizer take {memory / _GIB:.0f} GiB or more, this "
             f"machine has {machine.memory_bytes / _GIB:.0f} GiB"
         )
-
-
-def _server_gpus(config: TrainConfig, servers: int) -> int:
-    """One more than the last GPU that a server takes."""
-    if not servers or config.engine.device == "cpu":
-        return 0
-    after_ranks = config.parallel.world_size if servers > 1 else 0
-    first = config.sglang.get("base_gpu_id")
-    return (after_ranks if first is None else int(first)) + servers * _per_server(config)
 
 
 def _per_server(config: TrainConfig) -> int:

@@ -267,6 +267,9 @@ class EngineConfig(Section):
     deterministic: bool = False
     """Draw every response with a seed of its own and compute it alike in every batch: a run of the
     same seed, weights and machine samples the same. Slower; docs/fleet.md has the cost."""
+    python: str | None = None
+    """Python interpreter of the servers and their router, with this package, SGLang and smg installed.
+    Empty: the trainer's."""
 
     @property
     def started(self) -> int:

@@ -8,17 +8,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError
-from megatron_dppo.system.ports import PortTakenError, require_free_port
-from megatron_dppo.system.processes import describe_exit, kill_families, quote, start_process, tail
+from megatron_dppo.system.launching import Launcher, LocalLauncher, Running
+from megatron_dppo.system.ports import PortTakenError
+from megatron_dppo.system.processes import describe_exit, quote, tail
 from megatron_dppo.system.runtime_directory import remove_left_behind
 
 if TYPE_CHECKING:
@@ -33,12 +34,18 @@ _PROBE_SECONDS = 5.0
 _TAIL_LINES = 40
 
 
+@dataclass(frozen=True)
+class Runtime:
+    """Where servers run, and with which Python."""
+
+    launcher: Launcher = field(default_factory=LocalLauncher)
+    python: str = sys.executable
+
+
 class ChildServer(ABC):
     """One server on one port: ``start``, ``wait_healthy``, ``poll``, then ``stop`` or ``kill``.
 
-    The server leads a session and process group of its own, so the terminal's Ctrl-C does not reach
-    it, and it dies with the *thread* that called ``start`` (the kernel counts the thread, not the
-    process): start it from the main thread.
+    Start it from the main thread: on this machine it dies with the *thread* that called ``start``.
     """
 
     what = "the server"
@@ -46,12 +53,20 @@ class ChildServer(ABC):
     port_key = "port"
     """The key of the configuration that sets ``port``."""
 
-    def __init__(self, host: str, port: int, log_path: Path, start_timeout_s: float) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        log_path: Path,
+        start_timeout_s: float,
+        runtime: Runtime | None = None,
+    ) -> None:
         self.host = host
         self.port = port
         self.log_path = log_path
         self._start_timeout = start_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self._runtime = Runtime() if runtime is None else runtime
+        self._process: Running | None = None
         self._started_at = 0.0
 
     @abstractmethod
@@ -76,13 +91,13 @@ class ChildServer(ABC):
 
     @property
     def url(self) -> str:
-        """Base URL for clients on this machine."""
+        """Base URL for clients."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
         return f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int:
-        """Process id of the server, which is its process group's id too."""
+        """Process id of the server, or of what runs it elsewhere."""
         if self._process is None:
             raise ValueError(f"{self.what} was not started")
         return self._process.pid
@@ -92,28 +107,23 @@ class ChildServer(ABC):
         if self._process is not None:
             raise ValueError(f"{self.what} was started already, as process {self._process.pid}")
         try:
-            require_free_port(self.host, self.port)
+            self._runtime.launcher.require_free_port(self.host, self.port)
         except PortTakenError as error:
             key = self.port_key
             raise EngineStartError(
                 f"{key}: {error}; leave {key} empty for a free one, or end what listens there"
             ) from error
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, *self._command()]
+        command = [self._runtime.python, *self._command()]
         with open(self.log_path, "ab") as log:
             log.write(f"--- {' '.join(command)}\n".encode())
-            log.flush()
-            self._process = start_process(
-                command,
-                environment=self._environment(),
-                output=log.fileno(),
-                stdin=subprocess.PIPE,
-            )
+        self._process = self._runtime.launcher.start(
+            command,
+            environment=self._environment(),
+            log=self.log_path,
+            stdin=json.dumps(dict(self._secrets())).encode(),
+        )
         self._started_at = time.monotonic()
-        assert self._process.stdin is not None
-        # Where it has died already, waiting for it finds that out.
-        with contextlib.suppress(BrokenPipeError), self._process.stdin as pipe:
-            pipe.write(json.dumps(dict(self._secrets())).encode())
 
     def wait_healthy(self, on_progress: ProgressCallback | None = None) -> float:
         """Wait until the server answers; blocks, and may be called from any thread.
@@ -158,16 +168,13 @@ class ChildServer(ABC):
 
     def stop(self, grace_s: float = 10.0) -> None:
         """SIGTERM, on which the server finishes its requests; SIGKILL after ``grace_s`` seconds."""
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(grace_s)
-        self.kill()
+        if self._process is not None:
+            self._process.stop(grace_s)
 
     def kill(self) -> None:
         """SIGKILL the server and every descendant; returns when they are gone. Harmless twice."""
         if self._process is not None:
-            kill_families([self._process])
+            self._process.kill()
             remove_left_behind()
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:

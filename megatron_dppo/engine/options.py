@@ -39,29 +39,18 @@ _RANK_VARIABLES = (
 
 @dataclass(frozen=True)
 class ServerSections:
-    """The parts of a run's configuration that say what its SGLang servers must be.
-
-    ``trainer_ranks``: devices that the trainer takes on this machine.
-    """
+    """The parts of a run's configuration that say what its SGLang servers must be."""
 
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
     engine: EngineConfig
     sglang: Mapping[str, Any]
-    trainer_ranks: int
 
     @classmethod
     def of(cls, config: TrainConfig) -> ServerSections:
         """Those of a whole configuration."""
-        return cls(
-            config.model,
-            config.data,
-            config.rollout,
-            config.engine,
-            config.sglang,
-            config.parallel.world_size,
-        )
+        return cls(config.model, config.data, config.rollout, config.engine, config.sglang)
 
     @property
     def sequence_tokens(self) -> int:
@@ -79,21 +68,22 @@ def engine_device(engine: EngineConfig) -> Literal["cpu", "cuda"]:
 
 
 def server_options(
-    config: ServerSections, *, port: int, seed: int, index: int = 0
+    config: ServerSections, *, host: str, port: int, seed: int, first_device: int = 0
 ) -> dict[str, Any]:
     """SGLang's ServerArgs fields for one server; the ``sglang:`` table overrides our defaults.
 
     Args:
         config: the run's sections.
+        host: address where it listens.
         port: where it listens.
         seed: of its sampling.
-        index: its number in the fleet, which decides its devices on a GPU machine.
+        first_device: the first of its GPUs on its host.
     """
     device = engine_device(config.engine)
     options: dict[str, Any] = {
         "model_path": str(Path(config.model.hf_checkpoint).resolve()),
         "dtype": config.model.dtype,
-        "host": config.engine.host,
+        "host": host,
         "port": port,
         "device": device,
         "random_seed": seed,
@@ -114,21 +104,9 @@ def server_options(
             # Where a prompt is cut depends on its neighbours; without cuts SGLang reserves too much.
             options |= {"chunked_prefill_size": -1, "mem_fraction_static": 0.8}
     options |= {name: value for name, value in config.sglang.items() if value is not None}
-    if device == "cuda" and config.engine.started > 1:
-        options["base_gpu_id"] = first_gpu(config, index)
+    if device == "cuda":
+        options["base_gpu_id"] = first_device
     return options
-
-
-def first_gpu(config: ServerSections, index: int) -> int:
-    """The first device of server ``index``: each has its own, next to each other.
-
-    ``sglang.base_gpu_id`` is the first server's; without it they come after the trainer's ranks,
-    which take one each. Not yet run on a machine with several GPUs.
-    """
-    table = config.sglang
-    devices = (table.get("tp_size") or 1) * (table.get("pp_size") or 1)
-    first = table.get("base_gpu_id")
-    return (config.trainer_ranks if first is None else first) + index * devices
 
 
 def cpu_kv_tokens(config: ServerSections) -> int:

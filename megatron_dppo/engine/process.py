@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_dppo.engine.child_server import ChildServer
+from megatron_dppo.engine.child_server import ChildServer, Runtime
 from megatron_dppo.engine.options import (
     ServerSections,
     server_environment,
@@ -33,7 +33,9 @@ class EngineProcess(ChildServer):
             samples of the other.
         api_key: opens generation and information; None leaves them open.
         admin_api_key: opens whatever changes the server.
-        index: its number in the fleet, which decides its devices on a GPU machine.
+        host: address where it listens; ``engine.host`` by default.
+        first_device: the first of its GPUs on its host.
+        runtime: where it runs, and with which Python.
     """
 
     what = "the engine"
@@ -48,12 +50,17 @@ class EngineProcess(ChildServer):
         seed: int,
         api_key: str | None,
         admin_api_key: str,
-        index: int = 0,
+        host: str | None = None,
+        first_device: int = 0,
+        runtime: Runtime | None = None,
     ) -> None:
-        super().__init__(config.engine.host, port, log_path, config.engine.start_timeout_s)
+        where = config.engine.host if host is None else host
+        super().__init__(where, port, log_path, config.engine.start_timeout_s, runtime)
         self.options_path = log_path.with_suffix(".yaml")
         self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
-        self._options = server_options(config, port=port, seed=seed, index=index)
+        self._options = server_options(
+            config, host=where, port=port, seed=seed, first_device=first_device
+        )
         self._variables = server_environment(config)
 
     def start(self) -> None:

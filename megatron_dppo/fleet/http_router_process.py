@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.engine.child_server import ChildServer
+from megatron_dppo.engine.child_server import ChildServer, Runtime
 
 if TYPE_CHECKING:
     from megatron_dppo.engine.http_client import Answer
@@ -25,7 +25,8 @@ _FOREVER_S = 7 * 24 * 3600
 class HttpRouterProcess(ChildServer):
     """One HTTP router, without servers until ``HttpRouterClient`` names them.
 
-    ``api_key`` opens generation, ``admin_api_key`` the list of servers.
+    ``api_key`` opens generation, ``admin_api_key`` the list of servers. ``host``: address where it
+    listens, ``engine.host`` by default. ``runtime``: where it runs, and with which Python.
     """
 
     what = "the router"
@@ -39,9 +40,12 @@ class HttpRouterProcess(ChildServer):
         log_path: Path,
         api_key: str,
         admin_api_key: str,
+        host: str | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
-        super().__init__(engine.host, port, log_path, engine.start_timeout_s)
-        self._options = http_router_options(engine.host, port, metrics_port, engine.router_policy)
+        where = engine.host if host is None else host
+        super().__init__(where, port, log_path, engine.start_timeout_s, runtime)
+        self._options = http_router_options(where, port, metrics_port, engine.router_policy)
         self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
 
     def _command(self) -> Sequence[str]:

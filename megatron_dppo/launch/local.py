@@ -3,116 +3,76 @@
 from __future__ import annotations
 
 import os
-import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
 from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
-from megatron_dppo.engine.child_server import ChildServer
-from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
-from megatron_dppo.fleet.http_router_process import HttpRouterProcess
-from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
+from megatron_dppo.engine.child_server import Runtime
 from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.placement import Allocation, Host, Placement, Roles, place
 from megatron_dppo.launch.ranks import LOOPBACK, RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.servers import supervised_fleet
 from megatron_dppo.launch.supervisor import Supervisor
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.system.fence import NONCE_VARIABLE
 from megatron_dppo.system.interfaces import InterfaceError, interface_address
-from megatron_dppo.system.ports import FreePorts, PortTakenError, free_port, require_free_port
-
-_SEEDS_PER_START = 10_007
+from megatron_dppo.system.ports import PortTakenError, free_port, require_free_port
 
 
-def run_local(config: PolicyConfig, module: str) -> int:
+def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
     """Run ``python -m <module> <run.directory>/config.yaml`` as ``parallel.world_size`` ranks here;
     the exit code.
 
     Starts its servers and their router too, where the run generates. Raises LaunchError where the
-    folder or a port that was asked for is taken.
+    folder or a port that was asked for is taken, or the machine has too few GPUs.
     """
+    placement = local_placement(config, machine)
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
         host = _master_host(config)
         port = _master_port(host)
-        fleet = supervised_fleet(config, directory) if _generates(config) else None
+        _require_free_ports(placement)
+        fleet = None
+        if generates(config):
+            runtime = Runtime(python=config.engine.python or sys.executable)
+            fleet = supervised_fleet(config, directory, placement, lambda host: runtime)
         directory.write_config(resolved_yaml(config))
         lease = directory.lease
         keys = {} if fleet is None else fleet.keys.to_variables()
         variables = {NONCE_VARIABLE: lease.fence.nonce, **keys}
-        outputs = _outputs(config, directory)
-        command = _command(module, directory)
+        outputs = rank_outputs(config, directory)
+        command = rank_command(module, directory)
         ranks = RankGroup(command, outputs, port, variables, master_host=host)
-        return Supervisor(ranks, fleet, lambda: lease.taken_over).run()
+        return Supervisor(ranks, fleet, lambda: lease.taken_over).run().code
 
 
-def _generates(config: PolicyConfig) -> TypeGuard[TrainConfig]:
+def local_placement(config: PolicyConfig, machine: Machine) -> Placement:
+    """Who gets which GPU of this machine. Raises PlacementError where there are too few."""
+    address, gpus = LOOPBACK, machine.gpus or None
+    if isinstance(config, TrainConfig):
+        address = config.engine.host
+        gpus = None if config.engine.device == "cpu" else gpus
+    return place(Roles.of(config), Allocation((Host("this machine", address, gpus),)))
+
+
+def generates(config: PolicyConfig) -> TypeGuard[TrainConfig]:
+    """Whether a run has servers, its own or others'."""
     return isinstance(config, TrainConfig) and config.rollout.replay_from is None
 
 
-def _command(module: str, directory: RunDirectory) -> Sequence[str]:
+def rank_command(module: str, directory: RunDirectory) -> Sequence[str]:
+    """The program of every rank."""
     return [sys.executable, "-m", module, str(directory.config)]
 
 
-def _outputs(config: PolicyConfig, directory: RunDirectory) -> list[Path]:
+def rank_outputs(config: PolicyConfig, directory: RunDirectory) -> list[Path]:
+    """A file for each rank's standard output and error."""
     return [directory.rank_output(rank) for rank in range(config.parallel.world_size)]
-
-
-def supervised_fleet(config: TrainConfig, directory: RunDirectory) -> SupervisedFleet:
-    """The run's servers and HTTP router, not started, under new keys, but for the API key where the
-    environment has one. Raises LaunchError for a taken port."""
-    engine = config.engine
-    if engine.port is not None:
-        for index in range(engine.started):
-            _require_free("engine.port", engine.host, engine.port + index)
-    # A resumed run, or a restarted server, must not draw the samples of its beginning once more.
-    seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
-    # The router hands its client's key on, so the servers of a fleet take the same one.
-    api_key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
-    admin_key = secrets.token_urlsafe(32)
-    folder = directory.fleet
-    ports = FreePorts(engine.host)
-    sections = ServerSections.of(config)
-
-    def server_of(index: int) -> SupervisedServer:
-        name = f"engine{index}"
-
-        def make(incarnation: int) -> ChildServer:
-            return EngineProcess(
-                sections,
-                port=ports.next() if engine.port is None else engine.port + index,
-                log_path=directory.server_log(name, incarnation),
-                seed=seed + index * (engine.max_restarts + 1) + incarnation - 1,
-                api_key=api_key,
-                admin_api_key=admin_key,
-                index=index,
-            )
-
-        what = "the engine" if engine.started == 1 else name
-        return SupervisedServer(name, make, folder, max_restarts=engine.max_restarts, what=what)
-
-    def make_router(incarnation: int) -> ChildServer:
-        return HttpRouterProcess(
-            engine,
-            port=ports.next(),
-            metrics_port=ports.next(),
-            log_path=directory.server_log(ROUTER, incarnation),
-            api_key=api_key,
-            admin_api_key=admin_key,
-        )
-
-    servers = [server_of(index) for index in range(engine.started)]
-    router = None
-    if engine.uses_router:
-        router = SupervisedServer(
-            ROUTER, make_router, folder, max_restarts=engine.max_restarts, what="the router"
-        )
-    return SupervisedFleet(servers, router, folder, Keys(api_key, admin_key))
 
 
 def _master_host(config: PolicyConfig) -> str:
@@ -133,6 +93,12 @@ def _master_port(host: str) -> int:
         raise LaunchError(f"MASTER_PORT: got {pinned!r}, expected a port number")
     _require_free("MASTER_PORT", host, int(pinned))
     return int(pinned)
+
+
+def _require_free_ports(placement: Placement) -> None:
+    for server in placement.servers:
+        if server.port is not None:
+            _require_free("engine.port", server.host.address, server.port)
 
 
 def _require_free(key: str, host: str, port: int) -> None:

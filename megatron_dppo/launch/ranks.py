@@ -1,8 +1,10 @@
-"""The trainer's processes on this machine: started together, watched together, ended together."""
+"""The trainer's processes: started together, watched together, ended together; here, those of a run on
+one machine."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from megatron_dppo.logging import TERMINAL_VARIABLE
 from megatron_dppo.system.processes import describe_exit, kill_families, quote, start_process, tail
@@ -19,20 +22,48 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that ended with an error. ``silent_since``: when it last wrote something, in epoch
-    seconds."""
+    """A rank that ended with an error; None: one that nobody can name. ``silent_since``: when it last
+    wrote something, in epoch seconds."""
 
-    rank: int
+    rank: int | None
     code: int
     output: Path
     silent_since: float
 
     def report(self) -> str:
         """What happened to it, and the end of what it said."""
+        who = "the ranks' step" if self.rank is None else f"rank {self.rank}"
         return (
-            f"rank {self.rank} {describe_exit(self.code)}; the end of {self.output}:\n"
+            f"{who} {describe_exit(self.code)}; the end of {self.output}:\n"
             f"{quote(tail(self.output))}"
         )
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether it ended by the request to stop, which it did not handle yet."""
+        return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+class Ranks(Protocol):
+    """All ranks of a run, wherever they are."""
+
+    def start(self) -> None:
+        """Start every rank; call from the main thread."""
+
+    def ended(self) -> bool:
+        """Whether all have ended without an error."""
+
+    def failures(self, grace_s: float) -> list[RankFailure]:
+        """Ranks that ended with an error, the likely cause first; empty while there is none.
+
+        Others that fail because of it have ``grace_s`` seconds to do so.
+        """
+
+    def ask_to_stop(self) -> None:
+        """Ask each to end its step and save a checkpoint."""
+
+    def kill(self) -> None:
+        """End ranks and their descendants by force; returns when they are gone."""
 
 
 class RankGroup:
@@ -62,8 +93,7 @@ class RankGroup:
     def start(self) -> None:
         """Start every rank; call from the main thread."""
         for rank, path in enumerate(self._outputs):
-            if path.exists():
-                path.replace(path.with_suffix(".previous.out"))
+            keep_previous(path)
             torch_variables = rank_environment(rank, len(self._outputs), self._master_port)
             environment = {**torch_variables, **self._variables}
             with path.open("wb") as file, _terminal_of(rank) as terminal:
@@ -93,21 +123,31 @@ class RankGroup:
         while None in self.codes() and time.monotonic() < deadline:
             time.sleep(0.05)
         failures = [
-            RankFailure(rank, code, path, _modified(path))
+            RankFailure(rank, code, path, silent_since(path))
             for rank, (code, path) in enumerate(zip(self.codes(), self._outputs, strict=True))
             if code
         ]
         return sorted(failures, key=lambda failure: failure.silent_since)
 
-    def signal(self, number: int) -> None:
-        """Send a signal to each rank that still runs."""
+    def ended(self) -> bool:
+        """See Ranks."""
+        return None not in self.codes()
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to each rank that still runs."""
         for process in self._processes:
             if process.poll() is None:
-                process.send_signal(number)
+                process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """SIGKILL ranks and their descendants; returns when they are gone."""
         kill_families([process for process in self._processes if process.poll() is None])
+
+
+def keep_previous(path: Path) -> None:
+    """Give the output of an earlier start another name."""
+    if path.exists():
+        path.replace(path.with_suffix(".previous.out"))
 
 
 @contextmanager
@@ -139,5 +179,6 @@ def rank_environment(rank: int, world_size: int, master_port: int) -> dict[str, 
     return {"OMP_NUM_THREADS": str(threads), **os.environ, **fixed}
 
 
-def _modified(path: Path) -> float:
+def silent_since(path: Path) -> float:
+    """When something was last written to an output, in epoch seconds; 0 where nothing ever was."""
     return path.stat().st_mtime if path.exists() else 0.0

@@ -5,6 +5,7 @@
       lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease_files.py
       engine/...             the servers; see megatron_dppo/fleet/folder.py
       starts                 how often the run was started, for the engine's seed
+      stop                   under Slurm: asks the ranks to end their step and save a checkpoint
       logs/rank<N>.out       what rank N wrote to its standard output and error
       logs/<server>-<I>.log  a server's, or the router's, output in its I-th incarnation
 
@@ -39,6 +40,21 @@ class RunDirectory:
     def rank_output(self, rank: int) -> Path:
         """Standard output and error of a rank."""
         return self.path / "logs" / f"rank{rank}.out"
+
+    @property
+    def rank_outputs(self) -> str:
+        """``rank_output`` with ``%t`` for the rank, as srun takes it."""
+        return str(self.path / "logs" / "rank%t.out")
+
+    @property
+    def step_messages(self) -> Path:
+        """What srun itself said of the ranks' step."""
+        return self.path / "logs" / "ranks.srun"
+
+    @property
+    def stop_file(self) -> Path:
+        """Holds ``stop`` where ranks on other hosts are to end their step and save a checkpoint."""
+        return self.path / "stop"
 
     def server_log(self, name: str, incarnation: int) -> Path:
         """Output of the ``incarnation``-th start of a server in this run, counted from 1."""

@@ -1,102 +1,135 @@
-"""One machine's run: its servers and the trainer's ranks, from start to end, and nothing left behind.
+"""One run's servers and ranks, from start to end, and nothing left behind.
 
-A rank's error ends the run, and so does another start that took the run over. A dead server is started
-again. One Ctrl-C (or SIGTERM, or SIGHUP) asks
-the ranks to stop cleanly with SIGTERM, a second one ends everything at once.
+A rank's error ends the run, and so does another start that took it over. A dead server is started
+again. A stop that is asked for (Ctrl-C, a signal, a time limit) has the ranks end their step and save a
+checkpoint; a second one ends everything at once.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
 
 from megatron_dppo.fleet.supervision import EngineGivenUpError, SupervisedFleet
-from megatron_dppo.launch.ranks import RankFailure, RankGroup
+from megatron_dppo.launch.ranks import RankFailure, Ranks
+from megatron_dppo.launch.stops import Stop, StopRequests, terminal_stops
 from megatron_dppo.system.processes import adopt_orphans, kill_descendants
 
 log = logging.getLogger(__name__)
 
 FAILED = 1
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _POLL_S = 0.05
 _FAILURE_GRACE_S = 2.0
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Attributes:
+        code: exit code: 0 at its end, the stop's after a stop that was asked for, 1 for a failure.
+        ending: which of them; ``succeeded``: another start took the run over; ``refused``: nothing was
+            started.
+        detail: of a failure, for people; why a stop came, in a word.
+    """
+
+    code: int
+    ending: Literal["ended", "stopped", "failed", "succeeded", "refused"]
+    detail: str = ""
+
+
 class Supervisor:
     """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its
-    descendants. ``taken_over``: says who took the run over, None while nobody did."""
+    descendants.
+
+    Args:
+        ranks: the trainer.
+        fleet: its servers.
+        taken_over: says who took the run over, None while nobody did.
+        stops: what asks the run to end; by default Ctrl-C, SIGTERM and SIGHUP.
+    """
 
     def __init__(
         self,
-        ranks: RankGroup,
+        ranks: Ranks,
         fleet: SupervisedFleet | None,
         taken_over: Callable[[], str | None] = lambda: None,
+        stops: StopRequests | None = None,
     ) -> None:
         self._ranks = ranks
         self._fleet = fleet
         self._taken_over = taken_over
-        self._received: list[int] = []
-        self._handled = 0
+        self._stops = terminal_stops() if stops is None else stops
+        self._handled: list[Stop] = []
 
-    def run(self) -> int:
-        """The run's exit code: 0 at its end, 128 + signal after a stop that was asked for, 1 for a
-        failure."""
+    def run(self) -> Outcome:
+        """Run to the end."""
         adopt_orphans()
-        code = FAILED
-        with self._signals():
+        outcome = Outcome(FAILED, "failed", "the supervisor failed")
+        with self._stops.listening():
             try:
                 if self._fleet is not None:
                     self._fleet.start()
                 self._ranks.start()
-                code = self._watch()
+                outcome = self._watch()
             except EngineGivenUpError as error:
                 log.error("%s", error)
+                outcome = Outcome(FAILED, "failed", str(error))
             finally:
-                self._end(at_once=code == FAILED or self._handled > 1)
-        return code
+                self._end(at_once=outcome.code == FAILED or len(self._handled) > 1)
+        return outcome
 
-    def _watch(self) -> int:
+    def _watch(self) -> Outcome:
         while True:
             if (successor := self._taken_over()) is not None:
                 log.error("%s", successor)
-                return FAILED
+                return Outcome(FAILED, "succeeded", successor)
             failures = self._ranks.failures(_FAILURE_GRACE_S)
             if failures:
                 return self._on_failure(failures)
-            if None not in self._ranks.codes():
-                return self._stop_code() or 0
-            if len(self._received) > self._handled:
-                self._handled += 1
-                if self._handled > 1:
-                    log.warning("ending at once; the run resumes from its last checkpoint")
-                    return self._stop_code()
-                self._ask_to_stop()
+            if self._ranks.ended():
+                return self._stopped() if self._handled else Outcome(0, "ended")
+            if self._must_end_at_once():
+                log.warning("ending at once; the run resumes from its last checkpoint")
+                return self._stopped()
             if self._fleet is not None and not self._handled:
                 self._fleet.check()
             time.sleep(_POLL_S)
 
-    def _ask_to_stop(self) -> None:
-        log.info("stopping: the trainer ends its step and saves a checkpoint; again to end at once")
-        self._ranks.signal(signal.SIGTERM)
+    def _must_end_at_once(self) -> bool:
+        """Take the next stop that came; whether it leaves no time for a clean end."""
+        came = self._stops.came()
+        if len(came) == len(self._handled):
+            return False
+        stop = came[len(self._handled)]
+        self._handled.append(stop)
+        if len(self._handled) > 1:
+            return stop.insists
+        log.info(
+            "stopping: the trainer ends its step and saves a checkpoint%s",
+            "; again to end at once" if stop.insists else f" ({stop.why})",
+        )
+        self._ranks.ask_to_stop()
+        return False
 
-    def _stop_code(self) -> int:
-        """128 + the first stop signal, as shells report it; 0 when none came."""
-        return 128 + self._received[0] if self._received else 0
+    def _stopped(self) -> Outcome:
+        last = self._handled[-1] if self._handled[-1].insists else self._handled[0]
+        return Outcome(self._handled[0].code or last.code, "stopped", last.why)
 
-    def _on_failure(self, failures: list[RankFailure]) -> int:
-        if self._handled and all(failure.code == -signal.SIGTERM for failure in failures):
+    def _on_failure(self, failures: list[RankFailure]) -> Outcome:
+        if self._handled and all(failure.stopped_early for failure in failures):
             log.info("stopped before the training began; there was nothing to save")
-            return self._stop_code()
+            return self._stopped()
         first, *others = failures
         self._ranks.kill()  # completes the files that the report quotes
-        log.error("%s", first.report())
+        report = first.report()
+        log.error("%s", report)
         for other in others:
             log.error("after it, rank %d failed too: see %s", other.rank, other.output)
-        return FAILED
+        return Outcome(FAILED, "failed", report)
 
     def _end(self, *, at_once: bool) -> None:
         self._ranks.kill()
@@ -105,16 +138,3 @@ class Supervisor:
         left = kill_descendants()
         if left:
             log.error("processes %s do not end; the kernel holds them", left)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        handlers = {number: self._note for number in _STOP_SIGNALS}
-        previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received.append(number)

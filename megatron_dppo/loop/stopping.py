@@ -1,12 +1,16 @@
-"""Clean stop: SIGTERM sets a flag, which the loop reads at its next safe point.
+"""Clean stop: SIGTERM, or a file, sets a flag, which the loop reads at its next safe point.
 
-The supervisor turns Ctrl-C into SIGTERM.
+The supervisor turns Ctrl-C into SIGTERM; under Slurm, where ranks run on other hosts, it writes the file.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+from pathlib import Path
 from types import FrameType
+
+from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, StopFile
 
 
 class RunStoppedError(Exception):
@@ -14,13 +18,15 @@ class RunStoppedError(Exception):
 
 
 class StopFlag:
-    """Flag that SIGTERM sets; call it to read.
+    """Flag that SIGTERM, or the file that the environment names, sets; call it to read.
 
-    The signal reaches ranks at different times, so they must agree before they stop.
+    Either reaches ranks at different times, so they must agree before they stop.
     """
 
     def __init__(self) -> None:
         self.requested = False
+        path = os.environ.get(STOP_FILE_VARIABLE)
+        self._file = None if path is None else StopFile(Path(path))
 
     def install(self) -> StopFlag:
         """Handle SIGTERM and ignore SIGINT, which a terminal sends to all processes of the run."""
@@ -32,4 +38,4 @@ class StopFlag:
         self.requested = True
 
     def __call__(self) -> bool:
-        return self.requested
+        return self.requested or (self._file is not None and self._file())

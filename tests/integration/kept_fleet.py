@@ -12,11 +12,14 @@ from types import TracebackType
 
 import psutil
 
+from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.child_server import Runtime
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.members import Member
-from megatron_dppo.launch.local import supervised_fleet
+from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.servers import supervised_fleet
 
 _PATIENT_S = 300.0
 
@@ -49,7 +52,8 @@ class KeptFleet:
 
     def _keep(self) -> None:
         with RunDirectory(self._config.run.directory) as directory:
-            fleet = supervised_fleet(self._config, directory)
+            placement = local_placement(self._config, this_machine())
+            fleet = supervised_fleet(self._config, directory, placement, lambda host: Runtime())
             self.folder = FleetFolder(self._config.run.directory, fleet.keys)
             try:
                 fleet.start()

@@ -8,7 +8,11 @@ from tests.integration.runs import TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
-OTHERWISE = ("engine.servers=2", "rollout.max_concurrent_requests=5", "rollout.request_timeout_s=500")
+OTHERWISE = (
+    "engine.servers=2",
+    "rollout.max_concurrent_requests=5",
+    "rollout.request_timeout_s=500",
+)
 """Two servers behind the router answer, few requests at a time: other batches, in another order."""
 
 
@@ -29,7 +33,9 @@ def directories(tmp_path_factory):
 @pytest.mark.parametrize("step", [1, 2])
 def test_both_runs_draw_the_same_batch_to_the_last_bit(directories, step):
     first, second = (load_batch(d / "rollouts", step) for d in directories)
-    assert len({tuple(t.token_ids.tolist()) for t in first}) > len(first) // 2  # not one seed for all
+    assert (
+        len({tuple(t.token_ids.tolist()) for t in first}) > len(first) // 2
+    )  # not one seed for all
     for one, other in zip(first, second, strict=True):
         assert (one.problem_id, one.sample_index) == (other.problem_id, other.sample_index)
         assert np.array_equal(one.token_ids, other.token_ids)

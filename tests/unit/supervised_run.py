@@ -127,7 +127,7 @@ def main() -> int:
         lease = directory.lease
         variables = {NONCE_VARIABLE: lease.fence.nonce, **fleet.keys.to_variables()}
         ranks = RankGroup(command, outputs, 1, variables)
-        return Supervisor(ranks, fleet, lambda: lease.taken_over).run()
+        return Supervisor(ranks, fleet, lambda: lease.taken_over).run().code
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def sections(folder: Path, **given) -> ServerSections:
 
 
 def test_options_of_a_cpu_server(tmp_path):
-    options = server_options(sections(tmp_path), port=31000, seed=5)
+    options = server_options(sections(tmp_path), host="127.0.0.1", port=31000, seed=5)
     assert options["model_path"] == str(tmp_path)
     assert (options["host"], options["port"]) == ("127.0.0.1", 31000)
     assert (options["device"], options["attention_backend"]) == ("cpu", "torch_native")
@@ -79,23 +79,20 @@ def test_options_of_a_cpu_server(tmp_path):
 
 def test_options_of_a_gpu_server_leave_its_memory_and_kernels_to_sglang(tmp_path):
     config = sections(tmp_path, engine={"device": "cuda"}, rollout={"router_replay": True})
-    options = server_options(config, port=1, seed=1)
+    options = server_options(config, host="h", port=1, seed=1)
     assert options["device"] == "cuda"
     assert options["enable_return_routed_experts"] is True
     assert not {"attention_backend", "max_total_tokens", "sleep_on_idle"} & set(options)
     assert "SGLANG_PLATFORM" not in server_environment(config)
 
 
-def test_servers_of_a_gpu_fleet_have_devices_of_their_own(tmp_path):
-    def first(index: int, **given) -> object:
-        config = sections(tmp_path, parallel={"world_size": 4}, **given)
-        return server_options(config, port=1, seed=1, index=index).get("base_gpu_id")
+def test_a_server_takes_the_devices_that_it_is_given(tmp_path):
+    def first(**given) -> object:
+        config = sections(tmp_path, **given)
+        return server_options(config, host="h", port=1, seed=1, first_device=4).get("base_gpu_id")
 
-    two = {"device": "cuda", "servers": 2}
-    assert [first(i, engine=two, sglang={"tp_size": 2}) for i in (0, 1)] == [4, 6]
-    assert [first(i, engine=two, sglang={"base_gpu_id": 1}) for i in (0, 1)] == [1, 2]
-    assert first(0, engine={"device": "cuda"}) is None
-    assert first(1, engine={"device": "cpu", "servers": 2}) is None
+    assert first(engine={"device": "cuda"}) == 4
+    assert first(engine={"device": "cpu"}) is None
 
 
 def test_the_router_knows_its_options_and_binds_nothing_public():
@@ -113,7 +110,7 @@ def test_the_table_overrides_defaults_and_none_leaves_sglangs(tmp_path):
         "tp_size": 2,
         "chunked_prefill_size": None,
     }
-    options = server_options(sections(tmp_path, sglang=table), port=1, seed=1)
+    options = server_options(sections(tmp_path, sglang=table), host="h", port=1, seed=1)
     assert (options["max_total_tokens"], options["sleep_on_idle"], options["tp_size"]) == (
         4096,
         False,

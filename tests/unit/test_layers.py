@@ -21,7 +21,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"engine"},
     {"fleet", "trainer", "weight_sync"},
     {"launch", "loop"},
-    {"train", "supervised", "convert", "plan"},
+    {"train", "supervised", "convert", "plan", "slurm"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {"megatron": "trainer", "sglang": "engine", "smg": "fleet"}

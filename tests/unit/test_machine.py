@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.config.schema import TrainConfig
 from tests.unit.config_files import minimal
@@ -35,23 +33,11 @@ def test_few_open_files_are_told_with_their_number(tmp_path):
     assert problem == ("open files: this process may have 127, expected at least 128 (ulimit -n)")
 
 
-@pytest.mark.parametrize(
-    ("sections", "gpus", "needed"),
-    [
-        ({"parallel": {"world_size": 4}}, 3, 4),
-        # One server takes device 0 on, beside rank 0.
-        ({"sglang": {"tp_size": 4}}, 2, 4),
-        # Two of two ranks each come after the trainer's four.
-        ({"parallel": {"world_size": 4}, "engine": {"servers": 2}, "sglang": {"tp_size": 2}}, 7, 8),
-        ({"engine": {"servers": 2}, "sglang": {"base_gpu_id": 0, "tp_size": 2}}, 3, 4),
-        ({"parallel": {"world_size": 2}, "engine": {"servers": 9, "device": "cpu"}}, 1, 2),
-    ],
-)
-def test_gpus_of_ranks_and_servers(tmp_path, sections, gpus, needed):
-    settings = config(tmp_path, **sections)
-    (problem,) = machine_problems(settings, machine(gpus=gpus))
-    assert problem.endswith(f"need {needed}, this machine has {gpus}")
-    assert list(machine_problems(settings, machine(gpus=needed))) == []
+def test_gpus_of_ranks(tmp_path):
+    settings = config(tmp_path, parallel={"world_size": 4})
+    (problem,) = machine_problems(settings, machine(gpus=3))
+    assert problem == "GPUs: 4 ranks need one each, this machine has 3"
+    assert list(machine_problems(settings, machine(gpus=4))) == []
 
 
 def test_cores_where_there_is_no_gpu(tmp_path):

@@ -1,0 +1,302 @@
+"""Who runs where: the trainer's ranks, the SGLang servers and their router on the hosts of an
+allocation.
+
+Pure: reads no file, opens no socket. A run on one machine and one on a cluster are placed by the same
+function. A *device* is a GPU or, on a host without GPUs, room for one process.
+
+Ranks come first, host by host; the servers take the devices after them, each on devices next to each
+other of one host. The router runs beside the first rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.launch.errors import LaunchError
+
+_FIXED_PORTS = 3
+"""Rendezvous, router, the router's metrics; the servers' ports follow."""
+
+
+class PlacementError(LaunchError):
+    """The roles do not fit on the hosts; the message says which, and what would fit."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine of an allocation.
+
+    Attributes:
+        name: as the launcher of commands knows it.
+        address: where the other hosts reach it.
+        devices: that the run may use; None: processes share its cores, as many as are wanted.
+    """
+
+    name: str
+    address: str
+    devices: int | None
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Hosts of one run, all with the same number of devices.
+
+    Attributes:
+        hosts: in the order in which roles fill them.
+        first_port: ports count on from it on every host; None: free ones are looked for when a
+            process starts, which takes a run on one machine.
+    """
+
+    hosts: tuple[Host, ...]
+    first_port: int | None = None
+
+
+@dataclass(frozen=True)
+class Roles:
+    """What a run is made of.
+
+    Attributes:
+        ranks: of the trainer, a device each.
+        servers: SGLang servers to start.
+        server_devices: devices of one server.
+        first_device: of the first server, counted over all hosts; None: the one after the ranks.
+        port: of the first server, where the configuration names one.
+        router: whether the servers have one.
+    """
+
+    ranks: int
+    servers: int = 0
+    server_devices: int = 1
+    first_device: int | None = None
+    port: int | None = None
+    router: bool = False
+
+    @classmethod
+    def of(cls, config: PolicyConfig) -> Roles:
+        """Those that ``config`` asks for; no servers where nothing is generated."""
+        ranks = config.parallel.world_size
+        if not isinstance(config, TrainConfig) or config.rollout.replay_from is not None:
+            return cls(ranks)
+        engine, table = config.engine, config.sglang
+        first = table.get("base_gpu_id")
+        size = server_devices(config)
+        return cls(ranks, engine.started, size, first, engine.port, engine.uses_router)
+
+    def hosts_needed(self, devices: int) -> int:
+        """Hosts of ``devices`` devices that these roles fill. Raises PlacementError where the roles
+        can't be cut into such hosts."""
+        _require_fit(self, devices)
+        per_host = devices // self.server_devices
+        first = self.ranks if self.first_device is None else self.first_device
+        free = -first % devices // self.server_devices
+        beyond = max(0, self.servers - free)
+        last = -(-first // devices) + -(-beyond // per_host)
+        return max(-(-self.ranks // devices), last)
+
+
+def server_devices(config: TrainConfig) -> int:
+    """Devices of one SGLang server."""
+    table = config.sglang
+    replicas = 1 if table.get("enable_dp_attention") else table.get("dp_size") or 1
+    return int((table.get("tp_size") or 1) * (table.get("pp_size") or 1) * replicas)
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """One rank. ``device``: its number on its host, which is its LOCAL_RANK."""
+
+    rank: int
+    host: Host
+    device: int
+
+
+@dataclass(frozen=True)
+class ServerPlace:
+    """One SGLang server.
+
+    Attributes:
+        index: in the fleet.
+        host: where it runs.
+        first_device: on its host; the others follow.
+        devices: how many.
+        port: of its first start; None: a free one.
+        port_step: added at each further start, which then does not wait for the port of the last.
+    """
+
+    index: int
+    host: Host
+    first_device: int
+    devices: int
+    port: int | None
+    port_step: int = 0
+
+    @property
+    def name(self) -> str:
+        """Under which it is published."""
+        return f"engine{self.index}"
+
+
+@dataclass(frozen=True)
+class RouterPlace:
+    """The servers' HTTP router. Ports are None where free ones are looked for; ``port_step`` is as a
+    server's."""
+
+    host: Host
+    port: int | None
+    metrics_port: int | None
+    port_step: int = 0
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Every process of a run with its host.
+
+    Attributes:
+        ranks: in order.
+        servers: in order.
+        router: None where the run has none.
+        master_port: where the ranks meet, on the first rank's host; None: a free one.
+        unused: hosts that no role takes.
+    """
+
+    ranks: tuple[RankPlace, ...]
+    servers: tuple[ServerPlace, ...]
+    router: RouterPlace | None
+    master_port: int | None
+    unused: tuple[Host, ...]
+
+    @property
+    def master_address(self) -> str:
+        """Where the ranks meet."""
+        return self.ranks[0].host.address
+
+    @property
+    def rank_hosts(self) -> tuple[Host, ...]:
+        """The hosts of the ranks, each once, in order."""
+        return tuple(dict.fromkeys(place.host for place in self.ranks))
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Ranks on each of ``rank_hosts``."""
+        return len(self.ranks) // len(self.rank_hosts)
+
+    def table(self) -> str:
+        """One line for each role on a host, aligned."""
+        rows = [("host", "role", "devices", "address")]
+        rows += [self._rank_row(host) for host in self.rank_hosts]
+        if self.router is not None:
+            where = _address(self.router.host, self.router.port)
+            rows.append((self.router.host.name, "router", "-", where))
+        for server in self.servers:
+            devices = _span(server.first_device, server.devices)
+            where = _address(server.host, server.port)
+            rows.append((server.host.name, server.name, devices, where))
+        rows += [(host.name, "(spare)", "-", host.address) for host in self.unused]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return "\n".join(lines)
+
+    def _rank_row(self, host: Host) -> tuple[str, str, str, str]:
+        there = [place for place in self.ranks if place.host == host]
+        ranks = _span(there[0].rank, len(there))
+        master = self.master_port if there[0].rank == 0 else None
+        role = f"ranks {ranks}" if len(there) > 1 else f"rank {ranks}"
+        return host.name, role, _span(0, len(there)), _address(host, master)
+
+
+def place(roles: Roles, allocation: Allocation) -> Placement:
+    """Give every process of a run its host and devices.
+
+    Raises PlacementError where the roles do not fit on the hosts, with what would.
+    """
+    hosts = allocation.hosts
+    sizes = {host.devices for host in hosts}
+    if len(sizes) != 1:
+        told = ", ".join(f"{host.name} {host.devices}" for host in hosts)
+        raise PlacementError(f"hosts with different numbers of devices can't be shared out: {told}")
+    room = sizes.pop()
+    devices = _room_for_all(roles) if room is None else room
+    needed = roles.hosts_needed(devices)
+    if needed > len(hosts):
+        raise PlacementError(_too_few(roles, hosts, devices, needed))
+    ranks = tuple(
+        RankPlace(rank, hosts[rank // devices], rank % devices) for rank in range(roles.ranks)
+    )
+    base = allocation.first_port
+    router = None
+    if roles.router:
+        router = RouterPlace(hosts[0], None, None)
+        if base is not None:
+            router = RouterPlace(hosts[0], base + 1, base + 2, _FIXED_PORTS + roles.servers)
+    servers = _servers(roles, hosts, devices, base)
+    used = {rank.host for rank in ranks} | {server.host for server in servers}
+    unused = tuple(host for host in hosts if host not in used)
+    return Placement(ranks, servers, router, base, unused)
+
+
+def _servers(
+    roles: Roles, hosts: tuple[Host, ...], devices: int, base: int | None
+) -> tuple[ServerPlace, ...]:
+    size = roles.server_devices
+    at = roles.ranks if roles.first_device is None else roles.first_device
+    first_port, step = roles.port, 0
+    if first_port is None and base is not None:
+        first_port, step = base + _FIXED_PORTS, _FIXED_PORTS + roles.servers
+    places = []
+    for index in range(roles.servers):
+        if at % devices + size > devices:  # the rest of this host is too small
+            at += devices - at % devices
+        port = None if first_port is None else first_port + index
+        host = hosts[at // devices]
+        places.append(ServerPlace(index, host, at % devices, size, port, step))
+        at += size
+    return tuple(places)
+
+
+def _room_for_all(roles: Roles) -> int:
+    """Devices of one host that takes every process."""
+    first = roles.ranks if roles.first_device is None else roles.first_device
+    return max(roles.ranks, first + roles.servers * roles.server_devices)
+
+
+def _require_fit(roles: Roles, devices: int) -> None:
+    """Refuse ranks and servers that can't be cut into hosts of ``devices`` devices."""
+    if roles.ranks > devices and roles.ranks % devices:
+        fits = roles.ranks - roles.ranks % devices
+        raise PlacementError(
+            f"parallel.world_size: got {roles.ranks} ranks on hosts of {devices} devices, expected "
+            f"at most {devices} or a multiple of it, such as {fits} or {fits + devices}"
+        )
+    if roles.servers and roles.server_devices > devices:
+        raise PlacementError(
+            f"sglang.tp_size x pp_size x dp_size: got {roles.server_devices} devices for a server, "
+            f"expected at most the {devices} of a host; a server over several hosts must be started "
+            "by hand and named in engine.urls"
+        )
+
+
+def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed: int) -> str:
+    ranks = f"{roles.ranks} ranks" if roles.ranks > 1 else "1 rank"
+    size = f" of {roles.server_devices}" if roles.server_devices > 1 else ""
+    servers = f" and {roles.servers} servers{size}" if roles.servers else ""
+    what = f"{len(hosts)} hosts" if len(hosts) > 1 else "one host"
+    fewer = [
+        count
+        for count in range(roles.servers - 1, 0, -1)
+        if Roles(roles.ranks, count, roles.server_devices, roles.first_device).hosts_needed(devices)
+        <= len(hosts)
+    ]
+    ways = [f"{needed} hosts of {devices}"]
+    ways += [f"engine.servers={fewer[0]}"] if fewer else []
+    if roles.servers and roles.first_device is None and roles.ranks <= devices * len(hosts):
+        ways.append("sglang.base_gpu_id=0, by which servers share the ranks' devices")
+    return f"devices: {ranks}{servers} do not fit on {what} of {devices}; what fits: {', or '.join(ways)}"
+
+
+def _span(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _address(host: Host, port: int | None) -> str:
+    return host.address if port is None else f"{host.address}:{port}"

@@ -1,0 +1,96 @@
+"""The servers of a run and their HTTP router, each where the placement has it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.child_server import ChildServer, Runtime
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
+from megatron_dppo.fleet.http_router_process import HttpRouterProcess
+from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
+from megatron_dppo.launch.placement import Host, Placement, RouterPlace, ServerPlace
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.system.ports import FreePorts
+
+_SEEDS_PER_START = 10_007
+
+RuntimeAt = Callable[[Host], Runtime]
+"""How a command is started at a host."""
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Makes the processes of servers and router, not started."""
+
+    config: TrainConfig
+    directory: RunDirectory
+    keys: Keys
+    seed: int
+    ports: FreePorts
+    runtime_at: RuntimeAt
+
+    def server(self, place: ServerPlace, incarnation: int) -> ChildServer:
+        engine = self.config.engine
+        assert self.keys.admin is not None
+        return EngineProcess(
+            ServerSections.of(self.config),
+            port=self._port(place.port, place.port_step, incarnation),
+            log_path=self.directory.server_log(place.name, incarnation),
+            seed=self.seed + place.index * (engine.max_restarts + 1) + incarnation - 1,
+            api_key=self.keys.api,
+            admin_api_key=self.keys.admin,
+            host=place.host.address,
+            first_device=place.first_device,
+            runtime=self.runtime_at(place.host),
+        )
+
+    def router(self, place: RouterPlace, incarnation: int) -> ChildServer:
+        assert self.keys.api is not None
+        assert self.keys.admin is not None
+        return HttpRouterProcess(
+            self.config.engine,
+            port=self._port(place.port, place.port_step, incarnation),
+            metrics_port=self._port(place.metrics_port, place.port_step, incarnation),
+            log_path=self.directory.server_log(ROUTER, incarnation),
+            api_key=self.keys.api,
+            admin_api_key=self.keys.admin,
+            host=place.host.address,
+            runtime=self.runtime_at(place.host),
+        )
+
+    def _port(self, first: int | None, step: int, incarnation: int) -> int:
+        return self.ports.next() if first is None else first + step * (incarnation - 1)
+
+
+def supervised_fleet(
+    config: TrainConfig, directory: RunDirectory, placement: Placement, runtime_at: RuntimeAt
+) -> SupervisedFleet:
+    """The run's servers and HTTP router, not started, under new keys, but for the API key where the
+    environment has one."""
+    engine = config.engine
+    # The router hands its client's key on, so the servers of a fleet take the same one.
+    api_key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
+    keys = Keys(api_key, secrets.token_urlsafe(32))
+    # A resumed run, or a restarted server, must not draw the samples of its beginning once more.
+    seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
+    maker = _Maker(config, directory, keys, seed, FreePorts(engine.host), runtime_at)
+    folder = directory.fleet
+
+    def supervised(name: str, make: Callable[[int], ChildServer], what: str) -> SupervisedServer:
+        return SupervisedServer(name, make, folder, max_restarts=engine.max_restarts, what=what)
+
+    def server_at(place: ServerPlace) -> SupervisedServer:
+        what = "the engine" if engine.started == 1 else place.name
+        return supervised(place.name, lambda i: maker.server(place, i), what)
+
+    servers = [server_at(place) for place in placement.servers]
+    router, beside = None, placement.router
+    if beside is not None:
+        router = supervised(ROUTER, lambda i: maker.router(beside, i), "the router")
+    return SupervisedFleet(servers, router, folder, keys)

@@ -1,0 +1,149 @@
+"""Commands of a run inside a Slurm allocation: each is a step of its own, started by srun.
+
+SIGTERM to srun has Slurm kill the step's tasks at once, so that is how a step is ended. A step shares
+its node with the others (``--overlap``) and gets all of the node's cores and GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dppo.launch.placement import Host
+from megatron_dppo.system.launching import Running, feed
+from megatron_dppo.system.processes import kill_families, start_process
+
+_END_S = 15.0
+_OPTION_VARIABLES = (
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_DISTRIBUTION",
+    "SLURM_EXPORT_ENV",
+    "SLURM_NPROCS",
+    "SLURM_NTASKS",
+    "SLURM_NTASKS_PER_NODE",
+    "SLURM_TRES_PER_TASK",
+)
+"""What sbatch sets and srun takes as options of a step."""
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """What every step of a run has in common.
+
+    ``flags``: of srun. ``prefix``: words before the command, such as those that enter a container.
+    """
+
+    flags: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+
+    def command(
+        self,
+        command: Sequence[str],
+        *,
+        name: str,
+        hosts: Sequence[Host],
+        tasks_per_host: int,
+        output: str,
+        stdin: bool,
+    ) -> list[str]:
+        """The srun command line of a step.
+
+        Args:
+            command: of every task.
+            name: of the step.
+            hosts: in Slurm's order.
+            tasks_per_host: on each of them, neighbours in rank.
+            output: file of the tasks' output, appended to; ``%t`` is the task.
+            stdin: whether the tasks read srun's standard input.
+        """
+        return [
+            "srun",
+            "--overlap",
+            "--export=ALL",
+            "--mpi=none",
+            "--cpu-bind=none",
+            "--kill-on-bad-exit=1",
+            "--wait=0",
+            f"--job-name={name}",
+            f"--nodes={len(hosts)}",
+            f"--ntasks={len(hosts) * tasks_per_host}",
+            f"--ntasks-per-node={tasks_per_host}",
+            "--distribution=block",
+            f"--nodelist={','.join(host.name for host in hosts)}",
+            f"--input={'all' if stdin else 'none'}",
+            f"--output={output}",
+            "--open-mode=append",
+            *self.flags,
+            *self.prefix,
+            *command,
+        ]
+
+
+def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """``environment`` less what srun would take for options of the step."""
+    return {name: value for name, value in environment.items() if name not in _OPTION_VARIABLES}
+
+
+class SrunLauncher:
+    """Starts commands at one host of the allocation; see Launcher."""
+
+    def __init__(self, host: Host, name: str, form: StepForm) -> None:
+        self._host = host
+        self._name = name
+        self._form = form
+
+    def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+    ) -> Running:
+        """See Launcher."""
+        words = self._form.command(
+            command,
+            name=self._name,
+            hosts=[self._host],
+            tasks_per_host=1,
+            output=str(log),
+            stdin=True,
+        )
+        with open(log, "ab") as file:
+            process = start_process(
+                words,
+                environment=step_environment(environment),
+                output=file.fileno(),
+                stdin=subprocess.PIPE,
+            )
+        feed(process, stdin)
+        return SrunProcess(process)
+
+    def require_free_port(self, address: str, port: int) -> None:
+        """Ports of another host can't be asked for from here: the command finds out there."""
+
+
+class SrunProcess:
+    """A step, by its srun; see Running."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Process id of srun."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """srun's exit code, which is the highest of the tasks'."""
+        return self._process.poll()
+
+    def stop(self, grace_s: float) -> None:
+        """As ``kill``: a server whose run is over has no request to finish."""
+        self.kill()
+
+    def kill(self) -> None:
+        """End the step: SIGTERM to srun, by which Slurm kills the tasks."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_S)
+        kill_families([self._process])

@@ -1,0 +1,124 @@
+"""What became of each start of a run on Slurm: ``<run.directory>/attempts/<job>-<n>.json``.
+
+An exit code is no evidence: Slurm may give 0 for a step whose node died. Written by the supervisor when
+a start begins and again when it ends; one that is still ``running`` when the next begins, or whose job
+is gone, ended without a word: its node died, or Slurm killed it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from megatron_dppo.metrics.history import read_history
+from megatron_dppo.system.files import write_atomically
+
+RUNNING = "running"
+VANISHED = "vanished"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start.
+
+    Attributes:
+        job, attempt: Slurm's job, and how often it was started before.
+        node: where the supervisor ran.
+        hosts: all nodes.
+        started, ended: epoch seconds.
+        why: ``running``, ``done``, ``time`` (limit near), ``overtime`` (limit near, no checkpoint in
+            time), ``asked``, ``cancelled``, ``failed``, ``refused``, ``succeeded``, ``vanished``.
+        detail: for people.
+        first_saved, saved: step of the newest checkpoint at its start and at its end.
+        recorded: last step with metrics.
+        requeued: whether the job waits to start again.
+        excluded: nodes that the next start keeps off, with the reason.
+    """
+
+    job: str
+    attempt: int
+    node: str
+    hosts: tuple[str, ...]
+    started: float
+    first_saved: int = 0
+    ended: float | None = None
+    why: str = RUNNING
+    detail: str = ""
+    saved: int = 0
+    recorded: int = 0
+    requeued: bool = False
+    excluded: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def progressed(self) -> bool:
+        """Whether it left a newer checkpoint than it found."""
+        return self.saved > self.first_saved
+
+
+class AttemptBook:
+    """The attempts of the run in ``directory``."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._run = Path(directory)
+        self._folder = self._run / "attempts"
+
+    def all(self) -> list[Attempt]:
+        """In the order in which they began. Files that can't be read are left out."""
+        found = [a for path in self._folder.glob("*-*.json") if (a := _read(path)) is not None]
+        return sorted(found, key=lambda attempt: (attempt.started, attempt.attempt))
+
+    def begin(self, attempt: Attempt) -> Attempt:
+        """Note that ``attempt`` begins, and that earlier ones without an end vanished."""
+        for earlier in self.all():
+            if earlier.why == RUNNING:
+                self.end(replace(earlier, why=VANISHED, ended=attempt.started))
+        begun = replace(attempt, first_saved=self.reached(attempt).saved)
+        self._write(begun)
+        return begun
+
+    def end(self, attempt: Attempt) -> Attempt:
+        """Note how ``attempt`` ended, with what the run had reached."""
+        ended = self.reached(attempt)
+        self._write(ended)
+        return ended
+
+    def reached(self, attempt: Attempt) -> Attempt:
+        """``attempt`` with ``saved`` and ``recorded`` as the run's folder has them now."""
+        history = read_history(self._run)
+        return replace(attempt, saved=history.saved or 0, recorded=history.recorded or 0)
+
+    def _write(self, attempt: Attempt) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"{attempt.job}-{attempt.attempt}.json"
+        write_atomically(path, json.dumps(asdict(attempt), indent=1) + "\n")
+
+
+def fruitless(attempts: Sequence[Attempt]) -> int:
+    """How many of the last attempts in a row ended without a newer checkpoint."""
+    count = 0
+    for attempt in reversed(attempts):
+        if attempt.progressed or attempt.why in ("asked", "cancelled", "done"):
+            break
+        count += 1
+    return count
+
+
+def _read(path: Path) -> Attempt | None:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = {field.name for field in fields(Attempt)}
+        if not isinstance(found, dict) or not found.keys() <= known:
+            return None
+        pairs = tuple((str(node), str(why)) for node, why in found.pop("excluded", ()))
+        return Attempt(**{**found, "hosts": tuple(found["hosts"]), "excluded": pairs})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def one_line(text: str, longest: int = 300) -> str:
+    """The text's lines as one, cut."""
+    flat = re.sub(r"\s+", " ", text).strip()
+    return flat if len(flat) <= longest else flat[: longest - 3] + "..."

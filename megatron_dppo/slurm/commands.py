@@ -1,0 +1,101 @@
+"""Slurm's client programs, each with a time-out: its controller may be away for minutes."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+
+_PATIENCE_S = 30.0
+_BAD_STATES = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "UNKNOWN")
+
+
+class SlurmError(RuntimeError):
+    """A client program of Slurm failed; the message holds what it said."""
+
+
+def slurm(*words: str) -> str:
+    """What a client program prints. Raises SlurmError."""
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+        )
+    except FileNotFoundError as error:
+        raise SlurmError(
+            f"{words[0]} is not on the path: this is no machine of a Slurm cluster"
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmError(f"{' '.join(words)}: no answer within {_PATIENCE_S:.0f} s") from error
+    if done.returncode:
+        said = done.stderr.strip() or done.stdout.strip()
+        raise SlurmError(f"{' '.join(words)}: {said}")
+    return done.stdout
+
+
+def record(*words: str) -> dict[str, str]:
+    """The first line of ``scontrol -o show WORDS`` as fields. Raises SlurmError."""
+    return fields(slurm("scontrol", "-o", "show", *words))
+
+
+def fields(line: str) -> dict[str, str]:
+    """``A=b C=d`` as a dictionary; values with spaces end at the first one."""
+    first, _, _ = line.partition("\n")
+    return dict(re.findall(r"(\S+?)=(\S*)", first))
+
+
+def end_time(job: str) -> float | None:
+    """When Slurm will end the job, in epoch seconds; None where it has no limit."""
+    text = record("job", job).get("EndTime", "")
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def addresses(names: Sequence[str]) -> list[str]:
+    """Where the other nodes reach each of these. Raises SlurmError for one that can't be resolved."""
+    found = [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
+    others = [address for address in found if not address.startswith("127.")]
+    return [_outward(others) if a.startswith("127.") and others else a for a in found]
+
+
+def _resolve(name: str) -> str:
+    try:
+        return socket.gethostbyname(name)
+    except OSError as error:
+        raise SlurmError(f"the address of node {name} can't be found: {error}") from error
+
+
+def _outward(others: Sequence[str]) -> str:
+    """This node's own address, which its own tables may call 127.0.1.1; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((others[0], 9))
+        return str(probe.getsockname()[0])
+
+
+def bad_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Those of the nodes that Slurm itself can't use, with their state."""
+    states = {name: record("node", name).get("State", "UNKNOWN") for name in names}
+    return {name: s for name, s in states.items() if any(bad in s for bad in _BAD_STATES)}
+
+
+def requeue(job: str) -> None:
+    """End this job and let it start again later. Raises SlurmError."""
+    slurm("scontrol", "requeue", job)
+
+
+def exclude(job: str, nodes: Sequence[str]) -> None:
+    """Keep a waiting job off ``nodes``, beside those that it is kept off already. Raises SlurmError."""
+    before = record("job", job).get("ExcNodeList", "(null)")
+    known = [] if before in ("(null)", "") else [before]
+    slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join([*known, *nodes])}")
+
+
+def job_environment(environment: Mapping[str, str]) -> tuple[str, int]:
+    """The job's id and how often Slurm has started it before. Raises SlurmError outside of a job."""
+    job = environment.get("SLURM_JOB_ID")
+    if job is None:
+        raise SlurmError("SLURM_JOB_ID is not set: this runs inside a job, which sbatch starts")
+    return job, int(environment.get("SLURM_RESTART_COUNT", "0"))

@@ -1,0 +1,117 @@
+"""What a group's Slurm wants, kept once: the site file.
+
+Read from ``--site``, else ``$MEGATRON_DPPO_SITE``, else ``~/.config/megatron_dppo/site.yaml``; without
+any of them every key has its default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from megatron_dppo.config.loading import load_as
+from megatron_dppo.config.schema import Section
+from megatron_dppo.launch.srun import StepForm
+
+SITE_VARIABLE = "MEGATRON_DPPO_SITE"
+_DEFAULT = Path("~/.config/megatron_dppo/site.yaml")
+
+
+class ContainerConfig(Section):
+    """In what the ranks and servers of a run are started; the supervisor itself runs outside."""
+
+    kind: Literal["none", "pyxis", "apptainer"] = "none"
+    """``pyxis``: srun's own flags; ``apptainer``: a command before the command."""
+    image: str | None = None
+    """Image of the ranks: pyxis's name or file, apptainer's file."""
+    server_image: str | None = None
+    """Image of servers and router. Empty: ``image``."""
+    mounts: list[str] = Field(default_factory=list)
+    """``outside:inside`` each; the working directory is mounted in any case."""
+
+    def form(self, folder: str, *, server: bool, flags: Sequence[str] = ()) -> StepForm:
+        """How a step of ranks, or of a ``server``, is started from ``folder``."""
+        if self.kind == "none":
+            return StepForm(tuple(flags))
+        image = (self.server_image if server else None) or self.image or ""
+        mounts = [f"{folder}:{folder}", *self.mounts]
+        return _FORMS[self.kind](image, mounts, folder, flags)
+
+
+def _pyxis(image: str, mounts: list[str], folder: str, flags: Sequence[str]) -> StepForm:
+    own = (
+        f"--container-image={image}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={folder}",
+        "--no-container-mount-home",
+    )
+    return StepForm((*flags, *own))
+
+
+def _apptainer(image: str, mounts: list[str], folder: str, flags: Sequence[str]) -> StepForm:
+    binds = tuple(f"--bind={mount}" for mount in mounts)
+    return StepForm(tuple(flags), ("apptainer", "exec", "--nv", f"--pwd={folder}", *binds, image))
+
+
+_FORMS = {"pyxis": _pyxis, "apptainer": _apptainer}
+
+
+class SiteConfig(Section):
+    """What sbatch is told for every run of a group."""
+
+    partition: str | None = None
+    """``--partition``."""
+    account: str | None = None
+    """``--account``."""
+    qos: str | None = None
+    """``--qos``."""
+    reservation: str | None = None
+    """``--reservation``."""
+    time: str | None = None
+    """``--time``: a Slurm time such as ``1-00:00:00``. Empty: the partition's default."""
+    gpus_per_node: int | None = Field(default=8, ge=0)
+    """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
+    processes_per_node: int = Field(default=1, gt=0)
+    """Ranks and servers that a node without GPUs takes."""
+    checkpoint_margin_s: int = Field(default=900, gt=0)
+    """Before the time limit: when the ranks are asked to end their step and save a checkpoint. Longer
+    than a step and a checkpoint take."""
+    max_failures: int = Field(default=3, gt=0)
+    """Starts in a row that fail without a new checkpoint before a run is given up."""
+    sbatch_flags: list[str] = Field(default_factory=list)
+    """Further flags of sbatch, such as ``--constraint=h100``."""
+    srun_flags: list[str] = Field(default_factory=list)
+    """Further flags of every srun."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables of every rank and server, such as NCCL_SOCKET_IFNAME."""
+    container: ContainerConfig = ContainerConfig()
+
+    def devices(self, environment: Mapping[str, str]) -> int:
+        """Devices of a node: of the job that ``environment`` describes, else as configured."""
+        asked = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")
+        if asked:
+            return int(asked.rpartition(":")[2])
+        tasks = environment.get("SLURM_NTASKS_PER_NODE")
+        if tasks:
+            return int(tasks)
+        return self.gpus_per_node or self.processes_per_node
+
+
+def site_path(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The site file that counts; None where there is none."""
+    named = given or environment.get(SITE_VARIABLE)
+    if named:
+        return Path(named)
+    default = _DEFAULT.expanduser()
+    return default if default.is_file() else None
+
+
+def load_site(path: Path | None, overrides: Sequence[str] = ()) -> SiteConfig:
+    """Read a site file strictly. Raises ConfigError."""
+    if path is None:
+        return SiteConfig()
+    return load_as(SiteConfig, path, overrides)

@@ -1,0 +1,155 @@
+"""Who runs where, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron_dppo.config.machine import Machine
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.local import local_placement
+from megatron_dppo.launch.placement import Allocation, Host, PlacementError, Roles, place
+from tests.unit.config_files import minimal
+
+
+def hosts(count: int, devices: int | None = 8) -> Allocation:
+    names = range(1, count + 1)
+    return Allocation(tuple(Host(f"n{i}", f"10.0.0.{i}", devices) for i in names), 21000)
+
+
+def servers_of(placement) -> list[tuple[str, int, int]]:
+    return [(s.host.name, s.first_device, s.devices) for s in placement.servers]
+
+
+def test_half_the_nodes_train_and_half_generate():
+    found = place(Roles(16, 8, 2, router=True), hosts(4))
+    assert [(r.rank, r.host.name, r.device) for r in found.ranks[7:10]] == [
+        (7, "n1", 7),
+        (8, "n2", 0),
+        (9, "n2", 1),
+    ]
+    assert servers_of(found) == [(n, d, 2) for n in ("n3", "n4") for d in (0, 2, 4, 6)]
+    assert [s.port for s in found.servers] == list(range(21003, 21011))
+    assert (found.master_address, found.master_port) == ("10.0.0.1", 21000)
+    assert found.router is not None
+    assert (found.router.host.name, found.router.port, found.router.metrics_port) == (
+        "n1",
+        21001,
+        21002,
+    )
+    assert {place.port_step for place in (found.router, *found.servers)} == {11}
+    assert found.unused == ()
+    assert [h.name for h in found.rank_hosts] == ["n1", "n2"]
+    assert found.ranks_per_host == 8
+
+
+def test_one_node_is_shared_and_a_whole_one_is_spare():
+    found = place(Roles(4, 2, 2), hosts(2))
+    assert servers_of(found) == [("n1", 4, 2), ("n1", 6, 2)]
+    assert [host.name for host in found.unused] == ["n2"]
+    assert found.router is None
+
+
+def test_a_server_is_not_cut_in_two_by_the_end_of_a_host():
+    assert servers_of(place(Roles(5, 2, 2), hosts(2))) == [("n1", 5, 2), ("n2", 0, 2)]
+    assert Roles(5, 2, 2).hosts_needed(8) == 2
+    assert Roles(4, 2, 2).hosts_needed(8) == 1
+
+
+def test_slots_of_hosts_without_gpus():
+    found = place(Roles(2, 2), hosts(4, 1))
+    assert [r.host.name for r in found.ranks] == ["n1", "n2"]
+    assert [r.device for r in found.ranks] == [0, 0]
+    assert servers_of(found) == [("n3", 0, 1), ("n4", 0, 1)]
+
+
+def test_servers_may_share_the_ranks_devices():
+    assert servers_of(place(Roles(2, 2, first_device=0), hosts(1, 2))) == [
+        ("n1", 0, 1),
+        ("n1", 1, 1),
+    ]
+
+
+def test_a_port_of_the_configuration_is_kept():
+    found = place(Roles(8, 2, port=9000), hosts(2))
+    assert [(s.port, s.port_step) for s in found.servers] == [(9000, 0), (9001, 0)]
+
+
+@pytest.mark.parametrize(
+    ("roles", "count", "message"),
+    [
+        (
+            Roles(12),
+            2,
+            "12 ranks on hosts of 8 devices, expected at most 8 or a multiple .*8 or 16",
+        ),
+        (Roles(8, 1, 16), 4, "got 16 devices for a server, expected at most the 8 of a host"),
+        (
+            Roles(16, 8, 2),
+            3,
+            r"16 ranks and 8 servers of 2 do not fit on 3 hosts of 8; what fits: 4 hosts of 8, or "
+            r"engine.servers=4, or sglang.base_gpu_id=0",
+        ),
+        (Roles(16), 1, "16 ranks do not fit on one host of 8; what fits: 2 hosts of 8$"),
+    ],
+)
+def test_what_does_not_divide_is_refused_by_name(roles, count, message):
+    with pytest.raises(PlacementError, match=message):
+        place(roles, hosts(count))
+
+
+def test_hosts_of_different_sizes_are_refused():
+    uneven = Allocation((Host("a", "a", 8), Host("b", "b", 4)))
+    with pytest.raises(PlacementError, match="can't be shared out: a 8, b 4"):
+        place(Roles(4), uneven)
+
+
+def test_the_table_names_everybody():
+    assert place(Roles(2, 1, router=True), hosts(4, 1)).table() == (
+        "host  role     devices  address\n"
+        "n1    rank 0   0        10.0.0.1:21000\n"
+        "n2    rank 1   0        10.0.0.2\n"
+        "n1    router   -        10.0.0.1:21001\n"
+        "n3    engine0  0        10.0.0.3:21003\n"
+        "n4    (spare)  -        10.0.0.4"
+    )
+
+
+def config(tmp_path, **sections) -> TrainConfig:
+    tree = minimal(tmp_path)
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return TrainConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize(
+    ("sections", "needed"),
+    [
+        ({"parallel": {"world_size": 4}}, 5),
+        ({"sglang": {"tp_size": 4}}, 5),
+        ({"sglang": {"tp_size": 4, "base_gpu_id": 0}}, 4),
+        ({"parallel": {"world_size": 4}, "engine": {"servers": 2}, "sglang": {"tp_size": 2}}, 8),
+        ({"sglang": {"tp_size": 2, "dp_size": 2}}, 5),
+        ({"sglang": {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True}}, 3),
+        ({"parallel": {"world_size": 2}, "engine": {"servers": 9, "device": "cpu"}}, 1),
+        ({"parallel": {"world_size": 2}, "rollout": {"replay_from": "x"}}, 2),
+    ],
+)
+def test_gpus_of_one_machine(tmp_path, sections, needed):
+    settings = config(tmp_path, **sections)
+
+    def machine(gpus: int) -> Machine:
+        return Machine(cores=2, gpus=gpus, memory_bytes=2**33, open_files=1024)
+
+    local_placement(settings, machine(needed))
+    if needed > 1:
+        with pytest.raises(PlacementError, match=r"do not fit on one host|at most the"):
+            local_placement(settings, machine(needed - 1))
+
+
+def test_a_machine_without_gpus_takes_everything(tmp_path):
+    settings = config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
+    machine = Machine(cores=2, gpus=0, memory_bytes=2**33, open_files=1024)
+    found = local_placement(settings, machine)
+    assert len(found.ranks) == 15
+    assert found.router is not None
+    assert [s.port for s in found.servers] == [None, None]
