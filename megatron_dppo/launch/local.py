@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TypeGuard
 
 from megatron_dppo.config.loading import resolved_yaml
-from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.config.schema import EngineConfig, PolicyConfig, TrainConfig
 from megatron_dppo.engine.child_server import ChildServer
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
 from megatron_dppo.fleet.http_router_process import HttpRouterProcess
+from megatron_dppo.fleet.restarts import RestartBudget
 from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.ranks import RankGroup
@@ -26,6 +27,7 @@ from megatron_dppo.system.ports import FreePorts, PortTakenError, free_port, req
 
 _LOOPBACK = "127.0.0.1"
 _SEEDS_PER_START = 10_007
+_SEEDS_PER_SERVER = 1_000_003
 
 
 def run_local(config: PolicyConfig, module: str) -> int:
@@ -80,14 +82,14 @@ def supervised_fleet(config: TrainConfig, directory: RunDirectory) -> Supervised
                 sections,
                 port=ports.next() if engine.port is None else engine.port + index,
                 log_path=directory.server_log(name, incarnation),
-                seed=seed + index * (engine.max_restarts + 1) + incarnation - 1,
+                seed=seed + index * _SEEDS_PER_SERVER + incarnation - 1,
                 api_key=api_key,
                 admin_api_key=admin_key,
                 index=index,
             )
 
         what = "the engine" if engine.started == 1 else name
-        return SupervisedServer(name, make, folder, max_restarts=engine.max_restarts, what=what)
+        return SupervisedServer(name, make, folder, budget=_budget(engine), what=what)
 
     def make_router(incarnation: int) -> ChildServer:
         return HttpRouterProcess(
@@ -102,10 +104,13 @@ def supervised_fleet(config: TrainConfig, directory: RunDirectory) -> Supervised
     servers = [server_of(index) for index in range(engine.started)]
     router = None
     if engine.uses_router:
-        router = SupervisedServer(
-            ROUTER, make_router, folder, max_restarts=engine.max_restarts, what="the router"
-        )
+        budget = _budget(engine)
+        router = SupervisedServer(ROUTER, make_router, folder, budget=budget, what="the router")
     return SupervisedFleet(servers, router, folder, Keys(api_key, admin_key))
+
+
+def _budget(engine: EngineConfig) -> RestartBudget:
+    return RestartBudget(engine.max_restarts, engine.restart_window_s)
 
 
 def _master_port() -> int:

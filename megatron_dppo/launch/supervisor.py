@@ -1,7 +1,8 @@
 """One machine's run: its servers and the trainer's ranks, from start to end, and nothing left behind.
 
 A rank's error ends the run. A dead server is started again. One Ctrl-C (or SIGTERM, or SIGHUP) asks
-the ranks to stop cleanly with SIGTERM, a second one ends everything at once.
+the ranks to stop cleanly with SIGTERM, a second one ends everything at once. When the servers are given
+up, the ranks, which are in order, are asked to stop cleanly too: the run fails after a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Supervisor:
         self._fleet = fleet
         self._received: list[int] = []
         self._handled = 0
+        self._given_up = False
 
     def run(self) -> int:
         """The run's exit code: 0 at its end, 128 + signal after a stop that was asked for, 1 for a
@@ -46,8 +48,6 @@ class Supervisor:
                     self._fleet.start()
                 self._ranks.start()
                 code = self._watch()
-            except EngineGivenUpError as error:
-                log.error("%s", error)
             finally:
                 self._end(at_once=code == FAILED or self._handled > 1)
         return code
@@ -58,27 +58,40 @@ class Supervisor:
             if failures:
                 return self._on_failure(failures)
             if None not in self._ranks.codes():
-                return self._stop_code() or 0
+                return self._stop_code()
             if len(self._received) > self._handled:
                 self._handled += 1
-                if self._handled > 1:
+                if self._handled > 1 or self._given_up:
                     log.warning("ending at once; the run resumes from its last checkpoint")
                     return self._stop_code()
-                self._ask_to_stop()
-            if self._fleet is not None and not self._handled:
-                self._fleet.check()
+                self._ask_to_stop("stopping", "again to end at once")
+            if self._fleet is not None and not (self._handled or self._given_up):
+                self._check(self._fleet)
             time.sleep(_POLL_S)
 
-    def _ask_to_stop(self) -> None:
-        log.info("stopping: the trainer ends its step and saves a checkpoint; again to end at once")
+    def _check(self, fleet: SupervisedFleet) -> None:
+        try:
+            fleet.check()
+        except EngineGivenUpError as error:
+            log.error("%s", error)
+            self._given_up = True
+            self._ask_to_stop("no server is left", "Ctrl-C to end at once")
+
+    def _ask_to_stop(self, why: str, hint: str) -> None:
+        log.info("%s: the trainer ends its step and saves a checkpoint; %s", why, hint)
         self._ranks.signal(signal.SIGTERM)
 
     def _stop_code(self) -> int:
-        """128 + the first stop signal, as shells report it; 0 when none came."""
+        """1 where the servers were given up; 128 + the first stop signal, as shells report it; 0 when
+        none came."""
+        if self._given_up:
+            return FAILED
         return 128 + self._received[0] if self._received else 0
 
     def _on_failure(self, failures: list[RankFailure]) -> int:
-        if self._handled and all(failure.code == -signal.SIGTERM for failure in failures):
+        if (self._handled or self._given_up) and all(
+            failure.code == -signal.SIGTERM for failure in failures
+        ):
             log.info("stopped before the training began; there was nothing to save")
             return self._stop_code()
         first, *others = failures
