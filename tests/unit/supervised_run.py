@@ -4,9 +4,9 @@ start and kill.
 ``python -m tests.unit.supervised_run SPEC`` with SPEC a JSON object: ``directory``; ``rank``:
 Python code of every rank; ``world_size``; ``servers``: for each server, Python code of each
 incarnation, the last one again and again; ``router``: the same of the router (empty: none);
-``attached``: URLs of servers elsewhere; ``max_restarts``, here with short pauses. The code sees ``RANK`` in its environment and
-may call ``note(text)``, which appends a line to ``<directory>/notes``, and
-``report_lost(incarnation, name)``; servers see ``INCARNATION``.
+``attached``: URLs of servers elsewhere; ``max_restarts``, here with short
+pauses. The code sees ``RANK`` in its environment and may call ``note(text)``, which
+appends a line to ``<directory>/notes``, and ``report_lost(incarnation, name)``; servers see ``INCARNATION``.
 """
 
 from __future__ import annotations
