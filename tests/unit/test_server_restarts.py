@@ -148,6 +148,6 @@ def test_a_port_that_stays_held_ends_it_in_one_line(keep):
         assert len(kept.made) == 1 + 6
         kept.clock.now += 1  # 64 s: 63 s after it was first held
         kept.server.check()
-        with pytest.raises(EngineGivenUpError, match="did not start in 63 s: small.port: ") as end:
+        with pytest.raises(EngineGivenUpError, match=r"did not start in 63 s: small\.port: ") as end:
             kept.server.check()
     assert "\n" not in str(end.value)
