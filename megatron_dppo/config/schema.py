@@ -261,7 +261,10 @@ class EngineConfig(Section):
     hang_timeout_s: float = Field(default=60.0, gt=0)
     """A server that generates nothing for so long, not even for a health check, counts as lost."""
     max_restarts: int = Field(default=3, ge=0)
-    """Restarts of each dead server in one run before it is given up; the run is, with the last."""
+    """Restarts of each server within ``restart_window_s``, each later than the one before; then it is
+    given up. With the last server the run ends, after a checkpoint."""
+    restart_window_s: float = Field(default=3600.0, gt=0)
+    """Restarts longer ago than this are forgotten."""
     device: Literal["cpu", "cuda"] | None = None
     """Empty: cuda where there is one."""
     deterministic: bool = False

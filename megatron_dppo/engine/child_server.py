@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_dppo.engine.errors import EngineLostError, EngineStartError
+from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
 from megatron_dppo.system.launching import Launcher, LocalLauncher, Running
 from megatron_dppo.system.ports import PortTakenError
 from megatron_dppo.system.processes import describe_exit, quote, tail
@@ -31,6 +31,8 @@ ProgressCallback = Callable[[float, str], None]
 _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 1.0
 _PROBE_SECONDS = 5.0
+_FOREIGN_SECONDS = 5.0
+"""Who refuses our probe for so long, while the server of ours has not come up, is somebody else."""
 _TAIL_LINES = 40
 
 
@@ -103,14 +105,14 @@ class ChildServer(ABC):
         return self._process.pid
 
     def start(self) -> None:
-        """Start the process and return at once. Raises EngineStartError where the port is taken."""
+        """Start the process and return at once. Raises PortHeldError where the port is taken."""
         if self._process is not None:
             raise ValueError(f"{self.what} was started already, as process {self._process.pid}")
         try:
             self._runtime.launcher.require_free_port(self.host, self.port)
         except PortTakenError as error:
             key = self.port_key
-            raise EngineStartError(
+            raise PortHeldError(
                 f"{key}: {error}; leave {key} empty for a free one, or end what listens there"
             ) from error
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,6 +139,7 @@ class ChildServer(ABC):
         Raises:
             EngineStartError: with the log's end, where the server exits first or the time to start
                 passes; the process is killed then.
+            PortHeldError: another server answers on its port; likewise.
         """
         return asyncio.run(self._wait_healthy(on_progress))
 
@@ -145,16 +148,21 @@ class ChildServer(ABC):
 
         path, key = self._probe()
         next_progress = 0.0
+        stranger = _Stranger(f"{self.port_key}: {self.host}:{self.port}{path}")
         async with HttpClient(self.url, key) as client:
             while True:
                 waited = time.monotonic() - self._started_at
                 code = self.poll()
-                if code is not None:
+                if code is not None and not stranger.seen:
                     self._give_up(f"{self.what} {describe_exit(code)} after {waited:.0f} s")
                 with contextlib.suppress(EngineLostError):
                     answer = await client.exchange("GET", path, timeout_s=_PROBE_SECONDS)
                     if self._accepts(answer):
                         return waited
+                    stranger.note(answer, waited)
+                if stranger.seen and (code is not None or stranger.stays(waited)):
+                    self.kill()
+                    raise PortHeldError(stranger.seen)
                 if waited > self._start_timeout:
                     self._give_up(f"{self.what} was not healthy after {self._start_timeout:.0f} s")
                 if on_progress is not None and waited >= next_progress:
@@ -185,3 +193,28 @@ class ChildServer(ABC):
         log = self.log_tail()
         self.kill()
         raise EngineStartError(f"{reason}; the end of {self.log_path}:\n{quote(log)}")
+
+
+class _Stranger:
+    """A server that answers where ours should be; ``seen`` says what it answered."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._since = 0.0
+        self.seen = ""
+
+    def note(self, answer: Answer, now: float) -> None:
+        """It refused the probe. A 5xx may come from our own, on its way up."""
+        if answer.status >= 500:
+            return
+        if not self.seen:
+            self._since = now
+        program = answer.headers.get("Server", "unnamed")
+        self.seen = (
+            f"{self._where} is answered by another server ({program}, status {answer.status}); "
+            "end that one, or take another port"
+        )
+
+    def stays(self, now: float) -> bool:
+        """Whether it has been there for too long to be our own."""
+        return bool(self.seen) and now > self._since + _FOREIGN_SECONDS

@@ -17,6 +17,10 @@ class EngineStartError(EngineError):
     """The server did not come up; the message holds the end of its log."""
 
 
+class PortHeldError(EngineStartError):
+    """Somebody else has the port of a server: nothing is wrong with the server itself."""
+
+
 class EngineLostError(EngineError):
     """The server, or the last of several, died, hung or answered 5xx: restart it, restore its
     weights, ask again."""

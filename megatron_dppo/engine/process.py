@@ -87,4 +87,8 @@ class EngineProcess(ChildServer):
         """It takes our key and serves our model."""
         if answer.status != 200:
             return False
-        return json.loads(answer.body)["model_path"] == self._options["model_path"]
+        try:
+            said = json.loads(answer.body)
+        except (ValueError, RecursionError):  # no server of SGLang
+            return False
+        return isinstance(said, dict) and said.get("model_path") == self._options["model_path"]

@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_dppo.engine.child_server import ChildServer
+from megatron_dppo.engine.errors import PortHeldError
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.fleet.restarts import RestartBudget
 from megatron_dppo.system.processes import describe_exit, quote
 
 log = logging.getLogger(__name__)
 
 _PROGRESS_S = 10.0
 _RESTART_TAIL_LINES = 10
+_PORT_PATIENCE_S = 60.0
 _DYING_S = 0.1
 """A client sees a killed server's connections break some milliseconds before its exit shows."""
 
@@ -36,7 +39,8 @@ class SupervisedServer:
         name: under which it is published.
         make_process: makes the process of an incarnation, not started.
         folder: where it is published.
-        max_restarts: incarnations beyond the first.
+        budget: how often, and how soon, it is started again. A start that failed because somebody
+            else has its port costs none of it: that is waited for.
         what: its name in messages.
     """
 
@@ -46,19 +50,21 @@ class SupervisedServer:
         make_process: Callable[[int], ChildServer],
         folder: FleetFolder,
         *,
-        max_restarts: int,
+        budget: RestartBudget,
         what: str = "the engine",
     ) -> None:
         self.name = name
         self.what = what
         self._make_process = make_process
         self._folder = folder
-        self._max_restarts = max_restarts
+        self._budget = budget
         self._process: ChildServer | None = None
         self._starting: Future[float] | None = None
         self._waiter = ThreadPoolExecutor(1, f"start-{name}")
         self._next_progress = 0.0
         self._published: Server | None = None
+        self._due: float | None = None
+        self._held: tuple[float, int] | None = None
         self.incarnation = 0
 
     def start(self) -> None:
@@ -83,6 +89,11 @@ class SupervisedServer:
 
         Raises EngineGivenUpError when the first start failed, or the restarts are used up.
         """
+        if self._due is not None:
+            if self._budget.clock() >= self._due:
+                self._due = None
+                self.start()
+            return
         assert self._process is not None
         if self._starting is not None:
             self._check_start(self._process, self._starting)
@@ -116,26 +127,44 @@ class SupervisedServer:
         self._starting = None
         error = starting.exception()
         if error is None:
+            self._held = None
             self._published = Server(self.name, process.url, self.incarnation, process.pid)
             self._folder.publish(self._published)
             log.info("%s ready after %.0f s at %s", self.what, starting.result(), process.url)
             return
         if not isinstance(error, RuntimeError):
             raise error
-        if self.incarnation == 1:
+        if isinstance(error, PortHeldError):
+            self._wait_for_port(error)
+        elif self.incarnation == 1:
             raise EngineGivenUpError(f"{self.what} did not start: {error}")
-        self._restart(f"{self.what} did not start again: {error}")
+        else:
+            self._restart(f"{self.what} did not start again: {error}")
 
     def _restart(self, reason: str) -> None:
         assert self._process is not None
         self._withdraw()
         self._process.kill()
-        if self.incarnation > self._max_restarts:
+        budget = self._budget
+        pause = budget.take()
+        if pause is None:
             raise EngineGivenUpError(
-                f"{reason}\ngiving up after {self._max_restarts} restarts (engine.max_restarts)"
+                f"{reason}\ngiving up after {budget.limit} restarts within {budget.window_s:.0f} s "
+                "(engine.max_restarts, engine.restart_window_s)"
             )
-        log.warning("%s\nrestart %d of %d", reason, self.incarnation, self._max_restarts)
-        self.start()
+        log.warning("%s\nrestart %d of %d in %.0f s", reason, budget.taken, budget.limit, pause)
+        self._due = budget.clock() + pause
+
+    def _wait_for_port(self, error: PortHeldError) -> None:
+        """Try again soon: who has the port may be about to end."""
+        now = self._budget.clock()
+        since, tries = self._held or (now, 0)
+        if now > since + _PORT_PATIENCE_S:
+            raise EngineGivenUpError(f"{self.what} did not start in {now - since:.0f} s: {error}")
+        if not tries:
+            log.warning("%s waits for its port: %s", self.what, error)
+        self._held = (since, tries + 1)
+        self._due = now + self._budget.pause(tries)
 
     def _withdraw(self) -> None:
         if self._published is not None:

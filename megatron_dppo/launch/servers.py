@@ -7,18 +7,20 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.engine.child_server import ChildServer, Runtime
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
 from megatron_dppo.fleet.http_router_process import HttpRouterProcess
+from megatron_dppo.fleet.restarts import RestartBudget
 from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.placement import Host, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.system.ports import FreePorts
 
 _SEEDS_PER_START = 10_007
+_SEEDS_PER_SERVER = 1_000_003
 
 RuntimeAt = Callable[[Host], Runtime]
 """How a command is started at a host."""
@@ -36,13 +38,12 @@ class _Maker:
     runtime_at: RuntimeAt
 
     def server(self, place: ServerPlace, incarnation: int) -> ChildServer:
-        engine = self.config.engine
         assert self.keys.admin is not None
         return EngineProcess(
             ServerSections.of(self.config),
             port=self._port(place.port, place.port_step, incarnation),
             log_path=self.directory.server_log(place.name, incarnation),
-            seed=self.seed + place.index * (engine.max_restarts + 1) + incarnation - 1,
+            seed=self.seed + place.index * _SEEDS_PER_SERVER + incarnation - 1,
             api_key=self.keys.api,
             admin_api_key=self.keys.admin,
             host=place.host.address,
@@ -83,7 +84,7 @@ def supervised_fleet(
     folder = directory.fleet
 
     def supervised(name: str, make: Callable[[int], ChildServer], what: str) -> SupervisedServer:
-        return SupervisedServer(name, make, folder, max_restarts=engine.max_restarts, what=what)
+        return SupervisedServer(name, make, folder, budget=_budget(engine), what=what)
 
     def server_at(place: ServerPlace) -> SupervisedServer:
         what = "the engine" if engine.started == 1 else place.name
@@ -94,3 +95,7 @@ def supervised_fleet(
     if beside is not None:
         router = supervised(ROUTER, lambda i: maker.router(beside, i), "the router")
     return SupervisedFleet(servers, router, folder, keys)
+
+
+def _budget(engine: EngineConfig) -> RestartBudget:
+    return RestartBudget(engine.max_restarts, engine.restart_window_s)

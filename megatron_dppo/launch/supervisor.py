@@ -2,7 +2,8 @@
 
 A rank's error ends the run, and so does another start that took it over. A dead server is started
 again. A stop that is asked for (Ctrl-C, a signal, a time limit) has the ranks end their step and save a
-checkpoint; a second one ends everything at once.
+checkpoint; a second one ends everything at once. When the servers are given up, the ranks, which are in
+order, are asked to stop cleanly too: the run fails after a checkpoint.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Supervisor:
         self._taken_over = taken_over
         self._stops = terminal_stops() if stops is None else stops
         self._handled: list[Stop] = []
+        self._given_up = ""
 
     def run(self) -> Outcome:
         """Run to the end."""
@@ -75,9 +77,6 @@ class Supervisor:
                     self._fleet.start()
                 self._ranks.start()
                 outcome = self._watch()
-            except EngineGivenUpError as error:
-                log.error("%s", error)
-                outcome = Outcome(FAILED, "failed", str(error))
             finally:
                 self._end(at_once=outcome.code == FAILED or len(self._handled) > 1)
         return outcome
@@ -91,13 +90,26 @@ class Supervisor:
             if failures:
                 return self._on_failure(failures)
             if self._ranks.ended():
-                return self._stopped() if self._handled else Outcome(0, "ended")
+                return self._stopped() if self._is_stopping else Outcome(0, "ended")
             if self._must_end_at_once():
                 log.warning("ending at once; the run resumes from its last checkpoint")
                 return self._stopped()
-            if self._fleet is not None and not self._handled:
-                self._fleet.check()
+            if self._fleet is not None and not self._is_stopping:
+                self._check(self._fleet)
             time.sleep(_POLL_S)
+
+    @property
+    def _is_stopping(self) -> bool:
+        return bool(self._handled or self._given_up)
+
+    def _check(self, fleet: SupervisedFleet) -> None:
+        try:
+            fleet.check()
+        except EngineGivenUpError as error:
+            self._given_up = str(error)
+            log.error("%s", error)
+            log.info("no server is left: the trainer ends its step and saves a checkpoint")
+            self._ranks.ask_to_stop()
 
     def _must_end_at_once(self) -> bool:
         """Take the next stop that came; whether it leaves no time for a clean end."""
@@ -105,8 +117,9 @@ class Supervisor:
         if len(came) == len(self._handled):
             return False
         stop = came[len(self._handled)]
+        was_stopping = self._is_stopping
         self._handled.append(stop)
-        if len(self._handled) > 1:
+        if was_stopping:
             return stop.insists
         log.info(
             "stopping: the trainer ends its step and saves a checkpoint%s",
@@ -116,11 +129,13 @@ class Supervisor:
         return False
 
     def _stopped(self) -> Outcome:
+        if self._given_up:
+            return Outcome(FAILED, "failed", self._given_up)
         last = self._handled[-1] if self._handled[-1].insists else self._handled[0]
         return Outcome(self._handled[0].code or last.code, "stopped", last.why)
 
     def _on_failure(self, failures: list[RankFailure]) -> Outcome:
-        if self._handled and all(failure.stopped_early for failure in failures):
+        if self._is_stopping and all(failure.stopped_early for failure in failures):
             log.info("stopped before the training began; there was nothing to save")
             return self._stopped()
         first, *others = failures

@@ -113,7 +113,7 @@ def test_every_token_is_what_the_loss_saw(run, tmp_path, capsys):
     rows = rows_of(run, tmp_path)
     expected = [t for t in batch if t.finish_reason == "stop"]
     assert len(rows) == sum(t.sampled for t in expected)
-    for row, (t, i) in zip(rows, [(t, i) for t in expected for i in range(t.sampled)], strict=True):
+    for row, (t, i) in zip(rows, [(e, i) for e in expected for i in range(e.sampled)], strict=True):
         mu, pi = np.exp(
             [np.float64(t.column(n)[i]) for n in ("rollout_log_probs", "loss_log_probs")]
         )

@@ -4,9 +4,9 @@ start and kill.
 ``python -m tests.unit.supervised_run SPEC`` with SPEC a JSON object: ``directory``; ``rank``:
 Python code of every rank; ``world_size``; ``servers``: for each server, Python code of each
 incarnation, the last one again and again; ``router``: the same of the router (empty: none);
-``attached``: URLs of servers elsewhere; ``max_restarts``. The code sees ``RANK`` in its environment and
-may call ``note(text)``, which appends a line to ``<directory>/notes``, and
-``report_lost(incarnation, name)``; servers see ``INCARNATION``.
+``attached``: URLs of servers elsewhere; ``max_restarts``, here with short
+pauses. The code sees ``RANK`` in its environment and may call ``note(text)``, which
+appends a line to ``<directory>/notes``, and ``report_lost(incarnation, name)``; servers see ``INCARNATION``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dppo.fleet.folder import Keys
+from megatron_dppo.fleet.restarts import RestartBudget
 from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.ranks import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
@@ -117,9 +118,8 @@ def main() -> int:
                 code = prelude + codes[min(i, len(codes)) - 1]
                 return StandInEngine(code, directory, name, i)
 
-            return SupervisedServer(
-                name, make, folder, max_restarts=spec["max_restarts"], what=name
-            )
+            budget = RestartBudget(spec["max_restarts"], 3600, first_pause_s=0.05)
+            return SupervisedServer(name, make, folder, budget=budget, what=name)
 
         servers = [supervised(f"engine{i}", codes) for i, codes in enumerate(spec["servers"])]
         router = supervised("router", spec["router"]) if spec["router"] else None

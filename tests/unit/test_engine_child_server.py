@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_dppo.engine import child_server
 from megatron_dppo.engine.child_server import ChildServer
-from megatron_dppo.engine.errors import EngineStartError
+from megatron_dppo.engine.errors import EngineStartError, PortHeldError
 from megatron_dppo.engine.http_client import Answer
 from megatron_dppo.system.ports import free_port
 
@@ -39,10 +42,14 @@ class SmallServer(ChildServer):
 
     def __init__(self, log: Path, code: str = SERVER, name: str = "right", limit: float = 60):
         super().__init__("127.0.0.1", free_port(), log, limit)
-        self._code = f"PORT = {self.port}\nNAME = {name!r}\n{code}"
+        self._code = f"NAME = {name!r}\n{code}"
+
+    def set_port(self, port: int) -> None:
+        """Before it is started."""
+        self.port = port
 
     def _command(self) -> Sequence[str]:
-        return ["-c", self._code]
+        return ["-c", f"PORT = {self.port}\n{self._code}"]
 
     def _environment(self) -> Mapping[str, str]:
         return os.environ
@@ -98,6 +105,35 @@ def test_another_one_on_the_port_is_not_taken_for_it(make: Callable[..., SmallSe
     with pytest.raises(EngineStartError, match="the small server was not healthy after 2 s"):
         server.wait_healthy()
     assert server.poll() == -signal.SIGKILL
+
+
+def foreign(port: int) -> http.server.ThreadingHTTPServer:
+    """A web server that is none of ours; it answers 404 from a thread of its own."""
+    server = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", port), http.server.SimpleHTTPRequestHandler
+    )
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["ours exits", "ours waits"])
+def test_a_foreign_server_that_took_the_port_meanwhile_is_one_line(make, monkeypatch, ends):
+    """Ours ends over it with pages of its own, or waits."""
+    monkeypatch.setattr(child_server, "_FOREIGN_SECONDS", 0.5)
+    server = make("import time; time.sleep(0.6)\n" + (SERVER if ends else "time.sleep(60)"))
+    server.start()
+    stranger = foreign(server.port)
+    try:
+        with pytest.raises(PortHeldError) as refusal:
+            server.wait_healthy()
+    finally:
+        stranger.shutdown()
+        stranger.server_close()
+    where = f"small.port: 127.0.0.1:{server.port}/name is answered by another server (SimpleHTTP"
+    assert str(refusal.value).startswith(where)
+    assert "status 404" in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert server.poll() is not None
 
 
 def test_a_taken_port_is_told_by_its_key(make: Callable[..., SmallServer]) -> None:

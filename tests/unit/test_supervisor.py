@@ -27,6 +27,7 @@ PATIENT_S = 60  # on a machine that is busy with other things
 HEALTHY = "open(os.environ['HEALTHY'], 'w').close()\n"
 SLEEP = "time.sleep(300)\n"
 STAYS_UP = HEALTHY + SLEEP
+OUT_OF_MEMORY = "sys.exit('out of memory')\n"
 RANK = "rank = int(os.environ['RANK'])\n"
 STOPS_CLEANLY = """
 asked = []
@@ -36,6 +37,11 @@ while not asked:
     time.sleep(0.02)
 note("saved")
 """
+
+
+def noted(word: str) -> str:
+    """Code that waits until both ranks have noted ``word``."""
+    return f"while not exists('notes') or read('notes').count({word!r}) < 2: time.sleep(0.02)\n"
 
 
 class Run:
@@ -299,7 +305,7 @@ def test_restarts_are_bounded(start):
     assert run.end() == 1
     assert (run.directory / "engine0-healthy3").exists()
     assert not (run.directory / "engine0-healthy4").exists()
-    assert "giving up after 2 restarts (engine.max_restarts)" in run.errors()
+    assert "giving up after 2 restarts within 3600 s (engine.max_restarts" in run.errors()
     assert run.errors().count("    out of memory") == 3
     assert gone(family)
 
@@ -342,7 +348,7 @@ def test_replacements_of_hung_engines_are_bounded(start):
     run = start(rank, STAYS_UP, world_size=1)
     assert run.end() == 1
     assert not (run.directory / "engine0-healthy3").exists()
-    assert "giving up after 1 restarts (engine.max_restarts)" in run.errors()
+    assert "giving up after 1 restarts within 3600 s (engine.max_restarts" in run.errors()
 
 
 def test_an_engine_that_never_starts_is_not_tried_again(start):
@@ -381,6 +387,27 @@ def test_the_run_ends_with_its_last_server(start):
     assert run.end() == 1
     assert "going on with the other servers, 1" in run.errors()
     assert run.errors().count("giving up after 0 restarts") == 2
+
+
+def test_a_checkpoint_comes_first_where_the_last_server_is_given_up(start):
+    run = start(RANK + STOPS_CLEANLY, HEALTHY + noted("ready") + OUT_OF_MEMORY, max_restarts=0)
+    run.wait_until(run.family)
+    family = run.family()
+    assert run.end() == 1
+    assert run.notes() == ["ready", "ready", "saved", "saved"]
+    errors = run.errors()
+    assert errors.index("giving up after 0 restarts") < errors.index(
+        "no server is left: the trainer"
+    )
+    assert gone(family)
+
+
+def test_ctrl_c_ends_at_once_where_the_last_server_is_given_up(start):
+    deaf = "signal.signal(signal.SIGTERM, lambda *_: note('deaf'))\nnote('up')\n" + SLEEP
+    run = start(deaf, HEALTHY + noted("up") + OUT_OF_MEMORY, max_restarts=0)
+    run.wait_until(lambda: run.notes().count("deaf") == 2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 1
 
 
 def test_an_attached_server_is_one_left(start):

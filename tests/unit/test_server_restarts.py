@@ -1,0 +1,155 @@
+"""A supervised server over a small real process: how often it is started again, how soon, and what costs
+nothing."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.fleet.folder import FleetFolder
+from megatron_dppo.fleet.restarts import RestartBudget
+from megatron_dppo.fleet.supervision import EngineGivenUpError, SupervisedServer
+from megatron_dppo.system.ports import free_port
+from tests.unit.test_engine_child_server import SmallServer
+
+
+class Clock:
+    """Seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_restart_in_a_window_comes_later_and_their_number_is_bounded():
+    clock = Clock()
+    budget = RestartBudget(8, 100.0, clock=clock)
+    assert [budget.take() for _ in range(9)] == [1, 2, 4, 8, 16, 32, 60, 60, None]
+
+
+def test_restarts_before_the_window_are_forgotten():
+    clock = Clock()
+    budget = RestartBudget(2, 100.0, clock=clock)
+    assert budget.take() == 1  # at 0 s
+    clock.now += 60
+    assert budget.take() == 2  # at 60 s
+    clock.now += 39
+    assert budget.take() is None  # 99 s: both are in the window
+    clock.now += 1
+    assert budget.take() == 2  # 100 s: the first has left it
+    assert budget.taken == 2
+    clock.now += 100
+    assert budget.take() == 1
+
+
+def test_none_are_allowed():
+    assert RestartBudget(0, 100.0).take() is None
+
+
+class Kept:
+    """One supervised SmallServer on one port, under a clock of its own."""
+
+    def __init__(self, directory: Path, limit: int) -> None:
+        self.port = free_port()
+        self.clock = Clock()
+        self.folder = FleetFolder(directory)
+        self.made: list[SmallServer] = []
+        self._log = directory / "small.log"
+        self.budget = RestartBudget(limit, 100.0, clock=self.clock)
+        self.server = SupervisedServer("engine0", self._make, self.folder, budget=self.budget)
+
+    def _make(self, incarnation: int) -> SmallServer:
+        server = SmallServer(self._log)
+        server.set_port(self.port)
+        self.made.append(server)
+        return server
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Check again and again while the clock stands still."""
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            self.server.check()
+            time.sleep(0.01)
+
+    def until_healthy(self) -> None:
+        self.until(self.folder.servers)
+
+    def die(self) -> None:
+        self.made[-1].kill()
+        self.until(lambda: not self.folder.servers())
+
+
+@pytest.fixture
+def keep(tmp_path: Path) -> Iterator[Callable[[int], Kept]]:
+    kept: list[Kept] = []
+
+    def keep_one(limit: int) -> Kept:
+        kept.append(Kept(tmp_path, limit))
+        kept[-1].server.start()
+        kept[-1].until_healthy()
+        return kept[-1]
+
+    yield keep_one
+    for one in kept:
+        one.server.stop(at_once=True)
+
+
+def test_a_dead_server_is_started_again_when_its_pause_is_over(keep, caplog):
+    kept = keep(2)
+    kept.die()
+    assert "restart 1 of 2 in 1 s" in caplog.text
+    kept.clock.now += 0.9
+    kept.server.check()
+    assert len(kept.made) == 1
+    kept.clock.now += 0.1
+    kept.until_healthy()
+    assert kept.folder.servers()[0].incarnation == 2
+
+
+def test_a_port_that_is_held_is_waited_for_and_costs_no_restart(keep, caplog):
+    kept = keep(1)
+    kept.die()
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", kept.port))
+        held.listen()
+        for _ in range(7):  # tries at 1, 2, 4, 8, ... s
+            kept.clock.now += 1
+            kept.server.check()
+            kept.server.check()
+    assert len(kept.made) == 1 + 3
+    lines = [r.getMessage() for r in caplog.records if "waits for its port" in r.getMessage()]
+    assert len(lines) == 1
+    assert f"cannot bind 127.0.0.1:{kept.port}" in lines[0]
+    assert "\n" not in lines[0]
+    kept.clock.now += 10
+    kept.until_healthy()
+    assert kept.budget.taken == 1
+
+
+def test_a_port_that_stays_held_ends_it_in_one_line(keep):
+    kept = keep(1)
+    kept.die()
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", kept.port))
+        held.listen()
+        for _ in range(63):  # tries at 1, 2, 4, 8, 16, 32 s
+            kept.clock.now += 1
+            kept.server.check()
+            kept.server.check()
+        assert len(kept.made) == 1 + 6
+        kept.clock.now += 1  # 64 s: 63 s after it was first held
+        kept.server.check()
+        with pytest.raises(
+            EngineGivenUpError, match=r"did not start in 63 s: small\.port: "
+        ) as end:
+            kept.server.check()
+    assert "\n" not in str(end.value)
