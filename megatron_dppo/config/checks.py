@@ -8,6 +8,7 @@ rewards, the libraries' own options) is checked by ``launch/library_checks.py`` 
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -184,6 +185,16 @@ def _deterministic(config: TrainConfig) -> Problems:
         )
 
 
+def _certificates(config: TrainConfig) -> Problems:
+    path = config.engine.ca_file
+    if path is None:
+        return
+    try:
+        ssl.create_default_context(cafile=path)
+    except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
+        yield f"engine.ca_file: got {path!r}, expected a PEM file of certificates: {error}"
+
+
 def _forwarded(config: TrainConfig) -> Problems:
     yield from megatron_problems(config.megatron)
     yield from SGLANG.problems(config.sglang)
@@ -250,6 +261,7 @@ CHECKS: tuple[Check, ...] = (
     _run_directory,
     _engine_ports,
     _deterministic,
+    _certificates,
     _forwarded,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (

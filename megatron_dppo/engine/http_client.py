@@ -6,6 +6,7 @@ blocks calls it through ``system.async_runner.AsyncRunner``. Loads neither torch
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
@@ -62,14 +63,21 @@ class HttpClient:
         api_key: opens generation and information.
         admin_api_key: opens whatever changes the server (SGLang refuses the API key there once an
             admin key is set). A server without one takes the API key for both.
+        ca_file: PEM file of the authorities whose certificates are trusted, where ``url`` has https;
+            None: the system's.
     """
 
     def __init__(
-        self, url: str, api_key: str | None = None, admin_api_key: str | None = None
+        self,
+        url: str,
+        api_key: str | None = None,
+        admin_api_key: str | None = None,
+        ca_file: str | None = None,
     ) -> None:
         self.url = url.rstrip("/")
         self._api_headers = _bearer(api_key)
         self._admin_headers = _bearer(admin_api_key or api_key)
+        self._ca_file = ca_file
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -190,7 +198,13 @@ class HttpClient:
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS)
+            connector = aiohttp.TCPConnector(
+                limit=0,
+                keepalive_timeout=_KEEP_ALIVE_SECONDS,
+                ssl=ssl.create_default_context(cafile=self._ca_file)
+                if self.url.startswith("https:")
+                else True,
+            )
             self._session = aiohttp.ClientSession(connector=connector)
         return self._session
 

@@ -46,6 +46,8 @@ class HttpRouterProcess(ChildServer):
         where = engine.host if host is None else host
         super().__init__(where, port, log_path, engine.start_timeout_s, runtime)
         self._options = http_router_options(where, port, metrics_port, engine.router_policy)
+        if engine.ca_file is not None:
+            self._options["ca_cert_paths"] = [engine.ca_file]
         self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
 
     def _command(self) -> Sequence[str]:

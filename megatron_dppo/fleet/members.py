@@ -16,10 +16,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Member:
-    """A server and what it asks of its clients."""
+    """A server, what it asks of its clients, and who must have signed its certificate (None: whom the
+    system trusts)."""
 
     server: Server
     keys: Keys
+    ca_file: str | None = None
 
 
 @dataclass(eq=False)
@@ -54,4 +56,4 @@ async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]])
 
 def client_of(member: Member) -> EngineClient:
     """A client of one server; ``close`` it."""
-    return EngineClient(member.server.url, member.keys.api, member.keys.admin)
+    return EngineClient(member.server.url, member.keys.api, member.keys.admin, member.ca_file)

@@ -61,6 +61,7 @@ class FleetMembership:
         self.folder = folder
         self.folder.sync_configured(config.urls)
         self._start_timeout = config.start_timeout_s
+        self._ca_file = config.ca_file
         self._runner = runner
         self._check = check
         self._stop = stop
@@ -146,10 +147,13 @@ class FleetMembership:
         barred = {*self._gone, *self._out}
         kept = {m.server for m in members if m.server in published} - barred
         return [
-            Member(server, self.folder.keys(server))
+            self._member(server)
             for server in published
             if server in kept or self._may_join(server, urgent=not kept)
         ]
+
+    def _member(self, server: Server) -> Member:
+        return Member(server, self.folder.keys(server), self._ca_file)
 
     def _may_join(self, server: Server, *, urgent: bool) -> bool:
         """Ask a newcomer, or one that was lost elsewhere; in a while again where it says nothing."""
@@ -159,7 +163,7 @@ class FleetMembership:
         now = time.monotonic()
         if not urgent and now < self._asked.get(server, -_ASK_AGAIN_S) + _ASK_AGAIN_S:
             return False
-        member = Member(server, self.folder.keys(server))
+        member = self._member(server)
         if not (self._generates if came_back else self._answers)(member) or not self._fits(member):
             self._asked[server] = now
             return False
@@ -229,9 +233,9 @@ class FleetMembership:
 
 def member_to_json(member: Member) -> list[Any]:
     """For the other ranks."""
-    return [asdict(member.server), asdict(member.keys)]
+    return [asdict(member.server), asdict(member.keys), member.ca_file]
 
 
 def member_from_json(value: list[Any]) -> Member:
     """What ``member_to_json`` wrote."""
-    return Member(Server(**value[0]), Keys(**value[1]))
+    return Member(Server(**value[0]), Keys(**value[1]), value[2])

@@ -263,7 +263,7 @@ class EngineSession:
     async def _open_weights(self, member: Member) -> EngineWeights:
         server, keys = member.server, member.keys
         return await EngineWeights.connect(
-            HttpClient(server.url, keys.api, keys.admin),
+            HttpClient(server.url, keys.api, keys.admin, member.ca_file),
             self._trainer.shape,
             self._config.model.dtype,
             timeout_s=self._config.weight_sync.timeout_s,

@@ -345,3 +345,12 @@ def test_many_problems_are_a_screen():
     assert len(str(error).splitlines()) == 18
     assert str(error).endswith("key15: wrong\n  and 984 more")
     assert len(error.problems) == 1000
+
+
+@pytest.mark.parametrize("content", [None, "no certificate"])
+def test_the_file_of_authorities_holds_certificates(problems, tmp_path, content):
+    path = tmp_path / "ca.pem"
+    if content is not None:
+        path.write_text(content)
+    [problem] = problems(f"engine.ca_file={path}")
+    assert f"engine.ca_file: got '{path}', expected a PEM file of certificates: " in problem
