@@ -12,7 +12,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_dppo.fleet.folder import FleetFolder
+from megatron_dppo.fleet.record import FleetRecord
+from megatron_dppo.fleet.remote_record import RecordLostError, record_of_command
 from megatron_dppo.logging import fatal
 
 MODULE = "megatron_dppo.fleet"
@@ -24,20 +25,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not Path(words.run_directory).is_dir():
         fatal(f"{words.run_directory}: expected the folder of a run (run.directory)")
     try:
-        _ACTIONS[words.action](FleetFolder(words.run_directory), words)
-    except (ValueError, OSError) as error:
+        _ACTIONS[words.action](record_of_command(words.run_directory), words)
+    except (ValueError, OSError, RecordLostError) as error:
         fatal(str(error))
     return 0
 
 
-def _list(folder: FleetFolder, words: argparse.Namespace) -> None:
-    status = folder.status()
+def _list(record: FleetRecord, words: argparse.Namespace) -> None:
+    status = record.status()
     states = status.get("servers", {})
     rows = [("NAME", "URL", "START", "STATE")]
-    for server in folder.servers():
+    for server in record.servers():
         start = f"{server.incarnation}" if server.replaceable else "attached"
         rows.append((server.name, server.url, start, states.get(server.name, "not yet seen")))
-    if (router := folder.router()) is not None:
+    if (router := record.router()) is not None:
         rows.append((router.name, router.url, f"{router.incarnation}", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     for row in rows:
@@ -47,17 +48,17 @@ def _list(folder: FleetFolder, words: argparse.Namespace) -> None:
         print(f"weight version {version}")
 
 
-def _add(folder: FleetFolder, words: argparse.Namespace) -> None:
-    server = folder.attach(words.url)
+def _add(record: FleetRecord, words: argparse.Namespace) -> None:
+    server = record.attach(words.url)
     print(f"{server.name} is attached; it serves from the run's next weight update on")
 
 
-def _remove(folder: FleetFolder, words: argparse.Namespace) -> None:
-    server = folder.detach(words.url)
+def _remove(record: FleetRecord, words: argparse.Namespace) -> None:
+    server = record.detach(words.url)
     print(f"{server.name} is detached; the run leaves it at its next weight update")
 
 
-_ACTIONS: dict[str, Callable[[FleetFolder, argparse.Namespace], None]] = {
+_ACTIONS: dict[str, Callable[[FleetRecord, argparse.Namespace], None]] = {
     "list": _list,
     "add": _add,
     "remove": _remove,

@@ -5,6 +5,7 @@ command.
       servers/<name>.json   one healthy server; attached ones are there whatever their health
       router.json           the router, while it is healthy
       lost/<name>.json      {incarnation}: a rank wants that one replaced, for it no longer answers
+      endpoint.json         {url, host, key_file}: where the run's own process answers; fleet/endpoint.py
       status.json           what the ranks make of it: weight version, servers that serve or not
 
 The folder is its owner's alone. Files appear by a rename, so that a reader sees a whole file or none. One
@@ -86,6 +87,15 @@ class Keys:
         return cls() if told is None else cls(**json.loads(told))
 
 
+@dataclass(frozen=True)
+class EndpointPlace:
+    """Where the record is offered while the run runs. ``key_file``: on ``host``, holds the admin key."""
+
+    url: str
+    host: str
+    key_file: str
+
+
 class FleetFolder:
     """``<run.directory>/engine``; made where it is missing. ``keys``: of the servers started here.
 
@@ -98,6 +108,7 @@ class FleetFolder:
         self._refused: set[Path] = set()
         self._servers = self.path / "servers"
         self._lost = self.path / "lost"
+        self._endpoint = self.path / "endpoint.json"
         self._status = self.path / "status.json"
         for folder in (self.path, self._servers, self._lost):
             make_private_folder(folder)
@@ -136,6 +147,7 @@ class FleetFolder:
         for path in self._lost.glob("*.json"):
             path.unlink(missing_ok=True)
         self._status.unlink(missing_ok=True)
+        self.withdraw_endpoint()
 
     def _place(self, name: str) -> Path:
         return (self.path if name == ROUTER else self._servers) / f"{name}.json"
@@ -168,6 +180,27 @@ class FleetFolder:
                 self.withdraw(server.name)
         for url in sorted(wanted - {server.url for server in self.servers()}):
             self.attach(url, "config")
+
+    # --- the endpoint
+
+    def publish_endpoint(self, place: EndpointPlace) -> None:
+        """Say where this record is offered over HTTP."""
+        write_private(self._endpoint, json.dumps(asdict(place)))
+
+    def endpoint(self) -> EndpointPlace | None:
+        """Where it is offered; None where no process does."""
+        found = self._read(self._endpoint)
+        if found is None:
+            return None
+        try:
+            return EndpointPlace(**{name: str(value) for name, value in found.items()})
+        except TypeError:
+            _set_aside(self._endpoint)
+            return None
+
+    def withdraw_endpoint(self) -> None:
+        """It is offered no more."""
+        self._endpoint.unlink(missing_ok=True)
 
     # --- keys
 

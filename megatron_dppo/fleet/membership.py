@@ -19,8 +19,9 @@ from typing import Any
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineError, EngineMismatchError
-from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.fleet.folder import Keys, Server
 from megatron_dppo.fleet.members import Member, client_of
+from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
 
@@ -52,7 +53,7 @@ class FleetMembership:
 
     def __init__(
         self,
-        folder: FleetFolder,
+        folder: FleetRecord,
         config: EngineConfig,
         runner: AsyncRunner,
         check: Callable[[Member], Coroutine[Any, Any, None]],

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from megatron_dppo.engine.child_server import ChildServer
 from megatron_dppo.engine.errors import PortHeldError
+from megatron_dppo.fleet.endpoint import FleetEndpoint
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.restarts import RestartBudget
 from megatron_dppo.system.processes import describe_exit, quote
@@ -187,6 +188,7 @@ class SupervisedFleet:
         router: None where the run has none.
         folder: where the processes are published.
         keys: what clients of these processes must show; they reach no file.
+        endpoint: offers ``folder`` to ranks and commands; None in tests of the processes alone.
     """
 
     def __init__(
@@ -195,15 +197,25 @@ class SupervisedFleet:
         router: SupervisedServer | None,
         folder: FleetFolder,
         keys: Keys,
+        endpoint: FleetEndpoint | None = None,
     ) -> None:
         self._servers = list(servers)
         self._router = router
         self._folder = folder
         self.keys = keys
+        self._endpoint = endpoint
         self._ended: list[SupervisedServer] = []
+
+    @property
+    def rank_variables(self) -> dict[str, str]:
+        """The environment in which ranks find the servers and their keys."""
+        endpoint = {} if self._endpoint is None else self._endpoint.variables
+        return {**self.keys.to_variables(), **endpoint}
 
     def start(self) -> None:
         """Start every process and return at once."""
+        if self._endpoint is not None:
+            self._endpoint.start()
         for server in self._running():
             server.start()
 
@@ -231,6 +243,8 @@ class SupervisedFleet:
         with ThreadPoolExecutor(max(1, len(everything)), "stop") as pool:
             for ended in [pool.submit(server.stop, at_once=at_once) for server in everything]:
                 ended.result()
+        if self._endpoint is not None:
+            self._endpoint.stop()
 
     def _running(self) -> list[SupervisedServer]:
         return self._servers + ([self._router] if self._router is not None else [])

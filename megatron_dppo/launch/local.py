@@ -43,8 +43,8 @@ def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
             fleet = supervised_fleet(config, directory, placement, lambda host: runtime)
         directory.write_config(resolved_yaml(config))
         lease = directory.lease
-        keys = {} if fleet is None else fleet.keys.to_variables()
-        variables = {NONCE_VARIABLE: lease.fence.nonce, **keys}
+        found = {} if fleet is None else fleet.rank_variables
+        variables = {NONCE_VARIABLE: lease.fence.nonce, **found}
         outputs = rank_outputs(config, directory)
         command = rank_command(module, directory)
         ranks = RankGroup(command, outputs, port, variables, master_host=host)

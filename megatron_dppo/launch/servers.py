@@ -11,12 +11,15 @@ from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.engine.child_server import ChildServer, Runtime
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
 from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
 from megatron_dppo.fleet.http_router_process import HttpRouterProcess
 from megatron_dppo.fleet.restarts import RestartBudget
 from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
+from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.placement import Host, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.ports import FreePorts
 
 _SEEDS_PER_START = 10_007
@@ -72,12 +75,13 @@ class _Maker:
 def supervised_fleet(
     config: TrainConfig, directory: RunDirectory, placement: Placement, runtime_at: RuntimeAt
 ) -> SupervisedFleet:
-    """The run's servers and HTTP router, not started, under new keys, but for the API key where the
-    environment has one."""
+    """The run's servers and HTTP router, not started, under new keys, but for those that the
+    environment has. The folder is offered to the ranks by this process."""
     engine = config.engine
     # The router hands its client's key on, so the servers of a fleet take the same one.
     api_key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
-    keys = Keys(api_key, secrets.token_urlsafe(32))
+    admin = admin_key()
+    keys = Keys(api_key, admin)
     # A resumed run, or a restarted server, must not draw the samples of its beginning once more.
     seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
     maker = _Maker(config, directory, keys, seed, FreePorts(engine.host), runtime_at)
@@ -94,7 +98,12 @@ def supervised_fleet(
     router, beside = None, placement.router
     if beside is not None:
         router = supervised(ROUTER, lambda i: maker.router(beside, i), "the router")
-    return SupervisedFleet(servers, router, folder, keys)
+    try:
+        host = control_host(config.parallel.interface, placement.master_address)
+        endpoint = FleetEndpoint(folder, admin, host)
+    except (InterfaceError, OSError) as error:
+        raise LaunchError(f"parallel.interface: the supervisor can't listen: {error}") from error
+    return SupervisedFleet(servers, router, folder, keys, endpoint)
 
 
 def _budget(engine: EngineConfig) -> RestartBudget:

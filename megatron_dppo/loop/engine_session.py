@@ -23,6 +23,7 @@ from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
+from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
 from megatron_dppo.fleet.generation_run import Generation, Outcome
@@ -34,6 +35,7 @@ from megatron_dppo.fleet.membership import (
     member_from_json,
     member_to_json,
 )
+from megatron_dppo.fleet.remote_record import record_of_rank
 from megatron_dppo.loop.stopping import RunStoppedError
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadcast_json
@@ -70,7 +72,12 @@ class EngineSession:
         self._trainer = trainer
         self._stop = stop
         self._runner = AsyncRunner()
-        self._folder = FleetFolder(config.run.directory, Keys.handed_down())
+        self._record = record_of_rank(config.run.directory)
+        self._endpoint: FleetEndpoint | None = None
+        if isinstance(self._record, FleetFolder) and trainer.topology.rank == 0:
+            host = control_host(config.parallel.interface, "127.0.0.1")
+            self._endpoint = FleetEndpoint(self._record, admin_key(), host)
+            self._endpoint.start()
         router = None
         if config.engine.uses_router:
             router = HttpRouterLink(self._find_router, registers=trainer.topology.rank == 0)
@@ -78,7 +85,7 @@ class EngineSession:
         self._membership: FleetMembership | None = None
         if trainer.topology.rank == 0:
             self._membership = FleetMembership(
-                self._folder, config.engine, self._runner, self._check_newcomer, stop
+                self._record, config.engine, self._runner, self._check_newcomer, stop
             )
         self._members: list[Member] = []
         self._attached = False
@@ -108,6 +115,8 @@ class EngineSession:
         self._runner.cancel_all()  # while there are clients that can abort it on the servers
         self._runner.run(self._fleet.close())
         self._runner.close()
+        if self._endpoint is not None:
+            self._endpoint.stop()
 
     def connect(self) -> None:
         """Wait for the servers and attach to them. Raises RunStoppedError, EngineUnavailableError."""
@@ -270,12 +279,12 @@ class EngineSession:
         )
 
     def _find_router(self) -> tuple[Server, Keys] | None:
-        router = self._folder.router()
-        return None if router is None else (router, self._folder.keys(router))
+        router = self._record.router()
+        return None if router is None else (router, self._record.keys(router))
 
     def _report_lost(self, server: Server) -> None:
         if server.replaceable:
-            self._folder.report_lost(server)
+            self._record.report_lost(server)
 
 
 def first_failure(error: str | None) -> str | None:

@@ -187,13 +187,13 @@ class _Start:
         if generates(config):
             fleet = supervised_fleet(config, directory, placement, self._runtime_at)
         lease = directory.lease
-        keys = {} if fleet is None else fleet.keys.to_variables()
+        found = {} if fleet is None else fleet.rank_variables
         ranks = SrunRanks(
             rank_command(MODULE, directory),
             directory,
             placement,
             self._form(server=False),
-            {NONCE_VARIABLE: lease.fence.nonce, **keys},
+            {NONCE_VARIABLE: lease.fence.nonce, **found},
         )
         return Supervisor(ranks, fleet, lambda: lease.taken_over, self._stops)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,6 +20,8 @@ from megatron_dppo.system.interfaces import (
 )
 from megatron_dppo.system.tcp_store import listening_store
 from megatron_dppo.trainer import platform
+
+log = logging.getLogger(__name__)
 
 COLLECTIVE_TIMEOUT = timedelta(hours=2)
 """Must exceed the longest generation, during which the other ranks wait in a collective.
@@ -75,8 +78,8 @@ def init_distributed(world_size: int, interface: str | None = None) -> None:
     """Join the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Without RANK: a group of this process alone. Every listener that this opens is bound to
-    ``interface``, the rendezvous to MASTER_ADDR; None: loopback where MASTER_ADDR is, else what gloo
-    and NCCL choose. Raises ValueError if WORLD_SIZE is not ``world_size``, or for an interface that
+    ``interface``; None: the rendezvous to MASTER_ADDR, the others to loopback where that is, else to
+    what gloo and NCCL choose. Raises ValueError if WORLD_SIZE is not ``world_size``, or for an interface that
     this machine lacks.
     """
     given = int(os.environ.get("WORLD_SIZE", "1"))
@@ -87,7 +90,7 @@ def init_distributed(world_size: int, interface: str | None = None) -> None:
     backend = platform.current().distributed_backend
     if "RANK" in os.environ:
         _name_interface(interface)
-        rank, store = int(os.environ["RANK"]), _store(given)
+        rank, store = int(os.environ["RANK"]), _store(given, interface)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=given, timeout=COLLECTIVE_TIMEOUT
         )
@@ -100,19 +103,33 @@ def _name_interface(interface: str | None) -> None:
     if interface is not None:
         name = interface_of(interface_address(interface)) or interface
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
-    elif is_loopback(os.environ["MASTER_ADDR"]):
+    elif is_loopback(os.environ["MASTER_ADDR"]) and _on_one_host():
         loopback = interface_of(resolve(os.environ["MASTER_ADDR"]))
         if loopback is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
-def _store(world_size: int) -> dist.Store:
+def _store(world_size: int, interface: str | None) -> dist.Store:
     """The rendezvous at MASTER_ADDR, which rank 0 hosts unless torchrun does."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if os.environ["RANK"] == "0" and not hosted:
-        return listening_store(host, port, world_size, COLLECTIVE_TIMEOUT)
-    return dist.TCPStore(host, port, world_size, False, COLLECTIVE_TIMEOUT)
+    if os.environ["RANK"] != "0" or hosted:
+        return dist.TCPStore(host, port, world_size, False, COLLECTIVE_TIMEOUT)
+    where = host if interface is None else interface_address(interface)
+    if is_loopback(where) and not _on_one_host():  # as many machines call themselves
+        log.warning(
+            "the ranks' rendezvous listens on every interface: MASTER_ADDR, %s, is loopback here; "
+            "name a network interface in parallel.interface",
+            host,
+        )
+        return dist.TCPStore(host, port, world_size, True, COLLECTIVE_TIMEOUT)
+    return listening_store(where, port, world_size, COLLECTIVE_TIMEOUT)
+
+
+def _on_one_host() -> bool:
+    """Whether the launcher says that all ranks are on this machine."""
+    world = os.environ["WORLD_SIZE"]
+    return os.environ.get("LOCAL_WORLD_SIZE", world) == world
 
 
 def init_topology(layout: Layout, *, gloo_groups: bool = False) -> Topology:

@@ -125,7 +125,7 @@ def main() -> int:
         router = supervised("router", spec["router"]) if spec["router"] else None
         fleet = SupervisedFleet(servers, router, folder, Keys("a", "b"))
         lease = directory.lease
-        variables = {NONCE_VARIABLE: lease.fence.nonce, **fleet.keys.to_variables()}
+        variables = {NONCE_VARIABLE: lease.fence.nonce, **fleet.rank_variables}
         ranks = RankGroup(command, outputs, 1, variables)
         return Supervisor(ranks, fleet, lambda: lease.taken_over).run().code
 

@@ -1,0 +1,267 @@
+"""The record of a run's servers over HTTP: the real endpoint, the real client, the real command."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import socket
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import psutil
+import pytest
+
+from megatron_dppo.fleet import __main__ as command
+from megatron_dppo.fleet import remote_record
+from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
+from megatron_dppo.fleet.folder import ROUTER, EndpointPlace, FleetFolder, Keys, Server
+from megatron_dppo.fleet.remote_record import (
+    RecordLostError,
+    RemoteRecord,
+    record_of_command,
+    record_of_rank,
+)
+from megatron_dppo.logging import FatalError
+
+KEY = "the admin key"
+KEYS = Keys("user", KEY)
+HERE = Server("engine0", "http://127.0.0.1:30000", 3, 17)
+OTHER = "http://10.0.0.9:3"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> FleetFolder:
+    return FleetFolder(tmp_path / "run", KEYS)
+
+
+@pytest.fixture
+def endpoint(folder: FleetFolder) -> Iterator[FleetEndpoint]:
+    with FleetEndpoint(folder, KEY, "127.0.0.1") as running:
+        yield running
+
+
+@pytest.fixture
+def remote(endpoint: FleetEndpoint) -> RemoteRecord:
+    return RemoteRecord(endpoint.url, KEYS)
+
+
+def test_a_rank_reads_and_tells_what_the_folder_holds(
+    folder: FleetFolder, remote: RemoteRecord
+) -> None:
+    assert (remote.servers(), remote.router(), remote.status()) == ([], None, {})
+    folder.publish(HERE)
+    folder.publish(router := Server(ROUTER, "http://127.0.0.1:9", 1, 2))
+    assert (remote.servers(), remote.router()) == ([HERE], router)
+    assert remote.keys(HERE) == KEYS
+    remote.sync_configured([OTHER])
+    attached = Server("http-10.0.0.9-3", OTHER, origin="config")
+    assert remote.servers() == folder.servers() == [HERE, attached]
+    remote.publish_status(4, {"engine0": "serves"})
+    assert remote.status() == folder.status() == {"version": 4, "servers": {"engine0": "serves"}}
+    remote.report_lost(HERE)
+    assert folder.take_report("engine0") == 3
+
+
+@pytest.mark.parametrize("name", ["../../engine0", "engine1"])
+def test_a_report_on_what_is_no_server_writes_no_file(
+    folder: FleetFolder, remote: RemoteRecord, tmp_path: Path, name: str
+) -> None:
+    folder.publish(HERE)
+    before = sorted(tmp_path.rglob("*"))
+    remote.report_lost(Server(name, HERE.url, 3))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("key", [None, "", "user", KEY[:-1], f"{KEY} "])
+def test_without_the_admin_key_nothing_is_told_or_changed(
+    folder: FleetFolder, endpoint: FleetEndpoint, key: str | None
+) -> None:
+    stranger = RemoteRecord(endpoint.url, Keys("user", key))
+    for action in (stranger.servers, lambda: stranger.attach(OTHER)):
+        with pytest.raises(ValueError, match="the admin key is missing or wrong"):
+            action()
+    assert folder.servers() == []
+
+
+def post(url: str, path: str, body: bytes, **headers: str) -> tuple[int, str]:
+    place = urlsplit(url)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=5)
+    connection.request("POST", path, body, {"Authorization": f"Bearer {KEY}", **headers})
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/fleet/publish", b"{}"),
+        ("/fleet/__init__", b"{}"),
+        ("/fleet/attach", b"{}"),
+        ("/fleet/attach", b'{"url": 3}'),
+        ("/fleet/attach", b'{"url": "http://../../x:1"}'),
+        ("/fleet/attach", b"[]"),
+        ("/fleet/attach", b"[" * 100_000),
+        ("/fleet/attach", b"\x80\x04\x95pickle"),
+        ("/fleet/sync_configured", b'{"urls": 3}'),
+        ("/fleet/publish_status", b'{"version": [], "states": {}}'),
+    ],
+)
+def test_what_is_no_question_is_refused(
+    folder: FleetFolder, endpoint: FleetEndpoint, path: str, body: bytes
+) -> None:
+    status, _ = post(endpoint.url, path, body)
+    assert status == 400
+    assert folder.servers() == []
+    assert folder.status() == {}
+
+
+def test_a_long_question_is_not_read(endpoint: FleetEndpoint) -> None:
+    status, error = post(endpoint.url, "/fleet/attach", b"", **{"Content-Length": str(1 << 30)})
+    assert status == 400
+    assert "Content-Length" in error
+
+
+def test_it_listens_on_one_address_and_its_files_are_its_owners(
+    folder: FleetFolder, endpoint: FleetEndpoint
+) -> None:
+    port = urlsplit(endpoint.url).port
+    listeners = psutil.Process().net_connections("tcp")
+    own = {c.laddr.ip for c in listeners if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
+    assert own == {"127.0.0.1"}
+    place = folder.endpoint()
+    assert place is not None
+    assert place.host == socket.gethostname()
+    key_file = Path(place.key_file)
+    assert key_file.read_text() == KEY
+    assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(key_file.parent.stat().st_mode) == 0o700
+    assert not key_file.is_relative_to(folder.path.parent)
+    files = [p for p in folder.path.parent.rglob("*") if p.is_file()]
+    assert not any(KEY in p.read_text() for p in files)
+    endpoint.stop()
+    assert folder.endpoint() is None
+    assert not key_file.parent.exists()
+
+
+def test_it_leaves_the_file_of_a_start_that_took_over(
+    folder: FleetFolder, endpoint: FleetEndpoint
+) -> None:
+    theirs = EndpointPlace("http://10.0.0.2:1", "b", "/tmp/key")
+    folder.publish_endpoint(theirs)
+    endpoint.stop()
+    assert folder.endpoint() == theirs
+
+
+def test_where_it_listens() -> None:
+    assert control_host(None, "10.0.0.7") == "10.0.0.7"
+    assert control_host(None, "0.0.0.0") == "127.0.0.1"
+    assert control_host("lo", "10.0.0.7") == "127.0.0.1"
+
+
+def test_the_key_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", "mine")
+    assert admin_key() == "mine"
+    monkeypatch.delenv("MEGATRON_DPPO_ADMIN_API_KEY")
+    assert len(admin_key()) > 30
+    assert admin_key() != admin_key()
+
+
+def test_a_rank_finds_it_in_its_environment(
+    endpoint: FleetEndpoint, folder: FleetFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = str(folder.path.parent)
+    assert isinstance(record_of_rank(directory), FleetFolder)
+    for name, value in {**KEYS.to_variables(), **endpoint.variables}.items():
+        monkeypatch.setenv(name, value)
+    folder.publish(HERE)
+    found = record_of_rank(directory)
+    assert isinstance(found, RemoteRecord)
+    assert found.servers() == [HERE]
+
+
+def test_a_record_that_is_gone_is_an_error_or_a_warning(
+    endpoint: FleetEndpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_record, "_PAUSE_S", 0.0)
+    endpoint.stop()
+    gone = RemoteRecord(endpoint.url, KEYS)
+    with pytest.raises(RecordLostError, match=f"{endpoint.url}/fleet/servers: .*refused"):
+        gone.servers()
+    assert gone.router() is None
+    gone.publish_status(1, {})
+    gone.report_lost(HERE)
+    assert len(caplog.records) == 3
+
+
+# --- the command
+
+
+def run(folder: Path, *words: str) -> None:
+    assert command.main([str(folder), *words]) == 0
+
+
+def test_the_command_needs_no_fresh_view_of_the_folder(
+    folder: FleetFolder, endpoint: FleetEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A host on which the folder still looks as it did when the run began, but for one file."""
+    folder.publish(HERE)
+    folder.publish_status(4, {"engine0": "serves"})
+    stale = tmp_path / "stale"
+    (stale / "engine").mkdir(parents=True)
+    shutil.copy(folder.path / "endpoint.json", stale / "engine")
+    run(stale, "add", OTHER)
+    assert [s.url for s in folder.servers()] == [HERE.url, OTHER]
+    run(stale, "list")
+    shown = capsys.readouterr().out
+    assert "engine0          http://127.0.0.1:30000  3         serves" in shown
+    assert "http-10.0.0.9-3  http://10.0.0.9:3       attached  not yet seen" in shown
+    assert "weight version 4" in shown
+    run(stale, "remove", OTHER)
+    assert folder.servers() == [HERE]
+    assert not list((stale / "engine" / "servers").iterdir())
+    with pytest.raises(FatalError, match="is no attached server"):
+        run(stale, "remove", OTHER)
+
+
+def test_the_command_on_another_host_wants_the_key_and_a_way_there(
+    folder: FleetFolder, endpoint: FleetEndpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = folder.endpoint()
+    assert place is not None
+    directory = folder.path.parent
+    os.unlink(place.key_file)  # files of the run's host are not seen here
+    monkeypatch.delenv("MEGATRON_DPPO_ADMIN_API_KEY", raising=False)
+    with pytest.raises(FatalError, match="wants its admin key"):
+        run(directory, "add", OTHER)
+    monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", KEY)
+    run(directory, "add", OTHER)
+    assert [s.url for s in folder.servers()] == [OTHER]
+    folder.publish_endpoint(EndpointPlace(place.url, "far", place.key_file))
+    with pytest.raises(FatalError, match="listens on far for commands from there alone"):
+        run(directory, "list")
+
+
+def test_the_command_of_a_run_that_was_killed_writes_the_folder(
+    folder: FleetFolder, endpoint: FleetEndpoint
+) -> None:
+    place = folder.endpoint()
+    assert place is not None
+    endpoint.stop()
+    folder.publish_endpoint(place)
+    assert isinstance(record_of_command(str(folder.path.parent)), FleetFolder)
+    run(folder.path.parent, "add", OTHER)
+    assert [s.url for s in folder.servers()] == [OTHER]
+
+
+def test_a_key_file_that_others_may_write_is_refused(
+    folder: FleetFolder, endpoint: FleetEndpoint
+) -> None:
+    place = folder.endpoint()
+    assert place is not None
+    Path(place.key_file).chmod(0o666)
+    with pytest.raises(FatalError, match="others may write it"):
+        run(folder.path.parent, "list")
