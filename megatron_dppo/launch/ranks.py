@@ -16,6 +16,7 @@ from typing import Protocol
 
 from megatron_dppo.logging import TERMINAL_VARIABLE
 from megatron_dppo.system.processes import describe_exit, kill_families, quote, start_process, tail
+from megatron_dppo.system.runtime_directory import remove_shared_tensors
 
 LOOPBACK = "127.0.0.1"
 
@@ -142,6 +143,7 @@ class RankGroup:
     def kill(self) -> None:
         """SIGKILL ranks and their descendants; returns when they are gone."""
         kill_families([process for process in self._processes if process.poll() is None])
+        remove_shared_tensors(process.pid for process in self._processes)
 
 
 def keep_previous(path: Path) -> None:

@@ -23,12 +23,13 @@ from megatron_dppo.logging import shared_console
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.lease import Lease
 from megatron_dppo.system.lease_files import LeaseError
+from megatron_dppo.system.runtime_directory import remove_left_behind
 
 
 class RunDirectory:
     """Paths of one run, and the lease on them: a context manager that holds the lease.
 
-    Entering makes the folders and removes what a killed supervisor left published.
+    Entering makes the folders and removes what a killed start left published, and on this machine.
     Raises LaunchError where another start of the run holds the lease.
     """
 
@@ -84,6 +85,7 @@ class RunDirectory:
         except OSError as error:
             raise LaunchError(f"run.directory: can't write in {self.path}: {error}") from error
         self._lease = lease
+        remove_left_behind()
         fleet.withdraw_started()
         return self
 
@@ -95,6 +97,7 @@ class RunDirectory:
     ) -> None:
         if self.lease.taken_over is None:
             self.fleet.withdraw_started()
+        remove_left_behind()
         self.lease.release()
         self._lease = None
 

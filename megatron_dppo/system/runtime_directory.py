@@ -9,11 +9,12 @@ XDG_RUNTIME_DIR, which the system removes when its user logs out, while the run 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_dppo.system.lease_files import process_start
@@ -56,6 +57,14 @@ def remove_left_behind() -> None:
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
+
+
+def remove_shared_tensors(pids: Iterable[int]) -> None:
+    """Remove tensors that processes, all ended, shared through torch's files in shared memory."""
+    for pid in pids:
+        for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _left_behind(base: Path) -> Iterator[Path]:

@@ -16,6 +16,7 @@ from megatron_dppo.system.runtime_directory import (
     make_runtime_directory,
     private_name,
     remove_left_behind,
+    remove_shared_tensors,
     use_as_temporary,
 )
 
@@ -124,3 +125,13 @@ def test_what_belongs_to_others_stays(temporary: Path, monkeypatch: pytest.Monke
     assert {p.name for p in temporary.iterdir()} == {
         *names, "precious", f"mdppo-{user}-{namespace}-{pid}-1-link"
     }  # fmt: skip
+
+
+def test_tensors_that_ended_ranks_shared_are_removed(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runtime_directory, "SHARED_MEMORY", temporary)
+    for name in ("torch_12_34_0", "torch_123_4_0", "torch_13_1_0", "other"):
+        (temporary / name).touch()
+    remove_shared_tensors([12, 13, 99])
+    assert {p.name for p in temporary.iterdir()} == {"torch_123_4_0", "other"}

@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_dppo.checkpoint_conversion.hf_io import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
+from megatron_dppo.system.runtime_directory import private_name
 from megatron_dppo.weight_sync.engines import on_this_host
 from megatron_dppo.weight_sync.interfaces import Bucket, Transfer
 
@@ -57,7 +58,7 @@ class DiskStrategy:
         }
         where = self._transfer.directory or MEMORY
         Path(where).mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix="megatron-dppo-weights-", dir=where))
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{private_name()}weights-", dir=where))
         self._writer = self._writing.enter_context(ShardedWriter(self._folder / "hf", tensors))
 
     def send(self, bucket: Bucket) -> int:
