@@ -71,8 +71,8 @@ class SiteConfig(Section):
     """``--qos``."""
     reservation: str | None = None
     """``--reservation``."""
-    time: str | None = None
-    """``--time``: a Slurm time such as ``1-00:00:00``. Empty: the partition's default."""
+    time: str | int | None = None
+    """``--time``: a Slurm time such as ``1-00:00:00``, or minutes. Empty: the partition's default."""
     gpus_per_node: int = Field(default=8, ge=0)
     """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
     processes_per_node: int = Field(default=1, gt=0)
@@ -80,6 +80,8 @@ class SiteConfig(Section):
     checkpoint_margin_s: int = Field(default=900, gt=0)
     """Before the time limit: when the ranks are asked to end their step and save a checkpoint. Longer
     than a step and a checkpoint take."""
+    start_s: int = Field(default=900, gt=0)
+    """What a start and one step take at least; a shorter time limit is refused."""
     max_failures: int = Field(default=3, gt=0)
     """Starts in a row that fail without a new checkpoint before a run is given up."""
     sbatch_flags: list[str] = Field(default_factory=list)
