@@ -46,7 +46,10 @@ def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | 
 
     Raises RecordsError.
     """
-    line = next((x for x in _complete_lines(Path(directory) / FILE) if x["step"] == step), None)
+    line = next(
+        (x for x in _complete_lines(Path(directory) / MASKED_TOKENS_FILE) if x["step"] == step),
+        None,
+    )
     if line is None:
         return None
     return [

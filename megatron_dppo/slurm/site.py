@@ -82,6 +82,10 @@ class SiteConfig(Section):
     than a step and a checkpoint take."""
     start_s: int = Field(default=900, gt=0)
     """What a start and one step take at least; a shorter time limit is refused."""
+    preflight: bool = True
+    """Have every node show first that it can do the run's work (docs/preflight.md)."""
+    preflight_skip: list[str] = Field(default_factory=list)
+    """Checks of it to leave out."""
     max_failures: int = Field(default=3, gt=0)
     """Starts in a row that fail without a new checkpoint before a run is given up."""
     sbatch_flags: list[str] = Field(default_factory=list)

@@ -30,7 +30,7 @@ class SlurmRun:
         if not self.config.exists():
             write_material(folder)
         self.overrides = [f"engine.servers={servers}", "rollout.router_replay=true", *overrides]
-        site = {"gpus_per_node": 0, "checkpoint_margin_s": 30, **site}
+        site = {"gpus_per_node": 0, "checkpoint_margin_s": 30, "preflight": False, **site}
         self.site = folder / "site.yaml"
         self.site.write_text(json.dumps(site))
         self.job = 0
