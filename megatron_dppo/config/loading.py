@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -84,7 +84,17 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
         problem = f"got {given(tree)} at the top level, expected a table with the sections "
         raise ConfigError([problem + ", ".join(schema.model_fields)], str(path))
     # A section whose lines are all commented out parses as null and means an empty table.
-    return {name: {} if value is None else value for name, value in tree.items()}
+    return {
+        name: {} if value is None and _is_table(schema, name) else value
+        for name, value in tree.items()
+    }
+
+
+def _is_table(schema: type[Section], name: str) -> bool:
+    """Whether the schema has a table there; what it doesn't know counts as one."""
+    field = schema.model_fields.get(name)
+    annotation = None if field is None else field.annotation
+    return annotation is None or isinstance(annotation, type) or get_origin(annotation) is dict
 
 
 def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:

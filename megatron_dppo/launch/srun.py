@@ -48,6 +48,7 @@ class StepForm:
         tasks_per_host: int,
         output: str,
         stdin: bool,
+        tolerant: bool = False,
     ) -> list[str]:
         """The srun command line of a step.
 
@@ -58,6 +59,7 @@ class StepForm:
             tasks_per_host: on each of them, neighbours in rank.
             output: file of the tasks' output, appended to; ``%t`` is the task.
             stdin: whether the tasks read srun's standard input.
+            tolerant: a task that ends with an error leaves the others running.
         """
         return [
             "srun",
@@ -65,7 +67,7 @@ class StepForm:
             "--export=ALL",
             "--mpi=none",
             "--cpu-bind=none",
-            "--kill-on-bad-exit=1",
+            f"--kill-on-bad-exit={0 if tolerant else 1}",
             "--wait=0",
             f"--job-name={name}",
             f"--nodes={len(hosts)}",

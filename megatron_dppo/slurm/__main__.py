@@ -35,6 +35,97 @@ def _supervise(words: argparse.Namespace) -> int:
     return supervise(words.recipe, words.overrides, words.site)
 
 
+def _submit(words: argparse.Namespace) -> int:
+    """Checks a recipe, shows what it comes to, hands it to sbatch."""
+    from megatron_dppo.slurm.submit import Request, submit
+
+    return submit(
+        Request(
+            recipe=words.recipe,
+            overrides=words.overrides,
+            site_file=words.site,
+            site_overrides=words.set,
+            nodes=words.nodes,
+            sbatch_flags=words.sbatch,
+            dry_run=words.dry_run,
+        )
+    )
+
+
+def _status(words: argparse.Namespace) -> int:
+    """Tells where a run is: step, figures, servers, starts and why each ended."""
+    from megatron_dppo.slurm.status import require_run, status_lines
+
+    print("\n".join(status_lines(require_run(words.run))))
+    return 0
+
+
+def _watch(words: argparse.Namespace) -> int:
+    """Shows the status until the run's job is gone."""
+    from megatron_dppo.slurm.following import watch
+    from megatron_dppo.slurm.status import require_run
+
+    watch(require_run(words.run), words.every)
+    return 0
+
+
+def _stop(words: argparse.Namespace) -> int:
+    """Has a run save a checkpoint and end."""
+    from megatron_dppo.slurm.following import stop
+    from megatron_dppo.slurm.status import require_run
+
+    print(stop(require_run(words.run)))
+    return 0
+
+
+def _logs(words: argparse.Namespace) -> int:
+    """Shows the end of a run's logs."""
+    from megatron_dppo.slurm.run_logs import log_lines
+    from megatron_dppo.slurm.status import require_run
+
+    print("\n".join(log_lines(require_run(words.run), words.name, words.lines)))
+    return 0
+
+
+def _takes_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="the run's folder (run.directory)")
+
+
+def _takes_pace(parser: argparse.ArgumentParser) -> None:
+    _takes_run(parser)
+    parser.add_argument("--every", type=float, default=10.0, help="seconds between two looks")
+
+
+def _takes_log(parser: argparse.ArgumentParser) -> None:
+    _takes_run(parser)
+    parser.add_argument(
+        "name",
+        nargs="?",
+        help="such as rank3, engine0, router, slurm; by default supervisor and rank 0",
+    )
+    parser.add_argument("--lines", type=int, default=40, help="how many (default: 40)")
+
+
+def _takes_submission(parser: argparse.ArgumentParser) -> None:
+    _takes_recipe(parser)
+    parser.add_argument("--dry-run", action="store_true", help="show everything and submit nothing")
+    parser.add_argument("--nodes", type=int, help="how many; by default what the roles fill")
+    parser.add_argument(
+        "--set",
+        metavar="key=value",
+        action="append",
+        default=[],
+        help="replaces one value of the site file, such as time=04:00:00",
+    )
+    parser.add_argument(
+        "--sbatch",
+        metavar="FLAG",
+        action="append",
+        default=[],
+        help="--sbatch=FLAG: one more of sbatch",
+    )
+
+
 def _takes_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
     parser.add_argument(
@@ -44,6 +135,11 @@ def _takes_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Command]] = {
+    "submit": (_takes_submission, _submit),
+    "status": (_takes_run, _status),
+    "watch": (_takes_pace, _watch),
+    "stop": (_takes_run, _stop),
+    "logs": (_takes_log, _logs),
     "supervise": (_takes_recipe, _supervise),
 }
 

@@ -85,6 +85,10 @@ class AttemptBook:
         self._write(ended)
         return ended
 
+    def saved(self) -> int | None:
+        """Step of the newest checkpoint; None where none was written."""
+        return read_history(self._run).saved
+
     def reached(self, attempt: Attempt) -> Attempt:
         """``attempt`` with ``saved`` and ``recorded`` as the run's folder has them now."""
         history = read_history(self._run)

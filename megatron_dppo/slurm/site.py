@@ -71,15 +71,21 @@ class SiteConfig(Section):
     """``--qos``."""
     reservation: str | None = None
     """``--reservation``."""
-    time: str | None = None
-    """``--time``: a Slurm time such as ``1-00:00:00``. Empty: the partition's default."""
-    gpus_per_node: int | None = Field(default=8, ge=0)
+    time: str | int | None = None
+    """``--time``: a Slurm time such as ``1-00:00:00``, or minutes. Empty: the partition's default."""
+    gpus_per_node: int = Field(default=8, ge=0)
     """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
     processes_per_node: int = Field(default=1, gt=0)
     """Ranks and servers that a node without GPUs takes."""
     checkpoint_margin_s: int = Field(default=900, gt=0)
     """Before the time limit: when the ranks are asked to end their step and save a checkpoint. Longer
     than a step and a checkpoint take."""
+    start_s: int = Field(default=900, gt=0)
+    """What a start and one step take at least; a shorter time limit is refused."""
+    preflight: bool = True
+    """Have every node show first that it can do the run's work (docs/preflight.md)."""
+    preflight_skip: list[str] = Field(default_factory=list)
+    """Checks of it to leave out."""
     max_failures: int = Field(default=3, gt=0)
     """Starts in a row that fail without a new checkpoint before a run is given up."""
     sbatch_flags: list[str] = Field(default_factory=list)
@@ -92,13 +98,10 @@ class SiteConfig(Section):
 
     def devices(self, environment: Mapping[str, str]) -> int:
         """Devices of a node: of the job that ``environment`` describes, else as configured."""
+        if not self.gpus_per_node:
+            return int(environment.get("SLURM_NTASKS_PER_NODE") or self.processes_per_node)
         asked = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")
-        if asked:
-            return int(asked.rpartition(":")[2])
-        tasks = environment.get("SLURM_NTASKS_PER_NODE")
-        if tasks:
-            return int(tasks)
-        return self.gpus_per_node or self.processes_per_node
+        return int(asked.rpartition(":")[2]) if asked else self.gpus_per_node
 
 
 def site_path(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:

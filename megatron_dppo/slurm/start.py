@@ -1,0 +1,174 @@
+"""One start of a run inside its job: placed, inspected, checked, supervised, written down."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.child_server import Runtime
+from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.finished import is_finished
+from megatron_dppo.launch.local import generates, rank_command
+from megatron_dppo.launch.placement import (
+    Allocation,
+    Host,
+    Placement,
+    PlacementError,
+    Roles,
+    place,
+)
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.servers import supervised_fleet
+from megatron_dppo.launch.slurm_rank import port_base
+from megatron_dppo.launch.srun import SrunLauncher, StepForm
+from megatron_dppo.launch.srun_ranks import SrunRanks
+from megatron_dppo.launch.stops import StopRequests
+from megatron_dppo.launch.supervisor import Outcome, Supervisor
+from megatron_dppo.slurm import commands
+from megatron_dppo.slurm.attempts import Attempt, AttemptBook, fruitless
+from megatron_dppo.slurm.commands import SlurmError
+from megatron_dppo.slurm.decisions import Decision, decide
+from megatron_dppo.slurm.job import Job
+from megatron_dppo.slurm.site import SiteConfig
+from megatron_dppo.slurm.steps import MODULE, PreflightError, Steps
+from megatron_dppo.system.fence import NONCE_VARIABLE
+
+log = logging.getLogger(__name__)
+
+
+class Start:
+    """One start of the run inside its job."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        job: Job,
+        site: SiteConfig,
+        directory: RunDirectory,
+        stops: StopRequests,
+    ) -> None:
+        self._config = config
+        self._job = job
+        self._site = site
+        self._directory = directory
+        self._stops = stops
+        self._book = AttemptBook(directory.path)
+        self._left_out: dict[str, str] = {}
+
+    def run(self) -> Decision:
+        """Supervise it and write down how it ended."""
+        job, names = self._job, tuple(host.name for host in self._job.hosts)
+        node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
+        outcome = self._outcome()
+        ended = self._book.reached(replace(attempt, why="failed", ended=time.time()))
+        before = [a for a in self._book.all() if (a.job, a.attempt) != (job.id, job.attempt)]
+        decision = decide(
+            outcome,
+            finished=is_finished(self._config),
+            fruitless=fruitless([*before, ended]),
+            max_failures=self._site.max_failures,
+        )
+        bad = {**_bad_nodes(names), **self._left_out} if decision.requeue else {}
+        ended = replace(
+            ended,
+            why=decision.why,
+            detail=decision.detail,
+            requeued=decision.requeue,
+            excluded=tuple(bad.items()),
+        )
+        self._book.end(ended)
+        log.info(
+            "attempt %d of job %s: %s, checkpoint of step %d%s",
+            job.attempt,
+            job.id,
+            decision.why,
+            ended.saved,
+            "; the job starts again" if decision.requeue else "",
+        )
+        return replace(decision, exclude=tuple(bad))
+
+    def _outcome(self) -> Outcome:
+        """Place and check everything, then run; why nothing was started, where that is so."""
+        if is_finished(self._config):
+            return Outcome(0, "ended")
+        base = port_base(self._job.id)
+        self._directory.write_config(resolved_yaml(self._config))
+        try:
+            roles = Roles.of(self._config)
+            placement = place(roles, Allocation(self._job.hosts, base))
+            if self._site.preflight and (bad := self._preflight(placement)):
+                self._left_out = bad
+                sound = tuple(host for host in self._job.hosts if host.name not in bad)
+                placement = _place_again(roles, Allocation(sound, base), bad)
+        except PreflightError as error:
+            return Outcome(1, "failed", str(error))
+        except LaunchError as error:
+            return Outcome(2, "refused", str(error))
+        if stopped := self._stops.came():
+            return Outcome(stopped[0].code, "stopped", stopped[0].why)
+        log.info("attempt %d of job %s\n%s", self._job.attempt, self._job.id, placement.table())
+        refused = self._check(placement)
+        return self._supervisor(placement).run() if refused is None else refused
+
+    def _preflight(self, placement: Placement) -> dict[str, str]:
+        """Nodes that must be left out, with the reason. Raises PreflightError where none is to blame."""
+        steps = Steps(self._directory, self._form(server=False), self._stops)
+        return steps.preflight(self._config, self._job, placement, self._site.preflight_skip)
+
+    def _check(self, placement: Placement) -> Outcome | None:
+        steps = Steps(self._directory, self._form(server=False), self._stops)
+        return steps.check(placement.ranks[0].host)
+
+    def _supervisor(self, placement: Placement) -> Supervisor:
+        config, directory = self._config, self._directory
+        fleet = None
+        if generates(config):
+            fleet = supervised_fleet(config, directory, placement, self._runtime_at)
+        lease = directory.lease
+        keys = {} if fleet is None else fleet.keys.to_variables()
+        ranks = SrunRanks(
+            rank_command(MODULE, directory),
+            directory,
+            placement,
+            self._form(server=False),
+            {NONCE_VARIABLE: lease.fence.nonce, **keys},
+        )
+        return Supervisor(ranks, fleet, lambda: lease.taken_over, self._stops)
+
+    def _runtime_at(self, host: Host) -> Runtime:
+        launcher = SrunLauncher(host, "server", self._form(server=True))
+        python = self._config.engine.python
+        return Runtime(launcher) if python is None else Runtime(launcher, python)
+
+    def _form(self, *, server: bool) -> StepForm:
+        folder = str(Path.cwd())
+        return self._site.container.form(folder, server=server, flags=self._site.srun_flags)
+
+
+def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:
+    """The roles on the nodes that are left. Raises PreflightError where they are too few."""
+    told = "; ".join(f"{name}: {why}" for name, why in bad.items())
+    log.warning("preflight leaves out %s", told)
+    try:
+        if sound.hosts:
+            return place(roles, sound)
+    except PlacementError as error:
+        raise PreflightError(f"preflight left out {told}; {error}") from error
+    raise PreflightError(f"preflight left out every node: {told}")
+
+
+def _bad_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Nodes that Slurm can't use any more; empty where it can't be asked."""
+    try:
+        return commands.bad_nodes(names)
+    except SlurmError as error:
+        log.warning("%s", error)
+        return {}

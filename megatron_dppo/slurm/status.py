@@ -1,0 +1,160 @@
+"""``status``: where a run on Slurm is, told from its folder and Slurm's queue."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.loading import load_config
+from megatron_dppo.fleet.folder import FleetFolder
+from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.records import (
+    Record,
+    RecordsError,
+    mean_accuracy,
+    read_records,
+    step_of,
+)
+from megatron_dppo.slurm.attempts import RUNNING, VANISHED, Attempt, AttemptBook, one_line
+from megatron_dppo.slurm.commands import SlurmError, slurm
+from megatron_dppo.slurm.run_logs import important_lines
+from megatron_dppo.slurm.submission import JOB_FILE
+
+_ENDED = {"done", "asked", "cancelled", "refused", "succeeded"}
+_LINES = 8
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What squeue says of a job. ``state``: None where it knows none."""
+
+    job: str | None
+    state: str | None
+    reason: str = ""
+
+    @property
+    def alive(self) -> bool:
+        """Whether the job runs, or waits to."""
+        return self.state is not None
+
+
+def require_run(directory: str) -> Path:
+    """The folder of a run. Raises LaunchError where there is none."""
+    path = Path(directory)
+    if not (path / JOB_FILE).is_file() and not (path / "attempts").is_dir():
+        raise LaunchError(f"{directory}: expected the folder of a run on Slurm (run.directory)")
+    return path
+
+
+def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
+    """The state of the run's newest job."""
+    file = directory / JOB_FILE
+    job = file.read_text(encoding="utf-8").strip() if file.is_file() else None
+    if job is None and attempts:
+        job = attempts[-1].job
+    if job is None:
+        return JobState(None, None)
+    try:
+        shown = slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T %r").split()
+    except SlurmError:  # it forgets a job some minutes after its end, and then knows no such job
+        return JobState(job, None)
+    return JobState(job, shown[0] if shown else None, " ".join(shown[1:]))
+
+
+def status_lines(directory: Path) -> Iterator[str]:
+    """The whole status, for people."""
+    attempts = AttemptBook(directory).all()
+    job = job_state(directory, attempts)
+    yield f"run: {directory}"
+    yield f"state: {state_of(job, attempts)}"
+    yield from _progress(directory)
+    yield from _servers(directory, running=job.state == "RUNNING")
+    yield from _attempts(attempts, alive=job.alive)
+    lines = important_lines(directory, _LINES)
+    if lines:
+        yield "log lines that matter:"
+        yield from (f"  {line}" for line in lines)
+
+
+def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
+    """The run's state in a line."""
+    last = attempts[-1] if attempts else None
+    if job.state == "PENDING":
+        reason = f" ({job.reason})" if job.reason else ""
+        again = f", to start again after: {last.why}" if last is not None else ""
+        return f"job {job.job} waits{reason}{again}"
+    if job.state is not None:
+        count = f", start {last.attempt + 1}" if last is not None else ""
+        where = f" on {last.node}" if last is not None and last.why == RUNNING else ""
+        return f"job {job.job} is {job.state.lower()}{where}{count}"
+    if last is None:
+        return f"job {job.job} is gone and never started"
+    why = VANISHED if last.why == RUNNING else last.why
+    return f"ended: {why}" + ("" if why in _ENDED else "; submit it again to resume")
+
+
+def _progress(directory: Path) -> Iterator[str]:
+    try:
+        records = read_records(directory)
+    except (OSError, RecordsError):
+        records = []
+    if not records:
+        yield "step: none yet"
+        return
+    last = records[-1]
+    parts = [f"step: {step_of(last)}{_of_steps(directory)}"]
+    parts += _figure("reward", last.get(names.REWARD), "{:.3f}")
+    parts += _held_out(records)
+    parts += _figure("tokens/s", last.get(names.TOKENS_PER_SECOND), "{:,.0f}")
+    yield ", ".join(parts)
+    saved = AttemptBook(directory).saved()
+    yield f"last checkpoint: {'none' if saved is None else f'step {saved}'}"
+
+
+def _of_steps(directory: Path) -> str:
+    try:
+        return f" of {load_config(directory / 'config.yaml').run.steps}"
+    except ConfigError:
+        return ""
+
+
+def _figure(name: str, value: float | None, form: str) -> list[str]:
+    return [] if value is None else [f"{name} {form.format(value)}"]
+
+
+def _held_out(records: Sequence[Record]) -> list[str]:
+    for found in reversed(records):
+        if (accuracy := mean_accuracy(found)) is not None:
+            return [f"held-out {accuracy:.3f} (step {step_of(found)})"]
+    return []
+
+
+def _servers(directory: Path, *, running: bool) -> Iterator[str]:
+    if not running or not (directory / "engine").is_dir():
+        return
+    folder = FleetFolder(directory)
+    states = folder.status().get("servers", {})
+    for server in folder.servers():
+        start = f", start {server.incarnation}" if server.incarnation > 1 else ""
+        yield f"{server.name}: {server.url}, {states.get(server.name, 'not yet seen')}{start}"
+    if (router := folder.router()) is not None:
+        yield f"router: {router.url}"
+
+
+def _attempts(attempts: Sequence[Attempt], *, alive: bool) -> Iterator[str]:
+    if attempts:
+        yield "starts:"
+    for attempt in attempts:
+        began = time.strftime("%m-%d %H:%M:%S", time.localtime(attempt.started))
+        vanished = attempt.why == RUNNING and not (alive and attempt is attempts[-1])
+        why = VANISHED if vanished else attempt.why
+        lasted = "" if attempt.ended is None else f" after {attempt.ended - attempt.started:.0f} s"
+        parts = [f"  {attempt.job}-{attempt.attempt}  {began}  {attempt.node}  {why}{lasted}"]
+        parts += [f"checkpoint {attempt.first_saved} -> {attempt.saved}"] * (attempt.why != RUNNING)
+        parts += [f"left out {node} ({reason})" for node, reason in attempt.excluded]
+        parts += [one_line(attempt.detail, 160)] * bool(attempt.detail)
+        yield ", ".join(parts)

@@ -1,0 +1,80 @@
+"""``submit``: check a recipe, show what it comes to, hand it to sbatch."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.config.checks import check_config
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.loading import load_config, resolved_yaml
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.placement import PlacementError
+from megatron_dppo.slurm.commands import slurm
+from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
+from megatron_dppo.slurm.submission import CONFIG_FILE, JOB_FILE, SITE_FILE, Submission
+from megatron_dppo.system.files import write_atomically
+
+PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
+"""Names the interpreter of the batch process."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for."""
+
+    recipe: str
+    overrides: Sequence[str]
+    site_file: str | None = None
+    site_overrides: Sequence[str] = ()
+    nodes: int | None = None
+    sbatch_flags: Sequence[str] = ()
+    dry_run: bool = False
+
+
+def submit(request: Request) -> int:
+    """Submit it, or only show it; the exit code. Raises ConfigError, SlurmError."""
+    site = load_site(site_path(request.site_file), request.site_overrides)
+    config = load_config(request.recipe, request.overrides)
+    submission = _checked(config, site, request)
+    command = submission.command(request.sbatch_flags)
+    directory = submission.directory
+    print(f"run directory: {directory}\n")
+    print(f"{submission.placement.table()}\n")
+    if request.dry_run:
+        print(f"# {CONFIG_FILE}\n{resolved_yaml(config)}")
+        print(f"# {SITE_FILE}\n{resolved_yaml(site)}")
+        print(shlex.join(command))
+        return 0
+    (directory / "logs").mkdir(parents=True, exist_ok=True)
+    write_atomically(directory / CONFIG_FILE, resolved_yaml(config))
+    write_atomically(directory / SITE_FILE, resolved_yaml(site))
+    print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")
+    print(shlex.join(command))
+    os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
+    job = slurm(*command).strip().partition(";")[0]
+    write_atomically(directory / JOB_FILE, f"{job}\n")
+    print(f"\nsubmitted as job {job}; python -m megatron_dppo.slurm status {directory} tells of it")
+    return 0
+
+
+def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> Submission:
+    """The submission, when nothing speaks against it. Raises ConfigError with everything that does."""
+    problems: list[str] = []
+    submission = None
+    try:
+        check_config(config, request.recipe)
+    except ConfigError as error:
+        problems += error.problems
+    try:
+        submission = Submission.plan(config, site, request.nodes)
+    except PlacementError as error:
+        problems.append(str(error))
+    if submission is not None:
+        problems += submission.problems()
+    if problems or submission is None:
+        raise ConfigError(problems, request.recipe)
+    return submission

@@ -1,0 +1,208 @@
+"""What a submission comes to, and what is refused before anything queues."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.slurm.__main__ import main
+from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
+from megatron_dppo.slurm.submission import Submission, seconds_of
+from tests.unit.config_files import minimal, write_config
+
+SITE = {"gpus_per_node": 2, "start_s": 60, "checkpoint_margin_s": 60, "time": "10"}
+
+
+@pytest.fixture
+def sbatch(tmp_path: Path, monkeypatch) -> Path:
+    """An ``sbatch`` on the path that says what it was given, and answers with a job's id."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    program = folder / "sbatch"
+    program.write_text(f'#!/bin/sh\nfor word; do echo "$word"; done > {tmp_path}/given\necho 42\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+    monkeypatch.delenv("MEGATRON_DPPO_SITE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path / "given"
+
+
+def config(tmp_path: Path, **sections) -> TrainConfig:
+    tree = minimal(tmp_path)
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return TrainConfig.model_validate(tree)
+
+
+def site(**values) -> SiteConfig:
+    return SiteConfig.model_validate({**SITE, **values})
+
+
+def test_the_whole_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster = site(
+        partition="gpu", account="rl", qos="high", reservation="r", sbatch_flags=["-C", "h"]
+    )
+    plan = Submission.plan(config(tmp_path, engine={"servers": 3}), cluster, None)
+    run = f"{tmp_path}/run"
+    assert plan.nodes == 2
+    *words, script, given, its_site = plan.command(["--nice"])
+    assert words == [
+        "sbatch", "--parsable", f"--job-name={tmp_path.name}-run", "--nodes=2", "--gpus-per-node=2",
+        "--partition=gpu", "--account=rl", "--qos=high", "--reservation=r", "--time=10",
+        "--signal=B:USR1@60", f"--chdir={tmp_path}", f"--output={run}/logs/slurm-%j.out", "-C", "h",
+        "--nice",
+    ]  # fmt: skip
+    assert Path(script).name == "run.sbatch"
+    assert Path(script).is_file()
+    assert (given, its_site) == (f"{run}/submitted.yaml", f"--site={run}/site.yaml")
+
+
+def test_nodes_without_gpus_are_counted_in_processes(tmp_path):
+    cluster = site(gpus_per_node=0, processes_per_node=1)
+    plan = Submission.plan(config(tmp_path), cluster, 3)
+    assert "--ntasks-per-node=1" in plan.command()
+    assert [host.name for host in plan.placement.unused] == ["node3"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 5400), ("1:30", 90), ("1:30:00", 5400), ("2-12", 216000), ("1-00:30:05", 88205),
+        ("UNLIMITED", None),
+    ],
+)  # fmt: skip
+def test_slurms_times(text, seconds):
+    assert seconds_of(text) == seconds
+
+
+def test_what_is_no_time():
+    with pytest.raises(ValueError, match="got '1 hour', expected a Slurm time"):
+        seconds_of("1 hour")
+
+
+def test_a_run_is_submitted(tmp_path, sbatch, capsys):
+    path = write_config(tmp_path, minimal(tmp_path))
+    words = ["submit", str(path), "run.steps=7", "--set=gpus_per_node=2", "--set=time=1:00:00"]
+    (tmp_path / "site.yaml").write_text("account: rl\n")
+    assert main([*words, f"--site={tmp_path}/site.yaml"]) == 0
+    shown = capsys.readouterr().out
+    assert "submitted as job 42" in shown
+    assert "node1  rank 0   0        node1\nnode1  engine0  1        node1" in shown
+    assert "--account=rl" in sbatch.read_text().splitlines()
+    run = tmp_path / "run"
+    assert "steps: 7" in (run / "submitted.yaml").read_text()
+    assert load_site(run / "site.yaml").time == "1:00:00"
+    assert (run / "job").read_text() == "42\n"
+
+
+def test_a_dry_run_shows_all_and_leaves_nothing(tmp_path, sbatch, capsys):
+    path = write_config(tmp_path, minimal(tmp_path))
+    assert main(["submit", "--dry-run", str(path), "run.steps=7"]) == 0
+    shown = capsys.readouterr().out
+    assert "steps: 7" in shown
+    assert "checkpoint_margin_s: 900" in shown
+    assert "sbatch --parsable" in shown
+    assert not sbatch.exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["parallel.world_size=12", "parallel.data=3"], "parallel.data: unknown key"),
+        (["parallel.world_size=3"], "parallel.world_size: got 3 ranks on hosts of 2 devices"),
+        (
+            ["--nodes=1", "parallel.world_size=2"],
+            "2 ranks and 1 servers do not fit on one host of 2",
+        ),
+        (
+            ["model.hf_checkpoint=nowhere"],
+            "model.hf_checkpoint: got 'nowhere', which is not a folder",
+        ),
+        (["data.train=nowhere"], "data.train: got 'nowhere', expected a JSONL file"),
+        (["run.directory=/proc/here"], "run.directory: /proc can't be written"),
+        (["--set=time=1"], "time: got 1, 60 s, expected at least 120 s: a start and a step"),
+        (["--set=time=soon"], "time: got 'soon', expected a Slurm time"),
+        (["--set=container.kind=pyxis"], "container.image: missing, expected the image that pyxis"),
+        (["--set=partitoin=gpu"], "partitoin: unknown key"),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused(tmp_path, sbatch, capsys, overrides, message):
+    path = write_config(tmp_path, minimal(tmp_path))
+    (tmp_path / "site.yaml").write_text(
+        "gpus_per_node: 2\nstart_s: 60\ncheckpoint_margin_s: 60\ntime: '10'\n"
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["submit", str(path), f"--site={tmp_path}/site.yaml", *overrides])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not sbatch.exists()
+
+
+def test_without_sbatch_nothing_is_submitted(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    path = write_config(tmp_path, minimal(tmp_path))
+    with pytest.raises(SystemExit):
+        main(["submit", str(path)])
+    assert "sbatch: not on the path" in capsys.readouterr().err
+
+
+def test_which_site_file_counts(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert site_path(None, {}) is None
+    default = tmp_path / ".config" / "megatron_dppo" / "site.yaml"
+    default.parent.mkdir(parents=True)
+    default.write_text("account: rl\n")
+    assert site_path(None, {}) == default
+    assert site_path(None, {"MEGATRON_DPPO_SITE": "b.yaml"}) == Path("b.yaml")
+    assert site_path("a.yaml", {"MEGATRON_DPPO_SITE": "b.yaml"}) == Path("a.yaml")
+    assert load_site(None) == SiteConfig()
+    with pytest.raises(ConfigError, match="can't be read"):
+        load_site(tmp_path / "missing.yaml")
+
+
+def test_devices_of_a_node():
+    gpus = SiteConfig()
+    assert gpus.devices({}) == 8
+    assert gpus.devices({"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "8"}) == 4
+    assert gpus.devices({"SLURM_GPUS_ON_NODE": "2"}) == 2
+    none = SiteConfig(gpus_per_node=0, processes_per_node=3)
+    assert none.devices({"SLURM_GPUS_ON_NODE": "8"}) == 3
+    assert none.devices({"SLURM_NTASKS_PER_NODE": "2"}) == 2
+
+
+def test_containers():
+    pyxis = SiteConfig.model_validate(
+        {
+            "container": {
+                "kind": "pyxis",
+                "image": "a",
+                "server_image": "b",
+                "mounts": ["/data:/data"],
+            }
+        }
+    ).container
+    form = pyxis.form("/here", server=True, flags=["--x"])
+    assert form.prefix == ()
+    assert form.flags == (
+        "--x", "--container-image=b", "--container-mounts=/here:/here,/data:/data",
+        "--container-workdir=/here", "--no-container-mount-home",
+    )  # fmt: skip
+    tainer = pyxis.model_copy(update={"kind": "apptainer", "server_image": None})
+    assert tainer.form("/here", server=True).prefix == (
+        "apptainer", "exec", "--nv", "--pwd=/here", "--bind=/here:/here", "--bind=/data:/data", "a",
+    )  # fmt: skip
+
+
+def test_submitting_loads_nothing_heavy():
+    code = (
+        "import sys, megatron_dppo.slurm.submit, megatron_dppo.slurm.status\n"
+        "sys.exit(any(name in sys.modules for name in ('torch', 'aiohttp', 'transformers')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
