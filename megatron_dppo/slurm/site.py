@@ -73,7 +73,7 @@ class SiteConfig(Section):
     """``--reservation``."""
     time: str | None = None
     """``--time``: a Slurm time such as ``1-00:00:00``. Empty: the partition's default."""
-    gpus_per_node: int | None = Field(default=8, ge=0)
+    gpus_per_node: int = Field(default=8, ge=0)
     """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
     processes_per_node: int = Field(default=1, gt=0)
     """Ranks and servers that a node without GPUs takes."""
@@ -92,13 +92,10 @@ class SiteConfig(Section):
 
     def devices(self, environment: Mapping[str, str]) -> int:
         """Devices of a node: of the job that ``environment`` describes, else as configured."""
+        if not self.gpus_per_node:
+            return int(environment.get("SLURM_NTASKS_PER_NODE") or self.processes_per_node)
         asked = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")
-        if asked:
-            return int(asked.rpartition(":")[2])
-        tasks = environment.get("SLURM_NTASKS_PER_NODE")
-        if tasks:
-            return int(tasks)
-        return self.gpus_per_node or self.processes_per_node
+        return int(asked.rpartition(":")[2]) if asked else self.gpus_per_node
 
 
 def site_path(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -1,0 +1,72 @@
+"""Runs of a tiny model on the test cluster, submitted as a user submits them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.integration.runs import write_material
+from tools.slurm_cluster import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "megatron_dppo" / "slurm" / "run.sbatch"
+PATIENT_S = 400.0
+
+
+class SlurmRun:
+    """A run of two ranks and ``servers``, one on each node, with its job."""
+
+    def __init__(
+        self, cluster: Cluster, folder: Path, *overrides: str, servers: int = 1, **site: Any
+    ) -> None:
+        self.cluster = cluster
+        self.directory = folder / "run"
+        self.config = folder / "config.yaml"
+        if not self.config.exists():
+            write_material(folder)
+        self.overrides = [f"engine.servers={servers}", "rollout.router_replay=true", *overrides]
+        site = {"gpus_per_node": 0, "checkpoint_margin_s": 30, **site}
+        self.site = folder / "site.yaml"
+        self.site.write_text(json.dumps(site))
+        self.job = 0
+
+    def submit(self, *flags: str) -> SlurmRun:
+        """Give it to sbatch."""
+        (self.directory / "logs").mkdir(parents=True, exist_ok=True)
+        self.job = self.cluster.client.submit(
+            "--nodes=4", "--ntasks-per-node=1", f"--chdir={ROOT}",
+            f"--output={self.directory}/logs/slurm-%j.out", *flags,
+            SCRIPT, self.config, *self.overrides, f"--site={self.site}",
+            environment={"MEGATRON_DPPO_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        return self
+
+    @property
+    def log(self) -> str:
+        """What the job has printed."""
+        path = self.directory / "logs" / f"slurm-{self.job}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The reason files, in order."""
+        paths = sorted((self.directory / "attempts").glob("*.json"), key=os.path.basename)
+        return [json.loads(path.read_text()) for path in paths]
+
+    def wait(self, condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None:
+        """Until it holds; fails with the job's log."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.log
+            time.sleep(0.2)
+
+    def wait_for_end(self, timeout_s: float = PATIENT_S) -> dict[str, str]:
+        """The job's record when it has ended."""
+        try:
+            return self.cluster.client.wait(self.job, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.log}") from error

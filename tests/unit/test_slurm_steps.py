@@ -1,0 +1,116 @@
+"""Slurm steps: their command lines, their ranks, what srun says of their ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.slurm_rank import adopt_slurm_rank, port_base, tasks_per_node
+from megatron_dppo.launch.srun import StepForm, step_environment
+from megatron_dppo.launch.srun_ranks import ended_tasks
+from megatron_dppo.loop.stopping import StopFlag
+from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, ask_to_stop, withdraw_stop
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "3",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "2",
+    "SLURM_STEP_NUM_TASKS": "6",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
+    "MASTER_ADDR": "10.0.0.1",
+}
+
+
+def test_a_task_of_a_step_is_a_rank():
+    environment = dict(STEP)
+    adopt_slurm_rank(environment)
+    assert {name: environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")} == {
+        "RANK": "5",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "6",
+    }
+    assert environment["LOCAL_WORLD_SIZE"] == "2"
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("10.0.0.1", "21679")
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"RANK": "0"},
+        {"SLURM_STEP_ID": ""},  # a batch script
+        {"SLURM_STEP_ID": "4294967290"},  # the shell of salloc
+        {"SLURM_STEP_NUM_TASKS": "1"},  # perhaps a shell under srun --pty
+    ],
+)
+def test_what_is_no_rank_of_a_step_is_left_alone(change):
+    environment = STEP | change
+    adopt_slurm_rank(environment)
+    assert environment == STEP | change
+
+
+def test_a_single_rank_of_our_own_step_is_one():
+    environment = STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    environment |= {"MEGATRON_DPPO_RANKS": "slurm", "MASTER_PORT": "9"}
+    adopt_slurm_rank(environment)
+    assert (environment["RANK"], environment["WORLD_SIZE"]) == ("0", "1")
+    assert environment["MASTER_PORT"] == "9"
+
+
+def test_numbers_of_tasks_and_ports():
+    assert tasks_per_node("8(x2),4") == [8, 8, 4]
+    assert tasks_per_node("1") == [1]
+    assert port_base("1") == 21_097
+    assert port_base("93") == 21_000 + 93 * 97 - 9_000
+    assert all(21_000 <= port_base(str(job)) < 30_000 for job in range(0, 10**6, 997))
+
+
+def test_the_command_line_of_a_step():
+    form = StepForm(("--container-image=i",), ("apptainer", "exec"))
+    hosts = [Host("n1", "10.0.0.1", 8), Host("n2", "10.0.0.2", 8)]
+    words = form.command(
+        ["python", "-m", "x"], name="trainer", hosts=hosts, tasks_per_host=8,
+        output="logs/rank%t.out", stdin=False,
+    )  # fmt: skip
+    assert words[0] == "srun"
+    assert words[-6:] == ["--container-image=i", "apptainer", "exec", "python", "-m", "x"]
+    for flag in (
+        "--overlap", "--export=ALL", "--kill-on-bad-exit=1", "--nodes=2", "--ntasks=16",
+        "--ntasks-per-node=8", "--nodelist=n1,n2", "--input=none", "--output=logs/rank%t.out",
+    ):  # fmt: skip
+        assert flag in words
+
+
+def test_sbatchs_numbers_are_no_options_of_a_step():
+    before = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_EXPORT_ENV": "NONE", "SLURM_JOB_ID": "7"}
+    assert step_environment(before) == {"SLURM_JOB_ID": "7"}
+
+
+def test_whose_end_srun_saw_in_which_order():
+    text = (
+        "srun: error: n2: task 3: Exited with exit code 42\n"
+        "srun: launch/slurm: _step_signal: Terminating StepId=1.0\n"
+        "slurmstepd: error: *** STEP 1.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 ***\n"
+        "srun: error: n1: tasks 0-1: Killed\n"
+        "srun: error: n2: tasks 2,4: Exited with exit code 1\n"
+    )
+    assert list(ended_tasks(text)) == [(3, 42), (0, 137), (1, 137), (2, 1), (4, 1)]
+    assert list(ended_tasks("srun: Job step created\n")) == []
+
+
+def test_a_stop_file_stops_as_the_signal_does(tmp_path: Path, monkeypatch):
+    path = tmp_path / "stop"
+    monkeypatch.setenv(STOP_FILE_VARIABLE, str(path))
+    monkeypatch.setattr("megatron_dppo.system.stop_file._LOOK_EVERY_S", 0.0)
+    flag = StopFlag()
+    assert not flag()
+    withdraw_stop(path)
+    assert not flag()
+    ask_to_stop(path)
+    assert flag()
+    path.unlink()
+    assert flag()

@@ -1,0 +1,33 @@
+"""What asks a supervisor to end, by hand."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
+
+
+def test_signals_and_deadlines_come_in_order_and_patient_ones_once():
+    clock = [100.0]
+    cancelled = Stop("cancelled", 143, insists=True)
+    stops = StopRequests(
+        {signal.SIGUSR1: TIME, signal.SIGUSR2: cancelled},
+        {TIME: 110.0, OVERTIME: 120.0},
+        lambda: clock[0],
+    )
+    before = signal.getsignal(signal.SIGUSR1)
+    with stops.listening():
+        assert stops.came() == []
+        clock[0] = 110.0
+        assert stops.came() == [TIME]
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stops.came() == [TIME]
+        os.kill(os.getpid(), signal.SIGUSR2)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert stops.came() == [TIME, cancelled, cancelled]
+        clock[0] = 119.9
+        assert OVERTIME not in stops.came()
+        clock[0] = 120.0
+        assert stops.came()[-1] == OVERTIME
+    assert signal.getsignal(signal.SIGUSR1) == before
