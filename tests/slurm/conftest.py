@@ -40,3 +40,11 @@ def folder(cluster: Cluster, request: pytest.FixtureRequest) -> Path:
     path = cluster.shared / request.node.name.replace("[", "-").replace("]", "")
     path.mkdir()
     return path
+
+
+@pytest.fixture
+def isolated(cluster: Cluster) -> Cluster:
+    """The cluster, where its nodes are machines of their own."""
+    if not cluster.isolated:
+        pytest.skip("needs a process that may make namespaces: run the tests as root")
+    return cluster

@@ -35,9 +35,8 @@ def test_tasks_of_a_job_see_hosts_ranks_and_gpus(cluster, folder):
     assert lines == [f"{task} {gpus}" for task in wanted]
 
 
-def test_isolated_nodes_are_machines_of_their_own(cluster, folder):
-    if not cluster.isolated:
-        pytest.skip("needs root: namespaces")
+def test_isolated_nodes_are_machines_of_their_own(isolated, folder):
+    cluster = isolated
     text = "srun bash -c 'hostname; ls /tmp /dev/shm; ip -o addr show eth0'; echo hello > /tmp/note"
     job = cluster.client.submit("-N2", "-o", folder / "out", script(folder, text))
     cluster.client.wait(job)
@@ -64,9 +63,8 @@ def test_a_job_is_requeued_when_its_node_crashes(cluster, folder):
     assert (folder / "out").read_text().splitlines()[-1] == "start 1"
 
 
-def test_a_cut_network_leaves_the_tasks_running(cluster, folder):
-    if not cluster.isolated:
-        pytest.skip("needs root: namespaces")
+def test_a_cut_network_leaves_the_tasks_running(isolated, folder):
+    cluster = isolated
     beat = folder / "beat"
     job = cluster.client.submit("-N1", script(folder, f"while sleep 0.05; do date > {beat}; done"))
     node = cluster.client.wait(job, {"RUNNING"})["NodeList"]

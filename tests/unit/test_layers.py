@@ -19,7 +19,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"data", "rewards"},
     {"checkpoint_conversion"},
     {"engine"},
-    {"fleet", "trainer", "weight_sync"},
+    {"fleet", "trainer", "weight_sync", "preflight"},
     {"launch", "loop"},
     {"train", "supervised", "convert", "slurm"},
 )

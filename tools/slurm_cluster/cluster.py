@@ -103,6 +103,13 @@ class Cluster:
         if self._watchdog is not None:
             self._watchdog.dismiss()
 
+    def address(self, node: str) -> str:
+        """Address of a node."""
+        return "127.0.0.1" if self._network is None else self._network.address(self._number(node))
+
+    def _number(self, node: str) -> int:
+        return self.nodes.index(node) + 1
+
     # -- disturbances
 
     def crash(self, node: str) -> None:

@@ -1,0 +1,56 @@
+"""Versions that an interpreter runs with, as JSON on standard output: ``PYTHON inspection.py PACKAGE...``.
+
+Runs in any environment: standard library alone, nothing of this package, and no torch, whose import takes
+seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import json
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+
+def package_version(name: str) -> str | None:
+    """Version of a distribution; None where it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def nccl_library() -> str | None:
+    """The library that torch will load: the wheel's own, else the system's; None without one."""
+    for folder in map(Path, sys.path):
+        found = sorted(folder.glob("nvidia/nccl/lib/libnccl.so.2"))
+        if found:
+            return str(found[0])
+    return ctypes.util.find_library("nccl")
+
+
+def nccl_version() -> str | None:
+    """What the library itself says, e.g. ``2.29.7``; None where there is none."""
+    path = nccl_library()
+    if path is None:
+        return None
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:  # it needs CUDA's runtime, for one
+        return f"unknown: {error}"
+    number = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(number))
+    major, rest = divmod(number.value, 10000)
+    return f"{major}.{rest // 100}.{rest % 100}"
+
+
+if __name__ == "__main__":
+    told = {
+        "version": platform.python_version(),
+        "packages": {name: package_version(name) for name in sys.argv[1:]},
+        "nccl": nccl_version(),
+    }
+    print(json.dumps(told))

@@ -1,0 +1,27 @@
+"""Configurations for jobs of the tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def write_config(folder: Path, **sections: Any) -> Path:
+    """A configuration on CPUs whose run directory is ``folder / "run"``; the file's path.
+
+    It names no real checkpoint or data: enough for what only reads the configuration.
+    """
+    config: dict[str, Any] = {
+        "run": {"directory": str(folder / "run"), "steps": 2},
+        "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
+        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 12},
+        "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
+        "optimizer": {"lr": 1e-3},
+        "engine": {"device": "cpu"},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config | sections))
+    return path

@@ -1,0 +1,117 @@
+"""The preflight on real nodes, with real faults."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_dppo.config import load_config
+from megatron_dppo.preflight import Verdict, judge, needs_of, read_evidence
+from tests.slurm.conftest import ROOT
+from tests.slurm.recipes import write_config
+
+pytestmark = pytest.mark.slurm
+QUICK = ("--skip", "all_reduce", "--timeout", "10")
+
+
+def preflight(cluster, folder, *words, nodes=3) -> tuple[Verdict, int]:
+    """Run it as one task on each of the first ``nodes`` nodes; the verdict and srun's exit code."""
+    config = write_config(folder)
+    (folder / "run").mkdir()
+    hosts = cluster.nodes[:nodes]
+    done = cluster.client.run(
+        *("srun", f"--nodes={nodes}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}"),
+        *("--input=none", f"--chdir={ROOT}", sys.executable, "-m", "megatron_dppo.preflight"),
+        *(config, "--evidence", folder / "evidence", *words),
+        check=False,
+        timeout_s=180,
+    )
+    needs = needs_of(load_config(str(config), []), gpus=0)
+    evidence = read_evidence(folder / "evidence", hosts)
+    print(done.stdout, done.stderr, sep="\n")
+    return Verdict(judge(evidence, needs, hosts)), done.returncode
+
+
+def test_good_nodes_are_found_good(cluster, folder):
+    verdict, code = preflight(cluster, folder, *QUICK)
+    assert verdict.findings == []
+    assert code == 0
+    evidence = read_evidence(folder / "evidence", cluster.nodes[:3])
+    for host, told in evidence.items():
+        assert told["host"]["name"] == host
+        assert told["shared_folder"]["seen"] == cluster.nodes[:3]
+        if cluster.isolated:
+            others = set(cluster.nodes[:3]) - {host}
+            assert told["network"]["reached"] == {other: ["eth0"] for other in others}
+    assert sum(told["shared_folder"]["won"] for told in evidence.values()) == 1
+
+
+def test_a_node_with_a_small_shm_is_named(cluster, folder, isolated):
+    bad = isolated.nodes[1]
+    isolated.run_on(bad, "mount", "-o", "remount,size=64M", "/dev/shm")
+    try:
+        verdict, code = preflight(cluster, folder, *QUICK)
+    finally:
+        isolated.run_on(bad, "mount", "-o", "remount,size=50%", "/dev/shm")
+    assert verdict.bad_hosts == [bad]
+    assert list(map(str, verdict.findings)) == [
+        f"{bad}: free space in /dev/shm: got 64 MiB, expected at least 256 MiB"
+    ]
+    assert code == 3
+
+
+@pytest.mark.slurm_slow
+def test_a_node_that_does_not_share_the_folder_is_named(cluster, folder, isolated):
+    bad = isolated.nodes[2]
+    (folder / "evidence").mkdir()
+    isolated.run_on(bad, "mount", "-t", "tmpfs", "own", str(folder / "evidence"))
+    try:
+        verdict, _ = preflight(cluster, folder, "--skip", "all_reduce", "--timeout", "2")
+    finally:
+        isolated.run_on(bad, "umount", str(folder / "evidence"))
+    assert f"{bad}: evidence: got none, expected a file of the node's preflight task" in list(
+        map(str, verdict.findings)
+    )
+
+
+@pytest.mark.slurm_slow
+def test_a_node_whose_firewall_is_closed_is_named(cluster, folder, isolated):
+    first, second, bad = isolated.nodes[:3]
+    for other in (
+        first,
+        second,
+    ):  # a route that leads nowhere, both ways between these and the bad one
+        address = isolated.address(other)
+        isolated.run_on(bad, "ip", "route", "add", "blackhole", f"{address}/32")
+    try:
+        verdict, _ = preflight(cluster, folder, "--skip", "all_reduce", "--timeout", "5")
+    finally:
+        for other in (first, second):
+            isolated.run_on(bad, "ip", "route", "del", "blackhole", f"{isolated.address(other)}/32")
+    assert verdict.bad_hosts == [bad]
+
+
+@pytest.mark.slurm_slow
+def test_the_all_reduce_crosses_nodes(cluster, folder):
+    verdict, code = preflight(cluster, folder, nodes=2)
+    assert verdict.findings == []
+    assert code == 0
+    evidence = read_evidence(folder / "evidence", cluster.nodes[:2])
+    found = [told["all_reduce"] for told in evidence.values()]
+    assert all(e["backend"] == "gloo" and e["processes"] == 2 for e in found)
+    assert all(e["all_gb_s"] > 0 for e in found)
+
+
+def test_this_machine_alone_gets_a_table(tmp_path):
+    config = write_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-m", "megatron_dppo.preflight", str(config)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, line = done.stdout.splitlines()
+    assert header.split()[0] == "node"
+    assert line.split()[-1] == "ok"
+    [verdict] = (tmp_path / "run" / "preflight").glob("local-*/verdict.json")
+    assert '"bad_hosts": []' in verdict.read_text()

@@ -1,0 +1,253 @@
+"""The preflight's judges: evidence of some nodes in, the nodes at fault out. No node is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.preflight import EVERYWHERE, Finding, Needs, Verdict, judge
+from megatron_dppo.preflight.checks import all_reduce, gpus, network, pythons, shared_folder
+from megatron_dppo.preflight.checks import host as host_check
+from megatron_dppo.preflight.evidence import EvidenceError, read_evidence, write_evidence
+from megatron_dppo.preflight.findings import odd_ones, too_little
+
+GIB = 2**30
+NEEDS = Needs(
+    gpus=2,
+    run_directory=Path("/run"),
+    disk_bytes=10 * GIB,
+    temporary_bytes=GIB,
+    shm_bytes=GIB,
+    memory_bytes=4 * GIB,
+    open_files=384,
+    ports=(),
+    pythons={},
+    requirements={},
+)
+
+
+def told_by(findings) -> list[str]:
+    return [str(finding) for finding in findings]
+
+
+def test_a_bound_is_met_at_equality():
+    assert list(too_little("x", {"a": 5, "b": 4}, 5, "files")) == [
+        Finding("b", "x", "4 files", "at least 5 files")
+    ]
+
+
+def test_bytes_are_told_in_the_unit_that_reads_better():
+    [finding] = too_little("disk", {"a": 64 << 20}, 3 * GIB // 2, "GiB")
+    assert (finding.got, finding.expected) == ("64 MiB", "at least 1.5 GiB")
+
+
+def test_the_odd_one_is_named_with_what_the_others_have():
+    [finding] = odd_ones("driver", {"a": "570", "b": "550", "c": "570"})
+    assert str(finding) == "b: driver: got 550, expected 570, as on 2 of 3 nodes"
+
+
+def test_of_two_values_as_frequent_the_first_hosts_is_expected():
+    [finding] = odd_ones("driver", {"b": "550", "a": "570"})
+    assert (finding.host, finding.expected) == ("b", "570, as on 1 of 2 nodes")
+
+
+def gpu(**values):
+    healthy = {"name": "H100", "driver": "570", "used_mib": 4, "uncorrected_errors": 0, "mig": None}
+    return healthy | values
+
+
+def test_nodes_with_few_or_other_gpus_are_named():
+    evidence = {
+        "a": {"gpus": [gpu(), gpu()]},
+        "b": {"gpus": [gpu()]},
+        "c": {"gpus": [gpu(name="A100"), gpu(name="A100")]},
+        "d": {"gpus": []},
+    }
+    assert told_by(gpus.judge(evidence, NEEDS)) == [
+        "b: GPUs: got 1, expected 2",
+        "d: GPUs: got 0, expected 2",
+        "c: kind of GPU: got A100, expected H100, as on 2 of 3 nodes",
+    ]
+    assert list(gpus.judge(evidence, replace(NEEDS, gpus=0))) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ({"used_mib": 1024}, []),
+        (
+            {"used_mib": 1025},
+            ["a: GPU 1: memory in use: got 1025 MiB, expected at most 1024 MiB: no other process"],
+        ),
+        ({"uncorrected_errors": 2}, ["a: GPU 1: uncorrected memory errors: got 2, expected 0"]),
+        ({"mig": "Enabled"}, ["a: GPU 1: MIG: got enabled, expected disabled: a whole GPU"]),
+        ({"used_mib": None, "uncorrected_errors": None}, []),
+    ],
+)
+def test_a_gpu_in_use_or_ill_is_named(values, told):
+    assert told_by(gpus.judge({"a": {"gpus": [gpu(), gpu(**values)]}}, NEEDS)) == told
+
+
+def test_lines_of_nvidia_smi_become_gpus():
+    [found] = gpus.parse("NVIDIA H200, GPU-1, 570.86.15, 143771, 4, [N/A], 0\n")
+    assert found == {
+        "name": "NVIDIA H200",
+        "uuid": "GPU-1",
+        "driver": "570.86.15",
+        "memory_mib": 143771,
+        "used_mib": 4,
+        "mig": None,
+        "uncorrected_errors": 0,
+    }
+
+
+def python(nccl="2.29.7", **packages):
+    return {"nccl": nccl, "packages": {"torch": "2.13.0", **packages}}
+
+
+def roles(trainer, engine):
+    return {"trainer": trainer, "engine": engine}
+
+
+PINS = replace(NEEDS, requirements={"trainer": (), "engine": ("sglang==0.5.23",)})
+
+
+def test_a_package_that_misses_its_pin_is_named():
+    good = python(sglang="0.5.23")
+    evidence = {
+        "a": roles(python(), good),
+        "b": roles(python(), python(sglang="0.5.22")),
+        "c": roles(python(), python(sglang=None)),
+        "d": roles(python(), good),
+    }
+    assert told_by(pythons.judge(evidence, PINS))[:2] == [
+        "b: engine's sglang: got 0.5.22, expected ==0.5.23",
+        "c: engine's sglang: got not installed, expected ==0.5.23",
+    ]
+
+
+def test_an_nccl_that_differs_on_one_node_names_the_node():
+    good = python(sglang="0.5.23")
+    odd = python(nccl="2.30.7", sglang="0.5.23")
+    evidence = {"a": roles(good, good), "b": roles(good, odd), "c": roles(good, good)}
+    assert told_by(pythons.judge(evidence, PINS)) == [
+        "b: engine's NCCL: got 2.30.7, expected the trainer's 2.29.7: they broadcast weights in one group",
+        "b: engine's NCCL: got 2.30.7, expected 2.29.7, as on 2 of 3 nodes",
+    ]
+
+
+def test_an_nccl_that_differs_everywhere_is_no_nodes_fault():
+    good, other = python(sglang="0.5.23"), python(nccl="2.30.7", sglang="0.5.23")
+    found = list(pythons.judge({"a": roles(good, other), "b": roles(good, other)}, PINS))
+    assert {finding.host for finding in found} == {EVERYWHERE}
+
+
+def test_machines_without_nccl_agree():
+    none = python(nccl=None, sglang="0.5.23")
+    assert list(pythons.judge({"a": roles(none, none), "b": roles(none, none)}, PINS)) == []
+
+
+def canary(seen, replaced=None, won=False):
+    return {"seen": seen, "replaced": seen if replaced is None else replaced, "won": won}
+
+
+def test_the_node_that_shares_no_folder_is_named_alone():
+    evidence = {"a": canary("ab", won=True), "b": canary("ab"), "c": canary("c")}
+    assert told_by(shared_folder.judge(evidence, NEEDS)) == [
+        "c: /run: files of others: got unseen or old with 2 of 2 other nodes, either way, "
+        "expected seen, and replaced"
+    ]
+
+
+def test_a_node_that_keeps_old_files_is_named():
+    evidence = {
+        "a": canary("abc", won=True),
+        "b": canary("abc", replaced="b"),
+        "c": canary("abc"),
+    }
+    assert [f.host for f in shared_folder.judge(evidence, NEEDS)] == ["b"]
+
+
+@pytest.mark.parametrize(("winners", "got"), [("", "nobody"), ("ab", "a, b")])
+def test_exclusive_creation_has_one_winner(winners, got):
+    evidence = {host: canary("ab", won=host in winners) for host in "ab"}
+    [finding] = shared_folder.judge(evidence, NEEDS)
+    assert (finding.host, finding.got, finding.expected) == (EVERYWHERE, got, "one node")
+
+
+def reached(host, others):
+    return {"interfaces": {"eth0": f"10.0.0.{host}"}, "reached": {o: ["eth0"] for o in others}}
+
+
+def test_the_node_behind_all_broken_connections_is_named_alone():
+    evidence = {
+        "a": reached("a", "bd"),
+        "b": reached("b", "ad"),
+        "c": reached("c", ""),
+        "d": reached("d", "abc"),  # it reaches c, which does not reach it
+    }
+    assert told_by(network.judge(evidence, NEEDS)) == [
+        "c: network: got no connection with 3 of 3 other nodes, expected a connection with each"
+    ]
+
+
+def test_of_two_nodes_that_miss_each_other_the_later_is_named():
+    evidence = {"a": reached("a", ""), "b": reached("b", "")}
+    assert [finding.host for finding in network.judge(evidence, NEEDS)] == ["b"]
+
+
+def test_the_interface_that_most_others_reach_is_taken():
+    both = {"interfaces": {"docker0": "172.17.0.1", "ib0": "10.0.0.1"}, "reached": {}}
+    others = {"reached": {"a": ["ib0"]}, "interfaces": {}}
+    assert network.reachable_interface({"a": both, "b": others}, "a") == "ib0"
+    assert network.reachable_interface({"a": both}, "a") == "docker0"
+
+
+def test_an_own_name_that_leads_to_the_loopback_alone_is_found_where_there_are_others():
+    there = {"host_name": "a", "resolves_to": ["127.0.1.1", "10.0.0.1"]}
+    loop = {"host_name": "b", "resolves_to": ["127.0.1.1"]}
+    assert [f.host for f in host_check.judge({"a": there, "b": loop}, NEEDS)] == ["b"]
+    assert list(host_check.judge({"b": loop}, NEEDS)) == []
+
+
+def test_an_all_reduce_that_fails_everywhere_is_no_nodes_fault():
+    failed = {"failed": "process 0 does not end"}
+    assert [f.host for f in all_reduce.judge({"a": failed, "b": failed}, NEEDS)] == [EVERYWHERE]
+    assert [f.host for f in all_reduce.judge({"a": failed, "b": {}}, NEEDS)] == ["a"]
+
+
+def test_a_node_with_less_than_half_of_the_median_bandwidth_is_named():
+    speeds = {"a": 400.0, "b": 200.0, "c": 199.0, "d": 401.0, "e": 400.0}
+    evidence = {host: {"node_gb_s": speed} for host, speed in speeds.items()}
+    assert told_by(all_reduce.judge(evidence, NEEDS)) == [
+        "c: all-reduce among its GPUs: got 199.0 GB/s, expected at least half of the nodes' median, 400.0 GB/s"
+    ]
+
+
+def test_missing_evidence_and_errors_are_findings_of_their_node():
+    evidence = {"a": {"gpus": {"error": "nvidia-smi does not answer within 30 s"}}}
+    findings = judge(evidence, NEEDS, ["a", "b"])
+    assert told_by(findings) == [
+        "a: gpus: got nvidia-smi does not answer within 30 s, expected an answer",
+        "b: evidence: got none, expected a file of the node's preflight task",
+    ]
+    assert Verdict(findings).bad_hosts == ["a", "b"]
+
+
+def test_a_finding_of_no_node_excludes_none_but_is_not_good():
+    verdict = Verdict([Finding(EVERYWHERE, "x", "1", "2")])
+    assert verdict.bad_hosts == []
+    assert not verdict.is_good
+
+
+def test_evidence_is_read_as_it_was_written_and_a_damaged_file_is_named(tmp_path):
+    write_evidence(tmp_path, "a", {"memory": {"total": 1}})
+    assert read_evidence(tmp_path, ["a", "b"]) == {"a": {"memory": {"total": 1}}}
+    (tmp_path / "b.json").write_text("[]")
+    with pytest.raises(EvidenceError, match=r"b\.json: got list, expected an object"):
+        read_evidence(tmp_path, ["a", "b"])
+    (tmp_path / "b.json").write_text("{")
+    with pytest.raises(EvidenceError, match=r"b\.json: not JSON"):
+        read_evidence(tmp_path, ["b"])
