@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.preflight import EVERYWHERE, Finding, Needs, Verdict, judge
-from megatron_dppo.preflight.checks import all_reduce, gpus, network, pythons, shared_folder
+from megatron_dppo.preflight.checks import CHECKS, all_reduce, gpus, network, pythons, shared_folder
 from megatron_dppo.preflight.checks import host as host_check
 from megatron_dppo.preflight.evidence import EvidenceError, read_evidence, write_evidence
 from megatron_dppo.preflight.findings import odd_ones, too_little
@@ -251,3 +252,8 @@ def test_evidence_is_read_as_it_was_written_and_a_damaged_file_is_named(tmp_path
     (tmp_path / "b.json").write_text("{")
     with pytest.raises(EvidenceError, match=r"b\.json: not JSON"):
         read_evidence(tmp_path, ["b"])
+
+
+def test_the_docs_list_every_check_in_its_order():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "preflight.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(CHECKS)

@@ -1,8 +1,4 @@
-"""Ends a cluster whose owner was killed before it could.
-
-A process of its own: ``python -m tools.slurm_cluster.watchdog ROOT SUBNET NODE...``. Its standard
-input is a pipe from the owner, which closes when the owner ends, however it does.
-"""
+"""Ends a cluster whose owner was killed before it could."""
 
 from __future__ import annotations
 
@@ -11,20 +7,21 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.slurm_cluster.clearing import clear
 from tools.slurm_cluster.network import Network
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
-_DONE = b"done"
+_PROGRAM = "tools.slurm_cluster.watchdog_process"
+DONE = b"done"
+"""What the owner says where there is nothing left to end."""
 
 
 class Watchdog:
-    """The owner's end of the pipe."""
+    """The owner's end of a pipe to a process, which closes when the owner ends, however it does."""
 
     def __init__(self, root: Path, network: Network | None, nodes: Sequence[str]) -> None:
         subnet = str(network.subnet) if network else "none"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tools.slurm_cluster.watchdog", str(root), subnet, *nodes],
+            [sys.executable, "-m", _PROGRAM, str(root), subnet, *nodes],
             cwd=_REPOSITORY,
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C in a terminal doesn't reach it
@@ -32,14 +29,4 @@ class Watchdog:
 
     def dismiss(self) -> None:
         """Have it end without doing anything."""
-        self._process.communicate(_DONE)
-
-
-def main(root: str, subnet: str, *nodes: str) -> None:
-    """Wait for the owner's end; clear the cluster unless it said that it is done."""
-    if sys.stdin.buffer.read() != _DONE:
-        clear(Path(root), None if subnet == "none" else Network(int(subnet)), nodes)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        self._process.communicate(DONE)
