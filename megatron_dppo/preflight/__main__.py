@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_dppo.config import ConfigError, TrainConfig, load_config
+from megatron_dppo.config.machine import this_machine
 from megatron_dppo.logging import fatal
 from megatron_dppo.preflight.checks import CHECKS
 from megatron_dppo.preflight.collection import run_task, this_host
@@ -64,6 +65,8 @@ def _gpus(words: argparse.Namespace, config: TrainConfig) -> int:
         return int(words.gpus)
     if config.engine.device == "cpu":
         return 0
+    if config.engine.device is None and not this_machine().gpus:
+        return 0  # such a run trains and serves on CPUs
     return int(os.environ.get("SLURM_GPUS_ON_NODE", config.parallel.world_size))
 
 

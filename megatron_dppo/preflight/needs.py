@@ -55,6 +55,7 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     """Needs of a configured run whose nodes have ``gpus`` GPUs each, 0 for a run without."""
     weights = sum(f.stat().st_size for f in Path(config.model.hf_checkpoint).glob("*.safetensors"))
     parameters = weights // (2 if config.model.dtype == "bfloat16" else 4)
+    pythons = pythons_of(config)
     through_shm = config.weight_sync.strategy == "disk" and config.weight_sync.directory is None
     return Needs(
         gpus=gpus,
@@ -65,22 +66,23 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
         memory_bytes=_SPARE_BYTES + weights,
         open_files=LEAST_OPEN_FILES + config.rollout.max_concurrent_requests,
         ports=tuple(ports),
-        pythons=pythons_of(config),
-        requirements=_requirements(gpu=gpus > 0),
+        pythons=pythons,
+        requirements=_requirements(pythons, gpu=gpus > 0),
     )
 
 
 def pythons_of(config: TrainConfig) -> dict[str, str]:
-    """Interpreter by role; the engine has the trainer's unless it is given one of its own."""
-    return {"trainer": sys.executable, "engine": sys.executable}
+    """Interpreter by role; no engine where the run starts no servers."""
+    pythons = {"trainer": sys.executable}
+    if config.engine.started and config.rollout.replay_from is None:
+        pythons["engine"] = config.engine.python or sys.executable
+    return pythons
 
 
-def _requirements(*, gpu: bool) -> dict[str, tuple[str, ...]]:
+def _requirements(roles: Iterable[str], *, gpu: bool) -> dict[str, tuple[str, ...]]:
     """This distribution's pins by role, from its own metadata."""
-    return {
-        "trainer": _pins("gpu" if gpu else "cpu"),
-        "engine": _pins("gpu-engine"),
-    }
+    extras = {"trainer": "gpu" if gpu else "cpu", "engine": "gpu-engine"}
+    return {role: _pins(extras[role]) for role in roles}
 
 
 def _pins(extra: str) -> tuple[str, ...]:

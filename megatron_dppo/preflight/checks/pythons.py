@@ -67,7 +67,10 @@ def _unmet(
 
 
 def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
-    pairs = {h: (t["trainer"]["nccl"], t["engine"]["nccl"]) for h, t in evidence.items()}
+    roles = sorted({role for told in evidence.values() for role in told})
+    pairs = {
+        h: (t["trainer"]["nccl"], t["engine"]["nccl"]) for h, t in evidence.items() if "engine" in t
+    }
     differing = {
         host: pair for host, pair in pairs.items() if None not in pair and len({*pair}) > 1
     }
@@ -77,6 +80,6 @@ def _nccl(evidence: Mapping[str, Evidence]) -> Iterator[Finding]:
         where = EVERYWHERE if same_everywhere else host
         expected = f"the trainer's {trainer}: they broadcast weights in one group"
         yield Finding(where, "engine's NCCL", str(engine), expected)
-    for role in ("trainer", "engine"):
-        versions = {h: t[role]["nccl"] for h, t in evidence.items()}
+    for role in roles:
+        versions = {host: told[role]["nccl"] for host, told in evidence.items() if role in told}
         yield from odd_ones(f"{role}'s NCCL", versions)
