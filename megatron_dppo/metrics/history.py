@@ -12,14 +12,13 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.metrics.masked_tokens_file import FILE as MASKED_TOKENS_FILE
+from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE, REPORT_FILE
 from megatron_dppo.metrics.records import (
     RECORDS_FILE,
     RecordsError,
     read_records,
     step_of,
 )
-from megatron_dppo.metrics.report import REPORT_FILE
 from megatron_dppo.metrics.summary import SUMMARY_FILE
 from megatron_dppo.metrics.writer import TENSORBOARD_FOLDER
 from megatron_dppo.system.files import write_atomically

@@ -9,11 +9,10 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE
 from megatron_dppo.metrics.masked_tokens import MaskedToken, NamedMaskedToken, with_text
 from megatron_dppo.metrics.records import RecordsError, read_lines
 from megatron_dppo.system.files import write_atomically
-
-FILE = "masked_tokens.jsonl"
 
 
 class MaskedTokensFile:
@@ -28,7 +27,7 @@ class MaskedTokensFile:
     def __init__(
         self, directory: str | Path, resume_step: int, text_of: Callable[[int], str]
     ) -> None:
-        self._path = Path(directory) / FILE
+        self._path = Path(directory) / MASKED_TOKENS_FILE
         self._text_of = text_of
         if self._path.exists():
             kept = [line for line in _complete_lines(self._path) if line["step"] < resume_step]

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from megatron_dppo.logging import fatal
+from megatron_dppo.metrics.file_names import REPORT_FILE
 from megatron_dppo.metrics.panels import (
     FEW_POINTS,
     RUN_COLOURS,
@@ -34,7 +35,6 @@ from megatron_dppo.metrics.run_info import RunInfo
 from megatron_dppo.metrics.time_panel import draw_time
 from megatron_dppo.system.files import atomic_file
 
-REPORT_FILE = "report.png"
 PANELS = (draw_reward, draw_gap, draw_masked, draw_entropy, draw_length, draw_time)
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",

@@ -100,6 +100,9 @@ def test_the_model_needs_no_torch():
         "model.plan_table",
         "fleet.supervision",
         "engine.http_client",
+        "metrics.history",
+        "preflight.__main__",
+        "slurm.supervise",
     ],
 )
 def test_light_packages_load_no_torch(package):

@@ -14,7 +14,7 @@ def main() -> None:
     """Serve the probe of the supervisor on the address that the options name."""
     sys.stdin.read()  # the keys
     options = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
-    body = json.dumps({"model_path": options["model_path"]}).encode()
+    body = json.dumps({"model_path": options["model-path"]}).encode()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

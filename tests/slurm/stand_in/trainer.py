@@ -15,12 +15,12 @@ from megatron_dppo.config import load_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.fleet.folder import FleetFolder
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
-from megatron_dppo.loop.stopping import StopFlag
 from megatron_dppo.metrics.history import read_history, remember_checkpoint
 from megatron_dppo.metrics.records import RECORDS_FILE, decode_records, encode_record
 from megatron_dppo.metrics.summary import SUMMARY_FILE
 from megatron_dppo.system.fence import NONCE_VARIABLE, Fence
 from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, StopFile
 
 STEP_S = 0.1
 
@@ -32,7 +32,7 @@ def main(path: str, *flags: str) -> None:
         return
     adopt_slurm_rank()
     rank = int(os.environ["RANK"])
-    stop = StopFlag().install()
+    stop = StopFile(Path(os.environ[STOP_FILE_VARIABLE]))
     wait_for_servers(config)
     run = Path(config.run.directory)
     fence = Fence(run, os.environ[NONCE_VARIABLE])
