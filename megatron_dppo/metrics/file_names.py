@@ -1,4 +1,6 @@
-"""Names of files in a run's folder whose writers load large libraries."""
+"""Names of files in a run's folder whose writers load torch or matplotlib, which their readers need not."""
 
 MASKED_TOKENS_FILE = "masked_tokens.jsonl"
+"""Tokens that the trust region masked, a line a step."""
 REPORT_FILE = "report.png"
+"""The run's figures."""

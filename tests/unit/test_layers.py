@@ -102,6 +102,9 @@ def test_the_model_needs_no_torch():
         "engine.http_client",
         "planner.search",
         "plan",
+        "metrics.history",
+        "preflight.__main__",
+        "slurm.supervise",
     ],
 )
 def test_light_packages_load_no_torch(package):

@@ -1,0 +1,128 @@
+"""Jobs of stand-ins on the test cluster, and what a test does to them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_dppo.fleet.folder import FleetFolder, Server
+from tests.integration.runs import steps_of
+from tests.slurm.recipes import write_config
+from tools.slurm_cluster import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENT_S = 120.0
+TRAINER = "tests.slurm.stand_in.trainer"
+SERVER = "server.py"
+
+
+class StandInJob:
+    """Two ranks and one server on three nodes, which count to ``steps``; a checkpoint every five."""
+
+    def __init__(self, cluster: Cluster, folder: Path, steps: int = 20, **site: Any) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self.directory = folder / "run"
+        self.config = write_config(
+            folder,
+            run={"directory": str(self.directory), "steps": steps},
+            model={"hf_checkpoint": str(ROOT / "examples/model_configs/qwen3-1.7b-base")},
+            parallel={"world_size": 2},
+            checkpoint={"every": 5, "export_hf": False},
+            engine={"device": "cpu", "servers": 1, "python": str(self._engine_python())},
+        )
+        defaults = {"gpus_per_node": 0, "checkpoint_margin_s": 10}
+        self.site = folder / "site.yaml"
+        self.site.write_text(json.dumps(defaults | site))
+        self.job = 0
+
+    def _engine_python(self) -> Path:
+        """An interpreter that runs the stand-in whatever module it is told to run."""
+        path = self.folder / "engine_python"
+        stand_in = Path(__file__).parent / "stand_in" / "server.py"
+        path.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
+        path.chmod(0o755)
+        return path
+
+    def submit(self, *flags: str) -> StandInJob:
+        """Give it to sbatch."""
+        self.directory.mkdir()
+        script = self.folder / "job.sbatch"
+        command = f"{sys.executable} -m tests.slurm.stand_in.job"
+        script.write_text(f"#!/bin/bash\nexec {command} {self.config} --site {self.site}\n")
+        self.job = self.cluster.client.submit(
+            *("--nodes=3", "--ntasks-per-node=1", "--exclusive", "--requeue", "--time=10"),
+            *("--open-mode=append", f"--chdir={ROOT}", f"--output={self.folder}/out"),
+            *flags,
+            script,
+        )
+        return self
+
+    @property
+    def log(self) -> str:
+        """What the job has printed, and its ranks."""
+        paths = [self.folder / "out", *sorted((self.directory / "logs").glob("rank*"))]
+        texts = [p.read_text(errors="replace") for p in paths if p.exists()]
+        return "\n".join(texts)
+
+    def attempts(self) -> list[dict[str, Any]]:
+        """The reason files, in order."""
+        paths = sorted((self.directory / "attempts").glob("*.json"))
+        return [json.loads(path.read_text()) for path in paths]
+
+    def ends(self) -> list[str]:
+        """Why each attempt ended."""
+        return [attempt["why"] for attempt in self.attempts()]
+
+    def steps(self) -> list[int]:
+        """Recorded steps."""
+        return steps_of(self.directory)
+
+    def server(self) -> Server | None:
+        """The published server."""
+        return next(iter(FleetFolder(self.directory).servers()), None)
+
+    def wait(self, condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None:
+        """Until it holds; fails with the job's log."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"not in time\n{self.log}"
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int) -> None:
+        """Until ``step`` is recorded."""
+        self.wait(lambda: step in self.steps())
+
+    def wait_for_end(self, timeout_s: float = PATIENT_S) -> dict[str, str]:
+        """The job's record when it has ended."""
+        try:
+            return self.cluster.client.wait(self.job, timeout_s=timeout_s)
+        except TimeoutError as error:
+            raise AssertionError(f"{error}\n{self.log}") from error
+
+    def processes(self, word: str) -> list[psutil.Process]:
+        """Processes of this job on all nodes with ``word`` in their command line, by Slurm's rank."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                environment = process.environ()
+                mine = environment.get("SLURM_JOB_ID") == str(self.job)
+                mine &= environment.get("SLURM_CONF") == str(self.cluster.configuration)
+                if mine and any(part.endswith(word) for part in process.cmdline()):
+                    found.append((int(environment.get("SLURM_PROCID", "0")), process))
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        pythons = [pair for pair in found if "python" in pair[1].name()]
+        return [process for _, process in sorted(pythons, key=lambda pair: pair[0])]
+
+    def kill(self, word: str, index: int = -1) -> None:
+        """SIGKILL one of ``processes``, as the kernel does when memory runs out."""
+        os.kill(self.processes(word)[index].pid, signal.SIGKILL)

@@ -1,0 +1,12 @@
+"""The batch process of a job whose ranks are stand-ins: as ``python -m megatron_dppo.slurm supervise``."""
+
+from __future__ import annotations
+
+import sys
+
+import megatron_dppo.slurm.__main__ as slurm
+import megatron_dppo.slurm.supervise
+
+if __name__ == "__main__":
+    megatron_dppo.slurm.supervise.MODULE = "tests.slurm.stand_in.trainer"
+    sys.exit(slurm.main(["supervise", *sys.argv[1:]]))

@@ -1,0 +1,78 @@
+"""One rank that counts steps: ``python -m tests.slurm.stand_in.trainer CONFIG [--check]``.
+
+Rank 0 writes records, checkpoints and the summary under the run's fence; a step takes ``STEP_S`` seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from megatron_dppo.config import load_config
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.fleet.folder import FleetFolder
+from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
+from megatron_dppo.metrics.history import read_history, remember_checkpoint
+from megatron_dppo.metrics.records import RECORDS_FILE, decode_records, encode_record
+from megatron_dppo.metrics.summary import SUMMARY_FILE
+from megatron_dppo.system.fence import NONCE_VARIABLE, Fence
+from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, StopFile
+
+STEP_S = 0.1
+
+
+def main(path: str, *flags: str) -> None:
+    """Check, or run to the last step, to a stop, or to the fence."""
+    config = load_config(path, [])
+    if "--check" in flags:
+        return
+    adopt_slurm_rank()
+    rank = int(os.environ["RANK"])
+    stop = StopFile(Path(os.environ[STOP_FILE_VARIABLE]))
+    wait_for_servers(config)
+    run = Path(config.run.directory)
+    fence = Fence(run, os.environ[NONCE_VARIABLE])
+    step = read_history(run).saved or 0
+    print(f"rank {rank} of {os.environ['WORLD_SIZE']} begins after step {step}", flush=True)
+    drop_records(run, step, rank)
+    while step < config.run.steps and not stop():
+        time.sleep(STEP_S)
+        step += 1
+        fence.check()
+        if rank == 0:
+            with (run / RECORDS_FILE).open("a") as file:
+                file.write(encode_record(step, {"job": int(os.environ["SLURM_JOB_ID"])}) + "\n")
+            if step % config.checkpoint.every == 0:
+                remember_checkpoint(run, step)
+    if rank == 0:
+        finish(config, run, step)
+
+
+def wait_for_servers(config: TrainConfig) -> None:
+    """Until all are published, as the real trainer waits."""
+    folder = FleetFolder(config.run.directory)
+    while len(folder.servers()) < config.engine.started:
+        time.sleep(0.05)
+
+
+def drop_records(run: Path, step: int, rank: int) -> None:
+    """Leave records up to the checkpoint, as the real trainer does."""
+    path = run / RECORDS_FILE
+    if rank == 0 and path.exists():
+        kept = [r for r in decode_records(path.open(), str(path)) if (r["step"] or 0) <= step]
+        write_atomically(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def finish(config: TrainConfig, run: Path, step: int) -> None:
+    """A last checkpoint; at the last step also the summary."""
+    remember_checkpoint(run, step)
+    if step == config.run.steps:
+        write_atomically(run / SUMMARY_FILE, json.dumps({"steps": step}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

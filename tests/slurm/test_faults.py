@@ -1,0 +1,39 @@
+"""What the supervisor does about faults: real jobs on a real Slurm, stand-ins for trainer and server."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.slurm.jobs import SERVER, TRAINER, StandInJob
+
+pytestmark = pytest.mark.slurm
+
+
+def test_a_job_runs_to_its_end(cluster, folder):
+    job = StandInJob(cluster, folder).submit()
+    assert job.wait_for_end()["JobState"] == "COMPLETED", job.log
+    assert job.ends() == ["done"]
+    assert job.steps() == list(range(1, 21))
+    assert job.attempts()[0]["hosts"] == cluster.nodes[:3]
+
+
+def test_a_killed_server_starts_again_on_its_node_and_the_job_goes_on(cluster, folder):
+    job = StandInJob(cluster, folder, steps=10_000).submit()
+    job.wait_for_step(1)
+    before = job.server()
+    job.kill(SERVER)
+    job.wait(lambda: (s := job.server()) and s.incarnation == 2)
+    reached = job.steps()[-1]
+    job.wait_for_step(reached + 3)
+    assert job.server().url.split(":")[1] == before.url.split(":")[1]
+    assert len(job.attempts()) == 1
+
+
+def test_scancel_ends_with_a_checkpoint_and_without_a_requeue(cluster, folder):
+    job = StandInJob(cluster, folder, steps=10_000).submit()
+    job.wait_for_step(7)
+    cluster.client.run("scancel", job.job)
+    assert job.wait_for_end()["JobState"] == "CANCELLED"
+    job.wait(lambda: job.ends() == ["cancelled"])
+    assert job.attempts()[0]["saved"] >= 7
+    assert job.processes(TRAINER) == []
