@@ -90,12 +90,12 @@ def _meta_problems(
     config: TrainConfig, shape: ModelShape, plan: Verdict | None, shown: list[Proposal]
 ) -> list[str]:
     """Build each layout's modules on the meta device; what differs from the conversion's rules."""
-    from megatron_dppo.trainer.meta_model import compare_in_child
+    from megatron_dppo.trainer.meta_model import compare
 
     configs = [config] if plan is not None else []
-    found = []
+    found: list[str] = []
     for layout_config in [*configs, *(p.config for p in shown)]:
-        comparison = compare_in_child(layout_config, shape)
+        comparison = compare(layout_config, shape)
         print(comparison.summary(), file=sys.stderr)
         found += comparison.problems
     return found
@@ -119,7 +119,7 @@ def plan_json(plan: Verdict) -> dict[str, Any]:
         "ranks": [{**rank.parts, "stage": rank.stage, "total": rank.total} for rank in plan.ranks],
         "engine": None if plan.engine is None else asdict(plan.engine),
         "hosts": [{**asdict(host), "total": host.total} for host in plan.hosts],
-        "nodes": [asdict(node) for node in plan.roles.nodes],
+        "nodes": [asdict(node) for node in plan.nodes],
         "batches": asdict(plan.batches),
         "columns": asdict(plan.columns),
         "transfer": asdict(plan.transfer),

@@ -26,6 +26,7 @@ from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everyt
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
+from megatron_dppo.planner.here import memory_here, memory_problems
 
 MODULE = "megatron_dppo.train"
 
@@ -44,7 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             plan = check_everything(config, words.config)
             _check_start(config, words.config)
             print(plan.summary())
-            for problem in start_problems(config, this_machine()):
+            here = this_machine()
+            print(memory_here(config, here))
+            for problem in start_problems(config, here):
                 print(f"on this machine it can't be started: {problem}")
             return 0
         if "RANK" in os.environ:
@@ -59,7 +62,7 @@ def start_problems(config: TrainConfig, machine: Machine) -> list[str]:
     """Why the run can't be started on ``machine``: one line for each reason."""
     from megatron_dppo.launch.local import local_placement
 
-    problems = list(machine_problems(config, machine))
+    problems = [*machine_problems(config, machine), *memory_problems(config, machine)]
     try:
         local_placement(config, machine)
     except PlacementError as error:

@@ -1,4 +1,4 @@
-"""Whether a run fits on the machine that it would be started on."""
+"""Whether the machine that a run would be started on has its GPUs, cores and open files; memory is the planner's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,6 @@ from megatron_dppo.config.schema import TrainConfig
 
 LEAST_OPEN_FILES = 128
 """Files and sockets that the processes of a small run hold open, and some to spare."""
-_GIB = 2**30
-_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 2, 4
-"""Bytes of a weight; what a run needs is estimated from below, so that nothing is refused in vain."""
-_TRAINED_BYTES = 16
-"""Bytes of a trained parameter, however it is sharded: gradient, Adam's two moments, master weight."""
 
 
 @dataclass(frozen=True)
@@ -58,13 +53,6 @@ def machine_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
             f"cores: {processes} processes of ranks and servers on {machine.cores} cores, expected at "
             "most 8 on each"
         )
-    parameters = _weight_bytes(config.model.hf_checkpoint) // _LARGEST_WEIGHT
-    memory = parameters * (_TRAINED_BYTES + _SMALLEST_WEIGHT * servers)
-    if memory > machine.memory_bytes:
-        yield (
-            f"memory: weights, gradients and optimizer take {memory / _GIB:.0f} GiB or more, this "
-            f"machine has {machine.memory_bytes / _GIB:.0f} GiB"
-        )
 
 
 def _per_server(config: TrainConfig) -> int:
@@ -79,8 +67,3 @@ def _visible_gpus() -> int:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
-
-
-def _weight_bytes(folder: str) -> int:
-    """Bytes of the checkpoint's safetensors."""
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))

@@ -70,10 +70,6 @@ class Cluster:
         """All of them."""
         return self.nodes * self.gpus_per_node
 
-    def node_of(self, gpu: int) -> int:
-        """The node of a GPU, numbered node by node."""
-        return gpu // self.gpus_per_node
-
     @property
     def node_memory(self) -> int:
         """``host_memory``, by default the device's."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.planner.needs import Needs, needs_of
@@ -101,6 +102,7 @@ class Job:
     trainer: TrainerJob
     rollout: RolloutJob
     engine: EngineJob
+    roles: Roles
     bucket_bytes: int
     checkpoint_every: int
     not_counted: tuple[str, ...] = ()
@@ -150,6 +152,7 @@ def job_of(
         trainer_job(config, shape, micro_batches, longest, gpu=gpu),
         rollout,
         _engine_job(config),
+        Roles.of(config),
         config.weight_sync.bucket_mib * 2**20,
         config.checkpoint.every,
         (*(f"megatron.{key}" for key in config.megatron), *_unread(config.sglang)),

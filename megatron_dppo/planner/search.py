@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Any
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.model.layout_checks import LayoutSizes, model_problems, size_problems
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.devices import Cluster
 from megatron_dppo.planner.job import job_of
@@ -72,26 +73,24 @@ def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:
 
 def _candidates(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> Iterator[TrainConfig]:
     for world, servers, engine_tensor in _splits(config, cluster):
-        for tensor, pipeline, expert in product(_tensors(), _POWERS, _experts(shape)):
-            if tensor * pipeline > world or shape.num_layers % pipeline:
-                continue
-            for virtual, recompute in product((None, 2, 4), _RECOMPUTE):
-                if virtual and (pipeline == 1 or shape.num_layers % (pipeline * virtual)):
-                    continue
+        for sizes in _layouts(world, shape):
+            for recompute in _RECOMPUTE:
                 yield _with(
                     config,
-                    parallel={
-                        "world_size": world,
-                        "tensor": tensor,
-                        "pipeline": pipeline,
-                        "virtual_pipeline": virtual,
-                        "expert": expert,
-                        "expert_tensor": None,
-                    },
+                    parallel=asdict(sizes),
                     recompute=recompute,
                     servers=servers,
                     engine_tensor=engine_tensor,
                 )
+
+
+def _layouts(world: int, shape: ModelShape) -> Iterator[LayoutSizes]:
+    """The layouts of ``world`` ranks that hold the model; expert tensor parallelism as it follows from the rest."""
+    sizes = product(_tensors(), _POWERS, (None, 2, 4), _experts(shape))
+    for tensor, pipeline, virtual, expert in sizes:
+        found = LayoutSizes(world, tensor, pipeline, virtual, expert)
+        if not size_problems(found) and not model_problems(found, shape):
+            yield found
 
 
 def _tensors() -> tuple[int, ...]:

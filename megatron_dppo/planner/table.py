@@ -82,7 +82,7 @@ def _head(plan: Verdict) -> Iterable[str]:
 def _roles(plan: Verdict) -> Table:
     table = _table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
     size = plan.cluster.gpus_per_node
-    for node in plan.roles.nodes:
+    for node in plan.nodes:
         servers = f"{node.servers[0]}-{node.servers[-1]}" if node.servers else "-"
         numbers = f"{node.node * size}-{(node.node + 1) * size - 1}"
         table.add_row(
@@ -160,7 +160,7 @@ def _time(plan: Verdict) -> Table | None:
         "tokens/s/GPU",
         "MFU",
     )
-    used = plan.roles.needed
+    used = sum(node.trainer + node.engine for node in plan.nodes) or plan.cluster.gpus
     rate = plan.job.rollout.tokens / seconds.total / used
     mfu = model_flops_utilisation(plan.job, seconds, plan.cluster)
     cells = [f"{value:.1f}" for value in seconds.phases.values()]

@@ -20,7 +20,7 @@ from megatron_dppo.planner.engine import (
 from megatron_dppo.planner.host import HostBytes, host_bytes
 from megatron_dppo.planner.job import Job
 from megatron_dppo.planner.rank_memory import RankBytes, rank_bytes
-from megatron_dppo.planner.roles import Roles, role_problems, roles
+from megatron_dppo.planner.roles import NodeRoles, node_roles
 from megatron_dppo.planner.steptime import StepSeconds, step_seconds
 from megatron_dppo.planner.transfer import STORAGE, Transfer, transfer
 from megatron_dppo.planner.units import gib
@@ -29,11 +29,11 @@ from megatron_dppo.planner.units import gib
 @dataclass(frozen=True)
 class Verdict:
     """A plan. ``engine`` None: the run starts no servers, or they can't hold the model. ``hosts``: of the nodes, in
-    order. ``problems``: a line for each reason why it can't work, none where it can."""
+    order. ``misplaced``: why the roles don't fit the nodes; ``too_large``: what exceeds a memory; a line each."""
 
     job: Job
     cluster: Cluster
-    roles: Roles
+    nodes: tuple[NodeRoles, ...]
     batches: Batches
     ranks: tuple[RankBytes, ...]
     engine: EngineBytes | None
@@ -41,7 +41,13 @@ class Verdict:
     columns: ColumnBytes
     transfer: Transfer
     seconds: StepSeconds | None
-    problems: tuple[str, ...]
+    misplaced: tuple[str, ...]
+    too_large: tuple[str, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Everything that stands against it."""
+        return self.misplaced + self.too_large
 
     @property
     def fits(self) -> bool:
@@ -82,23 +88,30 @@ class Verdict:
 
 def verdict(job: Job, cluster: Cluster, storage: float = STORAGE) -> Verdict:
     """The plan of ``job`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
-    where = roles(job, cluster)
+    nodes, misplaced = node_roles(job.roles, cluster)
     ranks = tuple(rank_bytes(job, stage) for stage in range(job.trainer.layout.pipeline))
     columns, moved = (
         column_bytes(job.trainer.shape, job.rollout),
         transfer(job, cluster.device, storage),
     )
     engine, problems = _engine(job, cluster)
-    hosts = _hosts(job, where, columns, engine)
-    problems += [
-        *role_problems(where),
-        *_gpu_problems(ranks, cluster),
-        *_host_problems(hosts, cluster),
-    ]
+    hosts = _hosts(job, nodes, columns, engine)
+    problems += [*_gpu_problems(ranks, cluster), *_host_problems(hosts, cluster)]
     seconds = None if job.engine.servers and engine is None else step_seconds(job, cluster, moved)
     return Verdict(
-        job, cluster, where, batches(job), ranks, engine, hosts, columns, moved, seconds, tuple(problems)
-    )  # fmt: skip
+        job=job,
+        cluster=cluster,
+        nodes=nodes,
+        batches=batches(job),
+        ranks=ranks,
+        engine=engine,
+        hosts=hosts,
+        columns=columns,
+        transfer=moved,
+        seconds=seconds,
+        misplaced=tuple(misplaced),
+        too_large=tuple(problems),
+    )
 
 
 def _engine(job: Job, cluster: Cluster) -> tuple[EngineBytes | None, list[str]]:
@@ -142,12 +155,12 @@ def _gpu_problems(ranks: tuple[RankBytes, ...], cluster: Cluster) -> Iterator[st
 
 
 def _hosts(
-    job: Job, where: Roles, columns: ColumnBytes, engine: EngineBytes | None
+    job: Job, nodes: tuple[NodeRoles, ...], columns: ColumnBytes, engine: EngineBytes | None
 ) -> tuple[HostBytes, ...]:
     capture = 0
     if engine is not None and job.rollout.routing:
         capture = capture_host_bytes(job.trainer.shape, engine.kv_tokens)
-    return tuple(host_bytes(job, columns, node, capture) for node in where.nodes)
+    return tuple(host_bytes(job, columns, node, capture) for node in nodes)
 
 
 def _host_problems(hosts: tuple[HostBytes, ...], cluster: Cluster) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import Layout
@@ -38,6 +39,7 @@ def elements(counts: Counts) -> int:
     return sum(size * count for size, count in counts)
 
 
+@lru_cache(maxsize=4096)
 def rank_parameters(shape: ModelShape, layout: Layout, stage: int) -> RankParameters:
     """What every rank of pipeline stage ``stage`` holds; ranks of a stage hold equally much.
 

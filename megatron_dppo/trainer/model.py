@@ -14,7 +14,12 @@ from megatron_dppo.trainer import platform
 
 
 def build_chunks(transformer: TransformerConfig, shape: ModelShape) -> list[GPTModel]:
-    """Build this rank's part of the model: one GPTModel, unwrapped, for each virtual stage."""
+    """Build this rank's part of the model: one GPTModel, unwrapped, for each virtual stage, on its device."""
+    return [chunk.to(platform.current().device) for chunk in make_chunks(transformer, shape)]
+
+
+def make_chunks(transformer: TransformerConfig, shape: ModelShape) -> list[GPTModel]:
+    """The same where they are made: on torch's default device."""
     virtual = transformer.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
     return [_build_chunk(transformer, shape, stage) for stage in stages]
@@ -63,4 +68,4 @@ def _build_chunk(
             high_freq_factor=shape.rope_scaling.high_freq_factor,
             original_max_position_embeddings=shape.rope_scaling.original_max_positions,
         )
-    return model.to(here.device)
+    return model

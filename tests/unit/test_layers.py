@@ -17,10 +17,11 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"metrics"},
     {"algorithms", "vocab_parallel"},
     {"data", "rewards"},
-    {"checkpoint_conversion", "planner"},
+    {"checkpoint_conversion"},
     {"engine"},
     {"fleet", "trainer", "weight_sync", "preflight"},
     {"launch", "loop"},
+    {"planner"},
     {"train", "supervised", "convert", "plan", "slurm"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -9,6 +9,7 @@ import pytest
 from megatron_dppo import plan as command
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm, carried_topk
 from megatron_dppo.config import load_config
+from megatron_dppo.config.machine import Machine
 from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
@@ -24,11 +25,12 @@ from megatron_dppo.planner.flops import (
     linear_flops,
     training_flops,
 )
+from megatron_dppo.planner.here import device_here, memory_here, memory_problems
 from megatron_dppo.planner.job import Job, job_of
 from megatron_dppo.planner.logits import logits_bytes
 from megatron_dppo.planner.needs import needs_of
 from megatron_dppo.planner.optimizer import state_bytes
-from megatron_dppo.planner.roles import role_problems, roles
+from megatron_dppo.planner.roles import node_roles
 from megatron_dppo.planner.schedule import bubble, chunks_in_flight
 from megatron_dppo.planner.search import nearest, search
 from megatron_dppo.planner.transfer import parameters, transfer
@@ -215,21 +217,21 @@ def test_what_an_algorithm_needs_is_what_its_preset_says(name):
 
 
 def test_trainers_and_servers_of_four_nodes():
-    found = roles(job(), H100)
-    assert [(n.trainer, n.engine, n.servers) for n in found.nodes] == [
-        (8, 0, ()), (8, 0, ()), (0, 8, (0, 1, 2, 3)), (0, 8, (4, 5, 6, 7)),
+    nodes, problems = node_roles(job().roles, H100)
+    assert problems == []
+    assert [(n.trainer, n.engine, n.servers, n.idle) for n in nodes] == [
+        (8, 0, (), 0), (8, 0, (), 0), (0, 8, (0, 1, 2, 3), 0), (0, 8, (4, 5, 6, 7), 0),
     ]  # fmt: skip
-    assert list(role_problems(found)) == []
-    (problem,) = role_problems(roles(job(), Cluster(DEVICES["h100"], 3)))
-    assert problem.startswith(
-        "GPUs: 16 trainer ranks and 8 servers need 32, expected at most the 3 x 8"
-    )
-    odd = job("qwen3_30b_a3b_base", "engine.servers=2", "sglang.tp_size=4", "parallel.world_size=4",
-              "parallel.expert=4")  # fmt: skip
-    assert list(role_problems(roles(odd, Cluster(DEVICES["h100"], 2, 8)))) == []
-    split = replace(odd.engine, tensor=6, servers=1)
-    (problem,) = role_problems(roles(replace(odd, engine=split), Cluster(DEVICES["h100"], 2, 8)))
-    assert "server 0 would take GPUs 4 to 9, which are of nodes 0 and 1" in problem
+    half = job("qwen3_30b_a3b_base", "parallel.world_size=4", "parallel.expert=4", "engine.servers=3",
+               "sglang.tp_size=3")  # fmt: skip
+    nodes, _ = node_roles(half.roles, Cluster(DEVICES["h100"], 2))
+    assert [(n.trainer, n.engine, n.servers, n.idle) for n in nodes] == [
+        (4, 3, (0,), 1),
+        (0, 6, (1, 2), 2),
+    ]
+    nodes, problems = node_roles(job().roles, Cluster(DEVICES["h100"], 3))
+    assert nodes == ()
+    assert problems[0].startswith("devices: 16 ranks and 8 servers of 2 do not fit on 3 hosts of 8")
 
 
 def test_what_does_not_fit_is_refused_by_part():
@@ -298,7 +300,37 @@ def test_the_command_refuses_with_what_would_fit_and_exits_2(capsys, monkeypatch
     assert "It can't work:" in out
     assert "What would fit, with the fewest changes:" in out
     assert "optimizer.distributed=true" in out
-    assert command.main([*words, "--nodes", "4", "parallel.tensor=3"]) == 2
-    assert "parallel.tensor: got 3" in capsys.readouterr().out
-    assert command.main([*words, "--nodes", "1", "--gpus-per-node", "1"]) == 2
-    assert "No layout of 1 x 1 h100 fits." in capsys.readouterr().out
+    one_gpu = ["--nodes", "1", "--gpus-per-node", "1"]
+    assert command.main([*words, *one_gpu, "parallel.tensor=3"]) == 2
+    out = capsys.readouterr().out
+    assert "parallel.tensor: got 3" in out
+    assert "No layout of 1 x 1 h100 fits." in out
+
+
+def test_memory_where_there_is_no_gpu(tmp_path):
+    """A tiny model's 18 bytes (bf16) of every parameter and rank, and 2 for each of the server's."""
+    shape = MODELS / "qwen3-1.7b-base"
+    words = [
+        f"model.hf_checkpoint={shape}",
+        "parallel={world_size: 2, tensor: 1}",
+        "engine={servers: 1}",
+    ]
+    config = recipe("qwen3_1.7b_base_efficiency", *words, "optimizer.distributed=false")
+    # Tied embeddings: the engine holds 1,720,574,976 parameters, as the trainer's ranks do.
+    needed = 1_720_574_976 * (2 * 18 + 2)
+    machine = Machine(cores=2, gpus=0, memory_bytes=needed, open_files=1024)
+    assert list(memory_problems(config, machine)) == []
+    (problem,) = memory_problems(config, replace(machine, memory_bytes=needed - 1))
+    assert problem.startswith(
+        "memory: weights, gradients and optimizer of 2 ranks and the weights of 1 servers take 60.9"
+    )
+    assert "2 ranks, each of weights 3.2 GiB, gradients 6.4 GiB" in memory_here(config, machine)
+
+
+def test_a_machine_with_gpus_is_judged_by_their_name(tmp_path):
+    (tmp_path / "0000:01:00.0").mkdir()
+    information = tmp_path / "0000:01:00.0" / "information"
+    information.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
+    assert device_here(tmp_path) is DEVICES["h100"]
+    information.write_text("Model: \t\t NVIDIA GeForce\n")
+    assert device_here(tmp_path) is None

@@ -1,0 +1,133 @@
+"""What the planner says a rank holds, against tensors counted in the real trainer, layout by layout.
+
+Weights, gradients and optimizer state are counted by storage after a step; activations by the tensors that autograd
+saves, at their peak within the step. Experts are not asked alike by a random model, so activations are compared as the
+mean over the ranks of a pipeline stage.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+TOKENS, MICRO_BATCHES = 256, 4
+STATE_TOLERANCE, ACTIVATION_TOLERANCE = 0.01, 0.10
+LAYERS = 4
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "DP2": ("qwen3_moe", {}, {}),
+    "DP2 distributed optimizer": ("qwen3_moe", {}, {"distributed": True}),
+    "DP2 fp32 distributed optimizer": ("qwen3_moe", {}, {"distributed": True, "dtype": "float32"}),
+    "TP2 ETP2": ("qwen3_moe", {"tensor": 2}, {}),
+    "TP2 EP2 distributed optimizer": (
+        "qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {"distributed": True},
+    ),
+    "TP2 EP2 recompute full": (
+        "qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {"recompute": "full"},
+    ),
+    "EP2": ("qwen3_moe", {"expert": 2}, {}),
+    "EP2 recompute selective": ("qwen3_moe", {"expert": 2}, {"recompute": "selective"}),
+    "PP2": ("qwen3_moe", {"pipeline": 2}, {}),
+    "PP2 recompute full": ("qwen3_moe", {"pipeline": 2}, {"recompute": "full"}),
+    "PP2 VPP2": ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "PP2 tied": ("qwen3", {"pipeline": 2}, {}),
+    "dense TP2": ("qwen3", {"tensor": 2}, {}),
+    "dense TP2 SP fp32": ("qwen3", {"tensor": 2, "sequence": True}, {"dtype": "float32"}),
+}  # fmt: skip
+
+
+def measure(folder: str, cases: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """Bytes by case on this rank: weights, gradients, optimizer, activations."""
+    return {
+        name: _measure(str(Path(folder) / family), parallel, {"dtype": "bfloat16", **changes})
+        for name, (family, parallel, changes) in cases.items()
+    }
+
+
+def _measure(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, int]:
+    from megatron_dppo.trainer.trainer import Trainer
+    from tests import memory
+    from tests.distributed.test_trainer_parity import policy_token_loss, run_config
+
+    trainer = Trainer(run_config(hf_dir, {**parallel, "world_size": 2}, changes))
+    try:
+        batches = _batches(trainer.topology.dp_rank, trainer.pad_multiple)
+        with memory.saved_for_backward(memory.weight_tensors(trainer)) as saved:
+            trainer.train_mini_batch(batches, policy_token_loss, denominator=100.0)
+        return {
+            "weights": memory.storage_bytes(memory.weight_tensors(trainer)),
+            "gradients": memory.storage_bytes(memory.gradient_tensors(trainer)),
+            "optimizer": memory.storage_bytes(memory.optimizer_tensors(trainer)),
+            "activations": saved.peak,
+        }
+    finally:
+        trainer.close()
+
+
+def _batches(dp_rank: int, pad_multiple: int) -> list:
+    import random
+
+    from megatron_dppo.data.packing import pack
+    from megatron_dppo.data.trajectory import Trajectory
+
+    rng = random.Random(dp_rank)
+
+    def sequence(number: int) -> Any:
+        length = TOKENS // 4
+        tokens = [rng.randrange(512) for _ in range(length)]
+        mu = {"rollout_log_probs": [-6.0] * (length - 4)}
+        return Trajectory.of_response(
+            tokens[:4], tokens[4:], problem_id=number, advantage=1.0, columns=mu
+        )
+
+    return [
+        pack([sequence(i) for i in range(4)], indices=range(4), trains=[True] * 4, pad_multiple=pad_multiple)
+        for _ in range(MICRO_BATCHES)
+    ]  # fmt: skip
+
+
+def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], folder: Path) -> list:
+    """(state, activations) of each rank of the case."""
+    from megatron_dppo.model.reader import load_model_shape
+    from megatron_dppo.planner.activations import activation_bytes
+    from megatron_dppo.planner.job import trainer_job
+    from megatron_dppo.planner.optimizer import state_bytes
+    from tests.distributed.test_trainer_parity import run_config
+
+    config = run_config(
+        str(folder / family), {**parallel, "world_size": 2}, {"dtype": "bfloat16", **changes}
+    )
+    shape = load_model_shape(folder / family)
+    job = trainer_job(config, shape, MICRO_BATCHES, TOKENS, gpu=False)
+    stages = [job.layout.coordinates(rank).pp for rank in range(2)]
+    return [(state_bytes(job, s), activation_bytes(job, s, busiest=1.0)) for s in stages]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_model(folder / "qwen3_moe", "qwen3_moe", layers=LAYERS)
+    save_tiny_model(folder / "qwen3", "qwen3", layers=LAYERS, tied=True)
+    return folder, run_ranks("tests.distributed.test_planner_memory:measure", 2, str(folder), CASES)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", CASES)
+def test_planned_is_measured(name: str, found: tuple[Path, list[dict]]) -> None:
+    folder, ranks = found
+    expected = planned(*CASES[name], folder)
+    for (state, _), rank in zip(expected, ranks, strict=True):
+        for part in ("weights", "gradients", "optimizer"):
+            assert getattr(state, part) == pytest.approx(rank[name][part], rel=STATE_TOLERANCE), (
+                part
+            )
+    stages = [[r] for r in range(2)] if "pipeline" in CASES[name][1] else [[0, 1]]
+    for members in stages:
+        measured = sum(ranks[r][name]["activations"] for r in members) / len(members)
+        saved = expected[members[0]][1].saved
+        print(f"{name}, ranks {members}: measured {measured:,.0f}, planned {saved:,}")
+        assert saved == pytest.approx(measured, rel=ACTIVATION_TOLERANCE)
