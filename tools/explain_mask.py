@@ -118,7 +118,7 @@ def as_trained(
     from mask_explanation.seen import SeenStep, explain_seen
 
     from megatron_dppo.algorithms.presets import build_algorithm
-    from megatron_dppo.data.problems import load_tokenizer
+    from megatron_dppo.data.prompts import load_tokenizer
 
     if options.rollout_policy is not None:
         raise ValueError(
@@ -153,7 +153,7 @@ def under_policy(
     from mask_explanation.policies import Policy, TokenTexts
     from mask_explanation.recomputed import explain_response
 
-    from megatron_dppo.data.problems import load_tokenizer
+    from megatron_dppo.data.prompts import load_tokenizer
     from megatron_dppo.metrics.progress import progress
 
     policy = Policy(options.policy)

@@ -7,13 +7,13 @@ rewards, the libraries' own options) is checked by ``launch/library_checks.py`` 
 
 from __future__ import annotations
 
-import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
+from megatron_dppo.config.data_checks import data_file_problems, prompt_form_problems
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.forwarded import SGLANG, megatron_problems, replay_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
@@ -49,7 +49,7 @@ def check_supervised_config(config: SupervisedConfig, source: str = "configurati
         *megatron_problems(config.megatron),
     ]
     if not Path(config.data.train).is_file():
-        problems.append(f"data.train: got {config.data.train!r}, expected a JSONL file")
+        problems.append(f"data.train: got {config.data.train!r}, expected a JSONL or Parquet file")
     if config.training.sequences_per_step < config.parallel.data:
         problems.append(
             f"training.sequences_per_step: got {config.training.sequences_per_step}, expected at "
@@ -119,21 +119,6 @@ def _aggregation(config: TrainConfig) -> Problems:
             f"aggregation {algorithm.aggregation!r}, expected null: only "
             "'sequence-mean-with-constant' divides by it"
         )
-
-
-def _data_files(config: TrainConfig) -> Problems:
-    files = {"data.train": config.data.train}
-    files |= {f"data.evaluation.{name}": path for name, path in config.data.evaluation.items()}
-    for key, path in files.items():
-        if not Path(path).is_file():
-            yield f"{key}: got {path!r}, expected a JSONL file, relative to {Path.cwd()}"
-    for name in config.data.evaluation:
-        if not re.fullmatch(r"[\w.-]+", name):
-            yield (
-                f"data.evaluation: got the name {name!r}, expected letters, digits, '_', '-' and "
-                "'.' "
-                "(it names metrics)"
-            )
 
 
 def _replay_folder(config: TrainConfig) -> Problems:
@@ -254,7 +239,8 @@ CHECKS: tuple[Check, ...] = (
     batch_problems,
     _untruncated_sampling,
     _aggregation,
-    _data_files,
+    data_file_problems,
+    prompt_form_problems,
     _replay_folder,
     _staleness,
     _oversampling,

@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import BaseModel
+from pydantic import BaseModel, Tag
 
 _NAMES = {
     bool: "true or false",
@@ -91,35 +91,77 @@ def _bounds(metadata: Iterable[Any]) -> str:
 
 
 def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectation:
-    """The key that a pydantic error's ``location`` stands for; what follows it (a union's branch)
-    is left out."""
+    """The key that a pydantic error's ``location`` stands for. The branch of a union is no key; an
+    item of a list is one where it is a table."""
     path: list[str] = []
-    expected, summary = "a table", ""
-    for position, part in enumerate(location):
-        path.append(str(part))
-        field = model.model_fields.get(str(part))
-        if field is None:
-            break
-        expected = expectation(field.annotation, field.metadata)
-        summary = (field.description or "").split(". ")[0].strip().rstrip(".")
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
+    annotation: Any = model
+    metadata: Sequence[Any] = ()
+    summary = ""
+    for part in location:
+        kind = _bare(annotation)
+        if _is_section(kind):
+            path.append(str(part))
+            field = kind.model_fields.get(str(part))
+            if field is None:
+                break
+            annotation, metadata = field.annotation, field.metadata
+            summary = (field.description or "").split(". ")[0].strip().rstrip(".")
             continue
-        if get_origin(field.annotation) is dict and position + 1 < len(location):
-            path.append(str(location[position + 1]))
-            expected = expectation(get_args(field.annotation)[1])
-        break
-    return FieldExpectation(".".join(path), expected, summary)
+        inner = _inside(kind, part)
+        if inner is None:
+            break
+        annotation, metadata = inner, ()
+        if get_origin(kind) is dict:
+            path.append(str(part))
+        elif get_origin(kind) is list:
+            path[-1] += f"[{part}]"
+    return FieldExpectation(".".join(path), expectation(annotation, metadata), summary)
 
 
 def section_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseModel]:
     """The section that holds the key at ``location``."""
+    annotation: Any = model
     for part in location[:-1]:
-        annotation = model.model_fields[str(part)].annotation
-        assert isinstance(annotation, type)
-        assert issubclass(annotation, BaseModel)
-        model = annotation
-    return model
+        kind = _bare(annotation)
+        section = _is_section(kind)
+        annotation = kind.model_fields[str(part)].annotation if section else _inside(kind, part)
+    found = _bare(annotation)
+    assert _is_section(found)
+    return found
+
+
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections inside a list, a table of names or a union."""
+    for inner in get_args(annotation):
+        if _is_section(inner):
+            yield inner
+        else:
+            yield from sections_in(inner)
+
+
+def _bare(annotation: Any) -> Any:
+    """``annotation`` without what ``Annotated`` adds."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _inside(kind: Any, part: Any) -> Any:
+    """What is inside a table, a list of tables or a tagged union at ``part``.
+
+    None in anything else, and for a union's branch that is a plain value: the union says more of it.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is dict:
+        return arguments[1]
+    if origin is list:
+        return arguments[0] if _is_section(_bare(arguments[0])) else None
+    if origin in (Union, types.UnionType):
+        tagged = [a for a in arguments if Tag(str(part)) in get_args(a)[1:]]
+        return next((a for a in tagged if _is_section(_bare(a)) or get_args(_bare(a))), None)
+    return None
 
 
 def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -139,7 +181,8 @@ def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
     """The key that an unknown one was probably meant to be: in its section, else of that name in
     another."""
     key = str(location[-1])
-    prefix = "".join(f"{part}." for part in location[:-1])
+    prefix = field_at(model, location[:-1]).path
+    prefix += "." if prefix else ""
     near = closest(key, section_at(model, location).model_fields)
     if near and difflib.SequenceMatcher(None, key, near[0]).ratio() >= 0.8:
         return prefix + near[0]

@@ -189,7 +189,7 @@ def _problem(schema: type[Section], kind: str, location: tuple[int | str, ...], 
 
 
 def _unknown_key(schema: type[Section], location: tuple[int | str, ...], value: Any) -> str:
-    path = ".".join(map(str, location))
+    path = field_at(schema, location).path
     meant = suggestion(schema, location)
     hint = f"did you mean {meant}? " if meant else ""
     known = ", ".join(section_at(schema, location).model_fields)

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_dppo.config.expectations import expectation
+from megatron_dppo.config.expectations import expectation, sections_in
 from megatron_dppo.config.forwarded import MEGATRON, SGLANG, ForwardedTable
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
 from megatron_dppo.config.yaml_core import dump_yaml
@@ -50,9 +50,18 @@ def _sections(schema: type[BaseModel], known: dict[str, Any] | None = None) -> I
         if isinstance(section, type) and issubclass(section, BaseModel):
             yield _summary(section)
             yield _table(section)
+            yield from _nested(section)
         else:
             yield _text(field.description) + "\n"
             yield _forwarded(_FORWARDED[name])
+
+
+def _nested(section: type[BaseModel]) -> Iterator[str]:
+    """A table for each kind of table that a key of the section takes as a value or an item."""
+    for name, field in section.model_fields.items():
+        for kind in sections_in(field.annotation):
+            yield f"A table in `{name}`:\n"
+            yield _table(kind)
 
 
 _FORWARDED = {table.name: table for table in (MEGATRON, SGLANG)}

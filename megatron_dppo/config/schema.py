@@ -9,24 +9,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AllowInfNan, BaseModel, ConfigDict, Field
+from pydantic import AllowInfNan, Field
 
+from megatron_dppo.config.data_section import DataConfig
+from megatron_dppo.config.section import Section
 from megatron_dppo.model.layout_checks import LayoutSizes
 
 SLOWEST_TOKENS_PER_S = 10.0
 """Of one response, where nothing else is said: a server under full load is some times as fast."""
-
-
-class Section(BaseModel):
-    """Base of every section: frozen, no unknown keys, no silent conversion of types."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-    )
 
 
 class RunConfig(Section):
@@ -52,25 +42,6 @@ class ModelConfig(Section):
     """Parameters' and activations' type in the trainer; the optimizer's master weights are fp32."""
 
 
-class DataConfig(Section):
-    """Problems to train and to be evaluated on; JSON Lines with a prompt and an answer in each
-    line."""
-
-    train: str
-    """JSONL file of training problems."""
-    evaluation: dict[str, str] = Field(default_factory=dict)
-    """Name -> JSONL file of held-out problems; null takes a set away that another file names."""
-    max_prompt_tokens: int = Field(default=1024, gt=0)
-    """Longer prompts are dropped at load, and counted."""
-    apply_chat_template: bool = True
-    """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
-    shuffle: bool = True
-    """A new seeded order in every epoch."""
-    on_bad_answer: Literal["refuse", "drop"] = "refuse"
-    """Where the reward can't parse an answer, or would not give it to the answer itself: refuse to
-    start, or leave the problem out and count it."""
-
-
 class RolloutConfig(Section):
     """Sampling of training responses."""
 
@@ -89,6 +60,9 @@ class RolloutConfig(Section):
     stop_token_ids: list[int] = Field(default_factory=list)
     """Tokens that end a response beside the model's own, in training and evaluation; like those
     they belong to it and are trained on."""
+    stop: list[str] = Field(default_factory=list)
+    """Texts that end a response, in training and evaluation. The tokens up to the one that completes
+    such a text are trained on; the verifier sees what stands before it."""
     topk_log_probs: int = Field(default=0, ge=0)
     """K of the engine's TopK(mu) to carry for Top-K divergences; 0: as the algorithm asks."""
     max_concurrent_requests: int = Field(default=256, gt=0)

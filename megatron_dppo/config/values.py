@@ -13,6 +13,10 @@ from megatron_dppo.system.urls import url_problem
 
 LONGEST_TEXT = 4096
 """Characters of a path, as Linux bounds it."""
+LONGEST_PROSE = 65536
+"""Characters of a text that is for the model."""
+PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop"}
+"""Keys whose text is for the model: it may have lines."""
 LARGEST_NUMBER = 2**63 - 1
 
 
@@ -24,7 +28,7 @@ def refuse_unusable_values(config: PolicyConfig, source: str) -> None:
     problems = [
         f"{key}: {complaint}"
         for key, value in _leaves(config.model_dump(), "")
-        if (complaint := _complaint(value))
+        if (complaint := _complaint(value, prose=key in PROSE))
     ]
     if problems:
         raise ConfigError(problems, source)
@@ -77,14 +81,20 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _complaint(value: Any) -> str | None:
-    if isinstance(value, str) and any(map(_unusable, value)):
-        return f"got {given(value)}, expected text without control characters"
-    if isinstance(value, str) and len(value) > LONGEST_TEXT:
-        return f"got {len(value)} characters, expected at most {LONGEST_TEXT}"
+def _complaint(value: Any, *, prose: bool) -> str | None:
+    longest = LONGEST_PROSE if prose else LONGEST_TEXT
+    if isinstance(value, str):
+        text = value.translate(_LINES) if prose else value
+        if any(map(_unusable, text)):
+            return f"got {given(value)}, expected text without control characters"
+        if len(value) > longest:
+            return f"got {len(value)} characters, expected at most {longest}"
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         return f"got {given(value)}, expected at most {LARGEST_NUMBER}"
     return None
+
+
+_LINES = str.maketrans("\n\t", "  ")
 
 
 def _unusable(character: str) -> bool:

@@ -1,8 +1,10 @@
-"""JSON Lines as they are read: one object a line, and one error that names file and line."""
+"""JSON Lines as they are read: one object a line, and one error that names file and line.
+
+Which reader a file takes is ``records.read_records``'s choice.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,25 +15,22 @@ class DataError(ValueError):
     """A data set cannot be used; the message names the file, the line (from 1) and the fault."""
 
 
-def read_records(path: Path) -> tuple[list[dict[str, Any]], list[str], str]:
-    """The objects of a JSONL file, the place of each in words, and the file's SHA-256."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+def parse_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], list[str]]:
+    """The objects of a JSONL file and the place of each in words."""
     lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
     if lines == [b""]:
         raise DataError(f"{path}: the file is empty, expected one JSON object a line")
     places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
     records = [_parse(line, where) for line, where in zip(lines, places, strict=True)]
-    return records, places, hashlib.sha256(content).hexdigest()
+    return records, places
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def parse_text(text: bytes, where: str) -> Any:
+    """A JSON value. Raises DataError beginning with ``where``, also for what can't be written back."""
     try:
-        record = json.loads(line)
-        if b"\\ud" in line.lower():  # an escape that may be half of a pair
-            json.dumps(record, ensure_ascii=False).encode()
+        value = json.loads(text)
+        if b"\\ud" in text.lower():  # an escape that may be half of a pair
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}: {error.reason}") from error
     except UnicodeEncodeError as error:
@@ -42,9 +41,24 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: nested too deeply") from error
     except ValueError as error:  # an integer of more than 4300 digits
         raise DataError(f"{where}: {error}; write a long number as text") from error
+    return value
+
+
+def _parse(line: bytes, where: str) -> dict[str, Any]:
+    record = parse_text(line, where)
     if not isinstance(record, dict):
         raise DataError(f"{where}: {type(record).__name__}, expected a JSON object")
     return record
+
+
+def value_at(record: Mapping[str, Any], path: str) -> Any:
+    """The value under ``a``, or under ``a.b`` in a structure; None where it is not there."""
+    if path in record:
+        return record[path]
+    value: Any = record
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 def keys(record: Mapping[str, Any]) -> str:
@@ -56,7 +70,7 @@ def keys(record: Mapping[str, Any]) -> str:
 def shorten(value: object) -> str:
     """A JSON value in at most 60 characters."""
     try:
-        return _cut(json.dumps(value, ensure_ascii=False))
+        return _cut(json.dumps(value, ensure_ascii=False, default=str))
     except RecursionError:
         return f"a deeply nested {type(value).__name__}"
 

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+
+
+class Sampler(Protocol):
+    """Which problems come next; the same on every rank, and resumable from plain JSON values."""
+
+    def next(self, n: int) -> list[int]:
+        """The next ``n`` positions in the training set."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain JSON values."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``. Raises ValueError if it belongs to another data set or order."""
 
 
 class ProblemSampler:
@@ -32,6 +45,11 @@ class ProblemSampler:
     def epoch(self) -> int:
         """Number of completed epochs."""
         return self._epoch
+
+    @property
+    def drawn(self) -> int:
+        """Number of positions that were handed out."""
+        return self._epoch * self._count + self._position
 
     def next(self, n: int) -> list[int]:
         """The next ``n`` positions; after the end of an epoch the next one begins."""

@@ -14,8 +14,11 @@ from megatron_dppo.model.shape import ModelShape
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn. ``stop_token_ids`` add to the model's own stop tokens. ``seed``: of this
-    response alone, which a server with deterministic inference heeds.
+    """How one response is drawn.
+
+    ``stop_token_ids`` add to the model's own stop tokens. ``stop``: texts that end a response with the
+    token that completes one of them; the response's text ends before it. ``seed``: of this response
+    alone, which a server with deterministic inference heeds.
     """
 
     max_new_tokens: int
@@ -25,6 +28,7 @@ class SamplingParams:
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -45,6 +49,7 @@ class SamplingParams:
             "min_p": 0.0,
             "ignore_eos": self.ignore_eos,
             "stop_token_ids": list(self.stop_token_ids) or None,
+            "stop": list(self.stop) or None,
             **seed,
         }
 

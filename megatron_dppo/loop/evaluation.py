@@ -44,6 +44,7 @@ def evaluate(
         temperature=settings.temperature,
         top_p=settings.top_p,
         stop_token_ids=tuple(config.rollout.stop_token_ids),
+        stop=tuple(config.rollout.stop),
     )
     accuracies = {}
     for name, problems in sets.items():

@@ -14,7 +14,6 @@ import torch
 from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import BatchFormatError, save_batch
 from megatron_dppo.engine.errors import EngineError
@@ -139,9 +138,7 @@ class Run:
                 config.checkpoint.keep,
                 fence.check_together,
             )
-            self.sampler = ProblemSampler(
-                len(data.train), config.run.seed, shuffle=config.data.shuffle
-            )
+            self.sampler = data.sampler()
             self.saved_step = 0
             self.state = self._resume()
         self.engine: EngineSession | None = None
@@ -273,6 +270,7 @@ class Run:
                 rollout.max_response_tokens,
                 temperature=rollout.temperature,
                 stop_token_ids=tuple(rollout.stop_token_ids),
+                stop=tuple(rollout.stop),
             ),
             columns,
         )

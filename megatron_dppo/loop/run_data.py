@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 
+from megatron_dppo.config.data_section import ProblemFile
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.problems import ProblemSet, load_problems, load_tokenizer
-from megatron_dppo.loop.answers import (
+from megatron_dppo.data.answers import (
     BadAnswers,
     bad_answers,
     extracted,
     refuse_bad_answers,
     without,
 )
+from megatron_dppo.data.mixture import WeightedSampler, joined
+from megatron_dppo.data.problems import DataKeys, ProblemSet, load_problems
+from megatron_dppo.data.prompts import PromptForm, load_tokenizer
+from megatron_dppo.data.sampler import ProblemSampler, Sampler
 from megatron_dppo.types import Problem
 
 log = logging.getLogger(__name__)
@@ -22,26 +26,40 @@ class RunData:
     """Training and held-out problems, tokenised. Raises DataError naming file and line.
 
     Attributes:
-        train: ProblemSet of ``data.train``.
-        held_out: name -> problems, of ``data.evaluation``.
+        form: how problems are put to the model.
+        train: the training set, the files' problems in a row.
     """
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
+        data = config.data
+        self.form = PromptForm(data.apply_chat_template, data.system_prompt, data.prompt_template)
         self._tokenizer = load_tokenizer(config.model.hf_checkpoint)
-        paths = [config.data.train, *config.data.evaluation.values()]
-        self._sets = {path: self._load(path) for path in dict.fromkeys(paths)}
+        files = [*data.train_files, *data.evaluation_files.values()]
+        self._sets: dict[str, ProblemSet] = {}
+        for file in files:
+            if _name(file) not in self._sets:
+                self._sets[_name(file)] = self._load(file)
+        self.train = joined(self.train_parts)
 
     @property
-    def train(self) -> ProblemSet:
-        """The training set."""
-        return self._sets[self._config.data.train]
+    def train_parts(self) -> list[ProblemSet]:
+        """The training files' problems, file by file."""
+        return [self._sets[_name(file)] for file in self._config.data.train_files]
 
     @property
     def held_out(self) -> dict[str, tuple[Problem, ...]]:
         """The problems of each held-out set, by its name."""
-        files = self._config.data.evaluation
-        return {name: self._sets[path].problems for name, path in files.items()}
+        files = self._config.data.evaluation_files
+        return {name: self._sets[_name(file)].problems for name, file in files.items()}
+
+    def sampler(self) -> Sampler:
+        """Positions in ``train``, from the beginning: all files as one, or each by its weight."""
+        data, seed = self._config.data, self._config.run.seed
+        weights = [file.weight for file in data.train_files if file.weight is not None]
+        if not weights:
+            return ProblemSampler(len(self.train), seed, data.shuffle)
+        return WeightedSampler([len(s) for s in self.train_parts], weights, seed, data.shuffle)
 
     def bad_answers(self) -> BadAnswers:
         """What is wrong with answers. A run that replays rollouts scores nothing, and has none."""
@@ -52,31 +70,39 @@ class RunData:
     def settle(self, bad: BadAnswers) -> None:
         """Refuse bad answers or leave their problems out, as configured. Raises DataError."""
         if self._config.data.on_bad_answer == "refuse":
-            refuse_bad_answers(bad)
+            refuse_bad_answers(bad, self._sets)
         self._sets = {path: without(found, path, bad) for path, found in self._sets.items()}
+        self.train = joined(self.train_parts)
         for path, found in self._sets.items():
             if found.bad_answers:
                 row, why = bad[path][0]
                 log.warning(
                     "%s: %d problems were left out because their answers can't be used, the first "
-                    "in line %d: %s",
+                    "in %s: %s",
                     path,
                     found.bad_answers,
-                    row + 1,
+                    found.place(row),
                     why,
                 )
 
-    def _load(self, path: str) -> ProblemSet:
+    def _load(self, file: ProblemFile) -> ProblemSet:
         found = load_problems(
-            path,
+            file.path,
             self._tokenizer,
             max_prompt_tokens=self._config.data.max_prompt_tokens,
-            apply_chat_template=self._config.data.apply_chat_template,
+            form=self.form,
+            keys_of=DataKeys(file.prompt_key, file.answer_key),
         )
         if found.dropped:
-            log.warning("%s: %d prompts are too long and were left out", path, found.dropped)
+            log.warning("%s: %d prompts are too long and were left out", file.path, found.dropped)
         return extracted(found, self._config.reward.name)
 
     def text_of(self, token_id: int) -> str:
         """Text of a single token."""
         return str(self._tokenizer.decode([token_id]))
+
+
+def _name(file: ProblemFile) -> str:
+    """The file's path; with its keys where the recipe names them, as other keys make another set."""
+    keys = [key for key in (file.prompt_key, file.answer_key) if key is not None]
+    return f"{file.path} ({', '.join(keys)})" if keys else file.path

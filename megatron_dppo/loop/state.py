@@ -18,7 +18,7 @@ class RunState:
 
     Attributes:
         step: rollout batches trained on; also the weight version of the policy.
-        sampler: position in the data (``ProblemSampler.state_dict``).
+        sampler: position in the data (``Sampler.state_dict``).
         identity: settings that must not change between starts, see :func:`identity_of`.
     """
 
@@ -61,8 +61,14 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
     With another value the metrics after the resume would not continue those before it. Learning
     rates, batch sizes, layouts, limits and schedules may change.
     """
-    settings = config.algorithm.settings
+    settings, data = config.algorithm.settings, config.data
+    later = {  # left out where nothing is set: a checkpoint without them was written so
+        "data.system_prompt": data.system_prompt,
+        "data.prompt_template": data.prompt_template,
+        "rollout.stop": list(config.rollout.stop) or None,
+    }
     return {
+        **{key: value for key, value in later.items() if value is not None},
         "algorithm.name": config.algorithm.name,
         # Left out where it is the default: a checkpoint without it was written by that.
         **({"algorithm.settings": settings} if settings != "stability" else {}),

@@ -15,7 +15,8 @@ from megatron_dppo.config.schema import SupervisedConfig
 from megatron_dppo.data.balancing import plan_mini_batch
 from megatron_dppo.data.json_lines import DataError
 from megatron_dppo.data.packing import PackedBatch, pack
-from megatron_dppo.data.problems import Pair, load_pairs, load_tokenizer
+from megatron_dppo.data.problems import Pair, load_pairs
+from megatron_dppo.data.prompts import load_tokenizer
 from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal

@@ -12,6 +12,7 @@ LONGEST_ANSWER = 500
 """Characters. Anything longer is a derivation, and costly to parse."""
 
 _BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
+_UNBRACED_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s+([^${}]+?)\s*(?:\$|$)")
 _MARK = "####"
 _GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 
@@ -19,13 +20,19 @@ _GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 def gold_answer(text: str) -> str:
     r"""What follows the last ``####``, else the content of the last closed ``\boxed``, else ``text``.
 
-    After ``####`` a number's groups of three digits are joined: ``1,080`` becomes ``1080``.
+    After ``####`` a number's groups of three digits are joined: ``1,080`` becomes ``1080``. A box
+    without braces, ``\boxed 4$`` as in some of MATH's solutions, ends with its formula.
     """
     if _MARK in text:
         answer = text.rpartition(_MARK)[2].strip()
         return answer.replace(",", "") if _GROUPED_NUMBER.fullmatch(answer) else answer
-    found = list(boxes(text))
-    return found[-1][1].strip() if found else text
+    found = [content for _, content in boxes(text)] or _UNBRACED_BOX.findall(text)
+    return found[-1].strip() if found else text
+
+
+def holds_answer(text: str) -> bool:
+    """Whether ``gold_answer`` finds an answer in ``text`` that is not all of it."""
+    return _MARK in text or any(boxes(text)) or bool(_UNBRACED_BOX.search(text))
 
 
 def boxes(text: str) -> Iterator[tuple[int, str]]:

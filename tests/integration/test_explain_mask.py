@@ -15,7 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.data.columns import LOSS_COLUMNS
-from megatron_dppo.data.problems import load_problems, load_tokenizer
+from megatron_dppo.data.problems import load_problems
+from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import load_batch, save_batch
 from tests.integration.runs import GROUP, PROMPTS, ROOT, TrainingRun, records_of, write_material
@@ -38,7 +39,7 @@ def recorded_batch(folder: Path) -> list[Trajectory]:
         folder / "train.jsonl",
         load_tokenizer(folder / "model"),
         max_prompt_tokens=32,
-        apply_chat_template=True,
+        form=PromptForm(),
     ).problems
     draw = np.random.default_rng(0)
     batch = []

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.schema import RewardConfig, TrainConfig
+from megatron_dppo.data.answers import bad_answers
 from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.loop.answers import bad_answers
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.rewards.gold import gold_answer
 from tests.tiny_models import tiny_tokenizer

@@ -176,10 +176,13 @@ REFUSED = [
         ["algorithm.aggregation=token-mean", "algorithm.aggregation_constant=64"],
         "algorithm.aggregation_constant: got 64.0 with aggregation 'token-mean', expected null",
     ),
-    (["data.train=none.jsonl"], "data.train: got 'none.jsonl', expected a JSONL file, relative to"),
+    (
+        ["data.train=none.jsonl"],
+        "data.train: got 'none.jsonl', expected a JSONL or Parquet file, relative to",
+    ),
     (
         ["data.evaluation.aime24=none.jsonl"],
-        "data.evaluation.aime24: got 'none.jsonl', expected a JSONL file",
+        "data.evaluation.aime24: got 'none.jsonl', expected a JSONL or Parquet file",
     ),
     (
         ["rollout.replay_from=nowhere"],

@@ -180,8 +180,11 @@ def test_an_unknown_key_that_resembles_nothing(load):
             "algorithm.options.x=y",
             "algorithm.options.x: got 'y' (str), expected a number or true or false",
         ),
-        ("data.evaluation.aime=3", "data.evaluation.aime: got 3 (int), expected text"),
-        ("data.evaluation=3", "data.evaluation: got 3 (int), expected a table of name: text"),
+        ("data.evaluation.aime=3", "data.evaluation.aime: got 3 (int), expected text or a table"),
+        (
+            "data.evaluation=3",
+            "data.evaluation: got 3 (int), expected a table of name: text or a table",
+        ),
         ("parallel=3", "parallel: got 3 (int), expected a table"),
         ("optimizer.lr=.nan", "optimizer.lr: got nan (float), expected a number > 0"),
         ("optimizer.lr=.inf", "optimizer.lr: got inf (float), expected a number > 0"),

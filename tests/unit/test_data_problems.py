@@ -8,7 +8,8 @@ import json
 import pytest
 
 from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.problems import load_pairs, load_problems, load_tokenizer
+from megatron_dppo.data.problems import load_pairs, load_problems
+from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.types import Problem
 from tests.tiny_models import tiny_tokenizer
 
@@ -20,11 +21,14 @@ def tokenizer():
 
 @pytest.fixture
 def load(tmp_path, tokenizer):
-    def load(content: str | bytes, **options):
+    def load(content: str | bytes, *, max_prompt_tokens: int = 100, **form):
         path = tmp_path / "set.jsonl"
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return load_problems(
-            path, tokenizer, **{"max_prompt_tokens": 100, "apply_chat_template": False, **options}
+            path,
+            tokenizer,
+            max_prompt_tokens=max_prompt_tokens,
+            form=PromptForm(**{"apply_chat_template": False, **form}),
         )
 
     return load
@@ -198,9 +202,7 @@ def test_an_empty_file_and_a_missing_one(load, tmp_path, tokenizer):
         with pytest.raises(DataError, match=r"set\.jsonl: the file is empty"):
             load(content)
     with pytest.raises(DataError, match=r"none\.jsonl: cannot be read: No such file"):
-        load_problems(
-            tmp_path / "none.jsonl", tokenizer, max_prompt_tokens=9, apply_chat_template=False
-        )
+        load_problems(tmp_path / "none.jsonl", tokenizer, max_prompt_tokens=9, form=PromptForm())
 
 
 def test_tokenizer_of_a_folder(tmp_path, tokenizer):

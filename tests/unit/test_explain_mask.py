@@ -178,7 +178,7 @@ def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     """pi = mu = pi': nothing is blocked, every weight is 1 and every divergence 0."""
     from mask_explanation.policies import Policy, TokenTexts
 
-    from megatron_dppo.data.problems import load_tokenizer
+    from megatron_dppo.data.prompts import load_tokenizer
 
     ids, advantage = RESPONSES[0]
     arrays = {}

@@ -25,7 +25,8 @@ from examples.tiny_moe.make_data import (
 )
 from examples.tiny_moe.make_model import make_model, make_tokenizer
 from examples.tiny_moe.prepare import prepare
-from megatron_dppo.data.problems import load_problems, load_tokenizer
+from megatron_dppo.data.problems import load_problems
+from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.rewards import find_reward
 
 
@@ -93,9 +94,7 @@ def test_tokenizer_round_trip_and_chat_template(tmp_path, data):
         assert tokenizer.unk_token_id not in tokenizer.encode(record["prompt"])
     path = tmp_path / "problems.jsonl"
     path.write_text('{"prompt": "3+5-2+4", "answer": "10"}')
-    (problem,) = load_problems(
-        path, tokenizer, max_prompt_tokens=9, apply_chat_template=True
-    ).problems
+    (problem,) = load_problems(path, tokenizer, max_prompt_tokens=9, form=PromptForm()).problems
     tokens = tokenizer.convert_ids_to_tokens(list(problem.prompt_ids))
     assert tokens == ["<user>", "3", "+", "5", "-", "2", "+", "4", "<assistant>"]
 

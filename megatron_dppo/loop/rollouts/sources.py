@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from megatron_dppo.algorithms.advantages import group_relative
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
-from megatron_dppo.data.sampler import ProblemSampler
+from megatron_dppo.data.sampler import Sampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
 from megatron_dppo.rewards import Verifier
@@ -45,7 +45,7 @@ class RolloutSource(Protocol):
 class ProblemFeed:
     """The training problems in the sampler's order; every rank draws the same."""
 
-    def __init__(self, problems: Sequence[Problem], sampler: ProblemSampler) -> None:
+    def __init__(self, problems: Sequence[Problem], sampler: Sampler) -> None:
         self._problems = problems
         self._sampler = sampler
 
@@ -54,7 +54,7 @@ class ProblemFeed:
         return [self._problems[i] for i in self._sampler.next(count)]
 
     def position(self) -> dict[str, Any]:
-        """Where to go on from (``ProblemSampler.state_dict``)."""
+        """Where to go on from (``Sampler.state_dict``)."""
         return self._sampler.state_dict()
 
 

@@ -55,9 +55,11 @@ def bad_answers(sets: Mapping[str, ProblemSet], reward: RewardConfig) -> BadAnsw
     }
 
 
-def refuse_bad_answers(bad: BadAnswers) -> None:
-    """Raise DataError naming file and line of the first ones."""
-    places = [f"{path}, line {row + 1}: {why}" for path, rows in bad.items() for row, why in rows]
+def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
+    """Raise DataError naming file and line of the first ones in ``sets``, where there are any."""
+    places = [
+        f"{path}, {sets[path].place(row)}: {why}" for path, rows in bad.items() for row, why in rows
+    ]
     if places:
         more = f" (and {len(places) - _SHOWN} more)" if len(places) > _SHOWN else ""
         raise DataError(

@@ -1,0 +1,89 @@
+"""Several files of training problems as one set, and the order in which they are drawn."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Any
+
+from megatron_dppo.data.problems import ProblemSet
+from megatron_dppo.data.sampler import ProblemSampler
+
+
+def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
+    """The problems of all sets in a row; ``problem_id`` counts on from file to file.
+
+    One set stays as it is, its SHA-256 too.
+    """
+    if len(sets) == 1:
+        return sets[0]
+    starts = accumulate((s.records for s in sets), initial=0)
+    moved = (
+        replace(problem, problem_id=problem.problem_id + start)
+        for part, start in zip(sets, starts, strict=False)
+        for problem in part.problems
+    )
+    return ProblemSet(
+        problems=tuple(moved),
+        dropped=sum(s.dropped for s in sets),
+        sha256=hashlib.sha256(json.dumps([s.sha256 for s in sets]).encode()).hexdigest(),
+        records=sum(s.records for s in sets),
+        bad_answers=sum(s.bad_answers for s in sets),
+    )
+
+
+class WeightedSampler:
+    """Positions in the problems of several files in a row, each file drawn by its weight.
+
+    After n draws a file has had its share of n to within one draw for two files, and never far from
+    it for more: the file that lacks most of its share is next, the first of several. Within a file
+    every problem comes once in an epoch of its own, in a seeded order. The state is the files'
+    positions; a resumed sampler goes on exactly.
+
+    Args:
+        counts: problems of each file.
+        weights: of each file, above 0; only their ratios matter.
+        seed: of the orders.
+        shuffle: False: file order.
+    """
+
+    def __init__(
+        self, counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True
+    ) -> None:
+        if len(counts) != len(weights) or not weights or min(weights) <= 0:
+            raise ValueError(f"weights {list(weights)} for {len(counts)} files, expected one each")
+        self._weights = [float(weight) for weight in weights]
+        self._starts = list(accumulate(counts, initial=0))[:-1]
+        self._files = [ProblemSampler(n, seed + i, shuffle) for i, n in enumerate(counts)]
+
+    def next(self, n: int) -> list[int]:
+        """The next ``n`` positions."""
+        if n < 0:
+            raise ValueError(f"cannot hand out {n} problems")
+        drawn = [file.drawn for file in self._files]
+        total, weight = sum(drawn), sum(self._weights)
+        taken = []
+        for number in range(total + 1, total + n + 1):
+            lacking = [w * number / weight - d for w, d in zip(self._weights, drawn, strict=True)]
+            file = lacking.index(max(lacking))
+            drawn[file] += 1
+            taken.append(self._starts[file] + self._files[file].next(1)[0])
+        return taken
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as plain JSON values."""
+        return {"weights": self._weights, "files": [f.state_dict() for f in self._files]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``. Raises ValueError if it belongs to other files, weights or orders."""
+        if set(state) != {"weights", "files"}:
+            raise ValueError(f"sampler state has keys {sorted(state)}, expected files and weights")
+        if state["weights"] != self._weights:
+            raise ValueError(
+                f"sampler state was saved with weights {state['weights']}, this run has {self._weights}"
+            )
+        for file, part in zip(self._files, state["files"], strict=True):
+            file.load_state_dict(part)
