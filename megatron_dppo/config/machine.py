@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 from collections.abc import Iterator
@@ -9,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.model.errors import ModelError
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.reader import load_model_shape
 
 LEAST_OPEN_FILES = 128
 """Files and sockets that the processes of a small run hold open, and some to spare."""
 _GIB = 2**30
-_SMALLEST_WEIGHT, _LARGEST_WEIGHT = 2, 4
-"""Bytes of a weight; what a run needs is estimated from below, so that nothing is refused in vain."""
+_SERVED_BYTES = 2
+"""Bytes of a served parameter, at least; what a run needs is estimated from below, so that nothing is
+refused in vain."""
 _TRAINED_BYTES = 16
 """Bytes of a trained parameter, however it is sharded: gradient, Adam's two moments, master weight."""
 
@@ -58,8 +63,7 @@ def machine_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
             f"cores: {processes} processes of ranks and servers on {machine.cores} cores, expected at "
             "most 8 on each"
         )
-    parameters = _weight_bytes(config.model.hf_checkpoint) // _LARGEST_WEIGHT
-    memory = parameters * (_TRAINED_BYTES + _SMALLEST_WEIGHT * servers)
+    memory = _parameters(config.model.hf_checkpoint) * (_TRAINED_BYTES + _SERVED_BYTES * servers)
     if memory > machine.memory_bytes:
         yield (
             f"memory: weights, gradients and optimizer take {memory / _GIB:.0f} GiB or more, this "
@@ -81,6 +85,10 @@ def _visible_gpus() -> int:
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
-def _weight_bytes(folder: str) -> int:
-    """Bytes of the checkpoint's safetensors."""
-    return sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+def _parameters(folder: str) -> int:
+    """Parameters of the model, as its config.json tells; 0 where that can't be read, which others say."""
+    try:
+        shape = load_model_shape(folder)
+    except ModelError:
+        return 0
+    return sum(math.prod(dims) for dims in hf_tensors(shape).values())

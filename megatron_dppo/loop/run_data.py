@@ -7,12 +7,12 @@ import logging
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import ProblemSet, load_problems, load_tokenizer
 from megatron_dppo.loop.answers import (
-    BadAnswers,
     bad_answers,
     extracted,
     refuse_bad_answers,
     without,
 )
+from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
 from megatron_dppo.types import Problem
 
 log = logging.getLogger(__name__)
@@ -43,11 +43,22 @@ class RunData:
         files = self._config.data.evaluation
         return {name: self._sets[path].problems for name, path in files.items()}
 
+    @property
+    def scored(self) -> dict[str, str]:
+        """What ``bad_answers`` depends on: hashes of the files, the reward, and the tokenizer's folder."""
+        files = {path: found.sha256 for path, found in self._sets.items()}
+        model, limit = self._config.model.hf_checkpoint, self._config.data.max_prompt_tokens
+        return files | {"reward": self._config.reward.name, "prompts": f"{limit} tokens, {model}"}
+
     def bad_answers(self) -> BadAnswers:
-        """What is wrong with answers. A run that replays rollouts scores nothing, and has none."""
+        """What is wrong with answers: as the check of this start found, where it left its word.
+
+        A run that replays rollouts scores nothing, and has none.
+        """
         if self._config.rollout.replay_from is not None:
             return {path: [] for path in self._sets}
-        return bad_answers(self._sets, self._config.reward)
+        known = handed_over(self.scored)
+        return bad_answers(self._sets, self._config.reward) if known is None else known
 
     def settle(self, bad: BadAnswers) -> None:
         """Refuse bad answers or leave their problems out, as configured. Raises DataError."""

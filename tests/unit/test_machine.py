@@ -50,10 +50,14 @@ def test_cores_where_there_is_no_gpu(tmp_path):
 
 
 def test_memory_where_there_is_no_gpu(tmp_path):
-    """1 GiB of file is 2^28 parameters at least; 16 bytes of each are trained and 2 served: 4.5 GiB."""
-    settings = config(tmp_path)
-    with open(tmp_path / "model" / "model.safetensors", "wb") as file:
-        file.truncate(GIB)
-    (problem,) = machine_problems(settings, machine(memory_bytes=4 * GIB))
-    assert problem.startswith("memory: weights, gradients and optimizer take 4 GiB or more")
-    assert list(machine_problems(settings, machine(memory_bytes=5 * GIB))) == []
+    """Told by config.json alone: 16 bytes of each parameter are trained, 2 served by each server."""
+    settings = config(tmp_path, engine={"servers": 2})
+    (tmp_path / "model" / "model.safetensors").unlink()
+    attention = 64 * (64 + 2 * 32 + 64) + 2 * 16
+    experts = 8 * 3 * 64 * 32 + 8 * 64
+    parameters = 2 * 511 * 64 + 64 + 4 * (attention + experts + 2 * 64)
+    assert list(machine_problems(settings, machine(memory_bytes=20 * parameters))) == []
+    (problem,) = machine_problems(settings, machine(memory_bytes=20 * parameters - 1))
+    assert problem.startswith("memory: weights, gradients and optimizer take 0 GiB or more")
+    (tmp_path / "model" / "config.json").unlink()
+    assert list(machine_problems(settings, machine(memory_bytes=1))) == []
