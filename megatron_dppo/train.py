@@ -20,6 +20,7 @@ from megatron_dppo.config import (
     load_config,
     resolved_yaml,
 )
+from megatron_dppo.config.checkpoint_folder import missing_weights
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everything, check_in_child
@@ -27,8 +28,10 @@ from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
 from megatron_dppo.planner.here import memory_here, memory_problems
+from megatron_dppo.rewards.checked_answers import checked_answers_file
 
 MODULE = "megatron_dppo.train"
+ANSWERS = "--answers"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(resolved_yaml(config), end="")
             return 0
         if words.check:
-            plan = check_everything(config, words.config)
-            _check_start(config, words.config)
+            plan = check_everything(config, words.config, weights=words.answers is not None)
+            _check_start(config, words)
             print(plan.summary())
             here = this_machine()
             print(memory_here(config, here))
-            for problem in start_problems(config, here):
+            for problem in [*_missing_weights(config), *start_problems(config, here)]:
                 print(f"on this machine it can't be started: {problem}")
             return 0
         if "RANK" in os.environ:
@@ -70,10 +73,15 @@ def start_problems(config: TrainConfig, machine: Machine) -> list[str]:
     return problems
 
 
-def _check_start(config: TrainConfig, source: str) -> None:
+def _missing_weights(config: TrainConfig) -> list[str]:
+    folder = config.model.hf_checkpoint
+    return [f"model.hf_checkpoint: {problem}" for problem in missing_weights(folder)]
+
+
+def _check_start(config: TrainConfig, words: argparse.Namespace) -> None:
     from megatron_dppo.loop.start_checks import check_start
 
-    check_start(config, source)
+    check_start(config, words.config, words.answers)
 
 
 def _check_world(config: TrainConfig, source: str) -> None:
@@ -111,8 +119,9 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
         )
         return 0
     try:
-        refused = check_in_child(MODULE, [words.config, *words.overrides])
-        return refused or run_local(config, MODULE, machine)
+        with checked_answers_file() as path:
+            refused = check_in_child(MODULE, [words.config, *words.overrides, ANSWERS, path])
+            return refused or run_local(config, MODULE, machine)
     except LaunchError as error:
         fatal(str(error))
     except KeyboardInterrupt:  # before the supervisor took the signal over
@@ -141,6 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         CHECK, action="store_true", help="validate, describe the layout in a line, and exit"
     )
+    # Of the child that checks a start: what it finds of the answers goes to this file.
+    parser.add_argument(ANSWERS, help=argparse.SUPPRESS)
     parser.add_argument(
         "--print-config", action="store_true", help="print every value with its default, and exit"
     )

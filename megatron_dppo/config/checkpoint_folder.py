@@ -14,8 +14,8 @@ _WHERE = "model.hf_checkpoint"
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 
-def read_checkpoint_folder(folder: str | Path) -> ModelShape:
-    """The model in ``folder``, whose weights and tokenizer are there.
+def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> ModelShape:
+    """The model in ``folder``, whose tokenizer is there, and where ``weights`` is true its weights.
 
     Raises ConfigError with every file that is missing and every entry of config.json that is wrong.
     """
@@ -30,13 +30,15 @@ def read_checkpoint_folder(folder: str | Path) -> ModelShape:
         problems += error.problems
     except ModelConfigError as error:
         problems.append(str(error))
-    problems += [*_missing_weights(folder), *_missing_tokenizer(folder)]
+    problems += [*(missing_weights(folder) if weights else ()), *_missing_tokenizer(folder)]
     if problems or shape is None:
         raise ConfigError([f"{_WHERE}: {problem}" for problem in problems])
     return shape
 
 
-def _missing_weights(folder: Path) -> list[str]:
+def missing_weights(folder: str | Path) -> list[str]:
+    """Which files of the weights are not in ``folder``, in words; empty where all are."""
+    folder = Path(folder)
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         if (folder / "model.safetensors").is_file():

@@ -32,12 +32,17 @@ Check = Callable[[TrainConfig], Problems]
 ModelCheck = Callable[[TrainConfig, ModelShape], Problems]
 
 
-def check_config(config: TrainConfig, source: str = "configuration") -> Plan:
+def check_config(
+    config: TrainConfig, source: str = "configuration", *, weights: bool = True
+) -> Plan:
     """Run every check. Returns what follows from the configuration. Raises ConfigError naming
-    ``source``."""
+    ``source``.
+
+    ``weights``: the model's weights must be there; its config.json and tokenizer always must.
+    """
     refuse_unusable_values(config, source)
     problems = [problem for check in CHECKS for problem in without_os_errors(check(config))]
-    model = _checked_model(config, MODEL_CHECKS, problems, source)
+    model = _checked_model(config, MODEL_CHECKS, problems, source, weights=weights)
     return Plan.of(config, model)
 
 
@@ -63,11 +68,13 @@ def _checked_model(
     checks: Sequence[Callable[[P, ModelShape], Problems]],
     problems: list[str],
     source: str,
+    *,
+    weights: bool = True,
 ) -> ModelShape:
     """The model's shape, when neither it nor what was found before is a problem."""
     model = None
     try:
-        model = read_checkpoint_folder(config.model.hf_checkpoint)
+        model = read_checkpoint_folder(config.model.hf_checkpoint, weights=weights)
     except ConfigError as error:
         problems += error.problems
     if model is not None:

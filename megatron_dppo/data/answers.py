@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from megatron_dppo.config.schema import RewardConfig
 from megatron_dppo.data.json_lines import DataError
 from megatron_dppo.data.problems import ProblemSet
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import Score, Verifier, find_reward
+from megatron_dppo.rewards.checked_answers import BadAnswers
 from megatron_dppo.rewards.gold import gold_answer
 
 _SHOWN = 3
 _CHUNK = 64
 """Answers between two movements of the progress bar."""
-BadAnswers = dict[str, list[list[Any]]]
-"""File -> [problem id, what is wrong with its answer] of each; plain JSON."""
 
 
 def extracted(problems: ProblemSet, reward: str) -> ProblemSet:

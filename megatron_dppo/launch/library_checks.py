@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from megatron_dppo.config import (
@@ -35,8 +36,11 @@ R = TypeVar("R")
 
 
 def check_in_child(module: str, words: Sequence[str]) -> int:
-    """Exit code of ``python -m <module> <words> --check``, whose output goes where ours goes; 130
-    after Ctrl-C."""
+    """Have a child check what is about to be started.
+
+    Returns the exit code of ``python -m <module> <words> --check``, whose output goes where ours goes;
+    130 after Ctrl-C.
+    """
     command = [sys.executable, "-W", "ignore", "-m", module, *words, CHECK]
     try:
         return subprocess.run(command, check=False).returncode
@@ -44,15 +48,15 @@ def check_in_child(module: str, words: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def check_everything(config: TrainConfig, source: str) -> Plan:
+def check_everything(config: TrainConfig, source: str, *, weights: bool) -> Plan:
     """Run every check of a run of reinforcement learning.
 
     Returns what follows from the configuration. Raises ConfigError with all problems, naming
     ``source``: those that need no library, and names of algorithms and rewards and options of libraries
-    that nobody knows.
+    that nobody knows. ``weights``: as in ``check_config``.
     """
     names = {"algorithm": _algorithm, "reward.name": _reward}
-    return _with_libraries(config, source, check_config, names)
+    return _with_libraries(config, source, partial(check_config, weights=weights), names)
 
 
 def check_everything_supervised(config: SupervisedConfig, source: str) -> None:

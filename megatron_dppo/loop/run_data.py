@@ -7,7 +7,6 @@ import logging
 from megatron_dppo.config.data_section import ProblemFile
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.answers import (
-    BadAnswers,
     bad_answers,
     extracted,
     refuse_bad_answers,
@@ -17,6 +16,7 @@ from megatron_dppo.data.mixture import WeightedSampler, joined
 from megatron_dppo.data.problems import DataKeys, ProblemSet, load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.data.sampler import ProblemSampler, Sampler
+from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
 from megatron_dppo.types import Problem
 
 log = logging.getLogger(__name__)
@@ -61,11 +61,22 @@ class RunData:
             return ProblemSampler(len(self.train), seed, data.shuffle)
         return WeightedSampler([len(s) for s in self.train_parts], weights, seed, data.shuffle)
 
+    @property
+    def scored(self) -> dict[str, str]:
+        """What ``bad_answers`` depends on: hashes of the files, the reward, and the tokenizer's folder."""
+        files = {path: found.sha256 for path, found in self._sets.items()}
+        model, limit = self._config.model.hf_checkpoint, self._config.data.max_prompt_tokens
+        return files | {"reward": self._config.reward.name, "prompts": f"{limit} tokens, {model}"}
+
     def bad_answers(self) -> BadAnswers:
-        """What is wrong with answers. A run that replays rollouts scores nothing, and has none."""
+        """What is wrong with answers: as the check of this start found, where it left its word.
+
+        A run that replays rollouts scores nothing, and has none.
+        """
         if self._config.rollout.replay_from is not None:
             return {path: [] for path in self._sets}
-        return bad_answers(self._sets, self._config.reward)
+        known = handed_over(self.scored)
+        return bad_answers(self._sets, self._config.reward) if known is None else known
 
     def settle(self, bad: BadAnswers) -> None:
         """Refuse bad answers or leave their problems out, as configured. Raises DataError."""

@@ -14,17 +14,18 @@ from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, read_history
 from megatron_dppo.rewards import VerifierError
+from megatron_dppo.rewards.checked_answers import hand_over
 from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, read_manifest
 
 
-def check_start(config: TrainConfig, source: str) -> None:
+def check_start(config: TrainConfig, source: str, answers: str | None = None) -> None:
     """Open the data, score every gold answer with the reward, and see where the run would resume.
 
-    Loads no weights, starts nothing but reward workers, writes nothing. Raises ConfigError naming
-    ``source``.
+    Loads no weights, starts nothing but reward workers, writes nothing but ``answers``: a file for the
+    run that follows, which then need not score them again. Raises ConfigError naming ``source``.
     """
     data: list[RunData] = []
-    problems = _problem("data", lambda: data.append(_checked_data(config)))
+    problems = _problem("data", lambda: data.append(_checked_data(config, answers)))
     if data:
         sha256 = data[0].train.sha256
         problems += _problem("run.resume", lambda: check_resume(config, sha256))
@@ -49,9 +50,12 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
         refuse_fresh_start(config, reasons, read_history(directory))
 
 
-def _checked_data(config: TrainConfig) -> RunData:
+def _checked_data(config: TrainConfig, answers: str | None) -> RunData:
     data = RunData(config)
-    data.settle(data.bad_answers())
+    bad = data.bad_answers()
+    if answers is not None:
+        hand_over(Path(answers), data.scored, bad)
+    data.settle(bad)
     return data
 
 

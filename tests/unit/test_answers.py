@@ -12,6 +12,7 @@ from megatron_dppo.config.schema import RewardConfig, TrainConfig
 from megatron_dppo.data.answers import bad_answers
 from megatron_dppo.data.json_lines import DataError
 from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.rewards.checked_answers import checked_answers_file, hand_over, handed_over
 from megatron_dppo.rewards.gold import gold_answer
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.config_files import minimal
@@ -115,3 +116,21 @@ def test_each_different_answer_is_checked_once(run_data):
     assert [why for _, why in complaints] == [
         "its check took longer than reward.timeout_s = 0.3 s"
     ] * 50
+
+
+def test_a_start_s_check_tells_the_ranks_what_it_found(run_data, monkeypatch):
+    """They score nothing then, unless what is to be scored is something else than what was."""
+    data = run_data(GOOD + BAD)
+    bad = data.bad_answers()
+    with checked_answers_file() as path:
+        assert handed_over(data.scored) is None  # nothing is there yet
+        hand_over(Path(path), data.scored, bad)
+        monkeypatch.setattr("megatron_dppo.loop.run_data.bad_answers", None)
+        assert run_data(GOOD + BAD).bad_answers() == bad
+        with pytest.raises(TypeError):  # scored anew
+            run_data(GOOD).bad_answers()
+        with pytest.raises(TypeError):
+            run_data(GOOD + BAD, "exact_integer").bad_answers()
+        assert Path(path).parent.stat().st_mode & 0o777 == 0o700
+    assert not Path(path).exists()
+    assert handed_over(data.scored) is None

@@ -292,6 +292,15 @@ def test_missing_files_of_a_checkpoint(tmp_path, problems):
     )
 
 
+def test_a_plan_needs_no_weights(tmp_path, check):
+    plan = check()
+    config = load_config(write_config(tmp_path, minimal(tmp_path)))
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert check_config(config, weights=False) == plan
+    with pytest.raises(ConfigError, match="no weights in"):
+        check_config(config)
+
+
 def test_a_missing_shard_is_named(tmp_path, problems):
     minimal(tmp_path)
     index = {"weight_map": {"a": "m-1.safetensors", "b": "m-2.safetensors", "c": "m-2.safetensors"}}

@@ -174,6 +174,24 @@ def test_check_sees_answers_that_nothing_matches_and_checkpoints_that_are_gone(t
     assert "run.resume=never" in answer.stderr
 
 
+def test_check_needs_no_weights_and_a_start_does(train, config):
+    (weights,) = (config.parent / "model").glob("*.safetensors")
+    kept = weights.rename(weights.with_suffix(".away"))
+    try:
+        answer = train("--check")
+        assert answer.returncode == 0, answer.stderr
+        assert answer.stdout.startswith("1 ranks: TP 1")
+        assert (
+            "on this machine it can't be started: model.hf_checkpoint: no weights in"
+            in answer.stdout
+        )
+        answer = train(f"run.directory={config.parent / 'weightless'}")
+        assert answer.returncode == 2
+        assert "model.hf_checkpoint: no weights in" in answer.stderr
+    finally:
+        kept.rename(weights)
+
+
 def test_few_open_files_are_refused_with_their_number(config):
     command = f"ulimit -n 100; {sys.executable} -m megatron_dppo.train {config}"
     answer = subprocess.run(
