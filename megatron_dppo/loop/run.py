@@ -104,6 +104,9 @@ def _run(config: TrainConfig, stop: StopFlag) -> None:
             run.finish()
         except RunStoppedError as stopped:
             run.stop(str(stopped))
+        except EngineUnavailableError:
+            run.stop("the servers are given up")
+            raise
 
 
 class Run:
