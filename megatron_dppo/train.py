@@ -9,6 +9,7 @@ own supervisor), one of those ranks.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
 
 MODULE = "megatron_dppo.train"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -112,6 +114,10 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
         return refused or run_local(config, MODULE, machine)
     except LaunchError as error:
         fatal(str(error))
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        fatal(f"{error.filename or config.run.directory}: {error.strerror}")
     except KeyboardInterrupt:  # before the supervisor took the signal over
         return INTERRUPTED
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,16 +35,16 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 class Small:
     """A session of rank 0 with one small server that was started here."""
 
-    def __init__(self, folder: Path, **engine: Any) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runner = AsyncRunner()
         self.server = self.runner.run(SmallServer("engine0").start())
-        config = config_of(folder, folder, servers=1, router=False, start_timeout_s=0.5, **engine)
+        config = config_of(folder, folder, servers=1, router=False, start_timeout_s=0.5)
         self.folder = published = FleetFolder(folder)
-        published.publish_keys(KEYS)
+        monkeypatch.setenv("MEGATRON_DPPO_STARTED_KEYS", json.dumps(asdict(KEYS)))
         published.publish(Server("engine0", self.server.url, 1, 17))
         topology: Any = SimpleNamespace(rank=0)
         trainer: Any = SimpleNamespace(topology=topology, shape=None)
-        self.session = EngineSession(config, trainer, stop=lambda: False)
+        self.session = EngineSession(config, trainer, stop=lambda: False, fence=lambda: None)
         self.session._updater._plan = ()  # the trainer that would make one is not needed
 
     def close(self) -> None:
@@ -56,8 +58,8 @@ def open_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Call
     monkeypatch.setattr(membership, "_POLL_S", 0.02)
     opened: list[Small] = []
 
-    def open_one(**engine: Any) -> Small:
-        opened.append(Small(tmp_path, **engine))
+    def open_one() -> Small:
+        opened.append(Small(tmp_path, monkeypatch))
         return opened[-1]
 
     yield open_one
