@@ -13,6 +13,7 @@ import io
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, cast
@@ -28,6 +29,7 @@ _CONSOLE_FORMAT = "%(asctime)s [{process}] %(message)s"
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "yellow", logging.ERROR: "bold red"}
 
 _console: Console | None = None
+_failure_mark: Path | None = None
 
 
 class FatalError(SystemExit):
@@ -50,7 +52,7 @@ def shared_console() -> Console:
     if _console is None:
         terminal = os.environ.pop(TERMINAL_VARIABLE, None)  # our children don't inherit it
         _console = (
-            Console(highlight=False, markup=False)
+            Console(file=_standard_output(), highlight=False, markup=False)
             if terminal is None
             else TerminalConsole(int(terminal))
         )
@@ -67,7 +69,11 @@ class TerminalConsole(Console):
         terminal = cast(IO[str], _Terminal(descriptor))
         super().__init__(file=terminal, highlight=False, markup=False)
         self._copy = Console(
-            file=sys.stdout, force_terminal=False, color_system=None, highlight=False, markup=False
+            file=_standard_output(),
+            force_terminal=False,
+            color_system=None,
+            highlight=False,
+            markup=False,
         )
 
     @property  # type: ignore[misc]  # rich's own may be set, this one follows the terminal
@@ -87,8 +93,8 @@ class TerminalConsole(Console):
 
 
 class _Terminal(io.TextIOBase):
-    """A descriptor to write text to. What can't be written any more, because the terminal is closed
-    or nobody reads the pipe, is dropped: a run must not end over it."""
+    """A descriptor to write text to. What can't be written any more, because the terminal is closed,
+    nobody reads the pipe or the disk is full, is dropped: a run must not end over it."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -105,6 +111,29 @@ class _Terminal(io.TextIOBase):
             while left:
                 left = left[os.write(self._descriptor, left) :]
         return len(text)
+
+
+class _StandardOutput(io.TextIOBase):
+    """``sys.stdout``, whatever stands there now, less its errors: see _Terminal."""
+
+    def fileno(self) -> int:
+        return sys.stdout.fileno()
+
+    def isatty(self) -> bool:
+        return sys.stdout.isatty()
+
+    def write(self, text: str) -> int:
+        try:
+            descriptor = sys.stdout.fileno()
+        except (OSError, ValueError):  # no file: a test's
+            return sys.stdout.write(text)
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        return _Terminal(descriptor).write(text)  # no buffer keeps what a full disk did not take
+
+
+def _standard_output() -> IO[str]:
+    return cast(IO[str], _StandardOutput())
 
 
 class ConsoleHandler(logging.Handler):
@@ -163,6 +192,7 @@ def configure_logging(
     others start at WARNING. An uncaught exception is written to the file too. A second call
     replaces what the first one set up.
     """
+    global _failure_mark  # noqa: PLW0603  one process, one mark
     process = "supervisor" if rank is None else f"rank{rank}"
     console = shared_console()
     console.quiet = rank not in {None, 0}
@@ -181,6 +211,8 @@ def configure_logging(
     if directory is not None:
         path = Path(directory) / "logs" / f"{process}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
+        _failure_mark = None if rank is None else failure_mark(path)
+        failure_mark(path).unlink(missing_ok=True)
         in_file = LogFile(path)
         in_file.setFormatter(
             logging.Formatter(_FORMAT.format(process=process), datefmt="%Y-%m-%d %H:%M:%S")
@@ -195,11 +227,28 @@ def configure_logging(
     sys.excepthook = _log_uncaught
 
 
+def failure_mark(output: Path) -> Path:
+    """The file that says when a rank failed, beside its output or log."""
+    return output.with_suffix(".failed")
+
+
+def note_failure() -> None:
+    """Mark the moment at which this rank failed, before it closes what is open, which may take time.
+
+    The rank that failed first is the cause; those that fail because of it may exit, or fall silent,
+    before it. Later calls change nothing.
+    """
+    if _failure_mark is not None:
+        with contextlib.suppress(OSError), open(_failure_mark, "x") as file:
+            file.write(f"{time.time()}\n")
+
+
 def _log_uncaught(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Keep the traceback in the log files, then show it on standard error as Python always does."""
     if not issubclass(kind, KeyboardInterrupt):
+        note_failure()
         _to_files("uncaught exception", exc_info=(kind, error, trace))
     sys.__excepthook__(kind, error, trace)
 
@@ -222,6 +271,8 @@ def fatal(message: str) -> NoReturn:
     Raises FatalError, a SystemExit, so that open files and child processes are still closed on the
     way out.
     """
+    note_failure()
     _to_files(message)
-    print(f"error: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):
+        print(f"error: {message}", file=sys.stderr, flush=True)
     raise FatalError(message)

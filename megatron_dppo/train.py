@@ -9,6 +9,7 @@ own supervisor), one of those ranks.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from megatron_dppo.rewards.checked_answers import checked_answers_file
 
 MODULE = "megatron_dppo.train"
 ANSWERS = "--answers"
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -124,6 +126,10 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
             return refused or run_local(config, MODULE, machine)
     except LaunchError as error:
         fatal(str(error))
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        fatal(f"{error.filename or config.run.directory}: {error.strerror}")
     except KeyboardInterrupt:  # before the supervisor took the signal over
         return INTERRUPTED
 

@@ -9,8 +9,19 @@ if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Trajectory
 
 
+UNBOUNDED = 1 << 30
+"""Attempts at what may succeed the next time."""
+_FINAL_STATUS = (401, 403, 404, 405, 422)
+"""No key, no such path, another protocol. A 400 of SGLang may be a broken connection, too."""
+
+
 class EngineError(RuntimeError):
-    """Base of every error of this package."""
+    """Base of every error of this package.
+
+    ``attempts``: after so many failures in a row with one message, another attempt would end alike.
+    """
+
+    attempts = UNBOUNDED
 
 
 class EngineStartError(EngineError):
@@ -43,6 +54,7 @@ class EngineRequestError(EngineError):
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
+        self.attempts = 1 if status in _FINAL_STATUS else 2
 
 
 class AbortedError(EngineError):
@@ -52,9 +64,13 @@ class AbortedError(EngineError):
 class EngineAnswerError(EngineError, ValueError):
     """An answer contradicts its request, which is named, or itself: it must not be trained on."""
 
+    attempts = 2
+
 
 class EngineMismatchError(EngineError, ValueError):
     """The engine, or the installed SGLang, is not the release, model or type the run expects."""
+
+    attempts = 1
 
 
 class StopRequestedError(EngineError):

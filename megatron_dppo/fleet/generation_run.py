@@ -19,6 +19,7 @@ from enum import IntEnum
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import (
     AbortedError,
+    EngineError,
     EngineLostError,
     GenerationInterruptedError,
     ServerLostError,
@@ -48,6 +49,7 @@ class Outcome(IntEnum):
     DONE = 0
     LOST = 1
     STOPPED = 2
+    FAILED = 3
 
 
 @dataclass
@@ -105,6 +107,8 @@ class Generation:
             return Outcome.LOST, str(interruption)
         except StopRequestedError:
             return Outcome.STOPPED, ""
+        except EngineError as error:  # asking again would end alike
+            return Outcome.FAILED, f"{type(error).__name__}: {error}"
         return Outcome.DONE, ""
 
     def _report(self, now: GenerationProgress) -> None:

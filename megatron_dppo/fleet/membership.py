@@ -36,7 +36,8 @@ _STRIKES = 2
 
 
 class EngineUnavailableError(RuntimeError):
-    """No healthy server appeared in time, or servers were lost again and again."""
+    """The engine side is given up, on all trainer ranks alike: no healthy server appeared in time,
+    servers were lost again and again, or they refuse what the run needs."""
 
 
 class FleetMembership:
@@ -108,14 +109,20 @@ class FleetMembership:
             found = self._present(found)
         return found
 
-    def blame(self, current: Sequence[Member], urls: Collection[str], reason: str) -> None:
-        """An update of ``current`` failed, because of ``urls`` where those are known."""
+    def blame(
+        self, current: Sequence[Member], urls: Collection[str], reason: str, *, final: bool = False
+    ) -> None:
+        """An update of ``current`` failed, because of ``urls`` where those are known; ``final``: it would
+        again.
+        """
         suspects = [m for m in current if m.server.url in urls] or list(current)
         for member in suspects:
             server = member.server
             if not self._answers(member):
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
+                if final:
+                    self._strikes[server] = _STRIKES - 1
                 self._strike(server, reason, others=len(current) > len(suspects))
 
     def commit(self, members: Sequence[Member], version: int) -> None:

@@ -14,22 +14,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from megatron_dppo.logging import TERMINAL_VARIABLE
+from megatron_dppo.logging import TERMINAL_VARIABLE, failure_mark
 from megatron_dppo.system.processes import describe_exit, kill_families, quote, start_process, tail
 from megatron_dppo.system.runtime_directory import remove_shared_tensors
 
 LOOPBACK = "127.0.0.1"
+_ENDING_S = 10.0
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that ended with an error; None: one that nobody can name. ``silent_since``: when it last
-    wrote something, in epoch seconds."""
+    """A rank that ended with an error; None: one that nobody can name. ``failed_at``: when, in epoch
+    seconds."""
 
     rank: int | None
     code: int
     output: Path
-    silent_since: float
+    failed_at: float
 
     def report(self) -> str:
         """What happened to it, and the end of what it said."""
@@ -116,19 +117,27 @@ class RankGroup:
         """Ranks that ended with an error, the likely cause first; empty while there is none.
 
         A rank's end makes the others fail in their collectives, and they may be faster to exit. So
-        the others have ``grace_s`` to fail too, and the cause is the one that fell silent first.
+        the others have ``grace_s`` to fail too, those that have failed already have longer to end, and
+        the cause is the one that failed first.
         """
         if not any(self.codes()):
             return []
         deadline = time.monotonic() + grace_s
         while None in self.codes() and time.monotonic() < deadline:
             time.sleep(0.05)
+        while self._ending() and time.monotonic() < deadline + _ENDING_S:
+            time.sleep(0.05)
         failures = [
-            RankFailure(rank, code, path, silent_since(path))
+            RankFailure(rank, code, path, failed_at(path))
             for rank, (code, path) in enumerate(zip(self.codes(), self._outputs, strict=True))
             if code
         ]
-        return sorted(failures, key=lambda failure: failure.silent_since)
+        return sorted(failures, key=lambda failure: failure.failed_at)
+
+    def _ending(self) -> bool:
+        """Whether a rank that failed has not ended yet."""
+        both = zip(self.codes(), self._outputs, strict=True)
+        return any(code is None and failure_mark(path).exists() for code, path in both)
 
     def ended(self) -> bool:
         """See Ranks."""
@@ -147,7 +156,8 @@ class RankGroup:
 
 
 def keep_previous(path: Path) -> None:
-    """Give the output of an earlier start another name."""
+    """Give the output of an earlier start another name, and forget its failure."""
+    failure_mark(path).unlink(missing_ok=True)
     if path.exists():
         path.replace(path.with_suffix(".previous.out"))
 
@@ -181,6 +191,11 @@ def rank_environment(rank: int, world_size: int, master_port: int) -> dict[str, 
     return {"OMP_NUM_THREADS": str(threads), **os.environ, **fixed}
 
 
-def silent_since(path: Path) -> float:
-    """When something was last written to an output, in epoch seconds; 0 where nothing ever was."""
+def failed_at(path: Path) -> float:
+    """When the rank with this output failed, in epoch seconds, by its own word; else, as for one that
+    was killed, when it last wrote something; 0 where it never did."""
+    try:
+        return float(failure_mark(path).read_text())
+    except (OSError, ValueError):
+        pass
     return path.stat().st_mtime if path.exists() else 0.0

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_dppo.launch.placement import Placement
-from megatron_dppo.launch.ranks import RankFailure, keep_previous, silent_since
+from megatron_dppo.launch.ranks import RankFailure, failed_at, keep_previous
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.slurm_rank import RANKS_VARIABLE
 from megatron_dppo.launch.srun import SrunProcess, StepForm, step_environment
@@ -89,8 +89,8 @@ class SrunRanks:
         found = [self._failure(rank, ended) for rank, ended in ended_tasks(text)]
         by_itself = [failure for failure in found if failure.code != _KILLED]
         others = [failure for failure in found if failure.code == _KILLED]
-        by_itself.sort(key=lambda failure: failure.silent_since)
-        unknown = RankFailure(None, code, self._messages, silent_since(self._messages))
+        by_itself.sort(key=lambda failure: failure.failed_at)
+        unknown = RankFailure(None, code, self._messages, failed_at(self._messages))
         return [*by_itself, *others] or [unknown]
 
     def ask_to_stop(self) -> None:
@@ -108,7 +108,7 @@ class SrunRanks:
 
     def _failure(self, rank: int, code: int) -> RankFailure:
         output = self._directory.rank_output(rank)
-        return RankFailure(rank, code, output, silent_since(output))
+        return RankFailure(rank, code, output, failed_at(output))
 
 
 def ended_tasks(messages: str) -> Iterator[tuple[int, int]]:

@@ -19,6 +19,7 @@ import torch
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.compatibility import check_engine
+from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.weights import EngineWeights
@@ -98,6 +99,7 @@ class EngineSession:
             fence,
         )
         self._failures = 0
+        self._alike = ("", 0)
         self.version: int | None = None
         self.updates = 0
         self.verified_updates = 0
@@ -144,6 +146,7 @@ class EngineSession:
         # A push that only restores the same version is no progress: the loss may come again.
         if version != self.version:
             self._failures = 0
+        self._alike = ("", 0)
         self.version = version
         self.updates += 1
         self.verified_updates += report.verified
@@ -159,7 +162,8 @@ class EngineSession:
     def generate(self, job: GenerationJob, description: str) -> list[Trajectory]:
         """All responses of ``job``, this rank's own (an empty job on ranks that lead no replica).
 
-        Raises RunStoppedError on every rank when a clean stop was asked for meanwhile.
+        Raises on every rank RunStoppedError when a clean stop was asked for meanwhile, and
+        EngineUnavailableError.
         """
         return self.finish(self.start(job, description))
 
@@ -183,6 +187,8 @@ class EngineSession:
             outcome, reason = generation.wait(self._stop)
             answers = all_gather_json([int(outcome), reason, len(generation.done) > before])
             worst = max(Outcome(answer[0]) for answer in answers)
+            if worst is Outcome.FAILED:
+                raise EngineUnavailableError(next(a[1] for a in answers if a[0] == worst))
             if worst is Outcome.STOPPED:
                 raise RunStoppedError("stopped while generating")
             if worst is Outcome.DONE:
@@ -231,25 +237,34 @@ class EngineSession:
             for part in all_gather_json(self._fleet.take_losses())
             for name, reason in part.items()
         }
-        chosen = None
+        chosen, problem = None, None
         if self._membership is not None:
-            members = self._membership.choose(self._members, suspended)
-            chosen = None if members is None else [member_to_json(m) for m in members]
-        shared = broadcast_json(chosen, src=0)
-        if shared is None:
+            try:
+                members = self._membership.choose(self._members, suspended)
+                chosen = None if members is None else [member_to_json(m) for m in members]
+            except (EngineUnavailableError, EngineError) as error:
+                problem = str(error)
+        chosen, problem = broadcast_json([chosen, problem], src=0)
+        if problem is not None:
+            raise EngineUnavailableError(problem)
+        if chosen is None:
             raise RunStoppedError("stopped while waiting for the engine")
-        return [member_from_json(value) for value in shared]
+        return [member_from_json(value) for value in chosen]
 
     def _blame(self, error: WeightUpdateError) -> None:
         """An update failed, or a server could not be attached; the next attempt is without those at
-        fault, unless nobody would be left."""
+        fault, unless nobody would be left. Raises EngineUnavailableError where it would end alike."""
         self._attached = False
+        reason = str(error)
         if 0 < len(error.engines) < len(self._members):
-            log.warning("%s", error)
+            log.warning("%s", reason)
         else:
-            self._count_failure(str(error))
+            self._alike = reason, self._alike[1] + 1 if self._alike[0] == reason else 1
+            if self._alike[1] >= error.attempts:
+                raise EngineUnavailableError(f"{reason}; another attempt would end alike")
+            self._count_failure(reason)
         if self._membership is not None:
-            self._membership.blame(self._members, error.engines, str(error))
+            self._membership.blame(self._members, error.engines, reason, final=error.attempts == 1)
 
     def _count_failure(self, reason: str) -> None:
         self._failures += 1

@@ -20,7 +20,7 @@ from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import EngineUnavailableError
-from megatron_dppo.logging import fatal
+from megatron_dppo.logging import fatal, note_failure
 from megatron_dppo.loop.active import active_line
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
@@ -103,6 +103,12 @@ def _run(config: TrainConfig, stop: StopFlag) -> None:
             run.finish()
         except RunStoppedError as stopped:
             run.stop(str(stopped))
+        except EngineUnavailableError:
+            run.stop("the servers are given up")
+            raise
+        except BaseException:
+            note_failure()  # what is open is closed next
+            raise
 
 
 class Run:

@@ -41,8 +41,7 @@ class Engines:
     def connect(cls, urls: Sequence[str], open_engine: OpenEngine, runner: AsyncRunner) -> Self:
         """Open the engines at ``urls`` at the same time.
 
-        Raises EngineFaultError naming those that don't answer as they must, and what ``open_engine``
-        raises of another kind, such as the ValueError of an engine that does not fit.
+        Raises EngineFaultError naming those that don't answer as they must, or don't fit.
         """
         opening = {url: runner.submit(open_engine(url)) for url in urls}
         wait(opening.values())
@@ -52,7 +51,7 @@ class Engines:
             return engines
         engines.close()
         for error in faults.values():
-            if isinstance(error, ValueError) or not isinstance(error, (OSError, RuntimeError)):
+            if not isinstance(error, (OSError, RuntimeError, ValueError)):
                 raise error
         raise EngineFaultError(faults)
 

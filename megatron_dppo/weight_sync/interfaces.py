@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
+from megatron_dppo.engine.errors import UNBOUNDED
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 
 if TYPE_CHECKING:
@@ -214,12 +215,16 @@ class WeightUpdateError(RuntimeError):
 
     ``engines``: URLs of those known to be at fault; empty where that is unknown. After a failed
     update every attached engine is quarantined (paused, its version unverified) until a complete
-    update succeeds.
+    update succeeds. ``attempts``: after so many failures in a row with this very message the next one
+    would end alike.
     """
 
-    def __init__(self, message: str, engines: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, engines: Sequence[str] = (), attempts: int = UNBOUNDED
+    ) -> None:
         super().__init__(message)
         self.engines = tuple(engines)
+        self.attempts = attempts
 
 
 class WeightUpdateRefusedError(WeightUpdateError):
@@ -231,7 +236,8 @@ class TransferTimeoutError(RuntimeError):
 
 
 class EngineFaultError(RuntimeError):
-    """What went wrong, by the URL of the engine at fault; ``reason`` where none is."""
+    """What went wrong, by the URL of the engine at fault; ``reason`` where none is. ``attempts``: as of
+    EngineError, the least of all of them."""
 
     def __init__(
         self, faults: Mapping[str, BaseException], reason: BaseException | None = None
@@ -239,6 +245,7 @@ class EngineFaultError(RuntimeError):
         errors = list(dict.fromkeys(faults.values())) or ([reason] if reason else [])
         super().__init__("; ".join(f"{type(e).__name__}: {e}" for e in errors))
         self.faults = dict(faults)
+        self.attempts = min((getattr(e, "attempts", UNBOUNDED) for e in errors), default=UNBOUNDED)
 
     @property
     def engines(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import UNBOUNDED
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.types import UNVERIFIED_VERSION
 from megatron_dppo.weight_sync.engines import Engines, OpenEngine
@@ -83,8 +84,8 @@ class WeightUpdater:
     def attach(self, urls: Sequence[str]) -> None:
         """Connect to these engines (at least one), whose weights are unknown until ``update``.
 
-        Raises WeightUpdateError on every rank where one doesn't answer. An engine that is not what
-        the run expects, or that the strategy can't reach, raises its own ValueError on this rank.
+        Raises WeightUpdateError on every rank where one doesn't answer, is not what the run expects,
+        or can't be reached by the strategy.
         """
         if not urls or len(set(urls)) != len(urls):
             raise ValueError(
@@ -95,7 +96,7 @@ class WeightUpdater:
         error: Exception | None = None
         try:
             self._open(urls)
-        except EngineFaultError as fault:
+        except (EngineFaultError, ValueError) as fault:
             error = fault
         self._share(error, "no engine for weight updates")
 
@@ -281,12 +282,13 @@ class WeightUpdater:
         told = None
         if error is not None:
             name = "" if isinstance(error, EngineFaultError) else f"{type(error).__name__}: "
-            told = json.dumps([f"{name}{error}", list(getattr(error, "engines", ()))])
+            engines = list(getattr(error, "engines", ()))
+            told = json.dumps([f"{name}{error}", engines, getattr(error, "attempts", UNBOUNDED)])
         if (first := self._agree(told)) is not None:
             if told is not None and told != first:
                 log.warning("%s: on trainer rank %d: %s", what, self._source.rank, error)
-            reason, engines = json.loads(first)
-            raise WeightUpdateError(f"{what}: {reason}", engines) from error
+            reason, engines, attempts = json.loads(first)
+            raise WeightUpdateError(f"{what}: {reason}", engines, attempts) from error
 
 
 def _send(bucket: Bucket, strategy: Strategy) -> int:

@@ -18,7 +18,8 @@ KEYS = Keys("user", "admin")
 
 class SmallServer:
     """Answers every request with its prompt's first token. ``silent``: takes calls and answers none,
-    as a stopped process does. ``refuses``: answers 400."""
+    as a stopped process does. ``refuses``: answers 400. ``info``: status and text of ``/server_info`` and
+    ``/model_info``; ``asked`` counts what was asked."""
 
     def __init__(self, name: str, version: int = 1, delay_s: float = 0.0) -> None:
         self.name = name
@@ -26,6 +27,8 @@ class SmallServer:
         self.delay_s = delay_s
         self.silent = False
         self.refuses = False
+        self.info: dict[str, tuple[int, str]] = {}
+        self.asked: Counter[str] = Counter()
         self.answered: Counter[int] = Counter()
         self.aborted: list[str] = []
         self._runner: web.AppRunner | None = None
@@ -40,8 +43,16 @@ class SmallServer:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health_generate", self._health)
+        app.router.add_get("/server_info", self._info)
+        app.router.add_get("/model_info", self._info)
         await self._serve(app)
         return self
+
+    async def _info(self, request: web.Request) -> web.Response:
+        await self._breathe()
+        self.asked[request.path] += 1
+        status, text = self.info.get(request.path, (404, "not found"))
+        return web.Response(status=status, text=text)
 
     async def _serve(self, app: web.Application) -> None:
         self._runner = web.AppRunner(app, shutdown_timeout=0.01, handler_cancellation=True)

@@ -36,6 +36,8 @@ def note(text):
         file.write(text + chr(10))
 def exists(path):
     return os.path.exists(os.path.join({directory!r}, path))
+def path_of(name):
+    return os.path.join({directory!r}, name)
 def wait_for(path):
     while not exists(path):
         time.sleep(0.02)

@@ -177,6 +177,64 @@ def test_a_rank_that_raises_ends_the_run_and_is_named(start):
     assert errors.index("rank 1 exited") < errors.index("rank 0 failed")
 
 
+LOGS = (
+    "from megatron_dppo.logging import configure_logging, fatal\n"
+    "configure_logging(os.path.dirname(os.path.abspath(path_of('notes'))), rank)\n"
+)
+
+
+def test_the_rank_that_failed_first_is_the_cause_though_it_was_the_last_to_speak(start):
+    """Rank 1 fails, and goes on talking while it closes what is open; rank 0 notices, and is gone first."""
+    rank = RANK + LOGS + (
+        "import atexit\n"
+        "def close(): time.sleep(3); print('closing', flush=True)\n"
+        "if rank == 1:\n"
+        "    atexit.register(close)\n"
+        "    note('failed'); raise ValueError('the real reason')\n"
+        "wait_for('logs/rank1.failed'); time.sleep(0.1)\n"
+        "fatal('EngineLostError: connection closed by peer')\n"
+    )  # fmt: skip
+    run = start(rank, STAYS_UP)
+    assert run.end() == 1
+    errors = run.errors()
+    assert "ValueError: the real reason" in errors
+    assert "after it, rank 0 failed too" in errors
+
+
+def test_a_full_disk_under_the_console_and_the_logs_ends_no_run(tmp_path):
+    """The terminal, rank 0's standard output and its own log on /dev/full; only standard error is left."""
+    rank = "rank = 0\n" + LOGS + (
+        "import logging\n"
+        "from megatron_dppo.logging import shared_console\n"
+        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
+        "log = logging.getLogger('megatron_dppo.test')\n"
+        "for i in range(100): log.info('line %d', i); shared_console().print(f'row {i}')\n"
+        "note('done')\n"
+    )  # fmt: skip
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank0.log").symlink_to("/dev/full")
+    with open("/dev/full", "wb") as full:
+        process = supervised(tmp_path, rank, full.fileno())
+    assert process.wait(PATIENT_S) == 0
+    assert (tmp_path / "notes").read_text() == "done\n"
+    [said] = (tmp_path / "logs" / "rank0.out").read_text().splitlines()
+    assert said.endswith("rank0.log: can't be written: No space left on device")
+
+
+def test_a_console_on_a_full_disk_leaves_the_exit_code_as_it_is():
+    """Python gives 120 where it can't write at its end what a buffer still holds."""
+    code = (
+        "from megatron_dppo.logging import configure_logging, shared_console\n"
+        "import logging; configure_logging(None, None)\n"
+        "logging.getLogger('megatron_dppo').info('a line'); shared_console().print('a row')\n"
+    )
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_killed_rank_ends_the_run_within_seconds(start):
     rank = RANK + "note(f'{rank} {os.getpid()}'); subprocess.Popen(['sleep', '300'])\n" + SLEEP
     run = start(rank, STAYS_UP)

@@ -15,7 +15,13 @@ from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.errors import EngineLostError, EngineMismatchError, EngineRequestError
+from megatron_dppo.engine.errors import (
+    UNBOUNDED,
+    EngineError,
+    EngineLostError,
+    EngineMismatchError,
+    EngineRequestError,
+)
 from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
@@ -332,7 +338,7 @@ def test_the_sources_own_error_aborts_and_passes() -> None:
 
 
 def test_other_ranks_share_the_failure() -> None:
-    told = json.dumps(["EngineLostError: gone", [A]])
+    told = json.dumps(["EngineLostError: gone", [A], 2])
     answers = iter([None, None, None, None, None, told])
     source = Source(rank=1)
     updates = updater(source=source, agree=lambda error: next(answers))
@@ -341,6 +347,7 @@ def test_other_ranks_share_the_failure() -> None:
     with pytest.raises(WeightUpdateError, match="version 5: EngineLostError: gone") as failure:
         updates.update(5)
     assert failure.value.engines == (A,)
+    assert failure.value.attempts == 2
     assert updates.committed_version is None
     assert source.yielded == 2
 
@@ -367,12 +374,28 @@ def test_an_engine_that_does_not_answer_cannot_be_attached() -> None:
     assert good.closed
 
 
-def test_an_engine_of_another_model_is_no_matter_of_trying_again() -> None:
+@pytest.mark.parametrize(
+    ("error", "attempts"),
+    [
+        (EngineMismatchError("another model"), 1),
+        (EngineRequestError(401, "no key"), 1),
+        (EngineRequestError(400, "shape mismatch"), 2),
+        (EngineLostError("connection refused"), UNBOUNDED),
+    ],
+)
+def test_how_often_a_failure_is_worth_another_attempt(error: EngineError, attempts: int) -> None:
     updates = updater()
-
-    updates._open_engine = opener({A: EngineMismatchError("another model")})
-    with pytest.raises(EngineMismatchError, match="another model"):
+    updates._open_engine = opener({A: error})
+    with pytest.raises(WeightUpdateError, match=str(error)) as failure:
         updates.attach([A])
+    assert failure.value.engines == (A,)
+    assert failure.value.attempts == attempts
+
+
+def test_tensors_that_only_one_side_has_are_another_model() -> None:
+    differ, lacks = ChecksumMismatch("a", 0, "1", "2"), ChecksumMismatch("b", 0, "1", None)
+    assert ChecksumMismatchError([differ, differ]).attempts == 2
+    assert ChecksumMismatchError([differ, lacks]).attempts == 1
 
 
 def test_checks_every_second_update_but_always_the_first_of_an_engine() -> None:
@@ -394,9 +417,9 @@ def test_checks_every_second_update_but_always_the_first_of_an_engine() -> None:
 def test_strategies_that_share_a_host_refuse_another(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (tensor, disk):
         monkeypatch.setattr(module, "on_this_host", lambda url: False)
-    with pytest.raises(ValueError, match=f"tensor: the engine at {A} runs on another host"):
+    with pytest.raises(WeightUpdateError, match=f"tensor: the engine at {A} runs on another host"):
         updater(Engine())
-    with pytest.raises(ValueError, match=r"expected weight_sync\.directory"):
+    with pytest.raises(WeightUpdateError, match=r"expected weight_sync\.directory"):
         updater(Engine(), strategy="disk")
 
 

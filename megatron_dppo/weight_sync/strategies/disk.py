@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_dppo.checkpoint_conversion.hf_io import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
+from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.system.runtime_directory import private_name
 from megatron_dppo.weight_sync.engines import on_this_host
 from megatron_dppo.weight_sync.interfaces import Bucket, Transfer
@@ -25,7 +26,7 @@ MEMORY = "/dev/shm"
 class DiskStrategy:
     """See ``interfaces.Strategy``; rank 0 writes all. The folder is removed when the engines have read it.
 
-    Raises ValueError where no folder is configured and an engine can't see this host's memory.
+    Raises EngineMismatchError where no folder is configured and an engine can't see this host's memory.
     """
 
     spread = False
@@ -34,7 +35,7 @@ class DiskStrategy:
     def __init__(self, transfer: Transfer) -> None:
         remote = [e.url for e in transfer.engines.members if not on_this_host(e.url)]
         if remote and transfer.directory is None:
-            raise ValueError(
+            raise EngineMismatchError(
                 f"weight_sync.strategy disk: the engine at {remote[0]} runs on another host; expected "
                 "weight_sync.directory, a folder that trainer and engines see under the same path"
             )

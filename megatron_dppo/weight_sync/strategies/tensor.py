@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.ipc import shared_empty
 from megatron_dppo.weight_sync.engines import Packer, on_this_host
 from megatron_dppo.weight_sync.interfaces import Bucket, Transfer
 
 
 class TensorStrategy:
-    """See ``interfaces.Strategy``. Raises ValueError for an engine on another host."""
+    """See ``interfaces.Strategy``. Raises EngineMismatchError for an engine on another host."""
 
     spread = True
     copies = 1
@@ -25,7 +26,7 @@ class TensorStrategy:
     def __init__(self, transfer: Transfer) -> None:
         for engine in transfer.engines.members:
             if not on_this_host(engine.url):
-                raise ValueError(
+                raise EngineMismatchError(
                     f"weight_sync.strategy tensor: the engine at {engine.url} runs on another host "
                     f"than trainer rank {transfer.rank}; memory is shared within one host only, expected "
                     "strategy distributed or disk"

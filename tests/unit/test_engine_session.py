@@ -1,0 +1,113 @@
+"""A run's session with servers that refuse it, on one rank: when it is given up, and that every rank hears."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_dppo.engine.requests import SamplingParams
+from megatron_dppo.fleet import membership
+from megatron_dppo.fleet.folder import FleetFolder, Server
+from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.fleet.membership import EngineUnavailableError
+from megatron_dppo.loop.engine_session import EngineSession
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.types import Problem
+from tests.integration.kept_fleet import config_of
+from tests.unit.small_fleet import KEYS, SmallServer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+class Small:
+    """A session of rank 0 with one small server that was started here."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.runner = AsyncRunner()
+        self.server = self.runner.run(SmallServer("engine0").start())
+        config = config_of(folder, folder, servers=1, router=False, start_timeout_s=0.5)
+        self.folder = published = FleetFolder(folder)
+        monkeypatch.setenv("MEGATRON_DPPO_STARTED_KEYS", json.dumps(asdict(KEYS)))
+        published.publish(Server("engine0", self.server.url, 1, 17))
+        topology: Any = SimpleNamespace(rank=0)
+        trainer: Any = SimpleNamespace(topology=topology, shape=None)
+        self.session = EngineSession(config, trainer, stop=lambda: False, fence=lambda: None)
+        self.session._updater._plan = ()  # the trainer that would make one is not needed
+
+    def close(self) -> None:
+        self.session.__exit__(None, None, None)
+        self.runner.run(self.server.die())
+        self.runner.close()
+
+
+@pytest.fixture
+def open_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Small]]:
+    monkeypatch.setattr(membership, "_POLL_S", 0.02)
+    opened: list[Small] = []
+
+    def open_one() -> Small:
+        opened.append(Small(tmp_path, monkeypatch))
+        return opened[-1]
+
+    yield open_one
+    for small in opened:
+        small.close()
+
+
+def test_a_refused_key_is_not_tried_six_times(open_small):
+    small = open_small()
+    small.server.info["/server_info"] = (401, "Unauthorized")
+    with pytest.raises(EngineUnavailableError, match=r"401: Unauthorized; another attempt would"):
+        small.session.connect()
+    assert small.server.asked["/server_info"] == 1
+
+
+def test_what_the_server_refuses_twice_alike_is_not_tried_again(open_small):
+    small = open_small()
+    small.server.info["/server_info"] = (400, "no such tensor")
+    with pytest.raises(EngineUnavailableError, match=r"400: no such tensor; another attempt would"):
+        small.session.connect()
+    assert small.server.asked["/server_info"] == 2
+
+
+def test_a_server_that_fails_is_tried_again_and_then_replaced(open_small):
+    small = open_small()
+    small.server.info["/server_info"] = (500, "out of memory")
+    with pytest.raises(EngineUnavailableError, match="failed 2 weight updates in a row"):
+        small.session.connect()
+    assert small.server.asked["/server_info"] == 2
+    assert small.folder.take_report("engine0") == 1
+
+
+def test_no_server_in_time_is_told_as_what_it_is(open_small):
+    """Every rank raises, so that all of them can save a checkpoint."""
+    small = open_small()
+    small.runner.run(small.server.die())
+    with pytest.raises(EngineUnavailableError, match=r"no healthy engine within 1 s"):
+        small.session.connect()
+
+
+def test_a_generation_that_is_refused_gives_the_engine_up_on_every_rank(open_small):
+    small = open_small()
+    small.server.refuses = True
+    session = small.session
+    members = session._agree_on_members()
+    session._runner.run(session._fleet.serve(members, 1))
+    job = GenerationJob((Problem(0, "a", "b", (3, 4)),), 2, SamplingParams(4))
+    with pytest.raises(
+        EngineUnavailableError, match=r"EngineRequestError: .* answered 400: too long"
+    ):
+        session.generate(job, "rollout")
