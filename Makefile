@@ -3,10 +3,10 @@ PYTHON_IN_VENV := .venv/bin/python
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo why test lint types unit mutants clean
+.PHONY: help setup demo why slurm-demo test lint types unit mutants clean
 
 help:  ## what can be made
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
 setup:  ## the virtual environment .venv (done once)
 	@tools/environment/setup.sh
@@ -16,6 +16,9 @@ demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2
 
 why: setup  ## four algorithms where the trust region matters, three seeds each: figure in runs/why (also ALGORITHM=..., SEED=..., DIRECTORY=...)
 	@$(PYTHON_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
+
+slurm-demo: setup  ## the tiny recipe with R3 on a four-node Slurm cluster played by this machine: saved, requeued, resumed (needs slurm-wlm and munge)
+	@$(PYTHON_IN_VENV) -m examples.tiny_moe.slurm_demo $(OVERRIDES)
 
 test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow Slurm tests too)
 	@$(PYTHON_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slurm_slow')

@@ -75,6 +75,10 @@ class SiteConfig(Section):
     """``--time``: a Slurm time such as ``1-00:00:00``, or minutes. Empty: the partition's default."""
     gpus_per_node: int = Field(default=8, ge=0)
     """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
+    gpu: Literal["a100", "h100", "h200", "b200"] | None = None
+    """Kind of the GPUs; ``submit`` then plans the run's memory and refuses what can't fit."""
+    host_memory_gib: int | None = Field(default=None, gt=0)
+    """Memory of a node, for the same plan. Empty: what the maker's own nodes with such GPUs have."""
     processes_per_node: int = Field(default=1, gt=0)
     """Ranks and servers that a node without GPUs takes."""
     checkpoint_margin_s: int = Field(default=900, gt=0)
@@ -86,6 +90,9 @@ class SiteConfig(Section):
     """Have every node show first that it can do the run's work (docs/preflight.md)."""
     preflight_skip: list[str] = Field(default_factory=list)
     """Checks of it to leave out."""
+    spares_servers: bool = False
+    """A node's death ends only what ran there: servers move to a spare node, or are given up. Otherwise
+    Slurm ends all of the job and starts it again."""
     max_failures: int = Field(default=3, gt=0)
     """Starts in a row that fail without a new checkpoint before a run is given up."""
     sbatch_flags: list[str] = Field(default_factory=list)
@@ -114,7 +121,5 @@ def site_path(given: str | None, environment: Mapping[str, str] = os.environ) ->
 
 
 def load_site(path: Path | None, overrides: Sequence[str] = ()) -> SiteConfig:
-    """Read a site file strictly. Raises ConfigError."""
-    if path is None:
-        return SiteConfig()
+    """Read a site file strictly; None: every default but for ``overrides``. Raises ConfigError."""
     return load_as(SiteConfig, path, overrides)
