@@ -1,0 +1,58 @@
+"""What is published or printed for sbatch, taken by a real one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.conftest import ROOT
+from tests.slurm.recipes import write_config
+from tools.slurm_cluster import Cluster
+
+pytestmark = pytest.mark.slurm
+SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_published_script_can_be_scheduled(cluster: Cluster, script: Path) -> None:
+    done = cluster.client.run("sbatch", "--test-only", f"--chdir={ROOT}", script, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def command(cluster: Cluster, *words: object) -> subprocess.CompletedProcess[str]:
+    return cluster.client.run(
+        sys.executable, "-m", "megatron_dppo.slurm", *words, check=False, folder=ROOT
+    )
+
+
+def test_a_partition_that_is_not_there_is_told_in_slurms_words(
+    cluster: Cluster, folder: Path
+) -> None:
+    done = command(
+        cluster, "submit", write_config(folder), "--set=partition=nowhere",
+        "--set=gpus_per_node=0", f"run.directory={folder}/run",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "invalid partition specified: nowhere" in done.stderr
+    assert not (folder / "run" / "job").exists()
+
+
+def test_a_waiting_run_has_a_status_and_can_be_stopped(cluster: Cluster, folder: Path) -> None:
+    run = folder / "run"
+    done = command(
+        cluster, "submit", write_config(folder), "--set=gpus_per_node=0",
+        f"run.directory={run}", "--sbatch=--hold",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = (run / "job").read_text().strip()
+    assert f"submitted as job {job}" in done.stdout
+    assert f"state: job {job} waits (JobHeldUser)" in command(cluster, "status", run).stdout
+    assert "is out of the queue" in command(cluster, "stop", run).stdout
+    deadline = time.monotonic() + 20
+    while "is gone and never started" not in (told := command(cluster, "status", run).stdout):
+        assert time.monotonic() < deadline, told
+    assert command(cluster, "stop", run).returncode == 2
