@@ -37,8 +37,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
     return load_as(TrainConfig, path, overrides)
 
 
-def load_as(schema: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
-    """Read ``path`` as ``schema``, set the overrides (the last one of a key wins), validate every
+def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] = ()) -> C:
+    """Read ``path`` (None: an empty file) as ``schema``, set the overrides (the last one of a key wins), validate every
     field by itself.
 
     An override's value is a YAML scalar or a flow list; nothing after ``=`` means null; a missing
@@ -46,7 +46,7 @@ def load_as(schema: type[C], path: str | Path, overrides: Sequence[str] = ()) ->
     (:mod:`megatron_dppo.config.inheritance`). ``{key.path}`` in ``run.directory`` stands for that
     value. Checks across sections are :mod:`megatron_dppo.config.checks`'s. Raises ConfigError.
     """
-    tree = read_with_bases(Path(path), partial(_read_tree, schema=schema))
+    tree = {} if path is None else read_with_bases(Path(path), partial(_read_tree, schema=schema))
     problems = _apply_overrides(tree, overrides)
     _take_null_sets_away(tree)
     _rename_earlier_keys(tree)
@@ -54,7 +54,7 @@ def load_as(schema: type[C], path: str | Path, overrides: Sequence[str] = ()) ->
     config, invalid = _validate(tree, schema)
     problems += invalid
     if config is None or problems:
-        raise ConfigError(problems, str(path))
+        raise ConfigError(problems, "the command line" if path is None else str(path))
     return config
 
 

@@ -75,6 +75,10 @@ class SiteConfig(Section):
     """``--time``: a Slurm time such as ``1-00:00:00``, or minutes. Empty: the partition's default."""
     gpus_per_node: int = Field(default=8, ge=0)
     """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
+    gpu: Literal["a100", "h100", "h200", "b200"] | None = None
+    """Kind of the GPUs; ``submit`` then plans the run's memory and refuses what can't fit."""
+    host_memory_gib: int | None = Field(default=None, gt=0)
+    """Memory of a node, for the same plan. Empty: what the maker's own nodes with such GPUs have."""
     processes_per_node: int = Field(default=1, gt=0)
     """Ranks and servers that a node without GPUs takes."""
     checkpoint_margin_s: int = Field(default=900, gt=0)
@@ -114,7 +118,5 @@ def site_path(given: str | None, environment: Mapping[str, str] = os.environ) ->
 
 
 def load_site(path: Path | None, overrides: Sequence[str] = ()) -> SiteConfig:
-    """Read a site file strictly. Raises ConfigError."""
-    if path is None:
-        return SiteConfig()
+    """Read a site file strictly; None: every default but for ``overrides``. Raises ConfigError."""
     return load_as(SiteConfig, path, overrides)

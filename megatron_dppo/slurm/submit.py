@@ -14,6 +14,7 @@ from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.slurm.commands import slurm
+from megatron_dppo.slurm.memory import memory_verdict
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.slurm.submission import CONFIG_FILE, JOB_FILE, SITE_FILE, Submission
 from megatron_dppo.system.files import write_atomically
@@ -39,11 +40,11 @@ def submit(request: Request) -> int:
     """Submit it, or only show it; the exit code. Raises ConfigError, SlurmError."""
     site = load_site(site_path(request.site_file), request.site_overrides)
     config = load_config(request.recipe, request.overrides)
-    submission = _checked(config, site, request)
+    submission, memory = _checked(config, site, request)
     command = submission.command(request.sbatch_flags)
     directory = submission.directory
     print(f"run directory: {directory}\n")
-    print(f"{submission.placement.table()}\n")
+    print(f"{submission.placement.table()}\n\n{memory}\n")
     if request.dry_run:
         print(f"# {CONFIG_FILE}\n{resolved_yaml(config)}")
         print(f"# {SITE_FILE}\n{resolved_yaml(site)}")
@@ -61,8 +62,11 @@ def submit(request: Request) -> int:
     return 0
 
 
-def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> Submission:
-    """The submission, when nothing speaks against it. Raises ConfigError with everything that does."""
+def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> tuple[Submission, str]:
+    """The submission and its memory's verdict, when nothing speaks against it.
+
+    Raises ConfigError with everything that does.
+    """
     problems: list[str] = []
     submission = None
     try:
@@ -77,4 +81,7 @@ def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> Submiss
         problems += submission.problems()
     if problems or submission is None:
         raise ConfigError(problems, request.recipe)
-    return submission
+    memory, lacking = memory_verdict(config, site, submission.nodes)
+    if lacking:
+        raise ConfigError(lacking, request.recipe)
+    return submission, memory

@@ -163,6 +163,9 @@ def test_which_site_file_counts(tmp_path, monkeypatch):
     assert site_path(None, {"MEGATRON_DPPO_SITE": "b.yaml"}) == Path("b.yaml")
     assert site_path("a.yaml", {"MEGATRON_DPPO_SITE": "b.yaml"}) == Path("a.yaml")
     assert load_site(None) == SiteConfig()
+    assert load_site(None, ["qos=high", "gpus_per_node=4"]) == SiteConfig(
+        qos="high", gpus_per_node=4
+    )
     with pytest.raises(ConfigError, match="can't be read"):
         load_site(tmp_path / "missing.yaml")
 
