@@ -120,7 +120,7 @@ class Start:
         return self._supervisor(placement).run() if refused is None else refused
 
     def _preflight(self, placement: Placement) -> dict[str, str]:
-        """Nodes that must be left out, with the reason. Raises PreflightError where none is to blame."""
+        """Nodes that must be left out, with the reason. Raises LaunchError where none is to blame."""
         steps = Steps(self._directory, self._form(server=False), self._stops)
         return steps.preflight(self._config, self._job, placement, self._site.preflight_skip)
 
