@@ -38,10 +38,11 @@ _TAIL_LINES = 40
 
 @dataclass(frozen=True)
 class Runtime:
-    """Where servers run, and with which Python."""
+    """Where servers run, with which Python, and with which variables beside their own."""
 
     launcher: Launcher = field(default_factory=LocalLauncher)
     python: str = sys.executable
+    variables: Mapping[str, str] = field(default_factory=dict)
 
 
 class ChildServer(ABC):
@@ -121,7 +122,7 @@ class ChildServer(ABC):
             log.write(f"--- {' '.join(command)}\n".encode())
         self._process = self._runtime.launcher.start(
             command,
-            environment=self._environment(),
+            environment={**self._environment(), **self._runtime.variables},
             log=self.log_path,
             stdin=json.dumps(dict(self._secrets())).encode(),
         )

@@ -14,7 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_dppo.engine.private_server import (
@@ -24,9 +28,11 @@ from megatron_dppo.engine.private_server import (
     name_shared_memory,
     private_place,
 )
+from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE, when_it_stops
 from megatron_dppo.system.processes import die_with_parent
 
 KEY_FIELDS = ("api_key", "admin_api_key")
+_REQUEUE_S = 60
 _PARENT_VARIABLE = "MEGATRON_DPPO_ENGINE_PARENT"
 
 
@@ -54,6 +60,26 @@ def _change_sglang() -> None:
     bind_stores()
 
 
+def watch_supervisor(kill: Callable[..., None]) -> None:
+    """End this server, and have its Slurm job requeued, once the run's supervisor gives no sign of life.
+
+    Only where the environment names its heartbeat: a job that outlives its batch process (``--no-kill``)
+    would keep its nodes until its time limit.
+    """
+    path = os.environ.get(HEARTBEAT_VARIABLE)
+    if path is None:
+        return
+
+    def end() -> None:
+        print(f"{path} stands still: the supervisor is gone, this server ends", flush=True)
+        job = os.environ.get("SLURM_JOB_ID")
+        if job is not None and shutil.which("scontrol"):
+            subprocess.run(["scontrol", "requeue", job], check=False, timeout=_REQUEUE_S)
+        kill(os.getpid(), include_parent=True)
+
+    when_it_stops(Path(path), end)
+
+
 def main() -> None:
     """Read the keys, parse SGLang's flags, run its server until it is told to stop."""
     start = json.load(sys.stdin)
@@ -69,6 +95,7 @@ def _run(start: dict[str, Any]) -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    watch_supervisor(kill_process_tree)
     load_plugins()
     server_args = prepare_server_args(sys.argv[1:])
     for name in KEY_FIELDS:

@@ -16,7 +16,7 @@ from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.placement import Allocation, Host, Placement, Roles, place
 from megatron_dppo.launch.ranks import LOOPBACK, RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.servers import supervised_fleet
+from megatron_dppo.launch.servers import Grounds, supervised_fleet
 from megatron_dppo.launch.supervisor import Supervisor
 from megatron_dppo.logging import configure_logging
 from megatron_dppo.system.fence import NONCE_VARIABLE
@@ -40,7 +40,8 @@ def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
         fleet = None
         if generates(config):
             runtime = Runtime(python=config.engine.python or sys.executable)
-            fleet = supervised_fleet(config, directory, placement, lambda host: runtime)
+            grounds = Grounds(lambda host: runtime, placement.master_address)
+            fleet = supervised_fleet(config, directory, placement, grounds)
         directory.write_config(resolved_yaml(config))
         lease = directory.lease
         found = {} if fleet is None else fleet.rank_variables

@@ -25,8 +25,20 @@ from megatron_dppo.system.ports import FreePorts
 _SEEDS_PER_START = 10_007
 _SEEDS_PER_SERVER = 1_000_003
 
-RuntimeAt = Callable[[Host], Runtime]
-"""How a command is started at a host."""
+
+@dataclass(frozen=True)
+class Grounds:
+    """How servers are started.
+
+    Attributes:
+        runtime_at: at a host.
+        address: where this process listens for the ranks.
+        host_now: the host to start on again instead of one that may have died.
+    """
+
+    runtime_at: Callable[[Host], Runtime]
+    address: str
+    host_now: Callable[[Host], Host] = lambda host: host
 
 
 @dataclass(frozen=True)
@@ -38,10 +50,11 @@ class _Maker:
     keys: Keys
     seed: int
     ports: FreePorts
-    runtime_at: RuntimeAt
+    grounds: Grounds
 
     def server(self, place: ServerPlace, incarnation: int) -> ChildServer:
         assert self.keys.admin is not None
+        host = place.host if incarnation == 1 else self.grounds.host_now(place.host)
         return EngineProcess(
             ServerSections.of(self.config),
             port=self._port(place.port, place.port_step, incarnation),
@@ -49,9 +62,9 @@ class _Maker:
             seed=self.seed + place.index * _SEEDS_PER_SERVER + incarnation - 1,
             api_key=self.keys.api,
             admin_api_key=self.keys.admin,
-            host=place.host.address,
+            host=host.address,
             first_device=place.first_device,
-            runtime=self.runtime_at(place.host),
+            runtime=self.grounds.runtime_at(host),
         )
 
     def router(self, place: RouterPlace, incarnation: int) -> ChildServer:
@@ -65,7 +78,7 @@ class _Maker:
             api_key=self.keys.api,
             admin_api_key=self.keys.admin,
             host=place.host.address,
-            runtime=self.runtime_at(place.host),
+            runtime=self.grounds.runtime_at(place.host),
         )
 
     def _port(self, first: int | None, step: int, incarnation: int) -> int:
@@ -73,7 +86,7 @@ class _Maker:
 
 
 def supervised_fleet(
-    config: TrainConfig, directory: RunDirectory, placement: Placement, runtime_at: RuntimeAt
+    config: TrainConfig, directory: RunDirectory, placement: Placement, grounds: Grounds
 ) -> SupervisedFleet:
     """The run's servers and HTTP router, not started, under new keys, but for those that the
     environment has. The folder is offered to the ranks by this process."""
@@ -84,7 +97,7 @@ def supervised_fleet(
     keys = Keys(api_key, admin)
     # A resumed run, or a restarted server, must not draw the samples of its beginning once more.
     seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
-    maker = _Maker(config, directory, keys, seed, FreePorts(engine.host), runtime_at)
+    maker = _Maker(config, directory, keys, seed, FreePorts(engine.host), grounds)
     folder = directory.fleet
 
     def supervised(name: str, make: Callable[[int], ChildServer], what: str) -> SupervisedServer:
@@ -99,7 +112,7 @@ def supervised_fleet(
     if beside is not None:
         router = supervised(ROUTER, lambda i: maker.router(beside, i), "the router")
     try:
-        host = control_host(config.parallel.interface, placement.master_address)
+        host = control_host(config.parallel.interface, grounds.address)
         endpoint = FleetEndpoint(folder, admin, host)
     except (InterfaceError, OSError) as error:
         raise LaunchError(f"parallel.interface: the supervisor can't listen: {error}") from error

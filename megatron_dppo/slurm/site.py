@@ -90,6 +90,9 @@ class SiteConfig(Section):
     """Have every node show first that it can do the run's work (docs/preflight.md)."""
     preflight_skip: list[str] = Field(default_factory=list)
     """Checks of it to leave out."""
+    spares_servers: bool = False
+    """A node's death ends only what ran there: servers move to a spare node, or are given up. Otherwise
+    Slurm ends all of the job and starts it again."""
     max_failures: int = Field(default=3, gt=0)
     """Starts in a row that fail without a new checkpoint before a run is given up."""
     sbatch_flags: list[str] = Field(default_factory=list)

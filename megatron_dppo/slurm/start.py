@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,20 +26,20 @@ from megatron_dppo.launch.placement import (
     place,
 )
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.servers import supervised_fleet
+from megatron_dppo.launch.servers import Grounds, supervised_fleet
 from megatron_dppo.launch.slurm_rank import port_base
 from megatron_dppo.launch.srun import SrunLauncher, StepForm
 from megatron_dppo.launch.srun_ranks import SrunRanks
 from megatron_dppo.launch.stops import StopRequests
 from megatron_dppo.launch.supervisor import Outcome, Supervisor
-from megatron_dppo.slurm import commands
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook, fruitless
-from megatron_dppo.slurm.commands import SlurmError
 from megatron_dppo.slurm.decisions import Decision, decide
 from megatron_dppo.slurm.job import Job
 from megatron_dppo.slurm.site import SiteConfig
+from megatron_dppo.slurm.spares import Spares, bad_nodes
 from megatron_dppo.slurm.steps import MODULE, PreflightError, Steps
 from megatron_dppo.system.fence import NONCE_VARIABLE
+from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class Start:
             fruitless=fruitless([*before, ended]),
             max_failures=self._site.max_failures,
         )
-        bad = {**_bad_nodes(names), **self._left_out} if decision.requeue else {}
+        bad = {**bad_nodes(names), **self._left_out} if decision.requeue else {}
         ended = replace(
             ended,
             why=decision.why,
@@ -122,7 +123,7 @@ class Start:
         return self._supervisor(placement).run() if refused is None else refused
 
     def _preflight(self, placement: Placement) -> dict[str, str]:
-        """Nodes that must be left out, with the reason. Raises PreflightError where none is to blame."""
+        """Nodes that must be left out, with the reason. Raises LaunchError where none is to blame."""
         steps = Steps(self._directory, self._form(server=False), self._stops)
         return steps.preflight(self._config, self._job, placement, self._site.preflight_skip)
 
@@ -134,22 +135,27 @@ class Start:
         config, directory = self._config, self._directory
         fleet = None
         if generates(config):
-            fleet = supervised_fleet(config, directory, placement, self._runtime_at)
+            spares = Spares(placement.unused)
+            own = self._job.hosts[0].address  # Slurm starts the batch process on the first node
+            grounds = Grounds(self._runtime_at, own, spares.host_now)
+            fleet = supervised_fleet(config, directory, placement, grounds)
         lease = directory.lease
-        keys = {} if fleet is None else fleet.keys.to_variables()
+        variables = {} if fleet is None else fleet.rank_variables
         ranks = SrunRanks(
             rank_command(MODULE, directory),
             directory,
             placement,
             self._form(server=False),
-            {NONCE_VARIABLE: lease.fence.nonce, **keys},
+            {NONCE_VARIABLE: lease.fence.nonce, **variables},
         )
         return Supervisor(ranks, fleet, lambda: lease.taken_over, self._stops)
 
     def _runtime_at(self, host: Host) -> Runtime:
         launcher = SrunLauncher(host, "server", self._form(server=True))
-        python = self._config.engine.python
-        return Runtime(launcher) if python is None else Runtime(launcher, python)
+        variables = {}
+        if self._site.spares_servers:
+            variables[HEARTBEAT_VARIABLE] = str(self._directory.lease.heartbeat)
+        return Runtime(launcher, self._config.engine.python or sys.executable, variables)
 
     def _form(self, *, server: bool) -> StepForm:
         folder = str(Path.cwd())
@@ -173,12 +179,3 @@ def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Pla
     except PlacementError as error:
         raise PreflightError(f"preflight left out {told}; {error}") from error
     raise PreflightError(f"preflight left out every node: {told}")
-
-
-def _bad_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Nodes that Slurm can't use any more; empty where it can't be asked."""
-    try:
-        return commands.bad_nodes(names)
-    except SlurmError as error:
-        log.warning("%s", error)
-        return {}

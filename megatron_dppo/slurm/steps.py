@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK
 from megatron_dppo.launch.local import rank_command
 from megatron_dppo.launch.placement import Host, Placement
@@ -33,7 +34,7 @@ _PREFLIGHT_S = 900.0
 
 
 class PreflightError(RuntimeError):
-    """The nodes can't do the run's work; the message says which, and why."""
+    """Too few nodes can do the run's work; the message says which can't, and why."""
 
 
 class Steps:
@@ -69,7 +70,7 @@ class Steps:
     ) -> dict[str, str]:
         """Nodes that must be left out, each with the reason.
 
-        Raises PreflightError for a fault that no node is to blame for.
+        Raises LaunchError for a fault that no node is to blame for: other nodes would have it too.
         """
         folder = self._directory.path / "preflight" / f"{job.id}-{job.attempt}"
         gpus = 0 if config.engine.device == "cpu" else job.gpus
@@ -93,7 +94,7 @@ class Steps:
         for finding in verdict.findings:
             reasons[finding.host].append(str(finding))
         if EVERYWHERE in reasons:
-            raise PreflightError(f"preflight: {'; '.join(reasons[EVERYWHERE])}; see {output}")
+            raise LaunchError(f"preflight: {'; '.join(reasons[EVERYWHERE])}; see {output}")
         return {host: "; ".join(found) for host, found in reasons.items()}
 
     def _run(

@@ -77,6 +77,7 @@ class Submission:
             f"--signal=B:USR1@{site.checkpoint_margin_s}",
             f"--chdir={Path.cwd()}",
             f"--output={self.directory}/logs/slurm-%j.out",
+            *(["--no-kill"] if site.spares_servers else []),
             *site.sbatch_flags,
             *extra,
             str(SCRIPT),

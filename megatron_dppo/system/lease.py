@@ -60,6 +60,11 @@ class Lease:
         self.taken_over: str | None = None
         """Who succeeded this start while it ran, in a sentence; None while nobody has."""
 
+    @property
+    def heartbeat(self) -> Path:
+        """The file that is renewed while this start holds the lease."""
+        return self._files.beat_of(self._holder)
+
     def take(self) -> None:
         """Become the holder. Raises LeaseError where another start is, OSError."""
         files, own = self._files, self._holder

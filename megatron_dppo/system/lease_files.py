@@ -165,7 +165,7 @@ class LeaseFiles:
     def beat(self, holder: Holder) -> Beat | None:
         """What ``holder`` renewed last; None where it never has, or the file is damaged."""
         try:
-            found = json.loads(self._beat_of(holder).read_text(encoding="utf-8"))
+            found = json.loads(self.beat_of(holder).read_text(encoding="utf-8"))
             return Beat(int(found["count"]), bool(found["ended"]))
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
@@ -174,9 +174,10 @@ class LeaseFiles:
         """Renew. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         told = {**asdict(beat), "time": round(time.time(), 3)}
-        write_atomically(self._beat_of(holder), json.dumps(told))
+        write_atomically(self.beat_of(holder), json.dumps(told))
 
-    def _beat_of(self, holder: Holder) -> Path:
+    def beat_of(self, holder: Holder) -> Path:
+        """The file that ``holder`` renews."""
         return self._folder / f"{holder.nonce}.beat"
 
     def _claim_on(self, holder: Holder | None) -> Path:
@@ -184,7 +185,7 @@ class LeaseFiles:
 
     def _others(self, holder: Holder) -> Iterator[Path]:
         for path in list(self._folder.iterdir()):
-            if path not in {self._beat_of(holder), self._claim_on(holder)}:
+            if path not in {self.beat_of(holder), self._claim_on(holder)}:
                 yield path
 
 

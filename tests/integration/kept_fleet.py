@@ -19,7 +19,7 @@ from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.members import Member
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.servers import supervised_fleet
+from megatron_dppo.launch.servers import Grounds, supervised_fleet
 
 _PATIENT_S = 300.0
 
@@ -53,7 +53,8 @@ class KeptFleet:
     def _keep(self) -> None:
         with RunDirectory(self._config.run.directory) as directory:
             placement = local_placement(self._config, this_machine())
-            fleet = supervised_fleet(self._config, directory, placement, lambda host: Runtime())
+            grounds = Grounds(lambda host: Runtime(), placement.master_address)
+            fleet = supervised_fleet(self._config, directory, placement, grounds)
             self.folder = FleetFolder(self._config.run.directory, fleet.keys)
             try:
                 fleet.start()

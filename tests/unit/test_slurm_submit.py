@@ -125,7 +125,7 @@ def test_a_dry_run_shows_all_and_leaves_nothing(tmp_path, sbatch, capsys):
             ["model.hf_checkpoint=nowhere"],
             "model.hf_checkpoint: got 'nowhere', which is not a folder",
         ),
-        (["data.train=nowhere"], "data.train: got 'nowhere', expected a JSONL file"),
+        (["data.train=nowhere"], "data.train: got 'nowhere', expected a JSONL or Parquet file"),
         (["run.directory=/proc/here"], "run.directory: /proc can't be written"),
         (["--set=time=1"], "time: got 1, 60 s, expected at least 120 s: a start and a step"),
         (["--set=time=soon"], "time: got 'soon', expected a Slurm time"),

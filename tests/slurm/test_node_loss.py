@@ -1,0 +1,25 @@
+"""A node of servers dies under a job that outlives it (``spares_servers``)."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.slurm.jobs import StandInJob
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow]
+
+
+def test_servers_of_a_dead_node_move_to_a_spare(cluster, folder, isolated):
+    job = StandInJob(cluster, folder, steps=10_000, spares_servers=True)
+    job.submit("--nodes=4", "--no-kill")
+    job.wait_for_step(1)
+    dead = isolated.nodes[2]
+    isolated.crash(dead)
+    try:
+        job.wait(lambda: (s := job.server()) and s.incarnation > 1)
+        reached = job.steps()[-1]
+        job.wait_for_step(reached + 3)
+        assert f"its servers move to {isolated.nodes[3]}" in job.log
+        assert job.ends() == ["running"]
+    finally:
+        isolated.boot(dead)
