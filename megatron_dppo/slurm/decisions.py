@@ -22,12 +22,16 @@ class Decision:
     exclude: tuple[str, ...] = ()
 
 
-def decide(outcome: Outcome, *, finished: bool, fruitless: int, max_failures: int) -> Decision:
+def decide(
+    outcome: Outcome, *, finished: bool, cancelled: bool, fruitless: int, max_failures: int
+) -> Decision:
     """What to do after a start.
 
     Args:
         outcome: how the supervisor saw it end; its word on success does not count alone.
         finished: whether the run's folder says that it has nothing left to do.
+        cancelled: whether Slurm ended the job (scancel, its own requeue). It ends the steps at the
+            same time, so that their end may be seen first and look like a failure.
         fruitless: starts in a row without a newer checkpoint, this one included.
         max_failures: how many of those are too many.
     """
@@ -35,6 +39,8 @@ def decide(outcome: Outcome, *, finished: bool, fruitless: int, max_failures: in
         return Decision("done", "", 0, requeue=False)
     if outcome.ending in ("succeeded", "refused"):
         return Decision(outcome.ending, outcome.detail, outcome.code, requeue=False)
+    if cancelled:
+        return Decision("cancelled", "", CANCELLED_CODE, requeue=False)
     if outcome.ending == "stopped" and outcome.detail in _STOPPED_FOR_GOOD:
         code = _STOPPED_FOR_GOOD[outcome.detail]
         return Decision(outcome.detail, "", code, requeue=False)

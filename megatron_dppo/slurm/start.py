@@ -74,6 +74,7 @@ class Start:
         decision = decide(
             outcome,
             finished=is_finished(self._config),
+            cancelled=any(stop.why == "cancelled" for stop in self._stops.came()),
             fruitless=fruitless([*before, ended]),
             max_failures=self._site.max_failures,
         )
@@ -106,6 +107,8 @@ class Start:
             roles = Roles.of(self._config)
             placement = place(roles, Allocation(self._job.hosts, base))
             if self._site.preflight and (bad := self._preflight(placement)):
+                if len(bad) == len(self._job.hosts) > 1:
+                    return _none_is_fit(bad)
                 self._left_out = bad
                 sound = tuple(host for host in self._job.hosts if host.name not in bad)
                 placement = _place_again(roles, Allocation(sound, base), bad)
@@ -157,6 +160,13 @@ class Start:
     def _form(self, *, server: bool) -> StepForm:
         folder = str(Path.cwd())
         return self._site.container.form(folder, server=server, flags=self._site.srun_flags)
+
+
+def _none_is_fit(bad: Mapping[str, str]) -> Outcome:
+    """Where no node is fit, what the run asks for is at fault, and other nodes would not help."""
+    told = "; ".join(f"{name}: {why}" for name, why in bad.items())
+    log.error("preflight: no node of this job is fit: %s", told)
+    return Outcome(2, "refused", f"preflight: no node is fit: {told}")
 
 
 def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 
 from megatron_dppo.fleet.folder import FleetFolder, Server
-from tests.integration.runs import steps_of
-from tests.slurm.recipes import write_config
+from tests.integration.runs import records_of, steps_of
+from tests.slurm.recipes import SMALL_ROLLOUTS, write_config
 from tools.slurm_cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,9 +25,21 @@ SERVER = "server.py"
 
 
 class StandInJob:
-    """Two ranks and one server on three nodes, which count to ``steps``; a checkpoint every five."""
+    """Two ranks and one server on three nodes, which count to ``steps``; a checkpoint every five.
 
-    def __init__(self, cluster: Cluster, folder: Path, steps: int = 20, **site: Any) -> None:
+    ``parallel``, ``rollout``: values of these sections; ``site``: of the site file.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        steps: int = 20,
+        *,
+        parallel: dict[str, int] | None = None,
+        rollout: dict[str, int] | None = None,
+        **site: Any,
+    ) -> None:
         self.cluster = cluster
         self.folder = folder
         self.directory = folder / "run"
@@ -35,11 +47,12 @@ class StandInJob:
             folder,
             run={"directory": str(self.directory), "steps": steps},
             model={"hf_checkpoint": str(ROOT / "examples/model_configs/qwen3-1.7b-base")},
-            parallel={"world_size": 2},
+            parallel=parallel or {"world_size": 2},
+            rollout=SMALL_ROLLOUTS | (rollout or {}),
             checkpoint={"every": 5, "export_hf": False},
             engine={"device": "cpu", "servers": 1, "python": str(self._engine_python())},
         )
-        defaults = {"gpus_per_node": 0, "checkpoint_margin_s": 10}
+        defaults = {"gpus_per_node": 0, "checkpoint_margin_s": 10, "preflight": False}
         self.site = folder / "site.yaml"
         self.site.write_text(json.dumps(defaults | site))
         self.job = 0
@@ -55,16 +68,23 @@ class StandInJob:
     def submit(self, *flags: str) -> StandInJob:
         """Give it to sbatch."""
         self.directory.mkdir()
+        self.job = self._submit("out", *flags)
+        return self
+
+    def submit_again(self, *flags: str) -> int:
+        """Another job on the same run; its id. What it prints goes to ``out-<id>``."""
+        return self._submit("out-%j", *flags)
+
+    def _submit(self, output: str, *flags: str) -> int:
         script = self.folder / "job.sbatch"
         command = f"{sys.executable} -m tests.slurm.stand_in.job"
         script.write_text(f"#!/bin/bash\nexec {command} {self.config} --site {self.site}\n")
-        self.job = self.cluster.client.submit(
+        return self.cluster.client.submit(
             *("--nodes=3", "--ntasks-per-node=1", "--exclusive", "--requeue", "--time=10"),
-            *("--open-mode=append", f"--chdir={ROOT}", f"--output={self.folder}/out"),
+            *("--open-mode=append", f"--chdir={ROOT}", f"--output={self.folder}/{output}"),
             *flags,
             script,
         )
-        return self
 
     @property
     def log(self) -> str:
@@ -85,6 +105,10 @@ class StandInJob:
     def steps(self) -> list[int]:
         """Recorded steps."""
         return steps_of(self.directory)
+
+    def jobs_of_steps(self) -> set[int]:
+        """Jobs whose ranks recorded the steps."""
+        return {int(record["job"]) for record in records_of(self.directory)}
 
     def server(self) -> Server | None:
         """The published server."""

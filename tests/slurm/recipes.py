@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+SMALL_ROLLOUTS = {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 12}
+
 
 def write_config(folder: Path, **sections: Any) -> Path:
     """A configuration on CPUs whose run directory is ``folder / "run"``; the file's path.
@@ -17,7 +19,7 @@ def write_config(folder: Path, **sections: Any) -> Path:
         "run": {"directory": str(folder / "run"), "steps": 2},
         "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
         "data": {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 32},
-        "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 12},
+        "rollout": SMALL_ROLLOUTS,
         "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
         "optimizer": {"lr": 1e-3},
         "engine": {"device": "cpu"},

@@ -66,7 +66,9 @@ def test_a_job_is_requeued_when_its_node_crashes(cluster, folder):
 def test_a_cut_network_leaves_the_tasks_running(isolated, folder):
     cluster = isolated
     beat = folder / "beat"
-    job = cluster.client.submit("-N1", script(folder, f"while sleep 0.05; do date > {beat}; done"))
+    job = cluster.client.submit(
+        "-N1", "-o", folder / "out", script(folder, f"while sleep 0.05; do date > {beat}; done")
+    )
     node = cluster.client.wait(job, {"RUNNING"})["NodeList"]
     wait_for(beat.exists)
     other = next(name for name in cluster.nodes if name != node)
@@ -83,7 +85,12 @@ def test_a_cut_network_leaves_the_tasks_running(isolated, folder):
 
 def test_a_stopped_cluster_leaves_nothing(tmp_path):
     with Cluster(2) as small:
-        job = small.client.submit("-N2", script(small.shared, "srun sleep 100 & srun sleep 100"))
+        job = small.client.submit(
+            "-N2",
+            "-o",
+            small.shared / "out",
+            script(small.shared, "srun sleep 100 & srun sleep 100"),
+        )
         small.client.wait(job, {"RUNNING"})
         small.crash(small.nodes[1])
         assert small.leftovers()

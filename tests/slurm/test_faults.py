@@ -37,3 +37,29 @@ def test_scancel_ends_with_a_checkpoint_and_without_a_requeue(cluster, folder):
     job.wait(lambda: job.ends() == ["cancelled"])
     assert job.attempts()[0]["saved"] >= 7
     assert job.processes(TRAINER) == []
+
+
+def test_two_jobs_at_once_do_not_disturb_each_other(cluster, folder):
+    small = {"world_size": 1}
+    jobs = []
+    for name in ("one", "two"):
+        (folder / name).mkdir()
+        jobs.append(StandInJob(cluster, folder / name, parallel=small).submit("--nodes=2"))
+    for job in jobs:
+        assert job.wait_for_end()["JobState"] == "COMPLETED", job.log
+        assert job.jobs_of_steps() == {job.job}
+    first, second = (job.attempts()[0] for job in jobs)
+    assert set(first["hosts"]).isdisjoint(second["hosts"])
+    assert max(first["started"], second["started"]) < min(first["ended"], second["ended"])
+
+
+def test_a_second_job_on_a_run_that_another_holds_is_refused_and_does_no_harm(cluster, folder):
+    small = {"world_size": 1}
+    job = StandInJob(cluster, folder, steps=10_000, parallel=small).submit("--nodes=2")
+    job.wait_for_step(3)
+    second = job.submit_again("--nodes=2")
+    assert cluster.client.wait(second)["JobState"] == "FAILED"
+    assert f"scancel {job.job}" in (folder / f"out-{second}").read_text()
+    reached = job.steps()[-1]
+    job.wait_for_step(reached + 3)
+    assert job.jobs_of_steps() == {job.job}

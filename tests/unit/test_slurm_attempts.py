@@ -63,22 +63,28 @@ FAILED = Outcome(1, "failed", "rank 3 exited with code 42")
     ],
 )
 def test_what_follows_from_an_end(outcome, fruits, expected):
-    found = decide(outcome, finished=False, fruitless=fruits, max_failures=3)
+    found = decide(outcome, finished=False, cancelled=False, fruitless=fruits, max_failures=3)
     assert (found.why, found.code, found.requeue) == expected
+
+
+@pytest.mark.parametrize("outcome", [FAILED, Outcome(0, "ended"), Outcome(0, "stopped", "time")])
+def test_a_cancelled_job_never_starts_again_whatever_its_steps_did_first(outcome):
+    found = decide(outcome, finished=False, cancelled=True, fruitless=1, max_failures=3)
+    assert (found.why, found.code, found.requeue) == ("cancelled", 143, False)
 
 
 def test_a_run_with_nothing_left_to_do_is_done_however_it_ended():
     for outcome in (Outcome(0, "ended"), Outcome(0, "stopped", "time"), FAILED):
-        found = decide(outcome, finished=True, fruitless=9, max_failures=3)
+        found = decide(outcome, finished=True, cancelled=False, fruitless=9, max_failures=3)
         assert (found.why, found.code, found.requeue) == ("done", 0, False)
 
 
 def test_the_reason_of_giving_up_is_told():
-    found = decide(FAILED, finished=False, fruitless=3, max_failures=3)
+    found = decide(FAILED, finished=False, cancelled=False, fruitless=3, max_failures=3)
     assert found.detail == (
         "rank 3 exited with code 42\ngave up after 3 starts without a new checkpoint (max_failures)"
     )
-    lost = decide(Outcome(0, "ended"), finished=False, fruitless=1, max_failures=3)
+    lost = decide(Outcome(0, "ended"), finished=False, cancelled=False, fruitless=1, max_failures=3)
     assert "the run is not finished: a node was lost" in lost.detail
 
 

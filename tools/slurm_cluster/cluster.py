@@ -110,6 +110,10 @@ class Cluster:
     def _number(self, node: str) -> int:
         return self.nodes.index(node) + 1
 
+    def is_on(self, node: str, pid: int) -> bool:
+        """Whether a process runs on an isolated node."""
+        return self._isolated(node).has(pid)
+
     # -- disturbances
 
     def crash(self, node: str) -> None:

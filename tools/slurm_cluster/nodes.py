@@ -125,6 +125,14 @@ class IsolatedNode:
         """Pull its network cable, or plug it in again."""
         self.network.switch(self.number, on=on)
 
+    def has(self, pid: int) -> bool:
+        """Whether a process runs on this node."""
+        _, first = self._pids()
+        try:
+            return os.readlink(f"/proc/{pid}/ns/net") == os.readlink(f"/proc/{first}/ns/net")
+        except FileNotFoundError:
+            return False
+
     def _pids(self) -> list[int]:
         return [int(word) for word in self._pids_file.read_text().split()]
 

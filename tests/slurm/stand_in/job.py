@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import megatron_dppo.slurm.__main__ as slurm
-import megatron_dppo.slurm.supervise
+from megatron_dppo.slurm import start, steps
 
 if __name__ == "__main__":
-    megatron_dppo.slurm.supervise.MODULE = "tests.slurm.stand_in.trainer"
+    start.MODULE = steps.MODULE = "tests.slurm.stand_in.trainer"
     sys.exit(slurm.main(["supervise", *sys.argv[1:]]))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dppo.config import load_config
@@ -32,7 +34,7 @@ def main(path: str, *flags: str) -> None:
         return
     adopt_slurm_rank()
     rank = int(os.environ["RANK"])
-    stop = StopFile(Path(os.environ[STOP_FILE_VARIABLE]))
+    stop = stop_flag()
     wait_for_servers(config)
     run = Path(config.run.directory)
     fence = Fence(run, os.environ[NONCE_VARIABLE])
@@ -50,6 +52,14 @@ def main(path: str, *flags: str) -> None:
                 remember_checkpoint(run, step)
     if rank == 0:
         finish(config, run, step)
+
+
+def stop_flag() -> Callable[[], bool]:
+    """Whether SIGTERM came, or the file asks: as the real trainer's, without its torch."""
+    came: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+    file = StopFile(Path(os.environ[STOP_FILE_VARIABLE]))
+    return lambda: bool(came) or file()
 
 
 def wait_for_servers(config: TrainConfig) -> None:

@@ -1,0 +1,110 @@
+"""Faults after which Slurm or the supervisor starts the job again: real jobs, stand-ins for trainer and server."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.slurm.jobs import TRAINER, StandInJob
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow]
+
+
+def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_the_checkpoint(cluster, folder):
+    job = StandInJob(cluster, folder, steps=40).submit()
+    job.wait_for_step(12)
+    job.kill(TRAINER, 1)
+    record = job.wait_for_end()
+    assert (record["JobState"], record["Restarts"]) == ("COMPLETED", "1"), job.log
+    assert job.ends() == ["failed", "done"]
+    first, second = job.attempts()
+    assert "rank 1" in first["detail"]
+    assert "137" in first["detail"]
+    assert first["saved"] in (10, 15)
+    assert second["first_saved"] == first["saved"]
+    assert job.steps() == list(range(1, 41))
+
+
+def test_a_crashed_node_is_left_out_of_the_next_attempt(isolated, folder):
+    """Without a word to the controller, which finds out by itself after SlurmdTimeout."""
+    job = StandInJob(isolated, folder, steps=100_000).submit()
+    job.wait_for_step(7)
+    dead = job.attempts()[0]["hosts"][1]
+    isolated.crash(dead)
+    try:
+        job.wait(lambda: len(job.attempts()) == 2)
+        reached = job.attempts()[1]["first_saved"]
+        assert reached >= 5
+        job.wait_for_step(reached + 20)
+        assert dead not in job.attempts()[1]["hosts"]
+        assert job.ends() == [job.ends()[0], "running"]
+        isolated.client.run("scancel", job.job)
+        job.wait_for_end()
+    finally:
+        isolated.boot(dead)
+
+
+def test_a_cut_off_supervisor_does_no_harm_to_the_attempt_that_succeeds_it(isolated, folder):
+    """The old processes live on, see the shared folder, and find that they are fenced off."""
+    job = StandInJob(isolated, folder, steps=100_000).submit()
+    job.wait_for_step(7)
+    cut = job.attempts()[0]["node"]
+    isolated.cut_network(cut)
+    try:
+        job.wait(lambda: len(job.attempts()) == 2)
+        old = {p.pid for p in job.processes(TRAINER) if isolated.is_on(cut, p.pid)}
+        reached = job.attempts()[1]["first_saved"]
+        job.wait_for_step(reached + 20)
+        assert cut not in job.attempts()[1]["hosts"]
+        job.wait(lambda: not old & {p.pid for p in job.processes(TRAINER)})
+        steps = job.steps()
+        assert steps == list(range(1, len(steps) + 1))
+    finally:
+        isolated.mend_network(cut)
+    reached = job.steps()[-1]
+    job.wait_for_step(reached + 20)
+    isolated.client.run("scancel", job.job)
+    job.wait_for_end()
+    steps = job.steps()
+    assert steps == list(range(1, len(steps) + 1))
+
+
+def test_before_its_time_limit_a_job_saves_and_starts_again(cluster, folder):
+    job = StandInJob(cluster, folder, steps=100_000, checkpoint_margin_s=40).submit("--time=1")
+    job.wait(lambda: len(job.attempts()) == 2)
+    first, second = job.attempts()
+    assert (first["why"], first["requeued"]) == ("time", True)
+    assert first["ended"] - first["started"] < 40
+    assert first["saved"] == first["recorded"] > 0
+    job.wait_for_step(first["saved"] + 2)
+    assert second["first_saved"] == first["saved"]
+    assert f"begins after step {first['saved']}" in job.log
+    cluster.client.run("scancel", job.job)
+    job.wait_for_end()
+
+
+def test_a_node_that_the_preflight_finds_ill_is_excluded(isolated, folder):
+    site = {"preflight": True, "preflight_skip": ["all_reduce"]}
+    bad = isolated.nodes[1]
+    isolated.run_on(bad, "mount", "-o", "remount,size=64M", "/dev/shm")
+    try:
+        job = StandInJob(isolated, folder, **site).submit()
+        record = job.wait_for_end()
+    finally:
+        isolated.run_on(bad, "mount", "-o", "remount,size=50%", "/dev/shm")
+    assert (record["JobState"], record["ExcNodeList"]) == ("COMPLETED", bad), job.log
+    first, second = job.attempts()
+    [[name, why]] = first["excluded"]
+    assert name == bad
+    assert "free space in /dev/shm: got 64 MiB" in why
+    assert bad not in second["hosts"]
+    assert second["why"] == "done"
+
+
+def test_a_preflight_that_finds_no_node_fit_refuses_the_job(cluster, folder):
+    site = {"preflight": True, "preflight_skip": ["all_reduce"]}
+    impossible = {"max_concurrent_requests": 2**31 - 1000}
+    job = StandInJob(cluster, folder, rollout=impossible, **site).submit()
+    assert job.wait_for_end()["JobState"] == "FAILED", job.log
+    [attempt] = job.attempts()
+    assert (attempt["why"], attempt["requeued"]) == ("refused", False)
+    assert "open files (ulimit -n)" in attempt["detail"]
