@@ -10,6 +10,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.batches import BatchLayout
 from megatron_dppo.loop.export_check import max_log_prob_difference
+from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.trainer.collectives import any_rank
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.types import Problem
@@ -35,7 +36,7 @@ def export(
     Returns:
         Largest difference of a log-probability between trainer and export, nats; None without check.
     """
-    folder = Path(config.run.directory) / "hf"
+    folder = Path(config.run.directory) / EXPORT_FOLDER
     _clear(folder, trainer)
     trainer.export_hf(folder)
     if not config.checkpoint.verify_export:

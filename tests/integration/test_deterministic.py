@@ -6,14 +6,10 @@ import pytest
 from megatron_dppo.data.trajectory_codec import load_batch
 from tests.integration.runs import TrainingRun, records_of, write_material
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]
 
-OTHERWISE = (
-    "engine.servers=2",
-    "rollout.max_concurrent_requests=5",
-    "rollout.request_timeout_s=500",
-)
-"""Two servers behind the router answer, few requests at a time: other batches, in another order."""
+OTHERWISE = ("engine.router=true", "rollout.max_concurrent_requests=5")
+"""Through the router, few requests at a time: other batches, in another order."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +21,7 @@ def directories(tmp_path_factory):
         common = ("engine.deterministic=true", "run.steps=2", "evaluation.every=1")
         directory = folder / name
         with TrainingRun(config, *common, f"run.directory={directory}", *overrides) as run:
-            run.finish()
+            run.finish(timeout=800)
         found.append(directory)
     return found
 
