@@ -41,8 +41,8 @@ def export(
     trainer.export_hf(folder)
     if not config.checkpoint.verify_export:
         return None
-    sequences = [_prompt_and_scored(example) for example in examples[:SEQUENCES_TO_CHECK]]
-    return max_log_prob_difference(trainer, layout, folder, sequences, config.rollout.temperature)
+    compared = [_compared(example) for example in examples[:SEQUENCES_TO_CHECK]]
+    return max_log_prob_difference(trainer, layout, folder, compared, config.rollout.temperature)
 
 
 def _clear(folder: Path, trainer: Trainer) -> None:
@@ -52,10 +52,8 @@ def _clear(folder: Path, trainer: Trainer) -> None:
     any_rank(False)  # a barrier: no rank continues before the folder is removed
 
 
-def _prompt_and_scored(example: Trajectory | Problem) -> tuple[Sequence[int], Sequence[int]]:
-    """Token ids of the context and of the scored part: prompt and response of a trajectory; first
-    token and rest of a problem's prompt.
-    """
+def _compared(example: Trajectory | Problem) -> Trajectory:
+    """What the check compares on: a trajectory, or all of a problem's prompt but its first token."""
     if isinstance(example, Trajectory):
-        return example.prompt_ids.tolist(), example.response_ids.tolist()
-    return example.prompt_ids[:1], example.prompt_ids[1:]
+        return example
+    return Trajectory.of_response(example.prompt_ids[:1], example.prompt_ids[1:])
