@@ -1,5 +1,5 @@
-"""Rewards that misbehave when the response asks for it. Imported by verifier workers, not by
-tests.
+"""Rewards for tests, most of which misbehave when the response asks for it. Imported by verifier
+workers, not by tests.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+import zlib
 
 
 def sleep_and_echo(response: str, answer: str) -> float:
@@ -46,3 +47,8 @@ def refuse_on_request(response: str, answer: str) -> float:
     if response == "refuse":
         raise ValueError("no such answer")
     return 1.0
+
+
+def of_every_character(response: str, answer: str) -> float:
+    """Another number for almost every response, from 0 to 1."""
+    return zlib.crc32(response.encode()) / 2**32

@@ -257,13 +257,15 @@ def test_what_a_starting_server_does_is_told_in_words_not_by_its_warnings(tmp_pa
 
 
 def test_a_deterministic_engine_is_asked_for_and_checked(tmp_path):
-    options = server_options(sections(tmp_path), port=31000, seed=5)
+    options = server_options(sections(tmp_path), host="127.0.0.1", port=31000, seed=5)
     assert "enable_deterministic_inference" not in options
     wanted = sections(tmp_path, engine={"device": "cpu", "deterministic": True})
-    options = server_options(wanted, port=31000, seed=5)
+    options = server_options(wanted, host="127.0.0.1", port=31000, seed=5)
     assert options["enable_deterministic_inference"] is True
     assert options["chunked_prefill_size"] == -1
     on_gpu = sections(tmp_path, engine={"device": "cuda", "deterministic": True})
-    assert "chunked_prefill_size" not in server_options(on_gpu, port=31000, seed=5)
+    assert "chunked_prefill_size" not in server_options(
+        on_gpu, host="127.0.0.1", port=31000, seed=5
+    )
     assert required_switches(wanted) == ["enable_deterministic_inference"]
     assert required_switches(sections(tmp_path)) == []
