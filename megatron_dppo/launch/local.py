@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from megatron_dppo.system.fence import NONCE_VARIABLE
 from megatron_dppo.system.interfaces import InterfaceError, interface_address
 from megatron_dppo.system.ports import PortTakenError, free_port, require_free_port
 
+log = logging.getLogger(__name__)
+
 
 def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
     """Run ``python -m <module> <run.directory>/config.yaml`` as ``parallel.world_size`` ranks here;
@@ -34,6 +37,7 @@ def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
     placement = local_placement(config, machine)
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
+        log.info("starting %s; their logs are in %s", processes(config), directory.path / "logs")
         host = _master_host(config)
         port = _master_port(host)
         _require_free_ports(placement)
@@ -59,6 +63,16 @@ def local_placement(config: PolicyConfig, machine: Machine) -> Placement:
         address = config.engine.host
         gpus = None if config.engine.device == "cpu" else gpus
     return place(Roles.of(config), Allocation((Host("this machine", address, gpus),)))
+
+
+def processes(config: PolicyConfig) -> str:
+    """What a run starts, in words: ``the engine and 2 ranks``."""
+    size = config.parallel.world_size
+    ranks = f"{size} rank{'s' if size > 1 else ''}"
+    if not generates(config) or not config.engine.started:
+        return ranks
+    servers = config.engine.started
+    return f"{'the engine' if servers == 1 else f'{servers} servers'} and {ranks}"
 
 
 def generates(config: PolicyConfig) -> TypeGuard[TrainConfig]:

@@ -1,5 +1,5 @@
-"""Rewards that misbehave when the response asks for it. Imported by verifier workers, not by
-tests.
+"""Rewards for tests, most of which misbehave when the response asks for it. Imported by verifier
+workers, not by tests.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from pathlib import Path
 
 
@@ -67,3 +68,8 @@ def leave_children(response: str, answer: str) -> float:
     while response == "loop":
         time.sleep(1)
     return 1.0
+
+
+def of_every_character(response: str, answer: str) -> float:
+    """Another number for almost every response, from 0 to 1."""
+    return zlib.crc32(response.encode()) / 2**32

@@ -217,6 +217,10 @@ REFUSED = [
         ["rollout.oversampling=1.5"],
         "rollout.oversampling: got 1.5, expected 1 without rollout.drop_zero_variance_groups",
     ),
+    (
+        ["engine.deterministic=true", "rollout.responses_per_call=2"],
+        "rollout.responses_per_call: got 2, expected 1 with engine.deterministic",
+    ),
 ]
 
 
