@@ -43,6 +43,8 @@ def run_data(tmp_path: Path):
         (r"so $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
         (r"first \boxed{3}, then \boxed{ 4 } it is", "4"),
         (r"cut off: \boxed{4", r"cut off: \boxed{4"),
+        (r"some of MATH's: $x = \boxed 4$, so", "4"),
+        (r"and \fbox   \frac12", r"\frac12"),
         ("72", "72"),
         (r"x \in \{1,2\}", r"x \in \{1,2\}"),
     ],
