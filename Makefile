@@ -20,9 +20,6 @@ slurm-demo: setup  ## a real Slurm of four nodes on this machine: the tiny recip
 why: setup  ## four algorithms where the trust region matters, three seeds each: figure in runs/why (also ALGORITHM=..., SEED=..., DIRECTORY=...)
 	@$(PYTHON_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
 
-slurm-demo: setup  ## the tiny recipe with R3 on a four-node Slurm cluster played by this machine: saved, requeued, resumed (needs slurm-wlm and munge)
-	@$(PYTHON_IN_VENV) -m examples.tiny_moe.slurm_demo $(OVERRIDES)
-
 test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow Slurm tests too)
 	@$(PYTHON_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slurm_slow')
 
