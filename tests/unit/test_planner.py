@@ -20,6 +20,7 @@ from megatron_dppo.planner.batches import batches
 from megatron_dppo.planner.columns import column_bytes, routing_bytes_per_token
 from megatron_dppo.planner.devices import DEVICES, Cluster
 from megatron_dppo.planner.engine import engine_bytes, kv_bytes_per_token, weight_bytes
+from megatron_dppo.planner.figure import bars
 from megatron_dppo.planner.flops import (
     attention_flops,
     linear_flops,
@@ -268,6 +269,18 @@ def test_search_ranks_what_fits_and_says_how_to_get_there():
     close = nearest(found, 3)
     assert len(close) == 3
     assert len(close[0].changes) == min(len(p.changes) for p in found)
+
+
+def test_bars_of_a_picture_add_up_to_the_plan():
+    plan = verdict(job(), H100)
+    drawn = bars(plan)
+    assert list(drawn) == ["trainer, stage 0", "server"]
+    assert sum(drawn["trainer, stage 0"].values()) == pytest.approx(
+        plan.fullest.total / 2**30, rel=1e-6
+    )
+    assert sum(drawn["server"].values()) == pytest.approx(
+        (H100.device.memory - 2**29) / 2**30, rel=1e-6
+    )
 
 
 def test_the_command_prints_every_part_and_exits_0(capsys, monkeypatch):
