@@ -247,6 +247,11 @@ def test_what_does_not_fit_is_refused_by_part():
     assert "mem_fraction_static 0.97 leaves" in crowded.problems[0]
     single = verdict(job("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.36"), H100)
     assert "expected at least one sequence of 17,408" in single.problems[0]
+    shared = verdict(job("qwen3_30b_a3b_base", "sglang.base_gpu_id=0"), H100)
+    (problem,) = shared.problems
+    assert problem.startswith(
+        "GPU memory: sglang.base_gpu_id 0 puts a server on a rank's GPU, which then needs 116"
+    )
     poor = verdict(job(), replace(H100, host_memory=2**34))
     assert poor.problems[0].startswith("host memory: node 0 needs")
     assert len(poor.problems) == 4
