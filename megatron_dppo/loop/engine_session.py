@@ -67,7 +67,7 @@ class EngineSession:
         config: TrainConfig,
         trainer: Trainer,
         stop: Callable[[], bool],
-        fence: Callable[[], None],
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._trainer = trainer

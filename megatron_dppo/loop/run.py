@@ -50,7 +50,9 @@ from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.system.fence import FencedError
+from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.lease_files import LeaseError
+from megatron_dppo.system.tcp_store import ListenError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.collective_actions import on_rank_0
 from megatron_dppo.trainer.collectives import any_rank
@@ -65,7 +67,9 @@ EXPECTED_ERRORS = (
     EngineError,
     EngineUnavailableError,
     FencedError,
+    InterfaceError,
     LeaseError,
+    ListenError,
     ModelError,
     NonFiniteLogProbsError,
     NonFiniteLossError,
