@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.errors import EngineError, EngineMismatchError
+from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.members import Member, client_of
 from megatron_dppo.metrics.progress import progress
@@ -108,18 +108,26 @@ class FleetMembership:
         return found
 
     def blame(
-        self, current: Sequence[Member], urls: Collection[str], reason: str, *, final: bool = False
+        self,
+        current: Sequence[Member],
+        urls: Collection[str],
+        reason: str,
+        *,
+        attempts: int = UNBOUNDED,
     ) -> None:
-        """An update of ``current`` failed, because of ``urls`` where those are known; ``final``: it would
-        again.
+        """An update of ``current`` failed, because of ``urls`` where those are known.
+
+        ``attempts``: as of EngineError. Whose scheduler does not answer is lost; so is one at fault that
+        did not answer in the update and then generates nothing.
         """
         suspects = [m for m in current if m.server.url in urls] or list(current)
         for member in suspects:
             server = member.server
-            if not self._answers(member):
+            silent = server.url in urls and attempts == UNBOUNDED
+            if not self._schedules(member) or (silent and not self._generates_again(member)):
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
-                if final:
+                if attempts == 1:
                     self._strikes[server] = _STRIKES - 1
                 self._strike(server, reason, others=len(current) > len(suspects))
 
@@ -222,6 +230,13 @@ class FleetMembership:
         if member.server.replaceable:
             return self._with_client(member, lambda client: client.health(_ANSWER_S))
         return self._with_client(member, lambda client: client.answers(_ANSWER_S))
+
+    def _schedules(self, member: Member) -> bool:
+        return self._with_client(member, lambda client: client.schedules(_ANSWER_S))
+
+    def _generates_again(self, member: Member) -> bool:
+        """The server is paused, as a failed update leaves it."""
+        return self._with_client(member, lambda client: client.generates_again(_GENERATE_S))
 
     def _generates(self, member: Member) -> bool:
         return self._with_client(member, lambda client: client.generates(_GENERATE_S))

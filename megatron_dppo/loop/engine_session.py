@@ -255,7 +255,7 @@ class EngineSession:
                 raise EngineUnavailableError(f"{reason}; another attempt would end alike")
             self._count_failure(reason)
         if self._membership is not None:
-            self._membership.blame(self._members, error.engines, reason, final=error.attempts == 1)
+            self._membership.blame(self._members, error.engines, reason, attempts=error.attempts)
 
     def _count_failure(self, reason: str) -> None:
         self._failures += 1
@@ -282,6 +282,7 @@ class EngineSession:
             self._trainer.shape,
             self._config.model.dtype,
             timeout_s=self._config.weight_sync.timeout_s,
+            patience_s=self._config.engine.hang_timeout_s,
         )
 
     def _find_router(self) -> tuple[Server, Keys] | None:
