@@ -15,6 +15,7 @@ from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.engine.compatibility import check_layout
 from megatron_dppo.engine.errors import (
     EngineAnswerError,
+    EngineMismatchError,
     EngineRequestError,
 )
 from megatron_dppo.engine.http_client import CONTROL_TIMEOUT_S, HttpClient
@@ -274,6 +275,19 @@ class EngineWeights:
                 f"{self.url}: checksums of ranks {sorted(by_rank)}, expected 0 to {self.ranks - 1}"
             )
         return [by_rank[rank] for rank in range(self.ranks)]
+
+    async def check_tensors(self) -> None:
+        """Raise EngineMismatchError where the server holds tensors of other names than the run's model."""
+        for rank, (held, sizes) in enumerate(
+            zip(await self.checksums(), self.tensors.sizes, strict=True)
+        ):
+            lacks, has = sorted(sizes.keys() - held.keys()), sorted(held.keys() - sizes.keys())
+            if lacks or has:
+                raise EngineMismatchError(
+                    f"{self.url}: engine rank {rank} holds another model: it lacks "
+                    f"{len(lacks)} tensors ({', '.join(lacks[:2])}), and has {len(has)} that are not the "
+                    f"run's ({', '.join(has[:2])})"
+                )
 
     # --- the bytes of a bucket, and their checksums
 

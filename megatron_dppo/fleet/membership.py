@@ -11,6 +11,7 @@ the next; after the second failure in a row it is replaced, or refused where it 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict
@@ -18,8 +19,9 @@ from typing import Any
 
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
-from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.engine.errors import UNBOUNDED, EngineMismatchError
+from megatron_dppo.fleet.examination import ASK_AGAIN_S, Examiner
+from megatron_dppo.fleet.folder import NOT_EXAMINED, FleetFolder, Keys, Server
 from megatron_dppo.fleet.members import Member, client_of
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -29,7 +31,6 @@ log = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _GENERATE_S = 10.0
 _SETTLE_S = 10.0
-_ASK_AGAIN_S = 30.0
 _POLL_S = 0.25
 _STRIKES = 2
 
@@ -63,13 +64,18 @@ class FleetMembership:
         self.folder.sync_configured(config.urls)
         self._start_timeout = config.start_timeout_s
         self._runner = runner
-        self._check = check
         self._stop = stop
         self._strikes: dict[Server, int] = {}
         self._gone: dict[Server, str] = {}
         self._out: dict[Server, str] = {}
         self._asked: dict[Server, float] = {}
         self._expected = config.started + len(config.urls)
+        self._version: int | None = None
+        self._chosen: frozenset[Server] = frozenset()
+        self._serving: frozenset[Server] = frozenset()
+        self._publishing = threading.Lock()
+        self._examiner = Examiner(folder, check, self._chosen_now, self._publish)
+        runner.submit(self._examiner.watch())
 
     def choose(
         self, current: Sequence[Member], suspended: Mapping[str, str]
@@ -85,10 +91,14 @@ class FleetMembership:
         self._note_suspended(current, suspended)
         expected, self._expected = self._expected, 1
         found = self._present(current)
-        if len(found) >= expected:
-            return found
-        with progress("waiting for the engine"):
-            return self._wait(found, expected)
+        if len(found) < expected:
+            with progress("waiting for the engine"):
+                waited = self._wait(found, expected)
+            if waited is None:
+                return None
+            found = waited
+        self._chosen = frozenset(m.server for m in found)
+        return found
 
     def _wait(self, found: list[Member], expected: int) -> list[Member] | None:
         start, first_found = time.monotonic(), None
@@ -135,11 +145,8 @@ class FleetMembership:
         """``members`` hold ``version``; who was left out of that update may try the next."""
         for member in members:
             self._strikes.pop(member.server, None)
-        serving = {m.server for m in members}
-        states = {
-            s.name: "serves" if s in serving else self._reason(s) for s in self.folder.servers()
-        }
-        self.folder.publish_status(version, states)
+        self._version, self._serving = version, frozenset(m.server for m in members)
+        self._publish()
         self._out = {s: why for s, why in self._out.items() if self._strikes.get(s) == _STRIKES}
 
     # --- one server
@@ -172,34 +179,29 @@ class FleetMembership:
         if server in self._out or (came_back and server.replaceable):
             return False
         now = time.monotonic()
-        if not urgent and now < self._asked.get(server, -_ASK_AGAIN_S) + _ASK_AGAIN_S:
+        if not urgent and now < self._asked.get(server, -ASK_AGAIN_S) + ASK_AGAIN_S:
             return False
         member = Member(server, self.folder.keys(server))
-        if not (self._generates if came_back else self._answers)(member) or not self._fits(member):
+        alive = self._generates if came_back else self._answers
+        if not (self._fits(server, urgent=urgent) and alive(member)):
             self._asked[server] = now
             return False
         self._gone.pop(server, None)
         log.info("%s at %s joins the fleet", server.name, server.url)
         return True
 
-    def _fits(self, member: Member) -> bool:
-        """Whether a server that runs elsewhere serves what the run trains; refused otherwise."""
-        server = member.server
+    def _fits(self, server: Server, *, urgent: bool) -> bool:
+        """Whether a server that runs elsewhere serves what the run trains. Raises EngineMismatchError
+        where the configuration names one that is refused."""
         if server.replaceable:
             return True
-        try:
-            self._runner.run(self._check(member))
-        except EngineMismatchError as error:
-            if server.origin == "config":
-                raise
-            self._strikes[server] = _STRIKES
-            self._out[server] = f"refused: {error}"
-            log.error("%s is refused: %s", server.name, error)
-            return False
-        except EngineError as error:
-            log.warning("%s does not join the fleet yet: %s", server.name, error)
-            return False
-        return True
+        verdict = self._runner.run(self._examiner.examine(server, at_once=urgent))
+        if verdict.state == "refused" and server.origin == "config":
+            raise EngineMismatchError(verdict.reason)
+        return verdict.state == "fits"
+
+    def _chosen_now(self, server: Server) -> bool:
+        return server in self._chosen
 
     def _strike(self, server: Server, reason: str, *, others: bool) -> None:
         strikes = self._strikes[server] = self._strikes.get(server, 0) + 1
@@ -215,8 +217,21 @@ class FleetMembership:
         if server.replaceable:
             self.folder.report_lost(server)
 
+    def _publish(self) -> None:
+        """Put what is made of every server where the user's command reads it. From any thread."""
+        with self._publishing:
+            states = {s.name: self._state(s) for s in self.folder.servers()}
+            self.folder.publish_status(self._version, states)
+
+    def _state(self, server: Server) -> str:
+        return "serves" if server in self._serving else self._reason(server)
+
     def _reason(self, server: Server) -> str:
-        return self._out.get(server) or self._gone.get(server) or "joins at the next weight update"
+        if why := self._out.get(server) or self._gone.get(server):
+            return why
+        if (verdict := self._examiner.verdict(server)) is not None:
+            return str(verdict)
+        return "joins at the next weight update" if server.replaceable else NOT_EXAMINED
 
     def _nobody(self, seconds: float) -> str:
         seen = [f"{s.name} at {s.url} ({self._reason(s)})" for s in self.folder.servers()]

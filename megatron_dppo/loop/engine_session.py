@@ -41,6 +41,7 @@ from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadca
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.weight_sync.interfaces import UpdateReport, WeightUpdateError
+from megatron_dppo.weight_sync.reach import check_reach
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 
 log = logging.getLogger(__name__)
@@ -269,7 +270,12 @@ class EngineSession:
         """Raise EngineMismatchError for a server that the run can't use."""
         async with client_of(member) as client:
             await check_engine(ServerSections.of(self._config), client)
-        await (await self._open_weights(member)).close()
+        weights = await self._open_weights(member)
+        try:
+            await weights.check_tensors()
+            await check_reach(weights, self._config.weight_sync)
+        finally:
+            await weights.close()
 
     async def _open_engine(self, url: str) -> EngineWeights:
         """The weight control of a member; called on rank 0 and on every rank that sends weights."""

@@ -151,7 +151,7 @@ def test_a_suspended_server_is_out_until_the_supervisor_has_replaced_it(open_boo
 
 
 def test_an_attached_server_that_was_suspended_comes_back_when_it_generates(open_book, monkeypatch):
-    monkeypatch.setattr(membership, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(membership, "ASK_AGAIN_S", 0.0)
     book = open_book()
     members = [Member(book.start("engine0"), Keys()), Member(book.attach(), Keys())]
     elsewhere = members[1].server
