@@ -31,6 +31,7 @@ from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
 from megatron_dppo.loop.rollouts.column_directory import ExchangeError
+from megatron_dppo.loop.rollouts.figures import file_figures
 from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
 from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
 from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutSource
@@ -210,6 +211,9 @@ class Run:
         self._save_batch(step, planned.trajectories)
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
+        measured |= file_figures(
+            batch.trajectories, self.data.files, self.config.rollout.group_size
+        )
         try:
             self.source.settle(step)
             measured |= self._update_weights()
