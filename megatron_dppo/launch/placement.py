@@ -10,7 +10,7 @@ other of one host. The router runs beside the first rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.launch.errors import LaunchError
@@ -31,11 +31,13 @@ class Host:
         name: as the launcher of commands knows it.
         address: where the other hosts reach it.
         devices: that the run may use; None: processes share its cores, as many as are wanted.
+        group: of a heterogeneous Slurm job, to which the host belongs; None in any other.
     """
 
     name: str
     address: str
     devices: int | None
+    group: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,12 @@ class Allocation:
 
     hosts: tuple[Host, ...]
     first_port: int | None = None
+
+    @property
+    def groups(self) -> list[tuple[Host, ...]]:
+        """The hosts by group, in order."""
+        known = dict.fromkeys(host.group for host in self.hosts)
+        return [tuple(h for h in self.hosts if h.group == group) for group in known]
 
 
 @dataclass(frozen=True)
@@ -217,6 +225,7 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
         raise PlacementError(f"hosts with different numbers of devices can't be shared out: {told}")
     room = sizes.pop()
     devices = _room_for_all(roles) if room is None else room
+    roles = _in_groups(roles, allocation, devices)
     needed = roles.hosts_needed(devices)
     if needed > len(hosts):
         raise PlacementError(_too_few(roles, hosts, devices, needed))
@@ -233,6 +242,24 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     used = {rank.host for rank in ranks} | {server.host for server in servers}
     unused = tuple(host for host in hosts if host not in used)
     return Placement(ranks, servers, router, base, unused)
+
+
+def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
+    """In a heterogeneous job ranks take the first group of hosts, and servers the others."""
+    first, *others = allocation.groups
+    if not others:
+        return roles
+    room = len(first) * devices
+    if roles.ranks > room:
+        raise PlacementError(
+            f"the first group of the job has {room} devices, {roles.ranks} ranks need as many"
+        )
+    if roles.first_device is not None:
+        raise PlacementError(
+            "sglang.base_gpu_id: the servers of a heterogeneous job begin on its second group; leave "
+            "it out"
+        )
+    return replace(roles, first_device=room)
 
 
 def _servers(
