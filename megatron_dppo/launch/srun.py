@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.places import Host
 from megatron_dppo.system.launching import Running, feed
 from megatron_dppo.system.processes import kill_families, start_process
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.places import Host
 from megatron_dppo.launch.slurm_rank import hostnames
 from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
 from megatron_dppo.slurm import commands

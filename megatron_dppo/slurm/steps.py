@@ -14,7 +14,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK
 from megatron_dppo.launch.local import rank_command
-from megatron_dppo.launch.placement import Allocation, Host, Placement
+from megatron_dppo.launch.places import Allocation, Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunProcess, StepForm, step_environment
 from megatron_dppo.launch.stops import StopRequests

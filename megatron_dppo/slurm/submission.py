@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.launch.placement import Allocation, Host, Placement, Roles, place
+from megatron_dppo.launch.placement import Roles, place
+from megatron_dppo.launch.places import Allocation, Host, Placement
 from megatron_dppo.slurm.site import SiteConfig
 
 SCRIPT = Path(__file__).with_name("run.sbatch")

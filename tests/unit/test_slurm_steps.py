@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.places import Host
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank, port_base, tasks_per_node
 from megatron_dppo.launch.srun import StepForm, step_environment
 from megatron_dppo.launch.srun_ranks import ended_tasks
