@@ -14,7 +14,8 @@ from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.engine.child_server import Runtime
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.placement import Allocation, Host, Placement, Roles, place
+from megatron_dppo.launch.placement import Roles, place
+from megatron_dppo.launch.places import Allocation, Host, Placement
 from megatron_dppo.launch.ranks import LOOPBACK, RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
