@@ -30,25 +30,30 @@ TOKENS = SequenceCost(1.0, 0.0)
 """Costs in tokens: what attention adds is left out."""
 
 
+def active_parameters(shape: ModelShape) -> int:
+    """Weights that multiply one token: with h the hidden size, q and kv the widths of all query and of
+    all key heads, f the width of an MLP, L the layers and V the vocabulary
+
+        L * (h(2q + 2kv) + mlp) + hV,   mlp = 3hf  or  3hf * (experts a token) + h * experts
+
+    The embedding is looked up and doesn't count.
+    """
+    sizes, hidden = shape.sizes(), shape.hidden_size
+    attention = hidden * (2 * sizes["query"] + 2 * sizes["kv"])
+    if shape.is_moe:
+        mlp = 3 * hidden * shape.moe_ffn_hidden_size * shape.experts_per_token
+        mlp += hidden * shape.num_experts
+    else:
+        mlp = 3 * hidden * shape.ffn_hidden_size
+    return shape.num_layers * (attention + mlp) + hidden * shape.vocab_size
+
+
 def forward_flops(shape: ModelShape) -> SequenceCost:
     """FLOPs of one forward pass of the whole model, a multiplication and an addition being two.
 
-    With h the hidden size, q and kv the widths of all query and of all key heads, f the width of an
-    MLP, L the layers and V the vocabulary, a token takes in matrix products
-
-        L * (2h(q + 2kv) + 2qh + mlp) + 2hV,   mlp = 6hf  or  6hf * (experts a token) + 2h * experts
-
-    and S tokens take 4q for each of the S^2/2 pairs of causal attention (Q K^T and its product with
-    V) in every layer: 2qL S^2. Norms, rotary embedding and softmax are left out. The output layer
-    counts for every token, sampled or not: it is computed for all.
+    A token takes 2 x ``active_parameters``. S tokens take 4q more for each of the S^2/2 pairs of causal
+    attention (Q K^T and its product with V) in every layer: 2qL S^2. Norms, rotary embedding and softmax
+    are left out. The output layer counts for every token, sampled or not: it is computed for all.
     """
-    h, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    key_value = 2 * shape.num_query_groups * shape.head_dim
-    attention = 2 * h * (query + key_value) + 2 * query * h
-    if shape.is_moe:
-        mlp = 6 * h * shape.moe_ffn_hidden_size * shape.experts_per_token
-        mlp += 2 * h * shape.num_experts
-    else:
-        mlp = 6 * h * shape.ffn_hidden_size
-    linear = shape.num_layers * (attention + mlp) + 2 * h * shape.vocab_size
-    return SequenceCost(float(linear), float(2 * query * shape.num_layers))
+    pairs = 2.0 * shape.sizes()["query"] * shape.num_layers
+    return SequenceCost(2.0 * active_parameters(shape), pairs)

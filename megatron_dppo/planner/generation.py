@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from megatron_dppo.model.flops import active_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.devices import Device
 from megatron_dppo.planner.engine import engine_bytes, kv_bytes_per_token
-from megatron_dppo.planner.flops import active_parameters, attention_flops, linear_flops
+from megatron_dppo.planner.flops import attention_flops, linear_flops
 from megatron_dppo.planner.job import Job
 
 HBM_EFFICIENCY = 0.7

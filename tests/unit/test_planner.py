@@ -11,6 +11,7 @@ from megatron_dppo.algorithms.presets import PRESETS, build_algorithm, carried_t
 from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
+from megatron_dppo.model.flops import active_parameters
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.reader import load_model_shape
@@ -20,7 +21,6 @@ from megatron_dppo.planner.columns import column_bytes, routing_bytes_per_token
 from megatron_dppo.planner.devices import DEVICES, Cluster
 from megatron_dppo.planner.engine import engine_bytes, kv_bytes_per_token, weight_bytes
 from megatron_dppo.planner.flops import (
-    active_parameters,
     attention_flops,
     linear_flops,
     training_flops,

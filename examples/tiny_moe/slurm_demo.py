@@ -1,6 +1,6 @@
 """``make slurm-demo``: the tiny recipe with R3 as a job of a real Slurm, all on this machine.
 
-    python -m tools.slurm_demo [--directory runs/slurm_demo] [key.path=value ...]
+    python -m examples.tiny_moe.slurm_demo [--directory runs/slurm_demo] [key.path=value ...]
 
 Starts a cluster of four nodes, submits the recipe, and tells what happens. The job's time limit is short on
 purpose: it saves a checkpoint before it, is started again by Slurm, resumes and finishes. Nothing is left
@@ -23,7 +23,7 @@ from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook
 from tools.slurm_cluster import INSTALL, Cluster, missing_programs
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "examples/tiny_moe/config.yaml"
 STEPS = 24
 LIMIT_MIN, MARGIN_S = 4, 120
@@ -189,7 +189,7 @@ def _say(text: str) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.slurm_demo",
+        prog="python -m examples.tiny_moe.slurm_demo",
         description="The tiny recipe with R3 as a job of a real Slurm of four nodes, started here.",
     )
     parser.add_argument("--directory", default="runs/slurm_demo", help="where the run goes")
