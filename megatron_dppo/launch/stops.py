@@ -47,9 +47,13 @@ class StopRequests:
         now: Callable[[], float] = time.time,
     ) -> None:
         self._signals = signals
-        self._deadlines = dict(deadlines or {})
+        self._deadlines: Mapping[Stop, float] = dict(deadlines or {})
         self._now = now
         self._came: list[Stop] = []
+
+    def move_deadlines(self, deadlines: Mapping[Stop, float]) -> None:
+        """Have the stops that did not come yet come at other times; from any thread."""
+        self._deadlines = dict(deadlines)
 
     def came(self) -> list[Stop]:
         """Those that came, repetitions of one that does not insist left out."""

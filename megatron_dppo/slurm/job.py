@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+import threading
+import time
 from dataclasses import dataclass
 
 from megatron_dppo.launch.placement import Host
 from megatron_dppo.launch.slurm_rank import hostnames
 from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
 from megatron_dppo.slurm import commands
+from megatron_dppo.slurm.commands import SlurmError
 from megatron_dppo.slurm.decisions import CANCELLED_CODE
 from megatron_dppo.slurm.site import SiteConfig
 
+log = logging.getLogger(__name__)
+
 _LEAST_TO_END_S = 60.0
+_ASK_EVERY_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +51,29 @@ class Job:
 
     def stops(self, margin_s: float) -> StopRequests:
         """What asks this start to end."""
-        deadlines = {}
-        if self.ends is not None:
-            deadlines[TIME] = self.ends - margin_s
-            deadlines[OVERTIME] = self.ends - min(_LEAST_TO_END_S, margin_s / 3)
         signals: dict[int, Stop] = {
             signal.SIGUSR1: TIME,
             signal.SIGUSR2: Stop("asked", 0),
             signal.SIGTERM: Stop("cancelled", CANCELLED_CODE, insists=True),
         }
-        return StopRequests(signals, deadlines)
+        return StopRequests(signals, deadlines(self.ends, margin_s))
+
+    def follow_time_limit(self, stops: StopRequests, margin_s: float) -> None:
+        """Ask Slurm now and then when the job ends, which an operator may change; from a thread."""
+
+        def follow() -> None:
+            while True:
+                time.sleep(_ASK_EVERY_S)
+                try:
+                    stops.move_deadlines(deadlines(commands.end_time(self.id), margin_s))
+                except SlurmError as error:
+                    log.warning("the job's time limit is not known anew: %s", error)
+
+        threading.Thread(target=follow, name="time limit", daemon=True).start()
+
+
+def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:
+    """When a job that ends at ``ends`` is to save a checkpoint, and when it is too late for one."""
+    if ends is None:
+        return {}
+    return {TIME: ends - margin_s, OVERTIME: ends - min(_LEAST_TO_END_S, margin_s / 3)}

@@ -37,6 +37,7 @@ def supervise(config_path: str, overrides: Sequence[str], site_file: str | None)
     config = load_config(config_path, overrides)
     job = Job.of_environment(site)
     stops = job.stops(site.checkpoint_margin_s)
+    job.follow_time_limit(stops, site.checkpoint_margin_s)
     with stops.listening():
         with RunDirectory(config.run.directory) as directory:
             configure_logging(directory.path, None)

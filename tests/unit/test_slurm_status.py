@@ -1,0 +1,109 @@
+"""What ``status`` and ``logs`` tell, from files written by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.metrics.history import remember_checkpoint
+from megatron_dppo.metrics.records import RECORDS_FILE, encode_record
+from megatron_dppo.slurm.attempts import Attempt, AttemptBook
+from megatron_dppo.slurm.run_logs import important_lines, log_lines
+from megatron_dppo.slurm.status import JobState, require_run, state_of, status_lines
+
+FIRST = Attempt("7", 0, "n1", ("n1", "n2"), started=100.0)
+FAILED = replace(
+    FIRST,
+    why="failed",
+    ended=160.0,
+    detail="rank 3 exited\nwith code 42",
+    excluded=(("n2", "DOWN"),),
+)
+SECOND = replace(FIRST, attempt=1, started=200.0)
+
+
+@pytest.mark.parametrize(
+    ("job", "attempts", "expected"),
+    [
+        (JobState("7", "PENDING", "Resources"), [], "job 7 waits (Resources)"),
+        (
+            JobState("7", "PENDING", "BeginTime"),
+            [FAILED],
+            "job 7 waits (BeginTime), to start again after: failed",
+        ),
+        (JobState("7", "RUNNING"), [FAILED, SECOND], "job 7 is running on n1, start 2"),
+        (JobState("7", None), [], "job 7 is gone and never started"),
+        (JobState("7", None), [FAILED], "ended: failed; submit it again to resume"),
+        (JobState("7", None), [FIRST], "ended: vanished; submit it again to resume"),
+        (JobState("7", None), [replace(FIRST, why="done")], "ended: done"),
+    ],
+)
+def test_the_state_in_a_line(job, attempts, expected):
+    assert state_of(job, attempts) == expected
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch) -> Path:
+    """The folder of a run whose job Slurm does not know any more."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "supervisor.log").write_text(
+        "2026-01-01 10:00:00.000 [supervisor] INFO m: started\n"
+        "2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited\n    Traceback\n"
+    )
+    (logs / "rank0.log").write_text("2026-01-01 10:00:01.000 [rank0] WARNING m: odd\n")
+    (logs / "engine0-1.log").write_text("a\nb\n")
+    (tmp_path / RECORDS_FILE).write_text(
+        encode_record(4, {"reward/mean": 0.25, "eval/sums/accuracy": 0.5})
+        + "\n"
+        + encode_record(5, {"reward/mean": 0.375, "rollout/tokens_per_second": 1234.4})
+        + "\n"
+    )
+    remember_checkpoint(tmp_path, 4)
+    book = AttemptBook(tmp_path)
+    book.begin(FIRST)
+    book.end(FAILED)
+    return tmp_path
+
+
+def test_the_whole_status(run: Path):
+    told = list(status_lines(run))
+    assert told[0] == f"run: {run}"
+    assert told[1] == "state: ended: failed; submit it again to resume"
+    assert told[2].startswith("step: 5, reward 0.375")
+    assert told[2].endswith("tokens/s 1,234")
+    assert told[3] == "last checkpoint: step 4"
+    assert told[4] == "starts:"
+    assert told[5].startswith("  7-0  ")
+    assert told[5].endswith(
+        "n1  failed after 60 s, checkpoint 0 -> 4, left out n2 (DOWN), rank 3 exited with code 42"
+    )
+    assert told[6:] == [
+        "log lines that matter:",
+        "  2026-01-01 10:00:01.000 [rank0] WARNING m: odd",
+        "  2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited",
+    ]
+
+
+def test_logs_by_time_and_by_name(run: Path):
+    assert log_lines(run, None, 3) == [
+        "2026-01-01 10:00:01.000 [rank0] WARNING m: odd",
+        "2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited",
+        "    Traceback",
+    ]
+    assert log_lines(run, "engine0", 1) == [f"# {run}/logs/engine0-1.log", "b"]
+    with pytest.raises(LaunchError, match=r"no log begins with 'rank7'; there are: engine0-1.log, "):
+        log_lines(run, "rank7", 1)
+    assert important_lines(run, 1) == [
+        "2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited"
+    ]
+
+
+def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path):
+    with pytest.raises(LaunchError, match="expected the folder of a run on Slurm"):
+        require_run(str(tmp_path))
+    assert list(tmp_path.iterdir()) == []
