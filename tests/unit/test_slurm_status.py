@@ -96,7 +96,9 @@ def test_logs_by_time_and_by_name(run: Path):
         "    Traceback",
     ]
     assert log_lines(run, "engine0", 1) == [f"# {run}/logs/engine0-1.log", "b"]
-    with pytest.raises(LaunchError, match=r"no log begins with 'rank7'; there are: engine0-1.log, "):
+    with pytest.raises(
+        LaunchError, match=r"no log begins with 'rank7'; there are: engine0-1.log, "
+    ):
         log_lines(run, "rank7", 1)
     assert important_lines(run, 1) == [
         "2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited"
