@@ -101,8 +101,6 @@ class Start:
             roles = Roles.of(self._config)
             placement = place(roles, Allocation(self._job.hosts, base))
             if self._site.preflight and (bad := self._preflight(placement)):
-                if len(bad) == len(self._job.hosts) > 1:
-                    return _none_is_fit(bad)
                 self._left_out = bad
                 sound = tuple(host for host in self._job.hosts if host.name not in bad)
                 placement = _place_again(roles, Allocation(sound, base), bad)
@@ -156,15 +154,12 @@ class Start:
         return self._site.container.form(folder, server=server, flags=self._site.srun_flags)
 
 
-def _none_is_fit(bad: Mapping[str, str]) -> Outcome:
-    """Where no node is fit, what the run asks for is at fault, and other nodes would not help."""
-    told = "; ".join(f"{name}: {why}" for name, why in bad.items())
-    log.error("preflight: no node of this job is fit: %s", told)
-    return Outcome(2, "refused", f"preflight: no node is fit: {told}")
-
-
 def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:
-    """The roles on the nodes that are left. Raises PreflightError where they are too few."""
+    """The roles on the nodes that are left.
+
+    Raises PreflightError where they are too few, LaunchError where of several none is left: then what the
+    run asks for is at fault, and other nodes would not help.
+    """
     told = "; ".join(f"{name}: {why}" for name, why in bad.items())
     log.warning("preflight leaves out %s", told)
     try:
@@ -172,4 +167,6 @@ def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Pla
             return place(roles, sound)
     except PlacementError as error:
         raise PreflightError(f"preflight left out {told}; {error}") from error
-    raise PreflightError(f"preflight left out every node: {told}")
+    if len(bad) > 1:
+        raise LaunchError(f"preflight: no node is fit: {told}")
+    raise PreflightError(f"preflight left out the only node: {told}")

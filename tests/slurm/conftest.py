@@ -22,7 +22,7 @@ def slurm_session() -> Iterator[Cluster]:
         if os.environ.get("CI"):
             pytest.fail(text)
         pytest.skip(text)
-    with Cluster(shared=[ROOT, Path(sys.prefix)]) as cluster:
+    with Cluster(shared=[ROOT, Path(sys.prefix), Path(sys.base_prefix)]) as cluster:
         yield cluster
 
 

@@ -19,7 +19,7 @@ from tests.slurm.recipes import SMALL_ROLLOUTS, write_config
 from tools.slurm_cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENT_S = 120.0
+PATIENT_S = 240.0
 TRAINER = "tests.slurm.stand_in.trainer"
 SERVER = "server.py"
 

@@ -13,14 +13,6 @@ from tools.slurm_cluster import Cluster
 pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow, pytest.mark.timeout(1500)]
 
 
-def test_submitted_and_done(cluster: Cluster, folder: Path) -> None:
-    run = SlurmRun(cluster, folder, "run.steps=2", servers=2).submit()
-    assert run.wait_for_end()["JobState"] == "COMPLETED", run.log
-    assert steps_of(run.directory) == [0, 1, 2]
-    [attempt] = run.attempts()
-    assert (attempt["why"], attempt["saved"], attempt["hosts"]) == ("done", 2, cluster.nodes)
-
-
 def test_near_its_time_limit_it_saves_starts_again_and_finishes(
     cluster: Cluster, folder: Path
 ) -> None:

@@ -163,7 +163,7 @@ class Cluster:
     def _make_nodes(self) -> None:
         ports = FreePorts("0.0.0.0")
         host = socket.gethostname().split(".")[0]
-        prefix = f"n{os.getpid() % 1000}x"  # a control group of the machine bears a node's name
+        prefix = f"n{os.getpid()}x"  # a control group of the machine bears a node's name
         addresses = []
         for number in range(1, self._count + 1):
             name = f"{prefix}{number}"

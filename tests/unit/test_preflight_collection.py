@@ -1,0 +1,148 @@
+"""What a node's preflight collects: how nodes meet in a folder, what an interpreter tells, what a run needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.preflight import inspection
+from megatron_dppo.preflight.checks import gpus, network, shared_folder
+from megatron_dppo.preflight.checks.base import Site
+from megatron_dppo.preflight.meeting import Meeting
+from megatron_dppo.preflight.needs import needs_of
+from megatron_dppo.preflight.table import table
+
+GIB = 2**30
+
+
+def config_of(folder: Path, **sections) -> TrainConfig:
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "a.safetensors").write_bytes(bytes(4000))
+    return TrainConfig.model_validate(
+        {
+            "run": {"directory": str(folder / "run"), "steps": 1},
+            "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
+            "data": {"train": "t"},
+            "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64},
+            "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
+            "optimizer": {"lr": 1e-3},
+            "engine": {"device": "cpu"},
+        }
+        | sections
+    )
+
+
+def test_needs_follow_from_the_configuration(tmp_path):
+    needs = needs_of(config_of(tmp_path), gpus=0, ports=[7])
+    assert needs.disk_bytes == GIB + 3 * 1000 * 12  # two checkpoints are kept, one is in the making
+    assert needs.memory_bytes == GIB + 4000
+    assert needs.shm_bytes == GIB // 4
+    assert needs.open_files == 128 + 256
+    assert needs.ports == (7,)
+    assert needs.pythons == {"trainer": sys.executable, "engine": sys.executable}
+    assert "sglang==0.5.23" in needs.requirements["engine"]
+    assert needs.requirements["trainer"] == ("megatron-core==0.16.1",)
+
+
+def test_weights_that_go_through_dev_shm_must_fit_there(tmp_path):
+    through = config_of(tmp_path, weight_sync={"strategy": "disk"})
+    assert needs_of(through, gpus=0).shm_bytes == GIB // 4 + 4000
+    elsewhere = config_of(tmp_path, weight_sync={"strategy": "disk", "directory": "/scratch"})
+    assert needs_of(elsewhere, gpus=0).shm_bytes == GIB // 4
+
+
+def test_the_engine_has_its_own_python_or_none(tmp_path):
+    own = needs_of(config_of(tmp_path, engine={"device": "cpu", "python": "/e/python"}), gpus=0)
+    assert own.pythons["engine"] == "/e/python"
+    none = needs_of(config_of(tmp_path, engine={"device": "cpu", "servers": 0}), gpus=0)
+    assert set(none.pythons) == set(none.requirements) == {"trainer"}
+
+
+def meetings(folder: Path, hosts: str, timeout_s: float = 10.0) -> list[Meeting]:
+    return [Meeting(folder, host, len(hosts), timeout_s) for host in hosts]
+
+
+def test_nodes_hear_each_other_and_one_is_first(tmp_path):
+    a, b = meetings(tmp_path, "ab")
+    a.say("topic", {"x": 1})
+    b.say("topic", {"x": 2})
+    assert a.hear("topic") == b.hear("topic") == {"a": {"x": 1}, "b": {"x": 2}}
+    assert [a.is_first("flag"), b.is_first("flag"), a.is_first("flag")] == [True, False, False]
+
+
+def test_a_node_that_says_nothing_is_not_waited_for_forever(tmp_path):
+    a, _ = meetings(tmp_path, "ab", timeout_s=0.0)
+    a.say("topic", {})
+    assert a.hear("topic") == {"a": {}}
+    assert a.hear("another") == {}
+
+
+def test_a_file_in_the_making_is_not_heard(tmp_path):
+    a, _ = meetings(tmp_path, "ab", timeout_s=0.0)
+    a.say("topic", {})
+    (tmp_path / "meeting" / "topic" / ".b.1").write_text("{")
+    assert list(a.hear("topic")) == ["a"]
+
+
+def together(folder: Path, collect, tmp_path: Path) -> list[dict]:
+    """Evidence of three nodes that collect at the same time."""
+    needs = needs_of(config_of(tmp_path), gpus=0)
+    sites = [Site(needs, meeting, {}) for meeting in meetings(folder, "abc")]
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(collect, sites))
+
+
+def test_three_nodes_of_one_folder_see_each_other(tmp_path):
+    found = together(tmp_path / "shared", shared_folder.collect, tmp_path)
+    assert all(told["seen"] == told["replaced"] == ["a", "b", "c"] for told in found)
+    assert sum(told["won"] for told in found) == 1
+
+
+def test_three_nodes_of_one_machine_reach_each_other(tmp_path):
+    found = together(tmp_path / "shared", network.collect, tmp_path)
+    own = sorted(network.addresses())
+    for host, told in zip("abc", found, strict=True):
+        assert sorted(told["reached"]) == sorted(set("abc") - {host})
+        assert all(sorted(names) == own for names in told["reached"].values())
+
+
+def test_gpus_are_told_by_the_driver_where_nvidia_smi_is_missing(tmp_path):
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+    )
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (tmp_path / "gpus" / name).mkdir(parents=True)
+        (tmp_path / "gpus" / name / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
+    assert gpus._from_proc(tmp_path) == [{"name": "NVIDIA H200", "driver": "570.86.15"}] * 2
+    assert gpus._from_proc(tmp_path / "none") == []
+
+
+def test_an_interpreter_tells_its_packages_without_this_package_or_torch():
+    command = [sys.executable, "-S", inspection.__file__, "torch", "not-there"]
+    isolated = json.loads(subprocess.check_output(command))
+    assert isolated["packages"] == {"torch": None, "not-there": None}
+    command.remove("-S")
+    told = json.loads(subprocess.check_output(command))
+    assert told["packages"]["torch"].startswith("2.")
+    assert told["packages"]["not-there"] is None
+
+
+def test_the_number_of_nccl_is_its_version(monkeypatch):
+    class Library:
+        @staticmethod
+        def ncclGetVersion(pointer):  # noqa: N802  NCCL's own name
+            pointer._obj.value = 22907
+
+    monkeypatch.setattr(inspection, "nccl_library", lambda: "libnccl.so.2")
+    monkeypatch.setattr(inspection.ctypes, "CDLL", lambda path: Library())
+    assert inspection.nccl_version() == "2.29.7"
+
+
+def test_the_table_has_a_dash_for_what_was_not_collected():
+    told = {"host": {"name": "a"}, "memory": {"available": 3 * GIB, "shm_free": GIB // 2}}
+    lines = table({"a": told}, []).splitlines()
+    assert lines[1].split() == ["a", "none", "3.0", "GiB", "0.5", "GiB", "-", "-", "-", "ok"]
