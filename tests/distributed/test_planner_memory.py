@@ -2,8 +2,8 @@
 
 Weights, gradients and optimizer state are counted by storage after a step; activations by the tensors that autograd
 saves, at their peak within the step. A random model does not ask its experts alike, so the (token, expert) pairs that a
-rank computes are counted, too, and given to the planner: the layers' mean in the fullest micro-batch, or the fullest layer's
-where full recomputation holds one layer at a time.
+rank computes are counted, too, and given to the planner: the layers' mean in the fullest micro-batch, or the fullest
+layer's where full recomputation holds one layer at a time.
 """
 
 from __future__ import annotations
