@@ -202,10 +202,8 @@ def _near(
 
 
 def _topk(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
-    if (
-        inputs.topk_log_probs is None
-        or inputs.rollout_topk_log_probs is None
-        or inputs.topk_valid is None
-    ):
+    if inputs.topk_log_probs is None:
         raise ValueError("the mask needs Top-K log-probabilities, but TokenInputs has none")
+    assert inputs.rollout_topk_log_probs is not None  # TokenInputs: all three or none
+    assert inputs.topk_valid is not None
     return inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid
