@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.system import cpp_build
 from megatron_dppo.vocab_parallel import cpp_backend, eager_backend, policy_stats, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
+from megatron_dppo.vocab_parallel.exact import exact_divergence
 from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError
 from megatron_dppo.vocab_parallel.wire import Shard
 from tests.dense_policy_stats import dense_policy_stats
@@ -418,6 +420,27 @@ def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
     torch.testing.assert_close(got, log_p[:, :1], rtol=0, atol=1e-7)
     assert sent[0].dtype == torch.float32
     assert (sent[0][0, :2] != 0).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_exact_divergence_is_the_dense_ones(temperature):
+    """20 rows, more than are taken at once; columns 7 to 9 are padding."""
+    g = torch.Generator().manual_seed(2)
+    pi, mu = torch.randn(2, 20, 10, generator=g, dtype=torch.float64)
+    mu[3, 2] = -math.inf  # adds nothing
+    kept = pi.clone(), mu.clone()
+    found = exact_divergence(pi, mu, vocab_size=7, temperature=temperature)
+    dense = [x[:, :7] / temperature for x in (pi, mu)]
+    torch.testing.assert_close(found.tv, exact_tv(*dense), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.kl, exact_kl(*dense), rtol=0, atol=1e-12)
+    assert torch.equal(pi, kept[0])
+    assert torch.equal(mu, kept[1])
+
+
+def test_the_exact_divergence_refuses_other_shapes():
+    for pi, mu in ((torch.zeros(2, 3), torch.zeros(3, 3)), (torch.zeros(3), torch.zeros(3))):
+        with pytest.raises(ValueError, match=r"expected one shape \[T, C\]"):
+            exact_divergence(pi, mu, vocab_size=3)
 
 
 def test_ranks_that_disagree_are_told_what_on():

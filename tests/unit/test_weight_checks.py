@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,13 @@ from megatron_dppo.weight_sync.verification import (
     compare_tensors,
 )
 
-RUNNER = AsyncRunner()
+
+@functools.cache
+def runner() -> AsyncRunner:
+    """Runs the calls to engines for all tests; its thread ends with the process."""
+    return AsyncRunner()
+
+
 A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
 
 
@@ -89,7 +96,7 @@ HELD_TWO = [{"w": "2:two/first+two/second"}] * 2
 
 def test_engines_of_each_layout_are_compared_with_all_senders_parts_of_it() -> None:
     engines = Engines(
-        [Checked(A, ONE, HELD_ONE), Checked(B, TWO, HELD_TWO), Checked(C, ONE, HELD_ONE)], RUNNER
+        [Checked(A, ONE, HELD_ONE), Checked(B, TWO, HELD_TWO), Checked(C, ONE, HELD_ONE)], runner()
     )
     assert compare_tensors(engines, PARTIALS) == 4  # one tensor on 1 + 2 + 1 engine ranks
 
@@ -97,7 +104,7 @@ def test_engines_of_each_layout_are_compared_with_all_senders_parts_of_it() -> N
 def test_only_engines_whose_tensors_differ_are_at_fault() -> None:
     wrong = [HELD_TWO[0], {"w": "9"}]
     engines = Engines(
-        [Checked(A, ONE, HELD_ONE), Checked(B, TWO, wrong), Checked(C, TWO, HELD_TWO)], RUNNER
+        [Checked(A, ONE, HELD_ONE), Checked(B, TWO, wrong), Checked(C, TWO, HELD_TWO)], runner()
     )
     with pytest.raises(EngineFaultError) as failure:
         compare_tensors(engines, PARTIALS)
@@ -119,7 +126,7 @@ def test_a_sender_hashes_each_bucket_once_for_each_layout() -> None:
             )
 
     members = [Hashing(A, ONE, []), Hashing(B, TWO, []), Hashing(C, ONE, [])]
-    expected = ExpectedByLayout(Engines(members, RUNNER))
+    expected = ExpectedByLayout(Engines(members, runner()))
     expected.add([("a", None)])  # type: ignore[list-item]
     expected.add([("b", None)])  # type: ignore[list-item]
     assert len(made) == 2
@@ -130,7 +137,7 @@ def test_a_sender_hashes_each_bucket_once_for_each_layout() -> None:
 def test_the_worst_engines_canary_is_reported() -> None:
     first, worst = Checked(A, ONE, []), Checked(B, ONE, [])
     first.value, worst.value = -2.25, -2.5
-    engines = Engines([first, worst], RUNNER)
+    engines = Engines([first, worst], runner())
     prompts, trainer = [[1, 2, 3]], [[-2.0, -2.0]]
     report = compare_scores(engines, prompts, trainer, Tolerance(0.5, 0.5))
     assert report == CanaryReport(0.5, 0.5, 2)

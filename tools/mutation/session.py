@@ -81,8 +81,10 @@ class Session:
         self.found.loaded = [name for name in sys.modules if "megatron_dppo" not in name]
         functions = functions_in(self._files)
         pairs = [(mutant, Change(mutant, functions)) for mutant in self._mutants]
-        here = [(m, change) for m, change in pairs if change.fits and not change.inner & at_load]
-        self.found.left = [m for m, change in pairs if not change.fits or change.inner & at_load]
+        known = {file for file, _, _ in at_load}
+        at_once = {m: c.fits and not c.inner & at_load and str(m.file) in known for m, c in pairs}
+        here = [(mutant, change) for mutant, change in pairs if at_once[mutant]]
+        self.found.left = [mutant for mutant in self._mutants if not at_once[mutant]]
         self._try(session, here)
         return True
 
