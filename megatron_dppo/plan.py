@@ -51,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shown = proposals[:SHOWN] if words.search else nearest(proposals, NEAREST)
     if words.meta:
         problems += _meta_problems(config, shape, plan, shown)
+    if words.png and plan is not None:
+        from megatron_dppo.planner.figure import draw
+
+        draw(plan, words.png)
     if words.json:
         print(json.dumps(_as_json(plan, problems, shown), indent=1))
     else:
@@ -158,6 +162,7 @@ def _parser() -> argparse.ArgumentParser:
         "there; default %(default)s",
     )
     parser.add_argument("--search", action="store_true", help="the best layouts, ranked")
+    parser.add_argument("--png", metavar="FILE", help="draw every GPU's memory by part")
     parser.add_argument("--json", action="store_true", help="every number, as JSON")
     parser.add_argument(
         "--meta",

@@ -28,7 +28,6 @@ from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everyt
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
-from megatron_dppo.planner.here import memory_here, memory_problems
 from megatron_dppo.rewards.checked_answers import checked_answers_file
 
 MODULE = "megatron_dppo.train"
@@ -51,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _check_start(config, words)
             print(plan.summary())
             here = this_machine()
-            print(memory_here(config, here))
+            print(_memory(config, here))
             for problem in [*_missing_weights(config), *start_problems(config, here)]:
                 print(f"on this machine it can't be started: {problem}")
             return 0
@@ -63,9 +62,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return _run_rank(config) if "RANK" in os.environ else _supervise(config, words)
 
 
+def _memory(config: TrainConfig, machine: Machine) -> str:
+    from megatron_dppo.planner.here import memory_here
+
+    return memory_here(config, machine)
+
+
 def start_problems(config: TrainConfig, machine: Machine) -> list[str]:
     """Why the run can't be started on ``machine``: one line for each reason."""
     from megatron_dppo.launch.local import local_placement
+    from megatron_dppo.planner.here import memory_problems  # loads numpy
 
     problems = [*machine_problems(config, machine), *memory_problems(config, machine)]
     try:

@@ -11,6 +11,9 @@ from megatron_dppo.config.schema import TrainConfig
 PLACEHOLDER = "{prompt}"
 """What a prompt template holds where the problem goes."""
 
+MOST_STOPS = 32
+"""Stop texts that SGLang takes."""
+
 
 def data_file_problems(config: TrainConfig) -> Iterator[str]:
     """Files that are not there, weights of some files alone, names that can't name metrics."""
@@ -23,7 +26,10 @@ def data_file_problems(config: TrainConfig) -> Iterator[str]:
     files |= {f"data.evaluation.{name}": file.path for name, file in data.evaluation_files.items()}
     for key, path in files.items():
         if not Path(path).is_file():
-            yield f"{key}: got {path!r}, expected a JSONL or Parquet file, relative to {Path.cwd()}"
+            yield (
+                f"{key}: got {path!r}, expected a JSONL or Parquet file, relative to {Path.cwd()}; "
+                "docs/data.md tells how published sets are prepared"
+            )
     if not data.train_files:
         yield "data.train: got an empty list, expected at least one file"
     paths = [file.path for file in data.train_files]
@@ -54,5 +60,7 @@ def prompt_form_problems(config: TrainConfig) -> Iterator[str]:
             "data.system_prompt: got one with data.apply_chat_template false, expected null: only a "
             "chat template carries a system message"
         )
+    if len(config.rollout.stop) > MOST_STOPS:
+        yield f"rollout.stop: got {len(config.rollout.stop)} texts, expected at most {MOST_STOPS}"
     if "" in config.rollout.stop:
         yield "rollout.stop: got an empty text, expected texts that end a response"

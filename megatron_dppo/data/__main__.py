@@ -11,7 +11,7 @@ from megatron_dppo.data.json_lines import DataError
 from megatron_dppo.data.prepare import prepare
 from megatron_dppo.data.published import SETS
 from megatron_dppo.logging import fatal
-from megatron_dppo.rewards import VerifierError
+from megatron_dppo.rewards import VerifierError, find_reward
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -35,6 +35,10 @@ def _inspect(options: argparse.Namespace) -> None:
     from megatron_dppo.data.problems import DataKeys
     from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 
+    try:
+        find_reward(options.reward)
+    except ValueError as error:
+        fatal(f"--reward: {error}")
     asked = Inspection(
         options.file,
         keys=DataKeys(options.prompt_key, options.answer_key),

@@ -38,10 +38,10 @@ def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
 class WeightedSampler:
     """Positions in the problems of several files in a row, each file drawn by its weight.
 
-    After n draws a file has had its share of n to within one draw for two files, and never far from
-    it for more: the file that lacks most of its share is next, the first of several. Within a file
-    every problem comes once in an epoch of its own, in a seeded order. The state is the files'
-    positions; a resumed sampler goes on exactly.
+    The file that lacks most of its share of the draws is next, the first of several; so after n draws
+    each has had its share of n, to within a draw or two. Within a file every problem comes once in an
+    epoch of its own, in a seeded order. The state is the files' positions; a resumed sampler goes on
+    exactly.
 
     Args:
         counts: problems of each file.
@@ -54,7 +54,9 @@ class WeightedSampler:
         self, counts: Sequence[int], weights: Sequence[float], seed: int, shuffle: bool = True
     ) -> None:
         if len(counts) != len(weights) or not weights or min(weights) <= 0:
-            raise ValueError(f"weights {list(weights)} for {len(counts)} files, expected one each")
+            raise ValueError(
+                f"weights {list(weights)} for {len(counts)} files, expected one each, above 0"
+            )
         self._weights = [float(weight) for weight in weights]
         self._starts = list(accumulate(counts, initial=0))[:-1]
         self._files = [ProblemSampler(n, seed + i, shuffle) for i, n in enumerate(counts)]
@@ -84,6 +86,11 @@ class WeightedSampler:
         if state["weights"] != self._weights:
             raise ValueError(
                 f"sampler state was saved with weights {state['weights']}, this run has {self._weights}"
+            )
+        if len(state["files"]) != len(self._files):
+            raise ValueError(
+                f"sampler state was saved with {len(state['files'])} files, this run has "
+                f"{len(self._files)}"
             )
         for file, part in zip(self._files, state["files"], strict=True):
             file.load_state_dict(part)

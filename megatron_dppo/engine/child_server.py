@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from megatron_dppo.engine.http_client import Answer
 
 ProgressCallback = Callable[[float, str], None]
-"""Called with the seconds waited and the last line of the server's log."""
+"""Called with the seconds waited and what the server does now, in words."""
 
 _POLL_SECONDS = 0.25
 _PROGRESS_SECONDS = 1.0
@@ -91,6 +91,10 @@ class ChildServer(ABC):
     @abstractmethod
     def _accepts(self, answer: Answer) -> bool:
         """Whether the answer to the probe says that this server, and no other, is ready."""
+
+    def _stage(self) -> str:
+        """What a server that is starting does now; read off its log."""
+        return "importing its libraries"
 
     @property
     def url(self) -> str:
@@ -167,7 +171,7 @@ class ChildServer(ABC):
                 if waited > self._start_timeout:
                     self._give_up(f"{self.what} was not healthy after {self._start_timeout:.0f} s")
                 if on_progress is not None and waited >= next_progress:
-                    on_progress(waited, self.log_tail(1))
+                    on_progress(waited, self._stage())
                     next_progress = waited + _PROGRESS_SECONDS
                 await asyncio.sleep(_POLL_SECONDS)
 

@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     from megatron_dppo.engine.http_client import Answer
 
 
+_STAGE_LINES = 400
+_STAGES = (
+    ("Load weight begin", "loading weights"),
+    ("Load weight end", "laying out its cache"),
+    ("CUDA graph begin", "capturing CUDA graphs"),
+)
+"""What SGLang logs at the beginning of a stage of its start, in order, and the stage in words."""
+
+
 class EngineProcess(ChildServer):
     """One SGLang server.
 
@@ -69,6 +78,11 @@ class EngineProcess(ChildServer):
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             write_options(self._options, self.options_path)
         super().start()
+
+    def _stage(self) -> str:
+        log = self.log_tail(_STAGE_LINES)
+        reached = [words for said, words in _STAGES if said in log]
+        return reached[-1] if reached else super()._stage()
 
     def _command(self) -> Sequence[str]:
         module = "megatron_dppo.engine.launch_server"

@@ -46,15 +46,15 @@ class HttpRouterProcess(ChildServer):
         where = engine.host if host is None else host
         super().__init__(where, port, log_path, engine.start_timeout_s, runtime)
         self._options = http_router_options(where, port, metrics_port, engine.router_policy)
-        if engine.ca_file is not None:
-            self._options["ca_cert_paths"] = [engine.ca_file]
+        # Its option ca_cert_paths does not reach the connections to its servers.
+        self._variables = {} if engine.ca_file is None else {"SSL_CERT_FILE": engine.ca_file}
         self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
 
     def _command(self) -> Sequence[str]:
         return ["-m", "megatron_dppo.fleet.launch_http_router"]
 
     def _environment(self) -> Mapping[str, str]:
-        return os.environ
+        return {**os.environ, **self._variables}
 
     def _secrets(self) -> Mapping[str, Any]:
         return {**self._keys, "options": self._options}

@@ -32,6 +32,7 @@ _GENERATE_S = 10.0
 _SETTLE_S = 10.0
 _ASK_AGAIN_S = 30.0
 _POLL_S = 0.25
+_PROGRESS_S = 60.0
 _STRIKES = 2
 
 
@@ -89,7 +90,7 @@ class FleetMembership:
         found = self._present(current)
         if len(found) >= expected:
             return found
-        with progress("waiting for the engine"):
+        with progress("waiting for the engine", interval_s=_PROGRESS_S):
             return self._wait(found, expected)
 
     def _wait(self, found: list[Member], expected: int) -> list[Member] | None:

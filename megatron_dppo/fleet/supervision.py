@@ -20,7 +20,7 @@ from megatron_dppo.system.processes import describe_exit, quote
 
 log = logging.getLogger(__name__)
 
-_PROGRESS_S = 10.0
+_PROGRESS_S = 60.0
 _RESTART_TAIL_LINES = 10
 _PORT_PATIENCE_S = 60.0
 _DYING_S = 0.1
@@ -172,10 +172,10 @@ class SupervisedServer:
             self._folder.withdraw_own(self._published)
             self._published = None
 
-    def _progress(self, seconds: float, line: str) -> None:
+    def _progress(self, seconds: float, stage: str) -> None:
         if seconds >= self._next_progress:
             self._next_progress = seconds + _PROGRESS_S
-            log.info("%s is starting, %.0f s: %s", self.what, seconds, line.strip()[:100])
+            log.info("%s is starting, %.0f s: %s", self.what, seconds, stage)
 
 
 class SupervisedFleet:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.metrics.records import RecordsError, mean_accuracy, read_records, step_of
 from megatron_dppo.metrics.summary import SUMMARY_FILE
 
@@ -29,5 +30,5 @@ def is_finished(config: TrainConfig) -> bool:
     steps = config.run.steps
     ended = isinstance(summary, dict) and summary.get("steps") == steps == step_of(last)
     evaluated = not config.data.evaluation or mean_accuracy(last) is not None
-    exported = not config.checkpoint.export_hf or (directory / "hf").is_dir()
+    exported = not config.checkpoint.export_hf or (directory / EXPORT_FOLDER).is_dir()
     return same and ended and evaluated and exported

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,8 @@ from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.engine.child_server import Runtime
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.placement import Allocation, Host, Placement, Roles, place
+from megatron_dppo.launch.placement import Roles, place
+from megatron_dppo.launch.places import Allocation, Host, Placement
 from megatron_dppo.launch.ranks import LOOPBACK, RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
@@ -22,6 +24,8 @@ from megatron_dppo.logging import configure_logging
 from megatron_dppo.system.fence import NONCE_VARIABLE
 from megatron_dppo.system.interfaces import InterfaceError, interface_address
 from megatron_dppo.system.ports import PortTakenError, free_port, require_free_port
+
+log = logging.getLogger(__name__)
 
 
 def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
@@ -34,6 +38,7 @@ def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
     placement = local_placement(config, machine)
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
+        log.info("starting %s; their logs are in %s", processes(config), directory.path / "logs")
         host = _master_host(config)
         port = _master_port(host)
         _require_free_ports(placement)
@@ -59,6 +64,16 @@ def local_placement(config: PolicyConfig, machine: Machine) -> Placement:
         address = config.engine.host
         gpus = None if config.engine.device == "cpu" else gpus
     return place(Roles.of(config), Allocation((Host("this machine", address, gpus),)))
+
+
+def processes(config: PolicyConfig) -> str:
+    """What a run starts, in words: ``the engine and 2 ranks``."""
+    size = config.parallel.world_size
+    ranks = f"{size} rank{'s' if size > 1 else ''}"
+    if not generates(config) or not config.engine.started:
+        return ranks
+    servers = config.engine.started
+    return f"{'the engine' if servers == 1 else f'{servers} servers'} and {ranks}"
 
 
 def generates(config: PolicyConfig) -> TypeGuard[TrainConfig]:

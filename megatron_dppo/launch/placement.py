@@ -10,10 +10,18 @@ other of one host. The router runs beside the first rank.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.places import (
+    Allocation,
+    Host,
+    Placement,
+    RankPlace,
+    RouterPlace,
+    ServerPlace,
+)
 
 _FIXED_PORTS = 3
 """Rendezvous, router, the router's metrics; the servers' ports follow."""
@@ -21,35 +29,6 @@ _FIXED_PORTS = 3
 
 class PlacementError(LaunchError):
     """The roles do not fit on the hosts; the message says which, and what would fit."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """A machine of an allocation.
-
-    Attributes:
-        name: as the launcher of commands knows it.
-        address: where the other hosts reach it.
-        devices: that the run may use; None: processes share its cores, as many as are wanted.
-    """
-
-    name: str
-    address: str
-    devices: int | None
-
-
-@dataclass(frozen=True)
-class Allocation:
-    """Hosts of one run, all with the same number of devices.
-
-    Attributes:
-        hosts: in the order in which roles fill them.
-        first_port: ports count on from it on every host; None: free ones are looked for when a
-            process starts, which takes a run on one machine.
-    """
-
-    hosts: tuple[Host, ...]
-    first_port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -102,109 +81,6 @@ def server_devices(config: TrainConfig) -> int:
     return int((table.get("tp_size") or 1) * (table.get("pp_size") or 1) * replicas)
 
 
-@dataclass(frozen=True)
-class RankPlace:
-    """One rank. ``device``: its number on its host, which is its LOCAL_RANK."""
-
-    rank: int
-    host: Host
-    device: int
-
-
-@dataclass(frozen=True)
-class ServerPlace:
-    """One SGLang server.
-
-    Attributes:
-        index: in the fleet.
-        host: where it runs.
-        first_device: on its host; the others follow.
-        devices: how many.
-        port: of its first start; None: a free one.
-        port_step: added at each further start, which then does not wait for the port of the last.
-    """
-
-    index: int
-    host: Host
-    first_device: int
-    devices: int
-    port: int | None
-    port_step: int = 0
-
-    @property
-    def name(self) -> str:
-        """Under which it is published."""
-        return f"engine{self.index}"
-
-
-@dataclass(frozen=True)
-class RouterPlace:
-    """The servers' HTTP router. Ports are None where free ones are looked for; ``port_step`` is as a
-    server's."""
-
-    host: Host
-    port: int | None
-    metrics_port: int | None
-    port_step: int = 0
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Every process of a run with its host.
-
-    Attributes:
-        ranks: in order.
-        servers: in order.
-        router: None where the run has none.
-        master_port: where the ranks meet, on the first rank's host; None: a free one.
-        unused: hosts that no role takes.
-    """
-
-    ranks: tuple[RankPlace, ...]
-    servers: tuple[ServerPlace, ...]
-    router: RouterPlace | None
-    master_port: int | None
-    unused: tuple[Host, ...]
-
-    @property
-    def master_address(self) -> str:
-        """Where the ranks meet."""
-        return self.ranks[0].host.address
-
-    @property
-    def rank_hosts(self) -> tuple[Host, ...]:
-        """The hosts of the ranks, each once, in order."""
-        return tuple(dict.fromkeys(place.host for place in self.ranks))
-
-    @property
-    def ranks_per_host(self) -> int:
-        """Ranks on each of ``rank_hosts``."""
-        return len(self.ranks) // len(self.rank_hosts)
-
-    def table(self) -> str:
-        """One line for each role on a host, aligned."""
-        rows = [("host", "role", "devices", "address")]
-        rows += [self._rank_row(host) for host in self.rank_hosts]
-        if self.router is not None:
-            where = _address(self.router.host, self.router.port)
-            rows.append((self.router.host.name, "router", "-", where))
-        for server in self.servers:
-            devices = _span(server.first_device, server.devices)
-            where = _address(server.host, server.port)
-            rows.append((server.host.name, server.name, devices, where))
-        rows += [(host.name, "(spare)", "-", host.address) for host in self.unused]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join(lines)
-
-    def _rank_row(self, host: Host) -> tuple[str, str, str, str]:
-        there = [place for place in self.ranks if place.host == host]
-        ranks = _span(there[0].rank, len(there))
-        master = self.master_port if there[0].rank == 0 else None
-        role = f"ranks {ranks}" if len(there) > 1 else f"rank {ranks}"
-        return host.name, role, _span(0, len(there)), _address(host, master)
-
-
 def place(roles: Roles, allocation: Allocation) -> Placement:
     """Give every process of a run its host and devices.
 
@@ -217,6 +93,7 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
         raise PlacementError(f"hosts with different numbers of devices can't be shared out: {told}")
     room = sizes.pop()
     devices = _room_for_all(roles) if room is None else room
+    roles = _in_groups(roles, allocation, devices)
     needed = roles.hosts_needed(devices)
     if needed > len(hosts):
         raise PlacementError(_too_few(roles, hosts, devices, needed))
@@ -233,6 +110,24 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     used = {rank.host for rank in ranks} | {server.host for server in servers}
     unused = tuple(host for host in hosts if host not in used)
     return Placement(ranks, servers, router, base, unused)
+
+
+def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
+    """In a heterogeneous job ranks take the first group of hosts, and servers the others."""
+    first, *others = allocation.groups
+    if not others:
+        return roles
+    room = len(first) * devices
+    if roles.ranks > room:
+        raise PlacementError(
+            f"the first group of the job has {room} devices, {roles.ranks} ranks need as many"
+        )
+    if roles.first_device is not None:
+        raise PlacementError(
+            "sglang.base_gpu_id: the servers of a heterogeneous job begin on its second group; leave "
+            "it out"
+        )
+    return replace(roles, first_device=room)
 
 
 def _servers(
@@ -292,11 +187,3 @@ def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed: int) -
     if roles.servers and roles.first_device is None and roles.ranks <= devices * len(hosts):
         ways.append("sglang.base_gpu_id=0, by which servers share the ranks' devices")
     return f"devices: {ranks}{servers} do not fit on {what} of {devices}; what fits: {', or '.join(ways)}"
-
-
-def _span(first: int, count: int) -> str:
-    return str(first) if count == 1 else f"{first}-{first + count - 1}"
-
-
-def _address(host: Host, port: int | None) -> str:
-    return host.address if port is None else f"{host.address}:{port}"

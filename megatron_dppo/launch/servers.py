@@ -17,7 +17,7 @@ from megatron_dppo.fleet.http_router_process import HttpRouterProcess
 from megatron_dppo.fleet.restarts import RestartBudget
 from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.placement import Host, Placement, RouterPlace, ServerPlace
+from megatron_dppo.launch.places import Host, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.ports import FreePorts

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.places import Host
 from megatron_dppo.system.launching import Running, feed
 from megatron_dppo.system.processes import kill_families, start_process
 
@@ -55,14 +55,18 @@ class StepForm:
         Args:
             command: of every task.
             name: of the step.
-            hosts: in Slurm's order.
+            hosts: in Slurm's order, all of one group.
             tasks_per_host: on each of them, neighbours in rank.
             output: file of the tasks' output, appended to; ``%t`` is the task.
             stdin: whether the tasks read srun's standard input.
             tolerant: a task that ends with an error leaves the others running.
         """
+        groups = {host.group for host in hosts}
+        assert len(groups) == 1, "a step is inside one group of a heterogeneous job"
+        group = hosts[0].group
         return [
             "srun",
+            *([] if group is None else [f"--het-group={group}"]),
             "--overlap",
             "--export=ALL",
             "--mpi=none",

@@ -8,7 +8,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_dppo.launch.placement import Placement
+from megatron_dppo.launch.places import Placement
 from megatron_dppo.launch.ranks import RankFailure, failed_at, keep_previous
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.slurm_rank import RANKS_VARIABLE

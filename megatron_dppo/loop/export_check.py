@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -20,10 +21,10 @@ def max_log_prob_difference(
     trainer: Trainer,
     layout: BatchLayout,
     folder: str | Path,
-    sequences: Sequence[tuple[Sequence[int], Sequence[int]]],
+    trajectories: Sequence[Trajectory],
     temperature: float,
 ) -> float:
-    """max |log pi_trainer - log pi_transformers| over the response tokens, nats. Collective.
+    """max |log pi_trainer - log pi_transformers| over the sampled tokens, nats. Collective.
 
     transformers loads ``folder`` on rank 0, in the exported dtype, on the CPU.
 
@@ -31,35 +32,34 @@ def max_log_prob_difference(
         trainer: whose weights were exported.
         layout: multiples that micro-batches must satisfy.
         folder: the exported Hugging Face folder.
-        sequences: token ids of (prompt, response) pairs.
+        trajectories: what to compare on.
         temperature: divides the logits on both sides.
     """
-    batch = pack(
-        [Trajectory.of_response(prompt, response) for prompt, response in sequences],
-        pad_multiple=layout.pad_multiple,
-    )
+    light = [t.without(*t.columns) for t in trajectories]
+    batch = pack(light, pad_multiple=layout.pad_multiple)
     batches = [batch] + [
         pack([], pad_multiple=layout.pad_multiple) for _ in range(layout.count_multiple - 1)
     ]
     ours = trainer.log_probs(batches)[0].cpu()[batch.loss_mask]
     difference = None
     if trainer.topology.rank == 0:
-        theirs = torch.cat([t for t in transformers_log_probs(folder, sequences, temperature)])
+        theirs = torch.cat(transformers_log_probs(folder, light, temperature))
         difference = (ours.double() - theirs.double()).abs().max().item()
     return broadcast_json(difference, src=0)
 
 
 def transformers_log_probs(
-    folder: str | Path, sequences: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float
+    folder: str | Path, trajectories: Sequence[Trajectory], temperature: float
 ) -> list[torch.Tensor]:
-    """log pi of each response token by transformers, nats: one fp32 tensor [R] for each pair."""
+    """log pi of each sampled token by transformers, nats: one fp32 tensor [N] for each trajectory."""
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     answers = []
-    for prompt, response in sequences:
-        ids = torch.tensor([[*prompt, *response]])
+    for trajectory in trajectories:
+        ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
+        sampled = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
         with torch.no_grad():
-            logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
+            logits = model(ids[None]).logits[0, sampled - 1].float()
         log_probs = torch.log_softmax(logits / temperature, -1)
-        answers.append(log_probs.gather(1, torch.tensor(response)[:, None])[:, 0])
+        answers.append(log_probs.gather(1, ids[sampled][:, None])[:, 0])
     return answers

@@ -10,6 +10,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.batches import BatchLayout
 from megatron_dppo.loop.export_check import max_log_prob_difference
+from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.trainer.collectives import any_rank
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.types import Problem
@@ -35,13 +36,13 @@ def export(
     Returns:
         Largest difference of a log-probability between trainer and export, nats; None without check.
     """
-    folder = Path(config.run.directory) / "hf"
+    folder = Path(config.run.directory) / EXPORT_FOLDER
     _clear(folder, trainer)
     trainer.export_hf(folder)
     if not config.checkpoint.verify_export:
         return None
-    sequences = [_prompt_and_scored(example) for example in examples[:SEQUENCES_TO_CHECK]]
-    return max_log_prob_difference(trainer, layout, folder, sequences, config.rollout.temperature)
+    compared = [_compared(example) for example in examples[:SEQUENCES_TO_CHECK]]
+    return max_log_prob_difference(trainer, layout, folder, compared, config.rollout.temperature)
 
 
 def _clear(folder: Path, trainer: Trainer) -> None:
@@ -51,10 +52,8 @@ def _clear(folder: Path, trainer: Trainer) -> None:
     any_rank(False)  # a barrier: no rank continues before the folder is removed
 
 
-def _prompt_and_scored(example: Trajectory | Problem) -> tuple[Sequence[int], Sequence[int]]:
-    """Token ids of the context and of the scored part: prompt and response of a trajectory; first
-    token and rest of a problem's prompt.
-    """
+def _compared(example: Trajectory | Problem) -> Trajectory:
+    """What the check compares on: a trajectory, or all of a problem's prompt but its first token."""
     if isinstance(example, Trajectory):
-        return example.prompt_ids.tolist(), example.response_ids.tolist()
-    return example.prompt_ids[:1], example.prompt_ids[1:]
+        return example
+    return Trajectory.of_response(example.prompt_ids[:1], example.prompt_ids[1:])

@@ -178,11 +178,11 @@ class Run:
 
     def begin(self) -> None:
         """Bring the engine to the trainer's weights and measure where the run starts."""
-        if self.trainer.topology.rank == 0:
-            log.info("%s", active_line(self.config, self.algorithm, self.trainer.layout))
         if self.engine is not None:
             with self.timer("start"):
                 self.engine.connect()
+        if self.trainer.topology.rank == 0:
+            log.info("%s", active_line(self.config, self.algorithm, self.trainer.layout))
         update = self._update_weights()
         if self.state.step == 0:
             accuracies = self._evaluate()

@@ -62,9 +62,11 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
     rates, batch sizes, layouts, limits and schedules may change.
     """
     settings, data = config.algorithm.settings, config.data
+    keys = [[file.prompt_key, file.answer_key] for file in data.train_files]
     later = {  # left out where nothing is set: a checkpoint without them was written so
         "data.system_prompt": data.system_prompt,
         "data.prompt_template": data.prompt_template,
+        "data.train (keys)": keys if any(map(any, keys)) else None,
         "rollout.stop": list(config.rollout.stop) or None,
     }
     return {

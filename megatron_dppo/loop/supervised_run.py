@@ -21,6 +21,7 @@ from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
 from megatron_dppo.loop.fencing import RunFence, run_fence
+from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.flops import forward_flops
@@ -49,7 +50,7 @@ def run_supervised_rank(config: SupervisedConfig) -> None:
 
 
 def _run(config: SupervisedConfig, fence: RunFence) -> None:
-    out = Path(config.run.directory) / "hf"
+    out = Path(config.run.directory) / EXPORT_FOLDER
     if out.exists():
         raise CheckpointError(f"{out}: there already; remove it, or name another run.directory")
     tokenizer = load_tokenizer(config.model.hf_checkpoint)

@@ -25,6 +25,7 @@ from megatron_dppo.system.files import write_atomically
 
 CHECKPOINTS_FOLDER = "checkpoints"
 ROLLOUTS_FOLDER = "rollouts"
+EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
 _RECORDS = (RECORDS_FILE, MASKED_TOKENS_FILE, TENSORBOARD_FOLDER, REPORT_FILE, SUMMARY_FILE)
 

@@ -19,8 +19,8 @@ class ActivationBytes:
     """Bytes on one rank at the worst moment of a step.
 
     ``kept``: layers' tensors of all micro-batches in flight. ``head``: final norm and logits of one micro-batch.
-    ``recomputed``: one layer in whole, beside what full recomputation kept. ``working``: gradients and temporaries.
-    ``at_once``: head and recomputed layer never meet, so the larger counts.
+    ``recomputed``: one layer in whole, beside what full recomputation kept; it never meets the head, so the larger of
+    the two counts. ``working``: gradients and temporaries.
     """
 
     kept: int

@@ -79,7 +79,9 @@ def _head(plan: Verdict) -> Iterable[str]:
     )
 
 
-def _roles(plan: Verdict) -> Table:
+def _roles(plan: Verdict) -> Table | None:
+    if not plan.nodes:
+        return None
     table = _table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
     size = plan.cluster.gpus_per_node
     for node in plan.nodes:
@@ -116,7 +118,9 @@ def _engine(plan: Verdict) -> Table | None:
     return table
 
 
-def _hosts(plan: Verdict) -> Table:
+def _hosts(plan: Verdict) -> Table | None:
+    if not plan.nodes:
+        return None
     table = _table(
         f"Host memory, GiB of {plan.cluster.node_memory / 2**30:.0f}",
         *("node", "processes", "batch", "checkpoint", "routing", "total"),
@@ -160,7 +164,7 @@ def _time(plan: Verdict) -> Table | None:
         "tokens/s/GPU",
         "MFU",
     )
-    used = sum(node.trainer + node.engine for node in plan.nodes) or plan.cluster.gpus
+    used = plan.job.trainer.layout.world_size + plan.job.engine.servers * plan.job.engine.gpus
     rate = plan.job.rollout.tokens / seconds.total / used
     mfu = model_flops_utilisation(plan.job, seconds, plan.cluster)
     cells = [f"{value:.1f}" for value in seconds.phases.values()]

@@ -97,6 +97,7 @@ def verdict(job: Job, cluster: Cluster, storage: float = STORAGE) -> Verdict:
     engine, problems = _engine(job, cluster)
     hosts = _hosts(job, nodes, columns, engine)
     problems += [*_gpu_problems(ranks, cluster), *_host_problems(hosts, cluster)]
+    problems += _sharing_problems(job, ranks, engine, cluster)
     seconds = None if job.engine.servers and engine is None else step_seconds(job, cluster, moved)
     return Verdict(
         job=job,
@@ -152,6 +153,22 @@ def _gpu_problems(ranks: tuple[RankBytes, ...], cluster: Cluster) -> Iterator[st
                 f"trainer GPU memory: a rank of stage {rank.stage} needs {gib(rank.total)} ({parts}), "
                 f"expected at most the {gib(device.memory)} of a {device.name}"
             )
+
+
+def _sharing_problems(
+    job: Job, ranks: tuple[RankBytes, ...], engine: EngineBytes | None, cluster: Cluster
+) -> Iterator[str]:
+    """Servers that begin at a rank's GPU (``sglang.base_gpu_id``) share its memory."""
+    first = job.roles.first_device
+    if engine is None or first is None or first >= job.roles.ranks:
+        return
+    rank, server = max(rank.total for rank in ranks), engine.weights + max(0, engine.kv_pool)
+    if rank + server > cluster.device.memory:
+        yield (
+            f"GPU memory: sglang.base_gpu_id {first} puts a server on a rank's GPU, which then needs "
+            f"{gib(rank + server)} ({gib(rank)} of the rank, {gib(server)} of the server), expected at "
+            f"most the {gib(cluster.device.memory)} of a {cluster.device.name}"
+        )
 
 
 def _hosts(

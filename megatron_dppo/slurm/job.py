@@ -7,9 +7,10 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.places import Host
 from megatron_dppo.launch.slurm_rank import hostnames
 from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
 from megatron_dppo.slurm import commands
@@ -41,10 +42,12 @@ class Job:
     def of_environment(cls, site: SiteConfig) -> Job:
         """Raises SlurmError outside of a job."""
         job, attempt = commands.job_environment(os.environ)
-        names = hostnames(os.environ["SLURM_JOB_NODELIST"])
+        groups = job_groups(os.environ)
+        names = [name for nodes in groups.values() for name in hostnames(nodes)]
+        group_of = {name: g for g, nodes in groups.items() for name in hostnames(nodes)}
         devices = site.devices(os.environ)
         places = zip(names, commands.addresses(names), strict=True)
-        hosts = tuple(Host(name, address, devices) for name, address in places)
+        hosts = tuple(Host(name, at, devices, group_of[name]) for name, at in places)
         return cls(
             job, attempt, hosts, commands.end_time(job), devices if site.gpus_per_node else 0
         )
@@ -70,6 +73,14 @@ class Job:
                     log.warning("the job's time limit is not known anew: %s", error)
 
         threading.Thread(target=follow, name="time limit", daemon=True).start()
+
+
+def job_groups(environment: Mapping[str, str]) -> dict[int | None, str]:
+    """Slurm's lists of nodes by group of a heterogeneous job; under None that of any other job."""
+    count = int(environment.get("SLURM_HET_SIZE", "0"))
+    if not count:
+        return {None: environment["SLURM_JOB_NODELIST"]}
+    return {g: environment[f"SLURM_JOB_NODELIST_HET_GROUP_{g}"] for g in range(count)}
 
 
 def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:

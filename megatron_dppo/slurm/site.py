@@ -95,6 +95,9 @@ class SiteConfig(Section):
     Slurm ends all of the job and starts it again."""
     max_failures: int = Field(default=3, gt=0)
     """Starts in a row that fail without a new checkpoint before a run is given up."""
+    server_partition: str | None = None
+    """Partition of the servers' nodes, which makes the job a heterogeneous one: ranks and router on nodes
+    of ``partition``, servers on nodes of this one, with as many devices each. Empty: one allocation."""
     sbatch_flags: list[str] = Field(default_factory=list)
     """Further flags of sbatch, such as ``--constraint=h100``."""
     srun_flags: list[str] = Field(default_factory=list)

@@ -17,14 +17,8 @@ from megatron_dppo.engine.child_server import Runtime
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.finished import is_finished
 from megatron_dppo.launch.local import generates, rank_command
-from megatron_dppo.launch.placement import (
-    Allocation,
-    Host,
-    Placement,
-    PlacementError,
-    Roles,
-    place,
-)
+from megatron_dppo.launch.placement import PlacementError, Roles, place
+from megatron_dppo.launch.places import Allocation, Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
 from megatron_dppo.launch.slurm_rank import port_base

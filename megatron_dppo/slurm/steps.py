@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -15,7 +14,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK
 from megatron_dppo.launch.local import rank_command
-from megatron_dppo.launch.placement import Host, Placement
+from megatron_dppo.launch.places import Allocation, Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunProcess, StepForm, step_environment
 from megatron_dppo.launch.stops import StopRequests
@@ -106,29 +105,34 @@ class Steps:
         *,
         tolerant: bool,
     ) -> int | None:
-        """The step's exit code; None where a stop came, or its time was up."""
+        """The highest exit code of the step, one in each group of hosts; None where a stop came, or its time was up."""
         output.unlink(missing_ok=True)
-        words = self._form.command(
-            command,
-            name=name,
-            hosts=hosts,
-            tasks_per_host=1,
-            output=str(output),
-            stdin=False,
-            tolerant=tolerant,
-        )
         with open(output, "ab") as file:
-            process: subprocess.Popen[bytes] = start_process(
-                words, environment=step_environment(os.environ), output=file.fileno()
-            )
+            processes = [
+                start_process(
+                    self._form.command(
+                        command,
+                        name=name,
+                        hosts=group,
+                        tasks_per_host=1,
+                        output=str(output),
+                        stdin=False,
+                        tolerant=tolerant,
+                    ),
+                    environment=step_environment(os.environ),
+                    output=file.fileno(),
+                )
+                for group in Allocation(tuple(hosts)).groups
+            ]
         deadline = time.monotonic() + _PREFLIGHT_S
-        while (code := process.poll()) is None:
+        while None in (codes := [process.poll() for process in processes]):
             if self._stops.came() or time.monotonic() > deadline:
-                SrunProcess(process).kill()
+                for process in processes:
+                    SrunProcess(process).kill()
                 log.warning("the step %s was ended: %s", name, tail(output, 1))
                 return None
             time.sleep(_POLL_S)
-        return code
+        return max(code for code in codes if code is not None)
 
 
 def _ports(placement: Placement) -> set[int]:

@@ -7,11 +7,12 @@ import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.launch.placement import Allocation, Host, Placement, Roles, place
+from megatron_dppo.launch.placement import Roles, place
+from megatron_dppo.launch.places import Allocation, Host, Placement
 from megatron_dppo.slurm.site import SiteConfig
 
 SCRIPT = Path(__file__).with_name("run.sbatch")
@@ -43,9 +44,22 @@ class Submission:
     def plan(cls, config: TrainConfig, site: SiteConfig, nodes: int | None) -> Submission:
         """``nodes``: None for as many as the roles fill. Raises PlacementError."""
         roles, devices = Roles.of(config), site.devices({})
-        count = roles.hosts_needed(devices) if nodes is None else nodes
-        hosts = tuple(Host(f"node{i}", f"node{i}", devices) for i in range(1, count + 1))
+        trainers, count = 0, roles.hosts_needed(devices) if nodes is None else nodes
+        if site.server_partition is not None and roles.servers:
+            trainers = replace(roles, servers=0).hosts_needed(devices)
+            apart = replace(roles, first_device=trainers * devices)
+            count = apart.hosts_needed(devices) if nodes is None else nodes
+        groups = [None if not trainers else int(i >= trainers) for i in range(count)]
+        names = [f"node{i}" for i in range(1, count + 1)]
+        pairs = zip(names, groups, strict=True)
+        hosts = tuple(Host(name, name, devices, group) for name, group in pairs)
         return cls(config, site, count, place(roles, Allocation(hosts)))
+
+    @property
+    def _nodes_by_group(self) -> list[int]:
+        hosts = (*self.placement.rank_hosts, *(s.host for s in self.placement.servers))
+        known = dict.fromkeys((*hosts, *self.placement.unused))
+        return [len(group) for group in Allocation(tuple(known)).groups]
 
     @property
     def directory(self) -> Path:
@@ -67,11 +81,12 @@ class Submission:
             if site.gpus_per_node
             else f"--ntasks-per-node={site.processes_per_node}"
         )
+        first, *others = self._nodes_by_group
         return [
             "sbatch",
             "--parsable",
             f"--job-name={self.directory.parent.name}-{self.directory.name}",
-            f"--nodes={self.nodes}",
+            f"--nodes={first}",
             devices,
             *(f"--{name}={value}" for name, value in named.items() if value is not None),
             f"--signal=B:USR1@{site.checkpoint_margin_s}",
@@ -80,9 +95,29 @@ class Submission:
             *(["--no-kill"] if site.spares_servers else []),
             *site.sbatch_flags,
             *extra,
+            *self._second_group(others, devices),
             str(SCRIPT),
             str(self.directory / CONFIG_FILE),
             f"--site={self.directory / SITE_FILE}",
+        ]
+
+    def _second_group(self, others: Sequence[int], devices: str) -> list[str]:
+        """Options of the servers' nodes in a heterogeneous job; the script's own hold for the first group."""
+        site = self.site
+        named = {"account": site.account, "qos": site.qos, "time": site.time}
+        told = [f"--{name}={value}" for name, value in named.items() if value is not None]
+        return [
+            word
+            for nodes in others
+            for word in (
+                ":",
+                f"--nodes={nodes}",
+                devices,
+                f"--partition={site.server_partition}",
+                "--exclusive",
+                *told,
+                *site.sbatch_flags,
+            )
         ]
 
     def problems(self) -> Iterator[str]:

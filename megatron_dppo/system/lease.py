@@ -88,7 +88,8 @@ class Lease:
         """Give the lease back: the next start need not wait."""
         self._ended.set()
         self._thread.join()
-        self._beat(Beat(self._count + 1, ended=True))
+        if self.taken_over is None:
+            self._beat(Beat(self._count + 1, ended=True))
 
     def __enter__(self) -> Self:
         self.take()
@@ -129,13 +130,13 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(self._renew_s):
-            self._count += 1
-            self._beat(Beat(self._count))
             try:
                 self.fence.check()
             except FencedError as error:
                 self.taken_over = str(error)
                 return
+            self._count += 1
+            self._beat(Beat(self._count))
 
     def _beat(self, beat: Beat) -> None:
         try:

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import textwrap
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -97,6 +97,35 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
         if time.monotonic() > deadline:
             return [process.pid for process in family]
         time.sleep(0.02)
+
+
+def child_ids() -> frozenset[int]:
+    """Process ids of this process's children."""
+    return frozenset(child.pid for child in psutil.Process().children())
+
+
+def kill_children(spared: Collection[int] = ()) -> None:
+    """SIGKILL and reap the children of this process but ``spared``, and what is below them.
+
+    For a process that adopts orphans: then nothing escapes by changing its parent or its session.
+    Quick where there are no children.
+    """
+    while _has_children():
+        doomed = [c for c in psutil.Process().children() if c.pid not in spared]
+        if not doomed:
+            return
+        _kill([member for child in doomed for member in (*_family(child.pid), child)])
+        for child in doomed:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child.pid, 0)
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def kill_families(processes: Iterable[subprocess.Popen[bytes]]) -> None:

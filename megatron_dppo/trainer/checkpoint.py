@@ -76,16 +76,6 @@ class CheckpointStore:
         self._folders = CheckpointDirectory(directory, keep)
         self._fence = fence
 
-    def latest(self) -> StoredCheckpoint | None:
-        """The last written complete checkpoint (as seen by global rank 0), or None."""
-
-        def newest() -> list[Any] | None:
-            found = self._folders.complete()
-            return found[-1].to_json() if found else None
-
-        found = on_rank_0(newest)
-        return None if found is None else StoredCheckpoint.from_json(found)
-
     def survey(self) -> CheckpointSurvey:
         """What is there as global rank 0 sees it, the same on every rank."""
         return CheckpointSurvey.from_json(on_rank_0(lambda: self._folders.survey().to_json()))
@@ -97,8 +87,8 @@ class CheckpointStore:
     def save(self, trainer: Trainer, step: int, state: dict[str, Any]) -> Path:
         """Write a checkpoint, publish it, then delete the older ones beyond ``keep``.
 
-        A crash at any point leaves the older checkpoints unchanged and no folder that ``latest``
-        would return.
+        A crash at any point leaves the older checkpoints unchanged and no folder that ``survey``
+        would call complete.
 
         Args:
             trainer: whose weights, optimizer, schedule and generators are saved.

@@ -54,7 +54,7 @@ def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
         made = meta_parameters(config, shape, layout, rank)
         expected = {(p.chunk, p.name): p.shape for p in local_parameters(shape, layout, rank)}
         problems += [
-            f"rank {rank} of {layout.describe()}: {text}" for text in _differences(made, expected)
+            f"rank {rank} of {layout.describe()}: {text}" for text in differences(made, expected)
         ]
         count += len(made)
         elements += sum(torch.Size(dims).numel() for dims in made.values())
@@ -76,9 +76,10 @@ def meta_parameters(
         }
 
 
-def _differences(
+def differences(
     made: dict[tuple[int, str], tuple[int, ...]], expected: dict[tuple[int, str], tuple[int, ...]]
 ) -> Iterator[str]:
+    """A line for each parameter whose shape is not the expected one, or that only one side has."""
     for key in sorted(made.keys() | expected.keys()):
         if made.get(key) != expected.get(key):
             yield (

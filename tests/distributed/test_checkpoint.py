@@ -176,7 +176,7 @@ def resumed_here(folder: str, name: str, expected: dict[str, Any]) -> dict[str, 
 
     trainer = make_trainer(f"{folder}/hf", *CASES[name], 2)
     store = CheckpointStore(in_turn(Path(folder), name), 2)
-    state = store.load(trainer, store.latest())
+    state = store.load(trainer, store.survey().complete[-1])
     same_draws = draws() == expected["draws"]
     train(trainer, 2)
     got = raw_state(trainer)
@@ -197,7 +197,7 @@ def resumed_elsewhere(
 
     trainer = make_trainer(f"{folder}/hf", *case, 2)
     store = CheckpointStore(at, 2)
-    store.load(trainer, store.latest())
+    store.load(trainer, store.survey().complete[-1])
     loaded = hf_weights(trainer)
     comparable = "plain state" in expected and not case[1]
     state = plain_state(trainer) if comparable else {}
@@ -275,13 +275,13 @@ def faults_worker(folder: str) -> dict[str, Any]:
     trainer = make_trainer(f"{folder}/hf", {"expert": 2}, False, "float32", 2)
     train(trainer, 1)
     store = CheckpointStore(at, 2)
-    out: dict[str, Any] = {"none yet": store.latest() is None}
+    out: dict[str, Any] = {"none yet": not store.survey().complete}
     store.save(trainer, 1, {})
 
     def after(action: Callable[[], Any]) -> list[Any]:
         message = refusal(action)
         torch.distributed.barrier()
-        return [message, names_in(at), store.latest().step]
+        return [message, names_in(at), store.survey().complete[-1].step]
 
     for limited in (0, 1):
         with small_files_only(100_000, limited):
@@ -315,9 +315,9 @@ def faults_worker(folder: str) -> dict[str, Any]:
     torch.distributed.barrier()
     cut = StoredCheckpoint(at / "step_000004", 4, 10)
     out["cut"] = after(lambda: store.load(trainer, cut))
-    out["altered"] = after(lambda: store.load(trainer, store.latest()))
+    out["altered"] = after(lambda: store.load(trainer, store.survey().complete[-1]))
     trainer.shape = replace(trainer.shape, num_layers=8)
-    out["another model"] = after(lambda: store.load(trainer, store.latest()))
+    out["another model"] = after(lambda: store.load(trainer, store.survey().complete[-1]))
     return out
 
 

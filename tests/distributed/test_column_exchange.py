@@ -7,6 +7,7 @@ have once trajectories have been shared.
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -212,16 +213,12 @@ def fault_worker() -> dict[str, str]:
 
 
 def error_of(fault: str, topology) -> str:
+    from megatron_dppo.loop.rollouts import exchange
     from megatron_dppo.loop.rollouts.column_bytes import ColumnBytes
-    from megatron_dppo.loop.rollouts.exchange import ColumnExchange, ExchangeError
 
     class FlippingBytes(ColumnBytes):
         def split(self, keys, buffer):
             return super().split(keys, buffer ^ (torch.arange(len(buffer)) == 9))
-
-    class Flipping(ColumnExchange):
-        def _wire(self, trajectories, forms):
-            return FlippingBytes(trajectories, forms)
 
     whole = whole_batch(8)
     flips = fault == "a bit flipped on its way" and topology.rank == 3  # which leads nobody
@@ -232,10 +229,10 @@ def error_of(fault: str, topology) -> str:
     if fault == "another K":
         whole[4] = whole[4].with_columns(topk_ids=whole[4].columns["topk_ids"][:, :2])
     own = [t if topology.is_leader else t.without(*t.columns) for t in whole]
-    exchange = (Flipping if flips else ColumnExchange)(topology, sizes())
     try:
-        exchange.deliver(own, [range(4), range(4, 24)])
-    except ExchangeError as error:
+        with patch.object(exchange, "ColumnBytes", FlippingBytes if flips else ColumnBytes):
+            exchange.ColumnExchange(topology, sizes()).deliver(own, [range(4), range(4, 24)])
+    except exchange.ExchangeError as error:
         return str(error)
     return "no error"
 

@@ -50,7 +50,7 @@ from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
 from megatron_dppo.types import Problem
-from tests.tiny_models import save_tiny_model
+from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -206,6 +206,26 @@ def test_extra_stop_tokens_end_a_response(runner, client):
         assert result.finish_reason == "stop"
         assert result.response_ids[-1] in (*half, *END_TOKENS)
         assert not {*half, *END_TOKENS} & set(result.response_ids[:-1].tolist())
+
+
+def test_a_stop_text_ends_a_response_and_every_token_is_kept(runner, client, reference):
+    """The tokens go up to the one that completes the text; the text ends before it."""
+    stop, decode = ("a", "e", "7", "on"), tiny_tokenizer().decode
+    requests = ask(24, max_new_tokens=64, stop=stop)
+    ended = 0
+    for request, result in zip(requests, generate(runner, client, requests).values(), strict=True):
+        ids = result.response_ids
+        before, whole = decode(ids[:-1]), decode(ids)
+        assert not any(text in before for text in stop)
+        np.testing.assert_allclose(
+            log_mu(result), response_log_probs(reference, request, result), atol=1e-5, rtol=0
+        )
+        if ids[-1] in END_TOKENS or result.finish_reason == "length":
+            continue
+        ended += 1
+        assert result.finish_reason == "stop"
+        assert whole[: whole.index(next(text for text in stop if text in whole))] == result.text
+    assert ended > 12
 
 
 def test_weights_that_were_never_updated_are_version_zero(runner, client):

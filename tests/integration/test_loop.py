@@ -1,10 +1,14 @@
 """The real loop: Megatron-Core in two processes, the SGLang server, verified weights; and what may go wrong."""
 
+import json
 import signal
+import stat
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.data.trajectory_codec import load_batch
@@ -33,6 +37,25 @@ def assert_every_response_counted_once(directory: Path, steps: int) -> None:
         assert len(keys) == len(set(keys)) == PROMPTS * GROUP
 
 
+def listening(run: TrainingRun) -> set[str]:
+    """Addresses on which the run's processes listen."""
+    found = [c for process in run.family() for c in process.net_connections("tcp")]
+    return {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+
+
+def private_places(run: TrainingRun) -> dict[Path, int]:
+    """What the run's processes have in temporary folders and in shared memory, with its permissions."""
+    pids = {process.pid for process in run.family()}
+    found = [
+        path
+        for base in (tempfile.gettempdir(), "/dev/shm")
+        for path in Path(base).glob("*mdppo-*")
+        if int(path.name.split("-")[3]) in pids
+    ]
+    inside = [path for folder in found if folder.is_dir() for path in folder.iterdir()]
+    return {path: stat.S_IMODE(path.stat().st_mode) for path in [*found, *inside]}
+
+
 @pytest.fixture(scope="module")
 def disturbed(config):
     """Four steps, the engine killed while it generates for the third."""
@@ -40,6 +63,9 @@ def disturbed(config):
     with run:
         run.wait_for_step(2)
         time.sleep(0.3)
+        run.listening, run.private = listening(run), private_places(run)
+        rank = run.find("RANK=0", "megatron_dppo.train")
+        run.keys = json.loads(rank.environ()["MEGATRON_DPPO_STARTED_KEYS"])
         signalled = time.monotonic()
         run.find("launch_server").send_signal(signal.SIGKILL)
         run.finish()
@@ -52,6 +78,16 @@ def test_a_killed_engine_is_replaced_and_the_run_completes(disturbed):
     assert "restart 1 of 3" in disturbed.text
     assert "engine restored at weight version 2" in disturbed.text
     assert_every_response_counted_once(disturbed.directory, 4)
+
+
+def test_it_is_out_of_reach_of_others_and_leaves_nothing_behind(disturbed):
+    assert disturbed.listening == {"127.0.0.1"}
+    assert len([path for path in disturbed.private if path.parent.name.startswith("mdppo-")]) > 4
+    assert {mode & 0o077 for mode in disturbed.private.values()} == {0}
+    assert not [path for path in disturbed.private if path.exists()]
+    files = [path for path in disturbed.directory.rglob("*") if path.is_file()]
+    keys = [disturbed.keys[name].encode() for name in ("api", "admin")]
+    assert not [path for path in files if any(key in path.read_bytes() for key in keys)]
 
 
 def test_every_weight_update_was_verified(disturbed):

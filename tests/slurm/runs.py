@@ -15,7 +15,7 @@ from tools.slurm_cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "megatron_dppo" / "slurm" / "run.sbatch"
-PATIENT_S = 400.0
+PATIENT_S = 900.0
 
 
 class SlurmRun:

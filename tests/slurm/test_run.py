@@ -10,7 +10,7 @@ from tests.integration.runs import steps_of
 from tests.slurm.runs import SlurmRun
 from tools.slurm_cluster import Cluster
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow]
+pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow, pytest.mark.timeout(1500)]
 
 
 def test_near_its_time_limit_it_saves_starts_again_and_finishes(

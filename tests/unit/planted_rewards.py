@@ -1,12 +1,16 @@
-"""Rewards that misbehave when the response asks for it. Imported by verifier workers, not by
-tests.
+"""Rewards for tests, most of which misbehave when the response asks for it. Imported by verifier
+workers, not by tests.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
+import zlib
+from pathlib import Path
 
 
 def sleep_and_echo(response: str, answer: str) -> float:
@@ -46,3 +50,26 @@ def refuse_on_request(response: str, answer: str) -> float:
     if response == "refuse":
         raise ValueError("no such answer")
     return 1.0
+
+
+def leave_children(response: str, answer: str) -> float:
+    """Starts a child in a session of its own and a grandchild without a parent, whose ids it puts into the
+    file ``answer``; then it ends as the response says."""
+    orphan = (
+        "import subprocess as s\n"
+        "print(s.Popen(['sleep', '300'], start_new_session=True, stdout=s.DEVNULL).pid)"
+    )
+    command = [sys.executable, "-c", orphan]
+    found = subprocess.check_output(command, text=True)
+    child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+    Path(answer).write_text(f"{child.pid} {found}")
+    if response == "die":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while response == "loop":
+        time.sleep(1)
+    return 1.0
+
+
+def of_every_character(response: str, answer: str) -> float:
+    """Another number for almost every response, from 0 to 1."""
+    return zlib.crc32(response.encode()) / 2**32

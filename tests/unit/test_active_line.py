@@ -1,7 +1,8 @@
-"""The line that says what is active."""
+"""The lines that say what is started, and what is active."""
 
 from megatron_dppo.algorithms.presets import build_algorithm
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.local import processes
 from megatron_dppo.loop.active import active_line
 from megatron_dppo.model.layout import Layout
 from tests.unit.config_files import minimal
@@ -21,3 +22,16 @@ def test_what_is_active_in_a_line(tmp_path):
     line = active_line(TrainConfig.model_validate(tree), build_algorithm("grpo"), Layout())
     assert "staleness 0, replaying runs/x, single" in line
     assert "inf" not in line
+
+
+def test_what_is_started_in_words(tmp_path):
+    def words(**sections):
+        tree = minimal(tmp_path)
+        for name, values in sections.items():
+            tree[name] = {**tree.get(name, {}), **values}
+        return processes(TrainConfig.model_validate(tree))
+
+    assert words() == "the engine and 1 rank"
+    assert words(engine={"servers": 3}, parallel={"world_size": 2}) == "3 servers and 2 ranks"
+    assert words(engine={"urls": ["http://10.0.0.7:30000"]}) == "1 rank"
+    assert words(rollout={"replay_from": "runs/x"}) == "1 rank"

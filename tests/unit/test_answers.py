@@ -6,11 +6,14 @@ import json
 import logging
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megatron_dppo.config.schema import RewardConfig, TrainConfig
 from megatron_dppo.data.answers import bad_answers
 from megatron_dppo.data.json_lines import DataError
+from megatron_dppo.data.sampler import ProblemSampler
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.rewards.checked_answers import checked_answers_file, hand_over, handed_over
 from megatron_dppo.rewards.gold import gold_answer
@@ -44,6 +47,8 @@ def run_data(tmp_path: Path):
         (r"so $x = \boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
         (r"first \boxed{3}, then \boxed{ 4 } it is", "4"),
         (r"cut off: \boxed{4", r"cut off: \boxed{4"),
+        (r"some of MATH's: $x = \boxed 4$, so", "4"),
+        (r"and \fbox   \frac12", r"\frac12"),
         ("72", "72"),
         (r"x \in \{1,2\}", r"x \in \{1,2\}"),
     ],
@@ -134,3 +139,33 @@ def test_a_start_s_check_tells_the_ranks_what_it_found(run_data, monkeypatch):
         assert Path(path).parent.stat().st_mode & 0o777 == 0o700
     assert not Path(path).exists()
     assert handed_over(data.scored) is None
+
+
+def test_several_files_are_one_training_set(run_data, tmp_path):
+    """Problems count on from file to file, also where one is left out; each file is checked once."""
+    second = tmp_path / "second.parquet"
+    rows = [{"q": {"text": "2+2"}, "gold": 4.0}, {"q": {"text": "3"}, "gold": 3.0}]
+    pq.write_table(pa.Table.from_pylist(rows), second)
+    files = [
+        {"path": str(tmp_path / "train.jsonl"), "weight": 1.0},
+        {"path": str(second), "weight": 3.0, "prompt_key": "q.text", "answer_key": "gold"},
+    ]
+    data = run_data([row("$"), row("1")], train=files, on_bad_answer="drop")
+    data.settle(data.bad_answers())
+    assert [(p.problem_id, p.prompt, p.answer) for p in data.train.problems] == [
+        (1, "1", "1"),
+        (2, "2+2", "4"),
+        (3, "3", "3"),
+    ]
+    drawn = data.sampler().next(8)
+    assert sorted(drawn) == [0, 0, 1, 1, 1, 2, 2, 2]
+    plain = run_data([row("1")], train=[{"path": f["path"]} for f in files[:1]])
+    assert type(plain.sampler()) is ProblemSampler
+
+
+def test_a_bad_answer_in_parquet_is_named_by_its_row(run_data, tmp_path):
+    path = tmp_path / "train.parquet"
+    pq.write_table(pa.Table.from_pylist([row("1"), row("$")]), path)
+    data = run_data([], train=str(path))
+    with pytest.raises(DataError, match=rf"{path}, row 2: the answer has 0 characters"):
+        data.settle(data.bad_answers())

@@ -184,6 +184,40 @@ REFUSED = [
         ["data.evaluation.aime24=none.jsonl"],
         "data.evaluation.aime24: got 'none.jsonl', expected a JSONL or Parquet file",
     ),
+    (["data.train=[]"], "data.train: got an empty list, expected at least one file"),
+    (
+        ["data.train=[{path: a.jsonl}, {path: none.parquet}]"],
+        "data.train[1].path: got 'none.parquet', expected a JSONL or Parquet file",
+    ),
+    (
+        ["data.train=[{path: a.jsonl}, {path: b.jsonl}, {path: a.jsonl}]"],
+        "data.train: 'a.jsonl' is there twice, expected each file once",
+    ),
+    (
+        ["data.train=[{path: a.jsonl, weight: 2}, {path: b.jsonl}]"],
+        "data.train[1].weight: missing, expected one for each file, or for none",
+    ),
+    (
+        ["data.evaluation={aime24: {path: none.parquet, answer_key: label}}"],
+        "data.evaluation.aime24: got 'none.parquet', expected a JSONL or Parquet file",
+    ),
+    (
+        ["data.prompt_template=Solve this."],
+        "data.prompt_template: got 'Solve this.', expected {prompt} in it once",
+    ),
+    (
+        ["data.prompt_template='{prompt} and {prompt}'"],
+        "data.prompt_template: got '{prompt} and {prompt}', expected {prompt} in it once",
+    ),
+    (
+        ["data.system_prompt=Think.", "data.apply_chat_template=false"],
+        "data.system_prompt: got one with data.apply_chat_template false, expected null",
+    ),
+    (["rollout.stop=['']"], "rollout.stop: got an empty text"),
+    (
+        [f"rollout.stop={[str(i) for i in range(33)]}"],
+        "rollout.stop: got 33 texts, expected at most 32",
+    ),
     (
         ["rollout.replay_from=nowhere"],
         "rollout.replay_from: got 'nowhere', expected a folder of rollout batches",
@@ -217,6 +251,10 @@ REFUSED = [
         ["rollout.oversampling=1.5"],
         "rollout.oversampling: got 1.5, expected 1 without rollout.drop_zero_variance_groups",
     ),
+    (
+        ["engine.deterministic=true", "rollout.responses_per_call=2"],
+        "rollout.responses_per_call: got 2, expected 1 with engine.deterministic",
+    ),
 ]
 
 
@@ -226,6 +264,20 @@ REFUSED = [
 def test_what_is_refused(problems, overrides, problem):
     found = problems(*overrides)
     assert any(line.startswith(problem) for line in found), found
+
+
+def test_texts_for_the_model_may_have_lines(problems):
+    (found,) = problems(
+        "rollout.top_k=50",
+        r'data.system_prompt="Think.\nThen answer."',
+        r'data.prompt_template="Q:\t{prompt}\n"',
+        r'rollout.stop=["\n\n", "Q:"]',
+    )
+    assert found.startswith("rollout.top_k")
+    (found,) = problems(r'data.system_prompt="\0"')
+    assert found.startswith("data.system_prompt: got '\\x00' (str), expected text without control")
+    (found,) = problems(r'run.directory="a\nb"')
+    assert found.startswith("run.directory: got 'a\\nb' (str), expected text without control")
 
 
 REFUSED_FOR_DENSE = [

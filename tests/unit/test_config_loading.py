@@ -158,11 +158,14 @@ def test_every_problem_is_told_at_once(tmp_path, tree):
         ("paralel=2", "parallel"),
         ("lr=1", "optimizer.lr"),
         ("data.tensor=1", "parallel.tensor"),
+        ("data.train=[{path: a, wieght: 2}]", "data.train[0].weight"),
+        ("data.evaluation.x={path: a, promptkey: b}", "data.evaluation.x.prompt_key"),
     ],
 )
 def test_an_unknown_key_comes_with_a_suggestion(load, override, meant):
     (problem,) = problems_of(load, override)
-    assert problem.startswith(f"{override.split('=')[0]}: unknown key")
+    assert problem.startswith(override.split("=")[0])
+    assert ": unknown key" in problem
     assert f"did you mean {meant}?" in problem
 
 
@@ -185,6 +188,21 @@ def test_an_unknown_key_that_resembles_nothing(load):
             "data.evaluation=3",
             "data.evaluation: got 3 (int), expected a table of name: text or a table",
         ),
+        (
+            "data.train=3",
+            "data.train: got 3 (int), expected text or a list, each item a table",
+        ),
+        (
+            "data.train=[{path: a}, {path: b, weight: 0}]",
+            "data.train[1].weight: got 0 (int), expected a number > 0 or null",
+        ),
+        ("data.train=[a]", "data.train[0]: got 'a' (str), expected a table"),
+        (
+            "data.train=[{weight: 1}]",
+            "data.train[0].path: missing, expected text (JSONL or Parquet file)",
+        ),
+        ("data.evaluation.x={path: 3}", "data.evaluation.x.path: got 3 (int), expected text"),
+        ("rollout.stop=x", "rollout.stop: got 'x' (str), expected a list, each item text"),
         ("parallel=3", "parallel: got 3 (int), expected a table"),
         ("optimizer.lr=.nan", "optimizer.lr: got nan (float), expected a number > 0"),
         ("optimizer.lr=.inf", "optimizer.lr: got inf (float), expected a number > 0"),
@@ -316,3 +334,19 @@ def test_a_key_of_an_earlier_version_means_the_same(load, tree, caplog):
     tree["rollout"]["drop_groups_without_spread"] = True
     assert load().rollout.drop_zero_variance_groups
     assert "is called rollout.drop_zero_variance_groups now" in caplog.text
+
+
+def test_every_form_of_the_data_is_written_back_as_it_was(load, tmp_path):
+    for train in (
+        "a.jsonl",
+        "[{path: a.parquet, answer_key: label, weight: 2}, {path: b, weight: 1}]",
+    ):
+        config = load(f"data.train={train}", "data.evaluation={x: e.jsonl, y: {path: f}}")
+        path = write_config(tmp_path, resolved_yaml(config))
+        assert load_config(path) == config
+    assert [file.path for file in config.data.train_files] == ["a.parquet", "b"]
+    assert config.data.train_files[0].weight == 2
+    assert {name: file.path for name, file in config.data.evaluation_files.items()} == {
+        "x": "e.jsonl",
+        "y": "f",
+    }

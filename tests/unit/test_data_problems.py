@@ -5,10 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.problems import load_pairs, load_problems
+from megatron_dppo.data.problems import DataKeys, load_pairs, load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.types import Problem
 from tests.tiny_models import tiny_tokenizer
@@ -65,6 +67,82 @@ def test_a_plain_line(load, tokenizer):
 def test_forms_of_a_record(load, record, prompt, answer):
     (problem,) = load(json.dumps(record)).problems
     assert (problem.prompt, problem.answer) == (prompt, answer)
+
+
+def chat(*messages: tuple[str, str]) -> str:
+    text = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in messages)
+    return text + "<|im_start|>assistant\n"
+
+
+def test_whole_numbers_are_written_without_a_point(load):
+    found = load('{"prompt": "1", "answer": 27.0}\n{"prompt": "1", "answer": -1e3}')
+    assert [p.answer for p in found.problems] == ["27", "-1000"]
+
+
+def test_the_keys_that_a_recipe_names(tmp_path, tokenizer):
+    path = tmp_path / "set.jsonl"
+    path.write_text('{"prompt": "no", "q": {"text": "1+1"}, "label": 2, "a.b": "3"}\n')
+
+    def load(prompt: str | None, answer: str | None) -> tuple[str, str]:
+        keys, form = DataKeys(prompt, answer), PromptForm(apply_chat_template=False)
+        found = load_problems(path, tokenizer, max_prompt_tokens=99, form=form, keys_of=keys)
+        return found.problems[0].prompt, found.problems[0].answer
+
+    assert load("q.text", "label") == ("1+1", "2")
+    assert load(None, "a.b") == ("no", "3")
+    for keys, missing in [(("q.none", "label"), "q.none"), (("q.text", "answer"), "answer")]:
+        with pytest.raises(DataError, match=rf"line 1: no '{missing}', found \['a.b', 'label'"):
+            load(*keys)
+
+
+def test_parquet_holds_the_same_problems(tmp_path, tokenizer):
+    rows = [
+        {"prompt": [{"role": "user", "content": "1+1"}], "reward_model": {"ground_truth": "2"}},
+        {"prompt": [{"role": "user", "content": ""}], "reward_model": {"ground_truth": "2"}},
+    ]
+    path, form = tmp_path / "set.parquet", PromptForm()
+    pq.write_table(pa.Table.from_pylist(rows[:1]), path)
+    found = load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
+    ids = tuple(tokenizer.encode(chat(("user", "1+1"))))
+    assert found.problems == (Problem(0, "1+1", "2", ids),)
+    assert found.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert found.place(4) == "row 5"
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    with pytest.raises(DataError, match=r"set\.parquet, row 2: 'prompt' is .*, expected text or"):
+        load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
+    pq.write_table(pa.Table.from_pylist([], pa.schema([("prompt", pa.string())])), path)
+    with pytest.raises(DataError, match=r"set\.parquet: the file is empty"):
+        load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
+
+
+TALK = json.dumps({"prompt": [{"role": "user", "content": "1+1"}], "answer": "2"})
+
+
+@pytest.mark.parametrize("line", [GOOD, TALK])
+def test_a_template_and_a_system_prompt(load, tokenizer, line):
+    def text(**form) -> str:
+        (problem,) = load(line, apply_chat_template=True, **form).problems
+        assert problem.prompt == "1+1"
+        return tokenizer.decode(problem.prompt_ids)
+
+    asked = ("user", "Q: 1+1 {}\nA:")
+    assert text(template="Q: {prompt} {}\nA:") == chat(asked)
+    assert text(system_prompt="Add.") == chat(("system", "Add."), ("user", "1+1"))
+    both = text(template="Q: {prompt} {}\nA:", system_prompt="Add.")
+    assert both == chat(("system", "Add."), asked)
+
+
+def test_a_template_of_plain_text_and_of_the_last_message(load, tokenizer):
+    (plain,) = load(GOOD, template="{prompt}=").problems
+    assert plain.prompt_ids == tuple(tokenizer.encode("1+1="))
+    talk = [{"role": "system", "content": "S"}, {"role": "user", "content": "{prompt}"}]
+    line = json.dumps({"prompt": talk, "answer": "2"})
+    (formed,) = load(line, template="<{prompt}>").problems
+    assert tokenizer.decode(formed.prompt_ids) == chat(("system", "S"), ("user", "<{prompt}>"))
+    with pytest.raises(
+        DataError, match=r"line 1: the prompt has a system message, and data\.system"
+    ):
+        load(line, system_prompt="T")
 
 
 def test_text_and_messages_go_through_the_chat_template(load, tokenizer):

@@ -205,9 +205,16 @@ def test_the_body_asks_for_tokens_and_binary_forms():
     assert body["return_routed_experts"] is True
     params = body["sampling_params"]
     assert (params["temperature"], params["top_p"], params["top_k"]) == (1.0, 1.0, -1)
+    assert params["stop"] is None
     plain = json.loads(request_body([request(columns={})], "a-00"))
     assert "top_logprobs_num" not in plain
     assert "return_routed_experts" not in plain
+
+
+def test_texts_that_end_a_response_are_asked_for():
+    sampling = SamplingParams(max_new_tokens=8, stop=("\n\n", "Q:"))
+    body = json.loads(request_body([request(sampling=sampling)], "a-00"))
+    assert body["sampling_params"]["stop"] == ["\n\n", "Q:"]
 
 
 def test_one_call_cannot_mix_forms():

@@ -12,7 +12,7 @@ import pytest
 from smg.router_args import RouterArgs
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.compatibility import SGLANG_VERSION, compare_server
+from megatron_dppo.engine.compatibility import SGLANG_VERSION, compare_server, required_switches
 from megatron_dppo.engine.errors import EngineStartError
 from megatron_dppo.engine.launch_server import redact_keys
 from megatron_dppo.engine.options import (
@@ -237,3 +237,35 @@ def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
         "--enable-return-routed-experts: False, expected True",
         "--max-total-tokens: the cache holds 127 tokens, a full sequence has 128",
     ]
+
+
+def test_what_a_starting_server_does_is_told_in_words_not_by_its_warnings(tmp_path):
+    engine = engine_of(tmp_path, 31000)
+    engine.log_path.parent.mkdir()
+    said = {
+        "Cuda graph is disabled because of using torch native": "importing its libraries",
+        "Load weight begin. avail mem=16.27 GB": "loading weights",
+        "warnings.warn(": "loading weights",
+        "Load weight end. elapsed=0.16 s": "laying out its cache",
+        "Capture decode CUDA graph begin. bs=8": "capturing CUDA graphs",
+    }
+    assert engine._stage() == "importing its libraries"
+    for line, stage in said.items():
+        with engine.log_path.open("a") as log:
+            log.write(line + "\n")
+        assert engine._stage() == stage
+
+
+def test_a_deterministic_engine_is_asked_for_and_checked(tmp_path):
+    options = server_options(sections(tmp_path), host="127.0.0.1", port=31000, seed=5)
+    assert "enable_deterministic_inference" not in options
+    wanted = sections(tmp_path, engine={"device": "cpu", "deterministic": True})
+    options = server_options(wanted, host="127.0.0.1", port=31000, seed=5)
+    assert options["enable_deterministic_inference"] is True
+    assert options["chunked_prefill_size"] == -1
+    on_gpu = sections(tmp_path, engine={"device": "cuda", "deterministic": True})
+    assert "chunked_prefill_size" not in server_options(
+        on_gpu, host="127.0.0.1", port=31000, seed=5
+    )
+    assert required_switches(wanted) == ["enable_deterministic_inference"]
+    assert required_switches(sections(tmp_path)) == []

@@ -14,10 +14,15 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.errors import EngineLostError
+from megatron_dppo.fleet import http_router_client
 from megatron_dppo.fleet.folder import Keys, Server
+from megatron_dppo.fleet.http_router_client import HttpRouterClient
+from megatron_dppo.fleet.http_router_process import HttpRouterProcess
 from megatron_dppo.fleet.members import Member, client_of
 from megatron_dppo.fleet.membership import member_from_json, member_to_json
+from megatron_dppo.system.ports import FreePorts
 
 ADDRESS = "127.0.0.1"
 
@@ -34,18 +39,26 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-def self_signed(folder: Path, name: str) -> tuple[Path, Path]:
-    """A certificate of ``ADDRESS`` that signs itself, and its key."""
+def certificates(folder: Path, name: str) -> tuple[Path, Path, Path]:
+    """An authority, a certificate of ``ADDRESS`` that it signed, and that one's key."""
+    authority, authority_key = folder / f"{name}-ca.pem", folder / f"{name}-ca.key"
     certificate, key = folder / f"{name}.pem", folder / f"{name}.key"
-    openssl = shutil.which("openssl")
-    assert openssl is not None, "install openssl"
-    command = [
-        openssl, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-        "-nodes", "-keyout", str(key), "-out", str(certificate), "-days", "2",
-        "-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{ADDRESS}",
-    ]  # fmt: skip
-    subprocess.run(command, check=True, capture_output=True)
-    return certificate, key
+    new_key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    openssl(f"req -x509 {new_key} -keyout {authority_key} -out {authority} -days 2 -subj /CN=ca")
+    openssl(f"req {new_key} -keyout {key} -out {folder}/request -subj /CN={name}")
+    extensions = folder / "extensions"
+    extensions.write_text(f"subjectAltName=IP:{ADDRESS}\nbasicConstraints=CA:FALSE\n")
+    openssl(
+        f"x509 -req -in {folder}/request -CA {authority} -CAkey {authority_key} -CAcreateserial "
+        f"-out {certificate} -days 2 -extfile {extensions}"
+    )
+    return authority, certificate, key
+
+
+def openssl(words: str) -> None:
+    program = shutil.which("openssl")
+    assert program is not None, "install openssl"
+    subprocess.run([program, *words.split()], check=True, capture_output=True)
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +68,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[tuple[int, Path]]:
-    """Its port, and the file of its certificate."""
-    certificate, key = self_signed(folder, "server")
+    """Its port, and the file of its authority."""
+    authority, certificate, key = certificates(folder, "server")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     serving = ThreadingHTTPServer((ADDRESS, 0), Handler)
     serving.socket = context.wrap_socket(serving.socket, server_side=True)
     threading.Thread(target=serving.serve_forever, daemon=True).start()
-    yield serving.server_address[1], certificate
+    yield serving.server_address[1], authority
     serving.shutdown()
     serving.server_close()
 
@@ -76,9 +89,9 @@ def ask(member: Member) -> dict:
 
 
 def test_a_server_whose_issuer_is_named_is_talked_to(server: tuple[int, Path]) -> None:
-    port, certificate = server
+    port, authority = server
     place = Server("x", f"https://{ADDRESS}:{port}", origin="config")
-    member = Member(place, Keys("secret"), str(certificate))
+    member = Member(place, Keys("secret"), str(authority))
     assert ask(member_from_json(json.loads(json.dumps(member_to_json(member))))) == {
         "key": "Bearer secret"
     }
@@ -89,14 +102,51 @@ def test_a_server_of_another_issuer_gets_no_key(
     server: tuple[int, Path], folder: Path, trusted: str
 ) -> None:
     port, _ = server
-    ca_file = None if trusted == "the system's" else str(self_signed(folder, "another")[0])
+    ca_file = None if trusted == "the system's" else str(certificates(folder, "another")[0])
     member = Member(Server("x", f"https://{ADDRESS}:{port}"), Keys("secret"), ca_file)
     with pytest.raises(EngineLostError, match="CERTIFICATE_VERIFY_FAILED"):
         ask(member)
 
 
 def test_a_certificate_holds_for_its_address_alone(server: tuple[int, Path]) -> None:
-    port, certificate = server
-    member = Member(Server("x", f"https://localhost:{port}"), Keys("secret"), str(certificate))
+    port, authority = server
+    member = Member(Server("x", f"https://localhost:{port}"), Keys("secret"), str(authority))
     with pytest.raises(EngineLostError, match=r"[Hh]ostname mismatch"):
         ask(member)
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_the_router_sends_to_it_too_where_it_is_told_of_the_authority(
+    server: tuple[int, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    trusted: bool,
+) -> None:
+    port, authority = server
+    monkeypatch.setattr(http_router_client, "_REGISTRATION_SECONDS", 10.0 if trusted else 2.0)
+    ports = FreePorts(ADDRESS)
+    router = HttpRouterProcess(
+        EngineConfig(ca_file=str(authority) if trusted else None),
+        port=ports.next(), metrics_port=ports.next(), log_path=tmp_path / "router.log",
+        api_key="user", admin_api_key="admin",
+    )  # fmt: skip
+    url = f"https://{ADDRESS}:{port}"
+
+    async def register() -> dict[str, str]:
+        client = HttpRouterClient(router.url, Keys("user", "admin"))
+        try:
+            await client.set_servers({url: "secret"})
+            return await client.servers()
+        finally:
+            await client.close()
+
+    router.start()
+    try:
+        router.wait_healthy()
+        if trusted:
+            assert asyncio.run(register()).keys() == {url}
+        else:
+            with pytest.raises(EngineLostError, match=r"the router serves from \[\]"):
+                asyncio.run(register())
+    finally:
+        router.kill()

@@ -271,6 +271,7 @@ def test_a_succeeded_start_is_fenced_and_its_heartbeat_changes_nothing(tmp_path:
     with pytest.raises(FencedError, match="took over: process 88 on b"):
         first.fence.check()
     assert files.holder() == second
+    assert [p.name for p in (tmp_path / "lease").iterdir()] == [f"{second.nonce}.beat"]
     assert files.beat(second) == Beat()
 
 

@@ -7,7 +7,8 @@ import pytest
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.local import local_placement
-from megatron_dppo.launch.placement import Allocation, Host, PlacementError, Roles, place
+from megatron_dppo.launch.placement import PlacementError, Roles, place
+from megatron_dppo.launch.places import Allocation, Host
 from megatron_dppo.slurm.spares import Spares
 from tests.unit.config_files import minimal
 
@@ -168,3 +169,26 @@ def test_servers_of_a_dead_host_move_together_to_a_spare():
     assert spares.host_now(host).name == "n4"
     dead["n4"] = "DRAINED"
     assert spares.host_now(host).name == "n4"
+
+
+def two_groups(first: int, second: int, devices: int = 8) -> Allocation:
+    names = range(1, first + second + 1)
+    return Allocation(
+        tuple(Host(f"n{i}", f"10.0.0.{i}", devices, int(i > first)) for i in names), 21000
+    )
+
+
+def test_servers_of_a_heterogeneous_job_take_its_second_group():
+    found = place(Roles(4, 2, 4), two_groups(1, 1))
+    assert [rank.host.name for rank in found.ranks] == ["n1"] * 4
+    assert servers_of(found) == [("n2", 0, 4), ("n2", 4, 4)]
+    assert [server.host.group for server in found.servers] == [1, 1]
+
+
+def test_what_does_not_fit_a_heterogeneous_job():
+    with pytest.raises(PlacementError, match="first group of the job has 8 devices, 16 ranks need"):
+        place(Roles(16, 2), two_groups(1, 2))
+    with pytest.raises(PlacementError, match=r"sglang.base_gpu_id: .* begin on its second group"):
+        place(Roles(4, 2, first_device=0), two_groups(1, 1))
+    with pytest.raises(PlacementError, match="do not fit on 2 hosts of 8; what fits: 3 hosts of 8"):
+        place(Roles(4, 4, 4), two_groups(1, 1))

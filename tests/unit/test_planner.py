@@ -20,6 +20,7 @@ from megatron_dppo.planner.batches import batches
 from megatron_dppo.planner.columns import column_bytes, routing_bytes_per_token
 from megatron_dppo.planner.devices import DEVICES, Cluster
 from megatron_dppo.planner.engine import engine_bytes, kv_bytes_per_token, weight_bytes
+from megatron_dppo.planner.figure import bars
 from megatron_dppo.planner.flops import (
     attention_flops,
     linear_flops,
@@ -246,6 +247,11 @@ def test_what_does_not_fit_is_refused_by_part():
     assert "mem_fraction_static 0.97 leaves" in crowded.problems[0]
     single = verdict(job("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.36"), H100)
     assert "expected at least one sequence of 17,408" in single.problems[0]
+    shared = verdict(job("qwen3_30b_a3b_base", "sglang.base_gpu_id=0"), H100)
+    (problem,) = shared.problems
+    assert problem.startswith(
+        "GPU memory: sglang.base_gpu_id 0 puts a server on a rank's GPU, which then needs 116"
+    )
     poor = verdict(job(), replace(H100, host_memory=2**34))
     assert poor.problems[0].startswith("host memory: node 0 needs")
     assert len(poor.problems) == 4
@@ -268,6 +274,18 @@ def test_search_ranks_what_fits_and_says_how_to_get_there():
     close = nearest(found, 3)
     assert len(close) == 3
     assert len(close[0].changes) == min(len(p.changes) for p in found)
+
+
+def test_bars_of_a_picture_add_up_to_the_plan():
+    plan = verdict(job(), H100)
+    drawn = bars(plan)
+    assert list(drawn) == ["trainer, stage 0", "server"]
+    assert sum(drawn["trainer, stage 0"].values()) == pytest.approx(
+        plan.fullest.total / 2**30, rel=1e-6
+    )
+    assert sum(drawn["server"].values()) == pytest.approx(
+        (H100.device.memory - 2**29) / 2**30, rel=1e-6
+    )
 
 
 def test_the_command_prints_every_part_and_exits_0(capsys, monkeypatch):

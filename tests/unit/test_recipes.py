@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from examples.recipes import verdicts
 from megatron_dppo.algorithms.presets import build_algorithm
 from megatron_dppo.config import check_config, load_config
 
@@ -23,7 +24,7 @@ PAPER = {
         *(1e-6, 0.15, float("inf"), 20, False),
     ),
     "qwen3_1.7b_base_efficiency": (
-        *("qwen3-1.7b-base", 8000, 128, 32, 8, 1e-6, 0.2, 5.0, 10, False),
+        *("qwen3-1.7b-base", 8000, 128, 32, 8, 1e-6, 0.15, float("inf"), 10, False),
     ),
     "octothinker_3b": ("octothinker-3b", 8000, 128, 32, 8, 1e-6, 0.2, 5.0, 10, False),
 }
@@ -81,3 +82,26 @@ def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_p
     )
     plan = check_config(config, name)
     assert plan.steps_per_batch == {256: 8, 128: 4, 64: 4}[config.rollout.prompts_per_step]
+
+
+@pytest.mark.parametrize("name", PAPER)
+@pytest.mark.parametrize("gpu", verdicts.GPUS)
+def test_the_recipe_fits_the_hardware_that_it_names(name, gpu):
+    plan = verdicts.plans(name)[gpu]
+    assert plan.problems == ()
+    assert all(node.idle == 0 for node in plan.nodes)
+
+
+def test_the_published_verdicts_are_the_planners():
+    readme = (RECIPES / "README.md").read_text()
+    assert verdicts.written(readme) == readme
+    assert set(verdicts.NODES) == set(PAPER)
+
+
+def test_the_efficiency_studys_baseline_has_its_published_bounds():
+    config = load_config(
+        RECIPES / "qwen3_1.7b_base_efficiency.yaml", ["algorithm.name=grpo-clip-higher"]
+    )
+    algorithm = config.algorithm
+    numbers = build_algorithm(algorithm.name, algorithm.options, algorithm.settings).numbers
+    assert (numbers["clip_low"], numbers["clip_high"]) == (0.2, 0.28)

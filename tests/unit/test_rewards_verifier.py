@@ -5,9 +5,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_dppo.rewards import Score, Verifier, VerifierError
@@ -158,3 +162,55 @@ def test_a_check_hands_back_what_a_reward_refuses():
     with Verifier("exact_integer", timeout_s=1.0, workers=1) as verifier:
         (refused,) = verifier.check([("1", "one")])
     assert "the answer is 'one', expected an integer" in (refused.refusal or "")
+
+
+def children_of(path: Path) -> list[psutil.Process]:
+    """Those that ``leave_children`` noted, where they still run."""
+    ids = [int(word) for word in path.read_text().split()]
+    assert len(ids) == 2
+    return [psutil.Process(i) for i in ids if psutil.pid_exists(i) and runs(i)]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("response", ["ok", "die", "loop"])
+def test_what_a_check_started_ends_with_it(tmp_path, response):
+    """Also where it took another session, or another parent, and the check crashed or was killed."""
+    noted = tmp_path / "children"
+    with Verifier(planted("leave_children"), timeout_s=4.0, workers=1) as verifier:
+        [score] = verifier.score([(response, str(noted))])
+        assert (score.crashed, score.timed_out) == (response == "die", response == "loop")
+        deadline = time.monotonic() + 5
+        while children_of(noted) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert children_of(noted) == []
+
+
+def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
+    """A trainer rank that is killed in the middle of a check leaves nothing behind."""
+    noted = tmp_path / "children"
+    deadline = time.monotonic() + 60
+    code = (
+        "from megatron_dppo.rewards import Verifier\n"
+        f"with Verifier({planted('leave_children')!r}, timeout_s=300, workers=1) as verifier:\n"
+        f"    verifier.score([('loop', {str(noted)!r})])\n"
+    )
+    rank = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    try:
+        while not (noted.exists() and len(noted.read_text().split()) == 2):
+            assert rank.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        workers = psutil.Process(rank.pid).children(recursive=True)
+    finally:
+        rank.kill()
+        rank.wait()
+    deadline = time.monotonic() + 10
+    while any(runs(p.pid) for p in workers) or children_of(noted):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.places import Host
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank, port_base, tasks_per_node
 from megatron_dppo.launch.srun import StepForm, step_environment
 from megatron_dppo.launch.srun_ranks import ended_tasks
@@ -114,3 +114,18 @@ def test_a_stop_file_stops_as_the_signal_does(tmp_path: Path, monkeypatch):
     assert flag()
     path.unlink()
     assert flag()
+
+
+def test_a_step_of_a_heterogeneous_job_names_its_group():
+    hosts = [Host("n2", "10.0.0.2", 8, 1)]
+    words = StepForm().command(
+        ["true"],
+        name="server",
+        hosts=hosts,
+        tasks_per_host=1,
+        output="o",
+        stdin=True,
+        tolerant=True,
+    )
+    assert words[:2] == ["srun", "--het-group=1"]
+    assert {"--input=all", "--kill-on-bad-exit=0"} <= set(words)

@@ -11,6 +11,7 @@ import pytest
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.slurm.__main__ import main
+from megatron_dppo.slurm.job import job_groups
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.slurm.submission import Submission, seconds_of
 from tests.unit.config_files import minimal, write_config
@@ -209,3 +210,28 @@ def test_submitting_loads_nothing_heavy():
         "sys.exit(any(name in sys.modules for name in ('torch', 'aiohttp', 'transformers')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_heterogeneous_job_has_its_servers_in_another_partition(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cluster = site(partition="train", server_partition="serve", account="rl")
+    settings = config(tmp_path, parallel={"world_size": 2}, engine={"servers": 4})
+    plan = Submission.plan(settings, cluster, None)
+    assert (plan.nodes, [server.host.name for server in plan.placement.servers]) == (
+        3,
+        ["node2", "node2", "node3", "node3"],
+    )
+    words = plan.command()
+    colon = words.index(":")
+    assert {"--nodes=1", "--partition=train"} <= set(words[:colon])
+    assert words[colon:-3] == [
+        ":", "--nodes=2", "--gpus-per-node=2", "--partition=serve", "--exclusive", "--account=rl",
+        "--time=10",
+    ]  # fmt: skip
+
+
+def test_groups_of_a_job():
+    assert job_groups({"SLURM_JOB_NODELIST": "n[1-2]"}) == {None: "n[1-2]"}
+    het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "n1"}
+    het |= {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
+    assert job_groups(het) == {0: "n1", 1: "n[2-3]"}

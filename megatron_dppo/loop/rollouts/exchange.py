@@ -105,7 +105,7 @@ class ColumnExchange:
         by_leader = list(wanted)
         if gather:  # rank 0 leads replica 0
             by_leader[0] = sorted(directory.holders)
-        wire = self._wire(trajectories, directory.forms)
+        wire = ColumnBytes(trajectories, directory.forms)
         received = self._between_leaders(wire, directory, by_leader, arrays)
         arrays |= received
         received |= self._within_replica(wire, wanted[at.dp_rank], arrays)
@@ -117,9 +117,6 @@ class ColumnExchange:
         light = [t.without(*moved) for t in trajectories]
         delivered = [t.with_columns(**c) for t, c in zip(light, columns, strict=True)]
         return Delivery(delivered, {**forms_of(light), **directory.forms}, directory.held)
-
-    def _wire(self, trajectories: Sequence[Trajectory], forms: Mapping[str, Form]) -> ColumnBytes:
-        return ColumnBytes(trajectories, forms)
 
     def _between_leaders(
         self,

@@ -1,0 +1,92 @@
+"""The planner's verdict on every recipe, on the hardware that it is written for: the table in README.md.
+
+python -m examples.recipes.verdicts            # print it
+python -m examples.recipes.verdicts --write    # put it into README.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+from megatron_dppo.config import load_config
+from megatron_dppo.planner.devices import DEVICES, Cluster
+from megatron_dppo.planner.job import job_of
+from megatron_dppo.planner.models import shape_of
+from megatron_dppo.planner.verdict import Verdict, verdict
+
+HERE = Path(__file__).resolve().parent
+MODELS = HERE.parent / "model_configs"
+NODES = {
+    "qwen3_30b_a3b_base": 4,
+    "qwen3_30b_a3b_base_r3": 4,
+    "qwen3_30b_a3b": 4,
+    "qwen3_30b_a3b_r3": 4,
+    "qwen3_8b_base": 2,
+    "r1_distill_qwen_1.5b_stability": 1,
+    "qwen3_1.7b_base_efficiency": 1,
+    "octothinker_3b": 1,
+}
+"""Recipe -> nodes of eight GPUs."""
+GPUS = ("h100", "a100", "h200", "b200")
+BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
+
+
+def plans(recipe: str) -> dict[str, Verdict]:
+    """The verdict by kind of GPU."""
+    config = load_config(HERE / f"{recipe}.yaml")
+    job = job_of(config, shape_of(config.model.hf_checkpoint, MODELS))
+    return {gpu: verdict(job, Cluster(DEVICES[gpu], NODES[recipe])) for gpu in GPUS}
+
+
+def table() -> str:
+    """Markdown."""
+    head = [
+        "recipe",
+        "nodes",
+        "trainer",
+        "servers",
+        *(f"{gpu.upper()}: GPU memory; sequences; step" for gpu in GPUS),
+    ]
+    rows = [head, ["---"] * len(head), *(_row(recipe) for recipe in NODES)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _row(recipe: str) -> list[str]:
+    found = plans(recipe)
+    job = found["h100"].job
+    ranks = f"{job.trainer.layout.world_size}: {job.trainer.layout.describe()}"
+    servers = f"{job.engine.servers} x TP{job.engine.tensor}"
+    cells = [_cell(plan) for plan in found.values()]
+    return [f"`{recipe}`", f"{NODES[recipe]} x 8", ranks, servers, *cells]
+
+
+def _cell(plan: Verdict) -> str:
+    if not plan.fits or plan.seconds is None or plan.engine is None:
+        return "does not fit"
+    share = plan.fullest.total / plan.cluster.device.memory
+    return f"{share:.0%}; {plan.engine.sequences}; {plan.seconds.total:,.0f} s"
+
+
+def written(text: str) -> str:
+    """README.md with the present table."""
+    pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
+    return pattern.sub(lambda _: f"{BEGIN}\n{table()}\n{END}", text)
+
+
+def main() -> int:
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true")
+    readme = HERE / "README.md"
+    if parser.parse_args().write:
+        readme.write_text(written(readme.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""What ``inspect`` says of a file, and the comparison of two sets behind it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_dppo.data.__main__ import main
+from megatron_dppo.data.inspection import histogram
+from megatron_dppo.data.near_duplicates import near_duplicates, shingles
+from tests.tiny_models import tiny_tokenizer
+
+
+def test_shingles_are_three_words_in_a_row_without_layout():
+    assert shingles(r"Find $\left(X_{12}\right)$, \textbf{now}!") == {
+        ("find", "x", "12"),
+        ("x", "12", "now"),
+    }
+    assert shingles("Two words") == {("two", "words")}
+    assert shingles("  $ ") == set()
+    assert shingles("设 a 1") == {("设", "a", "1")}
+
+
+def test_the_share_of_shingles_that_two_texts_have():
+    # 8 words, 6 shingles each; the changed word is in the last one alone: 5 / (6 + 6 - 5).
+    training = ["nothing like it", "a b c d e f g h"]
+    evaluation = ["a b c d e f g x", "a b c d e f g h", "other words here"]
+    assert near_duplicates(training, evaluation, 0.7) == [(1.0, 1, 1), (5 / 7, 1, 0)]
+    assert near_duplicates(training, evaluation, 5 / 7) == [(1.0, 1, 1), (5 / 7, 1, 0)]
+    assert near_duplicates(training, evaluation, 0.72) == [(1.0, 1, 1)]
+    assert near_duplicates([], evaluation, 0) == near_duplicates(training, [], 0) == []
+
+
+def test_bars_of_equal_width():
+    # The longest is 19: ten bars of 2. The fullest has 40 marks, and none that is not empty has none.
+    lines = list(histogram([0, 1, 1, 1, 19, 2]))
+    assert len(lines) == 10
+    assert lines[0] == f"   0 to  1  {'#' * 40} 4"
+    assert lines[1] == f"   2 to  3  {'#' * 10:<40} 1"
+    assert lines[2] == f"   4 to  5  {'':<40} 0"
+    assert lines[9] == f"  18 to 19  {'#' * 10:<40} 1"
+    assert list(histogram([0, 0])) == [f"  0 to 0  {'#' * 40} 2"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    rows = [
+        {"problem": "1+1", "answer": "2"},
+        {"problem": "12+3", "answer": "$"},
+        {"problem": " 1+1 ", "answer": "2"},
+        {"problem": "7+8 and then 5", "answer": "#### 20"},
+    ]
+    for name, chosen in {"train": rows, "held_out": rows[3:]}.items():
+        text = "".join(json.dumps(row) + "\n" for row in chosen)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    tiny_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    return tmp_path
+
+
+def test_the_report(files, capsys):
+    train, held_out = files / "train.jsonl", files / "held_out.jsonl"
+    template = ["--prompt-template", "={prompt}=", "--tokenizer", str(files / "tokenizer")]
+    main(["inspect", str(train), "--against", str(held_out), *template])
+    told = capsys.readouterr().out
+    encode = tiny_tokenizer().encode
+    counts = sorted(
+        len(encode(f"<|im_start|>user\n={text}=<|im_end|>\n<|im_start|>assistant\n"))
+        for text in ("1+1", "12+3", " 1+1 ", "7+8 and then 5")
+    )
+    assert f"{train}: 4 problems, 1 repeated" in told
+    assert (
+        f"prompts in tokens, quantiles: 0% {counts[0]}, 50% {counts[1]}, 90% {counts[3]}, "
+        f"99% {counts[3]}, 100% {counts[3]}"
+    ) in told
+    assert "answers: 3 different; 1 of 4 do not verify against themselves with math_verify" in told
+    assert "  line 2: the answer has 0 characters, expected 1 to 500" in told
+    assert f"0.6 or more): 1 of the 1 problems of {held_out}, in 1 pairs" in told
+    assert f"  1.00  {train}, line 4 and {held_out}, line 1: 7+8 and then 5" in told
+    prompt = "<|im_start|>user\n={}=<|im_end|>\n<|im_start|>assistant\n"
+    for line, text in ((1, "1+1"), (3, " 1+1 "), (4, "7+8 and then 5")):
+        assert f"--- {train}, line {line}\n{prompt.format(text)}" in told
+
+
+def test_without_a_tokenizer_lengths_are_characters(files, capsys):
+    main(["inspect", str(files / "train.jsonl"), "--reward", "exact_integer"])
+    told = capsys.readouterr().out
+    assert "prompts in characters, quantiles: 0% 3, 50% 4, 90% 14, 99% 14, 100% 14" in told
+    assert "1 of 4 do not verify against themselves with exact_integer" in told
+    assert f"--- {files}/train.jsonl, line 1\n1+1\n" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["none.jsonl"], "none.jsonl: cannot be read"),
+        (["{train}", "--prompt-key", "text"], "line 1: no 'text', found ['answer', 'problem']"),
+        (["{train}", "--against", "none.jsonl"], "none.jsonl: cannot be read"),
+        (["{train}", "--tokenizer", "none"], "none: no tokenizer here"),
+        (["{train}", "--reward", "none"], "--reward: unknown reward 'none'"),
+    ],
+)
+def test_what_cannot_be_looked_at_is_one_line(files, capsys, words, message):
+    with pytest.raises(SystemExit) as end:
+        main(["inspect", *(word.format(train=files / "train.jsonl") for word in words)])
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert end.value.code == 2
+    assert message in told

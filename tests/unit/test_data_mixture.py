@@ -1,0 +1,94 @@
+"""Several training files: one set, their shares, and an order that goes on exactly."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_dppo.data.mixture import WeightedSampler, joined
+from megatron_dppo.data.problems import ProblemSet
+from megatron_dppo.types import Problem
+
+
+def part(*ids: int, records: int, sha256: str = "a") -> ProblemSet:
+    problems = tuple(Problem(i, f"p{i}", "1", (5,)) for i in ids)
+    return ProblemSet(problems, records - len(ids), sha256, records, bad_answers=1)
+
+
+def test_problems_count_on_from_file_to_file():
+    one, other = part(0, 2, records=3), part(1, records=2, sha256="b")
+    found = joined([one, other, one])
+    assert [p.problem_id for p in found.problems] == [0, 2, 4, 5, 7]
+    assert [p.prompt for p in found.problems] == ["p0", "p2", "p1", "p0", "p2"]
+    assert (found.dropped, found.records, found.bad_answers) == (3, 8, 3)
+    assert found.sha256 != joined([other, one, one]).sha256
+    assert joined([one]) is one
+
+
+def test_three_to_one_by_hand():
+    # Share minus draws before each draw: (3/4, 1/4) -> file 0; (2/4, 2/4) -> the first of both, 0;
+    # (1/4, 3/4) -> 1; (1, 0) -> 0. Then all over again.
+    sampler = WeightedSampler([2, 9], [3, 1], seed=0, shuffle=False)
+    assert sampler.next(8) == [0, 1, 2, 0, 1, 0, 3, 1]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 9), st.floats(0.1, 10)), min_size=1, max_size=4),
+    st.lists(st.integers(0, 30), max_size=6),
+)
+def test_shares_are_kept_and_each_file_goes_through_its_epochs(files, sizes):
+    counts, weights = zip(*files, strict=True)
+    sampler = WeightedSampler(counts, weights, seed=3)
+    taken = [i for n in sizes for i in sampler.next(n)]
+    start = 0
+    for count, weight in files:
+        own = [i - start for i in taken if start <= i < start + count]
+        assert abs(len(own) - len(taken) * weight / sum(weights)) < max(1, len(files) - 1) + 1e-6
+        for epoch in range(len(own) // count):
+            assert sorted(own[epoch * count : (epoch + 1) * count]) == list(range(count))
+        start += count
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 50), st.booleans(), st.integers(0, 99))
+def test_a_resumed_sampler_goes_on_exactly(before, shuffle, seed):
+    def fresh() -> WeightedSampler:
+        return WeightedSampler([5, 3, 7], [0.3, 1.1, 0.7], seed, shuffle)
+
+    sampler, resumed = fresh(), fresh()
+    sampler.next(before)
+    resumed.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert [resumed.next(7) for _ in range(5)] == [sampler.next(7) for _ in range(5)]
+
+
+def test_the_same_draws_in_other_portions():
+    one, other = (WeightedSampler([5, 3], [1, 2], seed=1) for _ in range(2))
+    assert one.next(30) == [i for n in (1, 2, 3, 4, 20) for i in other.next(n)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weights": [2.0, 1.0]}, r"saved with weights \[2.0, 1.0\], this run has \[1.0, 2.0\]"),
+        ({"extra": 1}, "keys .*extra"),
+        ({"files": []}, "0 files, this run has 2"),
+    ],
+)
+def test_a_foreign_state_is_refused(change, message):
+    sampler = WeightedSampler([5, 3], [1, 2], seed=1)
+    with pytest.raises(ValueError, match=message):
+        sampler.load_state_dict({**sampler.state_dict(), **change})
+    with pytest.raises(ValueError, match="saved with count=5, this run has 4"):
+        WeightedSampler([4, 3], [1, 2], seed=1).load_state_dict(sampler.state_dict())
+
+
+def test_impossible_weights():
+    for weights in ([1], [1, 0], []):
+        with pytest.raises(ValueError, match="expected one each"):
+            WeightedSampler([5, 3], weights, seed=1)
+    with pytest.raises(ValueError, match="cannot hand out -1"):
+        WeightedSampler([1], [1], seed=1).next(-1)

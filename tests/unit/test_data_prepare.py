@@ -1,0 +1,258 @@
+"""Published sets as they are published, in small: what of each row is kept, and what is said of the rest."""
+
+from __future__ import annotations
+
+import builtins
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from megatron_dppo.data.__main__ import main
+from megatron_dppo.data.json_lines import DataError
+from megatron_dppo.data.prepare import Prepared, prepare
+from megatron_dppo.data.published import SETS
+from megatron_dppo.data.published_rows import bare_problem
+
+DAPO_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the "
+    "form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+
+def dapo(problem: str, answer: str, index: str = "u") -> dict:
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"content": DAPO_BEFORE + problem + DAPO_AFTER, "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index},
+    }
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".arrow":
+        table = pa.Table.from_pylist(rows)
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def prepared(tmp_path):
+    def run(name: str, rows: list[dict], file: str = "set.parquet", **words) -> Prepared:
+        return prepare(name, str(write(tmp_path / file, rows)), tmp_path / "out.jsonl", **words)
+
+    return run
+
+
+@pytest.mark.parametrize("file", ["dapo.parquet", "dapo.jsonl", "dapo.json", "data-00000.arrow"])
+def test_every_format_and_the_file_that_comes_of_it(prepared, tmp_path, file):
+    rows = [dapo("What is $1+1$?", "2"), dapo("求 $x$。", "34")]
+    assert prepared("dapo-math-17k", rows, file).rows == 2
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()] == [
+        {"problem": "What is $1+1$?", "answer": "2", "source": "dapo-math-17k"},
+        {"problem": "求 $x$。", "answer": "34", "source": "dapo-math-17k"},
+    ]
+
+
+def test_duplicates_and_conflicts_are_left_out_and_counted(prepared):
+    rows = [dapo("a", "1", "x"), dapo("b", "2", "y"), dapo("c", "3", "z")] * 3
+    rows += [dapo(" a ", "1.0"), dapo("b", "5")]  # the same in other words; another answer
+    found = prepared("dapo-math-17k", rows)
+    assert found.answers == {"a": "1", "c": "3"}
+    assert found.left_out == {"duplicates": 7, "with another answer elsewhere": 2}
+    assert found.rows == len(found.answers) + sum(found.left_out.values()) == 11
+    assert found.instructed == 2
+    assert next(found.report()) == "11 rows read, 2 problems kept"
+
+
+def test_the_english_subset(prepared):
+    rows = [dapo("a", "1"), dapo("设 $a$ 是", "2"), dapo("naïve Étude", "3")]
+    found = prepared("dapo-math-13k", rows)
+    assert list(found.answers) == ["a", "naïve Étude"]
+    assert found.left_out == {"not in English": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "problem", "answer"),
+    [
+        (
+            "dapo-math-13k",
+            dapo("q", "7") | {"prompt": "q", "solution": "7", "source_prompt": []},
+            "q",
+            "7",
+        ),
+        ("dapo-math-13k", {"prompt": "q", "ground_truth": "7", "dataset": "math"}, "q", "7"),
+        (
+            "dapo-math-17k",
+            {"messages": [{"role": "user", "content": "q"}], "ground_truth": ["7"]},
+            "q",
+            "7",
+        ),
+        (
+            "dapo-math-17k",
+            {"prompt": [{"role": "user", "content": DAPO_BEFORE + "q"}], "label": "7"},
+            "q",
+            "7",
+        ),
+        (
+            "math",
+            {
+                "problem": "p",
+                "level": "Level 5",
+                "type": "Algebra",
+                "solution": r"First \boxed{3}. So $\boxed{\frac{1}{\sqrt{2}}}$.",
+            },
+            "p",
+            r"\frac{1}{\sqrt{2}}",
+        ),
+        ("math", {"problem": "p", "solution": r"Then $x = \boxed 2$."}, "p", "2"),
+        ("math500", {"problem": "p", "solution": "s", "answer": r"\left( 3, \pi \right)"}, "p",
+         r"\left( 3, \pi \right)"),
+        ("gsm8k", {"question": "q", "answer": "a <<2*540=1080>>\n#### 1,080"}, "q", "1080"),
+        ("aime24", {"id": 60, "problem": "p", "solution": "s", "answer": "025", "year": "2024"},
+         "p", "25"),
+        ("aime24", {"ID": "2024-I-1", "Problem": "p", "Solution": "s", "Answer": 204}, "p", "204"),
+        ("aime24", {"id": 1, "problem": "p", "solution": r"\boxed{073}"}, "p", "73"),
+        ("aime25", {"question": "q", "answer": r"336^\circ"}, "q", "336"),
+        ("aime25", {"problem_idx": 1, "problem": "p", "answer": 70, "problem_type": ["A"]}, "p", "70"),
+        ("amc23", {"id": 0, "question": "q", "answer": 27.0, "url": "https://x/2023_AMC_12A"}, "q",
+         "27"),
+        ("amc23", {"id": 0, "problem": "p", "answer": 0.5, "url": "x"}, "p", "0.5"),
+        ("amc23", {"id": 0, "question": "q", "answer": "27.0"}, "q", "27"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("file", ["set.parquet", "set.jsonl"])
+def test_published_schemas(prepared, name, row, problem, answer, file):
+    assert prepared(name, [row], file).answers == {problem: answer}
+
+
+def test_other_years_are_left_out(prepared):
+    rows = [
+        {"problem": f"p{year}", "answer": "1", "url": f"https://x.org/{year}_AIME_I_Problems/1"}
+        for year in (2022, 2023, 2024)
+    ]
+    found = prepared("aime24", rows)
+    assert (list(found.answers), found.left_out) == (["p2024"], {"of other years": 2})
+
+
+def test_rows_that_cannot_be_used_are_named(prepared, tmp_path):
+    rows = [
+        {"problem": "p", "solution": "no mark"},
+        {"problem": " ", "solution": r"\boxed{1}"},
+        {"problem": "r", "solution": None},
+        {"problem": "s", "solution": r"\boxed{}"},
+        {"problem": "t", "solution": r"\boxed{1}"},
+    ]
+    found = prepared("math", rows, "set.jsonl")
+    assert found.answers == {"t": "1"}
+    where = f"{tmp_path}/set.jsonl"
+    assert found.faults == [
+        f"{where}, row 1: its solution has neither #### nor a box",
+        f'{where}, row 2: its problem is " ", expected text or one message of a user',
+        f"{where}, row 3: its answer is null, expected text or a number",
+    ]
+    assert found.left_out == {"without a usable answer or problem": 4}
+    with pytest.raises(DataError, match="expected an integer from 0 to 999"):
+        prepared("aime25", [{"problem": "p", "answer": "1000"}])
+    talk = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    with pytest.raises(DataError, match="no problem is left of it"):
+        prepared("dapo-math-17k", [{"prompt": talk, "label": "1"}])
+
+
+def test_a_system_message_is_the_publishers_instruction(prepared):
+    talk = [{"role": "system", "content": "Think."}, {"role": "user", "content": "q"}]
+    assert prepared("dapo-math-17k", [{"prompt": talk, "label": "1"}]).answers == {"q": "1"}
+
+
+def test_a_folder_with_splits_and_configurations(tmp_path):
+    rows = [{"question": name, "answer": f"#### {i}"} for i, name in enumerate("abcd")]
+    write(tmp_path / "in/main/train-00000-of-00001.parquet", rows[:1])
+    write(tmp_path / "in/main/test-00000-of-00001.parquet", rows[1:2])
+    write(tmp_path / "in/socratic/train-00000-of-00001.parquet", rows[2:3])
+    write(tmp_path / "in/.cache/train.jsonl", rows[3:])
+    (tmp_path / "in/dataset_infos.json").write_text("{}")
+    out, source = tmp_path / "out.jsonl", str(tmp_path / "in")
+    assert list(prepare("gsm8k", source, out).answers) == ["a"]
+    assert list(prepare("gsm8k", source, out, "test").answers) == ["b"]
+    with pytest.raises(
+        DataError, match=r"file of the split dev in it\. Wanted is main/train-00000"
+    ):
+        prepare("gsm8k", source, out, "dev")
+
+
+def test_math_as_it_was_first_published(tmp_path):
+    for i, split in enumerate(["train", "test"]):
+        path = tmp_path / f"MATH/{split}/algebra/{i}.json"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps({"problem": split, "solution": r"\boxed{1}"}, indent=1))
+    assert list(prepare("math", str(tmp_path), tmp_path / "out.jsonl").answers) == ["train"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        DAPO_BEFORE + "q" + DAPO_AFTER,
+        "q\nPlease reason step by step, and put your final answer within \\boxed{}.",
+        'q Let\'s think step by step and output the final answer after "####".',
+        "q Let's think step by step and output the final answer within \\boxed{}.",
+        "q",
+    ],
+)
+def test_known_instructions_are_taken_away(text):
+    assert bare_problem(text) == "q"
+
+
+def test_unknown_columns_and_what_is_not_there(prepared, tmp_path):
+    with pytest.raises(DataError, match=r"has the columns \['a'\], expected one of: question and "):
+        prepared("gsm8k", [{"a": 1}])
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"PAR1 no more")
+    with pytest.raises(DataError, match=r"broken\.parquet: no readable Parquet or Arrow file"):
+        prepare("math", str(broken), tmp_path / "out.jsonl")
+    with pytest.raises(DataError, match=r"none\.parquet: no such file or folder\. Wanted is test"):
+        prepare("math500", "none.parquet", tmp_path / "out.jsonl")
+    with pytest.raises(DataError, match="is no folder"):
+        prepare("math500", str(tmp_path), tmp_path / "none" / "out.jsonl")
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_without_the_hub_the_wanted_file_is_named(name, tmp_path, monkeypatch, capsys):
+    found = builtins.__import__
+
+    def without_datasets(wanted, *rest):
+        if wanted == "datasets":
+            raise ImportError(wanted)
+        return found(wanted, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without_datasets)
+    with pytest.raises(SystemExit) as end:
+        main(["prepare", name, "--from", "who/what", "--out", str(tmp_path / "out.jsonl")])
+    told = capsys.readouterr().err
+    assert end.value.code == 2
+    assert "datasets, which is not installed (pip install datasets)" in told
+    assert (
+        f"Wanted is {SETS[name].file} of https://huggingface.co/datasets/{SETS[name].hub}" in told
+    )
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_the_command_says_what_it_did(tmp_path, capsys):
+    source = write(tmp_path / "a.jsonl", [{"problem": "p", "answer": 70}] * 2)
+    main(["prepare", "aime25", "--from", str(source), "--out", str(tmp_path / "out.jsonl")])
+    assert capsys.readouterr().out.splitlines()[-3:] == [
+        f"{tmp_path}/out.jsonl: aime25",
+        "2 rows read, 1 problems kept",
+        "  1 left out: duplicates",
+    ]
