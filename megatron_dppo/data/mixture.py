@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 from megatron_dppo.data.problems import ProblemSet
@@ -33,6 +35,26 @@ def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
         records=sum(s.records for s in sets),
         bad_answers=sum(s.bad_answers for s in sets),
     )
+
+
+class TrainingFiles:
+    """Which training file a problem of :func:`joined` is from.
+
+    Args:
+        paths: of the files; a file is called by its name without the ending, or by its number where
+            two have the same name.
+        records: records of each file.
+    """
+
+    def __init__(self, paths: Sequence[str], records: Sequence[int]) -> None:
+        stems = [Path(path).stem for path in paths]
+        unique = len(set(stems)) == len(stems)
+        self.names = stems if unique else [f"{stem}-{i}" for i, stem in enumerate(stems)]
+        self._ends = list(accumulate(records))
+
+    def of(self, problem_id: int) -> str:
+        """The file's name."""
+        return self.names[bisect_right(self._ends, problem_id)]
 
 
 class WeightedSampler:

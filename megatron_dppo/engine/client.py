@@ -87,8 +87,9 @@ class EngineClient(HttpClient):
         self._last_life = clock()
         while True:
             asleep = clock()
-            await asyncio.sleep(pause)
-            if clock() > asleep + pause + late:
+            nap = min(pause, max(self._last_life + hang_timeout_s - asleep, 0))
+            await asyncio.sleep(nap)
+            if clock() > asleep + nap + late:
                 self.note_life()
                 continue
             left = self._last_life + hang_timeout_s - clock()
@@ -100,6 +101,16 @@ class EngineClient(HttpClient):
                 asked = clock()
                 if await self.generates(timeout_s=left) or clock() > asked + left + late:
                     self.note_life()
+
+    async def generates_again(self, timeout_s: float) -> bool:
+        """Whether a paused server, once resumed, generates a token in time; it is paused again."""
+        try:
+            await self.control("/continue_generation", timeout_s=timeout_s)
+            generated = await self.generates(timeout_s)
+            await self.control("/pause_generation", {"mode": "in_place"}, timeout_s=timeout_s)
+        except (EngineLostError, EngineRequestError):
+            return False
+        return generated
 
     async def ready(self, timeout_s: float = 10.0) -> bool:
         """Whether the server takes new requests: False while it is paused, and would hold them."""

@@ -186,6 +186,18 @@ class HttpClient:
             return False
         return True
 
+    async def schedules(self, timeout_s: float = 10.0) -> bool:
+        """Whether a server's scheduler answers in time, which ``answers`` can't tell: the process that
+        speaks HTTP answers it by itself. A paused scheduler does, a stopped or hung one doesn't.
+        """
+        try:
+            await self.request("GET", "/server_info", timeout_s=timeout_s)
+        except EngineRequestError:
+            return True
+        except EngineLostError:
+            return False
+        return True
+
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
         try:
             value = orjson.loads(text)

@@ -70,8 +70,10 @@ def parse_answers(
         raise EngineAnswerError(f"/generate answered {count} for {len(requests)} requests")
     if not all(isinstance(answer, dict) for answer in answers):
         raise EngineAnswerError("/generate answered a list of something else than objects")
-    if version is not None:
-        for answer, request in zip(answers, requests, strict=True):
+    for answer, request in zip(answers, requests, strict=True):
+        if not isinstance(answer.get("meta_info", {}), dict):
+            raise EngineAnswerError(f"request {request.key}: meta_info is no object")
+        if version is not None:
             _check_version(answer.get("meta_info", {}), request, version)
     return [
         parse_answer(answer, request) for answer, request in zip(answers, requests, strict=True)
@@ -79,7 +81,12 @@ def parse_answers(
 
 
 def _check_version(meta: dict[str, Any], request: GenerationRequest, version: int) -> None:
-    found = {str(span["version"]) for span in meta.get("weight_versions", ())}
+    try:
+        found = {str(span["version"]) for span in meta.get("weight_versions", ())}
+    except (KeyError, TypeError, IndexError) as error:
+        raise EngineAnswerError(
+            f"request {request.key}: weight_versions is not a list of objects with a version"
+        ) from error
     if found - {str(version)}:
         raise StaleWeightsError(
             f"request {request.key}: drawn from weights {', '.join(sorted(found))}, "
@@ -115,7 +122,7 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
         raise EngineAnswerError(f"request {request.key}: the answer lacks {error}") from error
     except AbortedError as error:
         raise AbortedError(f"request {request.key}: {error}") from error
-    except (TypeError, ValueError) as error:
+    except (AttributeError, IndexError, OverflowError, TypeError, ValueError) as error:
         raise EngineAnswerError(f"request {request.key}: {error}") from error
 
 

@@ -15,6 +15,7 @@ from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.engine.compatibility import check_layout
 from megatron_dppo.engine.errors import (
     EngineAnswerError,
+    EngineMismatchError,
     EngineRequestError,
 )
 from megatron_dppo.engine.http_client import CONTROL_TIMEOUT_S, HttpClient
@@ -43,6 +44,13 @@ class EngineWeights:
 
     Coroutines speak to the server, each in bounded time; they raise EngineLostError where it does not
     answer and EngineRequestError where it refuses. Methods that are not coroutines are local.
+
+    Args:
+        client: opens the server; closed by ``close``.
+        tensors: what it holds.
+        dtype: of its weights.
+        timeout_s: bounds calls that move, hash or score weights.
+        patience_s: bounds every other call.
     """
 
     def __init__(
@@ -52,16 +60,24 @@ class EngineWeights:
         dtype: torch.dtype,
         *,
         timeout_s: float,
+        patience_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
         self._client = client
         self._timeout = timeout_s
+        self._patience = patience_s
         self._dtype = dtype
         self.url = client.url
         self.tensors = tensors
 
     @classmethod
     async def connect(
-        cls, client: HttpClient, shape: ModelShape, dtype: str, *, timeout_s: float = 600.0
+        cls,
+        client: HttpClient,
+        shape: ModelShape,
+        dtype: str,
+        *,
+        timeout_s: float = 600.0,
+        patience_s: float = CONTROL_TIMEOUT_S,
     ) -> Self:
         """Ask a server for its layout and take over ``client``, which ``close`` closes.
 
@@ -69,20 +85,22 @@ class EngineWeights:
             client: opens the server under its admin key.
             shape: of the model that both hold.
             dtype: type of the trainer's weights, "float32" or "bfloat16"; the server must hold the same.
-            timeout_s: bounds every call that moves or hashes weights.
+            timeout_s: bounds every call that moves, hashes or scores weights.
+            patience_s: bounds every other call: one that a hung scheduler does not answer.
 
         Raises:
             EngineMismatchError: weights of this server's layout or type can't be verified.
             EngineError: it does not answer as it must.
         """
         try:
-            info = await client.get_json("/server_info")
+            info = await client.get_json("/server_info", timeout_s=patience_s)
             check_layout(client.url, info, dtype, shape)
             tensors = EngineTensors(shape, int(info["tp_size"]), str(info["device"]))
         except BaseException:
             await client.close()
             raise
-        return cls(client, tensors, getattr(torch, dtype), timeout_s=timeout_s)
+        limits = {"timeout_s": timeout_s, "patience_s": patience_s}
+        return cls(client, tensors, getattr(torch, dtype), **limits)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -109,6 +127,10 @@ class EngineWeights:
         """Whether the server answers at all within ``timeout_s``."""
         return await self._client.answers(timeout_s)
 
+    async def schedules(self, timeout_s: float) -> bool:
+        """Whether its scheduler answers within ``timeout_s``; a paused one does."""
+        return await self._client.schedules(timeout_s)
+
     async def pause_when_idle(self, timeout_s: float) -> bool:
         """Let running requests finish, then hold back new ones; none is aborted or cut in two.
 
@@ -127,15 +149,15 @@ class EngineWeights:
 
     async def pause(self) -> None:
         """Hold back every request, running ones too."""
-        await self._client.control_json("/pause_generation", {"mode": "in_place"})
+        await self._order("/pause_generation", {"mode": "in_place"})
 
     async def resume(self) -> None:
         """Let generation go on."""
-        await self._client.control_json("/continue_generation")
+        await self._order("/continue_generation")
 
     async def set_version(self, label: str) -> None:
         """Set the ``weight_version`` that answers carry; what the server confirms must be it."""
-        await self._client.control_json(
+        await self._order(
             "/update_weight_version", {"new_version": label, "abort_all_requests": False}
         )
         if (got := await self.version()) != label:
@@ -160,9 +182,8 @@ class EngineWeights:
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        limit = self._timeout + _SLACK_S
         answer = await self._client.request(
-            "POST", "/generate", orjson.dumps(body), timeout_s=limit
+            "POST", "/generate", orjson.dumps(body), timeout_s=self._timeout
         )
         scored = [each["meta_info"]["input_token_logprobs"][1:] for each in orjson.loads(answer)]
         for prompt, entries in zip(prompts, scored, strict=True):
@@ -207,10 +228,10 @@ class EngineWeights:
     async def begin(self) -> None:
         """Open an update session; one that a failed update left open is closed first."""
         try:
-            await self._client.control_json("/begin_weight_update")
+            await self._order("/begin_weight_update")
         except EngineRequestError:
-            await self._client.control_json("/end_weight_update")
-            await self._client.control_json("/begin_weight_update")
+            await self._order("/end_weight_update")
+            await self._order("/begin_weight_update")
 
     async def receive(self, header: WireHeader, group: str) -> None:
         """Have the engine join the broadcast of a bucket and load it; returns when it has."""
@@ -255,6 +276,19 @@ class EngineWeights:
             )
         return [by_rank[rank] for rank in range(self.ranks)]
 
+    async def check_tensors(self) -> None:
+        """Raise EngineMismatchError where the server holds tensors of other names than the run's model."""
+        for rank, (held, sizes) in enumerate(
+            zip(await self.checksums(), self.tensors.sizes, strict=True)
+        ):
+            lacks, has = sorted(sizes.keys() - held.keys()), sorted(held.keys() - sizes.keys())
+            if lacks or has:
+                raise EngineMismatchError(
+                    f"{self.url}: engine rank {rank} holds another model: it lacks "
+                    f"{len(lacks)} tensors ({', '.join(lacks[:2])}), and has {len(has)} that are not the "
+                    f"run's ({', '.join(has[:2])})"
+                )
+
     # --- the bytes of a bucket, and their checksums
 
     def inputs(self, name: str) -> list[str]:
@@ -280,6 +314,10 @@ class EngineWeights:
         """An empty accumulator of what ``checksums`` must say after the next complete update."""
         return ExpectedChecksums(self.tensors, self._dtype)
 
+    async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """A call that neither moves weights nor generates."""
+        await self._client.control_json(path, body, timeout_s=self._patience)
+
     async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """A call that moves or hashes weights. Whoever waits for several keeps the time itself."""
         limit = self._timeout + _SLACK_S
@@ -288,7 +326,7 @@ class EngineWeights:
     async def _flush(self, wait_s: float) -> bool:
         """Flush the cache; False where requests still run after ``wait_s``."""
         try:
-            limit = wait_s + CONTROL_TIMEOUT_S
+            limit = wait_s + self._patience
             await self._client.control(f"/flush_cache?timeout={wait_s}", timeout_s=limit)
         except EngineRequestError:
             return False

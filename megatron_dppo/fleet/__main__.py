@@ -1,7 +1,7 @@
 """The servers of a run, while it runs: ``python -m megatron_dppo.fleet RUN_DIRECTORY list|add|remove``.
 
-``add URL`` attaches an SGLang server that was started elsewhere; it serves from the next weight update
-on, once it was found to fit the run. ``remove URL`` takes an attached one out at the next update. Keys of
+``add URL`` attaches an SGLang server that was started elsewhere, and says what the trainer finds; one that
+fits serves from the next weight update on. ``remove URL`` takes an attached one out at the next update. Keys of
 attached servers are the trainer's MEGATRON_DPPO_API_KEY and MEGATRON_DPPO_ADMIN_API_KEY.
 """
 
@@ -9,29 +9,32 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from megatron_dppo.fleet.folder import NOT_EXAMINED
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.fleet.remote_record import RecordLostError, record_of_command
 from megatron_dppo.logging import fatal
 
 MODULE = "megatron_dppo.fleet"
+_VERDICT_S = 60.0
+_POLL_S = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the process's exit code."""
+    """Do what the command line says; the process's exit code: 1 where a server is refused."""
     words = _parser().parse_args(arguments)
     if not Path(words.run_directory).is_dir():
         fatal(f"{words.run_directory}: expected the folder of a run (run.directory)")
     try:
-        _ACTIONS[words.action](record_of_command(words.run_directory), words)
+        return _ACTIONS[words.action](record_of_command(words.run_directory), words)
     except (ValueError, OSError, RecordLostError) as error:
         fatal(str(error))
-    return 0
 
 
-def _list(record: FleetRecord, words: argparse.Namespace) -> None:
+def _list(record: FleetRecord, words: argparse.Namespace) -> int:
     status = record.status()
     states = status.get("servers", {})
     rows = [("NAME", "URL", "START", "STATE")]
@@ -46,19 +49,38 @@ def _list(record: FleetRecord, words: argparse.Namespace) -> None:
         print("  ".join([*cells, row[3]]).rstrip())
     if (version := status.get("version")) is not None:
         print(f"weight version {version}")
+    return 0
 
 
-def _add(record: FleetRecord, words: argparse.Namespace) -> None:
+def _add(record: FleetRecord, words: argparse.Namespace) -> int:
     server = record.attach(words.url)
-    print(f"{server.name} is attached; it serves from the run's next weight update on")
+    print(f"{server.name} is attached", flush=True)
+    verdict = _verdict(record, server.name)
+    print(verdict)
+    return int(verdict.startswith("refused"))
 
 
-def _remove(record: FleetRecord, words: argparse.Namespace) -> None:
+def _verdict(record: FleetRecord, name: str) -> str:
+    """What the trainer, who has the keys and must be reachable back, finds; waited for, but not long."""
+    deadline = time.monotonic() + _VERDICT_S
+    while time.monotonic() < deadline:
+        status = record.status()
+        if not status:
+            return "no trainer listens now; it is examined when one does"
+        state = str(status["servers"].get(name, NOT_EXAMINED))
+        if state != NOT_EXAMINED:
+            return state
+        time.sleep(_POLL_S)
+    return "the trainer has not examined it yet; see list"
+
+
+def _remove(record: FleetRecord, words: argparse.Namespace) -> int:
     server = record.detach(words.url)
     print(f"{server.name} is detached; the run leaves it at its next weight update")
+    return 0
 
 
-_ACTIONS: dict[str, Callable[[FleetRecord, argparse.Namespace], None]] = {
+_ACTIONS: dict[str, Callable[[FleetRecord, argparse.Namespace], int]] = {
     "list": _list,
     "add": _add,
     "remove": _remove,

@@ -20,6 +20,7 @@ import json
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 
 ROUTER = "router"
 """The router's name, where servers have theirs."""
+NOT_EXAMINED = "not yet examined"
+"""The state of an attached server of which the trainer has made nothing yet."""
 API_KEY_VARIABLE = "MEGATRON_DPPO_API_KEY"
 ADMIN_KEY_VARIABLE = "MEGATRON_DPPO_ADMIN_API_KEY"
 STARTED_KEYS_VARIABLE = "MEGATRON_DPPO_STARTED_KEYS"
@@ -49,7 +52,8 @@ class Server:
     """Where a server is. ``origin``: started by this run's supervisor, named in ``engine.urls``, or
     attached by command.
 
-    ``incarnation`` grows by one with each restart by the supervisor; attached servers stay at 0.
+    ``incarnation`` grows by one with each restart by the supervisor, and is another one for each
+    attachment by command.
     """
 
     name: str
@@ -157,7 +161,8 @@ class FleetFolder:
     def attach(self, url: str, origin: Origin = "command") -> Server:
         """Add a server that runs elsewhere. Raises ValueError for what is no URL, or is a member
         already."""
-        server = Server(attached_name(url), url.rstrip("/"), origin=origin)
+        number = time.time_ns() // 1_000_000 if origin == "command" else 0
+        server = Server(attached_name(url), url.rstrip("/"), number, origin=origin)
         if any(other.url == server.url for other in self.servers()):
             raise ValueError(f"{server.url} belongs to the fleet already")
         self.publish(server)

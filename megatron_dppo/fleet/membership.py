@@ -11,6 +11,7 @@ the next; after the second failure in a row it is replaced, or refused where it 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict
@@ -18,8 +19,9 @@ from typing import Any
 
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.errors import EngineError, EngineMismatchError
-from megatron_dppo.fleet.folder import Keys, Server
+from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
+from megatron_dppo.fleet.examination import ASK_AGAIN_S, Examiner
+from megatron_dppo.fleet.folder import NOT_EXAMINED, Keys, Server
 from megatron_dppo.fleet.members import Member, client_of
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.metrics.progress import progress
@@ -30,7 +32,6 @@ log = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _GENERATE_S = 10.0
 _SETTLE_S = 10.0
-_ASK_AGAIN_S = 30.0
 _POLL_S = 0.25
 _PROGRESS_S = 60.0
 _STRIKES = 2
@@ -66,13 +67,18 @@ class FleetMembership:
         self._start_timeout = config.start_timeout_s
         self._ca_file = config.ca_file
         self._runner = runner
-        self._check = check
         self._stop = stop
         self._strikes: dict[Server, int] = {}
         self._gone: dict[Server, str] = {}
         self._out: dict[Server, str] = {}
         self._asked: dict[Server, float] = {}
         self._expected = config.started + len(config.urls)
+        self._version: int | None = None
+        self._chosen: frozenset[Server] = frozenset()
+        self._serving: frozenset[Server] = frozenset()
+        self._publishing = threading.Lock()
+        self._examiner = Examiner(folder, self._member, check, self._chosen_now, self._publish)
+        runner.submit(self._examiner.watch())
 
     def choose(
         self, current: Sequence[Member], suspended: Mapping[str, str]
@@ -88,10 +94,14 @@ class FleetMembership:
         self._note_suspended(current, suspended)
         expected, self._expected = self._expected, 1
         found = self._present(current)
-        if len(found) >= expected:
-            return found
-        with progress("waiting for the engine", interval_s=_PROGRESS_S):
-            return self._wait(found, expected)
+        if len(found) < expected:
+            with progress("waiting for the engine", interval_s=_PROGRESS_S):
+                waited = self._wait(found, expected)
+            if waited is None:
+                return None
+            found = waited
+        self._chosen = frozenset(m.server for m in found)
+        return found
 
     def _wait(self, found: list[Member], expected: int) -> list[Member] | None:
         start, first_found = time.monotonic(), None
@@ -111,18 +121,26 @@ class FleetMembership:
         return found
 
     def blame(
-        self, current: Sequence[Member], urls: Collection[str], reason: str, *, final: bool = False
+        self,
+        current: Sequence[Member],
+        urls: Collection[str],
+        reason: str,
+        *,
+        attempts: int = UNBOUNDED,
     ) -> None:
-        """An update of ``current`` failed, because of ``urls`` where those are known; ``final``: it would
-        again.
+        """An update of ``current`` failed, because of ``urls`` where those are known.
+
+        ``attempts``: as of EngineError. Whose scheduler does not answer is lost; so is one at fault that
+        did not answer in the update and then generates nothing.
         """
         suspects = [m for m in current if m.server.url in urls] or list(current)
         for member in suspects:
             server = member.server
-            if not self._answers(member):
+            silent = server.url in urls and attempts == UNBOUNDED
+            if not self._schedules(member) or (silent and not self._generates_again(member)):
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
-                if final:
+                if attempts == 1:
                     self._strikes[server] = _STRIKES - 1
                 self._strike(server, reason, others=len(current) > len(suspects))
 
@@ -130,11 +148,8 @@ class FleetMembership:
         """``members`` hold ``version``; who was left out of that update may try the next."""
         for member in members:
             self._strikes.pop(member.server, None)
-        serving = {m.server for m in members}
-        states = {
-            s.name: "serves" if s in serving else self._reason(s) for s in self.folder.servers()
-        }
-        self.folder.publish_status(version, states)
+        self._version, self._serving = version, frozenset(m.server for m in members)
+        self._publish()
         self._out = {s: why for s, why in self._out.items() if self._strikes.get(s) == _STRIKES}
 
     # --- one server
@@ -170,34 +185,29 @@ class FleetMembership:
         if server in self._out or (came_back and server.replaceable):
             return False
         now = time.monotonic()
-        if not urgent and now < self._asked.get(server, -_ASK_AGAIN_S) + _ASK_AGAIN_S:
+        if not urgent and now < self._asked.get(server, -ASK_AGAIN_S) + ASK_AGAIN_S:
             return False
         member = self._member(server)
-        if not (self._generates if came_back else self._answers)(member) or not self._fits(member):
+        alive = self._generates if came_back else self._answers
+        if not (self._fits(server, urgent=urgent) and alive(member)):
             self._asked[server] = now
             return False
         self._gone.pop(server, None)
         log.info("%s at %s joins the fleet", server.name, server.url)
         return True
 
-    def _fits(self, member: Member) -> bool:
-        """Whether a server that runs elsewhere serves what the run trains; refused otherwise."""
-        server = member.server
+    def _fits(self, server: Server, *, urgent: bool) -> bool:
+        """Whether a server that runs elsewhere serves what the run trains. Raises EngineMismatchError
+        where the configuration names one that is refused."""
         if server.replaceable:
             return True
-        try:
-            self._runner.run(self._check(member))
-        except EngineMismatchError as error:
-            if server.origin == "config":
-                raise
-            self._strikes[server] = _STRIKES
-            self._out[server] = f"refused: {error}"
-            log.error("%s is refused: %s", server.name, error)
-            return False
-        except EngineError as error:
-            log.warning("%s does not join the fleet yet: %s", server.name, error)
-            return False
-        return True
+        verdict = self._runner.run(self._examiner.examine(server, at_once=urgent))
+        if verdict.state == "refused" and server.origin == "config":
+            raise EngineMismatchError(verdict.reason)
+        return verdict.state == "fits"
+
+    def _chosen_now(self, server: Server) -> bool:
+        return server in self._chosen
 
     def _strike(self, server: Server, reason: str, *, others: bool) -> None:
         strikes = self._strikes[server] = self._strikes.get(server, 0) + 1
@@ -213,8 +223,24 @@ class FleetMembership:
         if server.replaceable:
             self.folder.report_lost(server)
 
+    def _publish(self) -> None:
+        """Put what is made of every server where the user's command reads it. From any thread."""
+        with self._publishing:
+            try:
+                states = {s.name: self._state(s) for s in self.folder.servers()}
+                self.folder.publish_status(self._version, states)
+            except EngineError as error:  # a run can do without
+                log.warning("%s", error)
+
+    def _state(self, server: Server) -> str:
+        return "serves" if server in self._serving else self._reason(server)
+
     def _reason(self, server: Server) -> str:
-        return self._out.get(server) or self._gone.get(server) or "joins at the next weight update"
+        if why := self._out.get(server) or self._gone.get(server):
+            return why
+        if (verdict := self._examiner.verdict(server)) is not None:
+            return str(verdict)
+        return "joins at the next weight update" if server.replaceable else NOT_EXAMINED
 
     def _nobody(self, seconds: float) -> str:
         seen = [f"{s.name} at {s.url} ({self._reason(s)})" for s in self.folder.servers()]
@@ -228,6 +254,13 @@ class FleetMembership:
         if member.server.replaceable:
             return self._with_client(member, lambda client: client.health(_ANSWER_S))
         return self._with_client(member, lambda client: client.answers(_ANSWER_S))
+
+    def _schedules(self, member: Member) -> bool:
+        return self._with_client(member, lambda client: client.schedules(_ANSWER_S))
+
+    def _generates_again(self, member: Member) -> bool:
+        """The server is paused, as a failed update leaves it."""
+        return self._with_client(member, lambda client: client.generates_again(_GENERATE_S))
 
     def _generates(self, member: Member) -> bool:
         return self._with_client(member, lambda client: client.generates(_GENERATE_S))

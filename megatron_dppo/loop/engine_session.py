@@ -43,6 +43,7 @@ from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadca
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.weight_sync.interfaces import UpdateReport, WeightUpdateError
+from megatron_dppo.weight_sync.reach import check_reach
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class EngineSession:
         config: TrainConfig,
         trainer: Trainer,
         stop: Callable[[], bool],
-        fence: Callable[[], None],
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -264,7 +265,7 @@ class EngineSession:
                 raise EngineUnavailableError(f"{reason}; another attempt would end alike")
             self._count_failure(reason)
         if self._membership is not None:
-            self._membership.blame(self._members, error.engines, reason, final=error.attempts == 1)
+            self._membership.blame(self._members, error.engines, reason, attempts=error.attempts)
 
     def _count_failure(self, reason: str) -> None:
         self._failures += 1
@@ -278,7 +279,12 @@ class EngineSession:
         """Raise EngineMismatchError for a server that the run can't use."""
         async with client_of(member) as client:
             await check_engine(ServerSections.of(self._config), client)
-        await (await self._open_weights(member)).close()
+        weights = await self._open_weights(member)
+        try:
+            await weights.check_tensors()
+            await check_reach(weights, self._config.weight_sync)
+        finally:
+            await weights.close()
 
     async def _open_engine(self, url: str) -> EngineWeights:
         """The weight control of a member; called on rank 0 and on every rank that sends weights."""
@@ -291,6 +297,7 @@ class EngineSession:
             self._trainer.shape,
             self._config.model.dtype,
             timeout_s=self._config.weight_sync.timeout_s,
+            patience_s=self._config.engine.hang_timeout_s,
         )
 
     def _find_router(self) -> tuple[Server, Keys] | None:

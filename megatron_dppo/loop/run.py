@@ -31,6 +31,7 @@ from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
 from megatron_dppo.loop.rollouts.column_directory import ExchangeError
+from megatron_dppo.loop.rollouts.figures import file_figures
 from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
 from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
 from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutSource
@@ -50,7 +51,9 @@ from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.system.fence import FencedError
+from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.lease_files import LeaseError
+from megatron_dppo.system.tcp_store import ListenError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.collective_actions import on_rank_0
 from megatron_dppo.trainer.collectives import any_rank
@@ -65,7 +68,9 @@ EXPECTED_ERRORS = (
     EngineError,
     EngineUnavailableError,
     FencedError,
+    InterfaceError,
     LeaseError,
+    ListenError,
     ModelError,
     NonFiniteLogProbsError,
     NonFiniteLossError,
@@ -206,6 +211,9 @@ class Run:
         self._save_batch(step, planned.trajectories)
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
+        measured |= file_figures(
+            batch.trajectories, self.data.files, self.config.rollout.group_size
+        )
         try:
             self.source.settle(step)
             measured |= self._update_weights()

@@ -12,7 +12,7 @@ from megatron_dppo.data.answers import (
     refuse_bad_answers,
     without,
 )
-from megatron_dppo.data.mixture import WeightedSampler, joined
+from megatron_dppo.data.mixture import TrainingFiles, WeightedSampler, joined
 from megatron_dppo.data.problems import DataKeys, ProblemSet, load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.data.sampler import ProblemSampler, Sampler
@@ -28,6 +28,7 @@ class RunData:
     Attributes:
         form: how problems are put to the model.
         train: the training set, the files' problems in a row.
+        files: which file a training problem is from.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -41,6 +42,9 @@ class RunData:
             if _name(file) not in self._sets:
                 self._sets[_name(file)] = self._load(file)
         self.train = joined(self.train_parts)
+        self.files = TrainingFiles(
+            [file.path for file in data.train_files], [part.records for part in self.train_parts]
+        )
 
     @property
     def train_parts(self) -> list[ProblemSet]:

@@ -26,12 +26,22 @@ from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.flops import forward_flops
 from megatron_dppo.system.fence import FencedError
+from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.lease_files import LeaseError
+from megatron_dppo.system.tcp_store import ListenError
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
-_EXPECTED_ERRORS = ModelError, DataError, NonFiniteLossError, LeaseError, FencedError
+_EXPECTED_ERRORS = (
+    DataError,
+    FencedError,
+    InterfaceError,
+    LeaseError,
+    ListenError,
+    ModelError,
+    NonFiniteLossError,
+)
 
 log = logging.getLogger(__name__)
 

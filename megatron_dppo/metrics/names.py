@@ -106,6 +106,16 @@ def accuracy_set(name: str) -> str | None:
     return None
 
 
+def file_prompts(file: str) -> str:
+    """Name of the metric of a batch's prompts from one of several training files."""
+    return f"data/{file}/prompts"
+
+
+def file_reward(file: str) -> str:
+    """Name of the metric of the mean reward of the responses to these prompts."""
+    return f"data/{file}/reward"
+
+
 def phase_seconds(phase: str) -> str:
     """Name of the metric of a phase's seconds in a step."""
     return f"time/{phase}_s"

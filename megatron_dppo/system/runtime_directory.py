@@ -53,7 +53,7 @@ def remove_left_behind() -> None:
     """Remove what processes of this user have left on this machine that are gone."""
     for base in {Path(tempfile.gettempdir()), Path("/tmp"), SHARED_MEMORY}:
         for path in _left_behind(base):
-            if path.is_dir():
+            if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
             else:
                 path.unlink(missing_ok=True)
@@ -70,7 +70,7 @@ def remove_shared_tensors(pids: Iterable[int]) -> None:
 def _left_behind(base: Path) -> Iterator[Path]:
     for entry in os.scandir(base) if base.is_dir() else ():
         match = _NAME.fullmatch(entry.name)
-        if match is None or entry.is_symlink():
+        if match is None:
             continue
         user, namespace, pid, start = map(int, match.groups())
         if user != os.getuid() or namespace != _namespace() or process_start(pid) == start:

@@ -135,7 +135,7 @@ class Engines:
         """Pause every engine that answers and give it the version ``label``. Never raises."""
 
         async def withdraw(engine: EngineWeights) -> None:
-            if await engine.answers(GRACE_S):
+            if await engine.schedules(GRACE_S):
                 await engine.pause()
                 await engine.set_version(label)
 

@@ -52,12 +52,19 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(
 
 
 def test_a_store_listens_where_it_is_told() -> None:
-    from megatron_dppo.system.tcp_store import listening_store
+    from megatron_dppo.system.tcp_store import ListenError, listening_store
 
     before = listening()
     store = listening_store("localhost", 0, 1, timedelta(seconds=5))
     assert listening() - before <= {"127.0.0.1"}
     assert store.port > 0
+    # tests/ranks.py looks for the word, and takes another port.
+    with pytest.raises(ListenError, match=rf"localhost:{store.port}: .* \(EADDRINUSE\)"):
+        listening_store("localhost", store.port, 1, timedelta(seconds=5))
+    with pytest.raises(
+        ListenError, match=r"can't listen on 203\.0\.113\.9:0: .* \(EADDRNOTAVAIL\)"
+    ):
+        listening_store("203.0.113.9", 0, 1, timedelta(seconds=5))
 
 
 def test_an_interface_by_name_and_by_address() -> None:

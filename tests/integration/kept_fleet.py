@@ -56,6 +56,7 @@ class KeptFleet:
             grounds = Grounds(lambda host: Runtime(), placement.master_address)
             fleet = supervised_fleet(self._config, directory, placement, grounds)
             self.folder = FleetFolder(self._config.run.directory, fleet.keys)
+            os.environ.update(fleet.rank_variables)  # for ranks that a test starts
             try:
                 fleet.start()
                 while not self._end.wait(0.05):
@@ -64,6 +65,8 @@ class KeptFleet:
                 self._error = error
             finally:
                 fleet.stop(at_once=True)
+                for name in fleet.rank_variables:
+                    os.environ.pop(name, None)
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         """Until it holds; fails when the fleet gives up or time is up first."""

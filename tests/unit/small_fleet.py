@@ -18,8 +18,9 @@ KEYS = Keys("user", "admin")
 
 class SmallServer:
     """Answers every request with its prompt's first token. ``silent``: takes calls and answers none,
-    as a stopped process does. ``refuses``: answers 400. ``info``: status and text of ``/server_info`` and
-    ``/model_info``; ``asked`` counts what was asked."""
+    as a stopped process does. ``refuses``: answers 400. ``deaf``: paths on which it is silent, as behind
+    a live HTTP process a stopped scheduler or detokenizer is. ``info``: status and text of
+    ``/server_info`` and ``/model_info``; ``asked`` counts what was asked."""
 
     def __init__(self, name: str, version: int = 1, delay_s: float = 0.0) -> None:
         self.name = name
@@ -27,6 +28,7 @@ class SmallServer:
         self.delay_s = delay_s
         self.silent = False
         self.refuses = False
+        self.deaf: set[str] = set()
         self.info: dict[str, tuple[int, str]] = {}
         self.asked: Counter[str] = Counter()
         self.answered: Counter[int] = Counter()
@@ -43,13 +45,20 @@ class SmallServer:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", self._health)
         app.router.add_get("/health_generate", self._health)
+        app.router.add_post("/continue_generation", self._order)
+        app.router.add_post("/pause_generation", self._order)
         app.router.add_get("/server_info", self._info)
         app.router.add_get("/model_info", self._info)
         await self._serve(app)
         return self
 
+    async def _order(self, request: web.Request) -> web.Response:
+        await self._breathe(request.path)
+        self.asked[request.path] += 1
+        return web.json_response({})
+
     async def _info(self, request: web.Request) -> web.Response:
-        await self._breathe()
+        await self._breathe(request.path)
         self.asked[request.path] += 1
         status, text = self.info.get(request.path, (404, "not found"))
         return web.Response(status=status, text=text)
@@ -70,12 +79,12 @@ class SmallServer:
                     connection.transport.abort()
             await runner.cleanup()
 
-    async def _breathe(self) -> None:
-        while self.silent:
+    async def _breathe(self, path: str = "") -> None:
+        while self.silent or path in self.deaf:
             await asyncio.sleep(0.01)
 
     async def _health(self, request: web.Request) -> web.Response:
-        await self._breathe()
+        await self._breathe(request.path)
         return web.Response()
 
     async def _abort(self, request: web.Request) -> web.Response:

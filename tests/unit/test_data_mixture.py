@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.mixture import WeightedSampler, joined
+from megatron_dppo.data.mixture import TrainingFiles, WeightedSampler, joined
 from megatron_dppo.data.problems import ProblemSet
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.loop.rollouts.figures import file_figures
 from megatron_dppo.types import Problem
 
 
@@ -26,6 +28,24 @@ def test_problems_count_on_from_file_to_file():
     assert (found.dropped, found.records, found.bad_answers) == (3, 8, 3)
     assert found.sha256 != joined([other, one, one]).sha256
     assert joined([one]) is one
+
+
+def test_what_each_file_gave_to_a_batch():
+    files = TrainingFiles(["data/a.jsonl", "b.parquet", "c.jsonl"], [3, 2, 4])
+    assert [files.of(i) for i in range(9)] == ["a"] * 3 + ["b"] * 2 + ["c"] * 4
+    batch = [
+        Trajectory.of_response([5], [6], problem_id=i, reward=reward)
+        for i, reward in [(2, 1.0), (2, 0.0), (3, 1.0), (3, 1.0), (0, 0.0), (0, 0.0)]
+    ]
+    assert file_figures(batch, files, group_size=2) == {
+        "data/a/prompts": 2.0,
+        "data/a/reward": 0.25,
+        "data/b/prompts": 1.0,
+        "data/b/reward": 1.0,
+        "data/c/prompts": 0.0,
+    }
+    assert file_figures(batch, TrainingFiles(["a"], [9]), group_size=2) == {}
+    assert TrainingFiles(["x/a.jsonl", "y/a.jsonl"], [1, 1]).names == ["a-0", "a-1"]
 
 
 def test_three_to_one_by_hand():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +39,9 @@ class Small:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.runner = AsyncRunner()
         self.server = self.runner.run(SmallServer("engine0").start())
-        config = config_of(folder, folder, servers=1, router=False, start_timeout_s=0.5)
+        config = config_of(
+            folder, folder, servers=1, router=False, start_timeout_s=0.5, hang_timeout_s=1.0
+        )
         self.folder = published = FleetFolder(folder)
         monkeypatch.setenv("MEGATRON_DPPO_STARTED_KEYS", json.dumps(asdict(KEYS)))
         published.publish(Server("engine0", self.server.url, 1, 17))
@@ -80,15 +83,26 @@ def test_what_the_server_refuses_twice_alike_is_not_tried_again(open_small):
     small.server.info["/server_info"] = (400, "no such tensor")
     with pytest.raises(EngineUnavailableError, match=r"400: no such tensor; another attempt would"):
         small.session.connect()
-    assert small.server.asked["/server_info"] == 2
+    assert small.server.asked["/server_info"] == 3  # two attempts, and a probe in between
 
 
-def test_a_server_that_fails_is_tried_again_and_then_replaced(open_small):
+def test_a_server_that_fails_is_replaced(open_small):
     small = open_small()
     small.server.info["/server_info"] = (500, "out of memory")
-    with pytest.raises(EngineUnavailableError, match="failed 2 weight updates in a row"):
+    with pytest.raises(EngineUnavailableError, match="500: out of memory"):
         small.session.connect()
-    assert small.server.asked["/server_info"] == 2
+    assert small.folder.take_report("engine0") == 1
+
+
+def test_a_stopped_scheduler_costs_the_hang_time_out_and_a_probe(open_small, monkeypatch):
+    """Not twice CONTROL_TIMEOUT_S, the second time because the HTTP process still answers."""
+    monkeypatch.setattr(membership, "_ANSWER_S", 0.3)
+    small = open_small()
+    small.server.deaf |= {"/server_info", "/health_generate"}
+    start = time.monotonic()
+    with pytest.raises(EngineUnavailableError, match="does not answer after a failed update"):
+        small.session.connect()
+    assert 1.0 + 0.3 + 0.5 < time.monotonic() - start < 10  # then nobody comes for 0.5 s
     assert small.folder.take_report("engine0") == 1
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from megatron_dppo.fleet.__main__ import main
@@ -25,6 +28,31 @@ def test_a_server_is_attached_listed_and_detached(tmp_path, capsys):
     ]
     assert main([str(tmp_path), "remove", "http://other:3"]) == 0
     assert [s.name for s in folder.servers()] == ["engine0"]
+
+
+def test_add_says_what_the_trainer_finds(tmp_path, capsys):
+    """It waits for the trainer's word, which has the keys and must be reachable."""
+    folder = FleetFolder(tmp_path)
+    folder.publish_status(None, {})
+
+    def examine() -> None:
+        while not folder.servers():
+            time.sleep(0.01)
+        folder.publish_status(3, {"http-other-3": "not yet examined"})
+        time.sleep(0.3)
+        folder.publish_status(3, {"http-other-3": "refused: status 401"})
+
+    trainer = threading.Thread(target=examine)
+    trainer.start()
+    assert main([str(tmp_path), "add", "http://other:3"]) == 1
+    trainer.join()
+    said = capsys.readouterr().out.splitlines()
+    assert said == ["http-other-3 is attached", "refused: status 401"]
+
+
+def test_add_without_a_run_says_so(tmp_path, capsys):
+    assert main([str(tmp_path), "add", "http://other:3"]) == 0
+    assert "no trainer listens now" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,7 @@ def test_a_suspended_server_is_out_until_the_supervisor_has_replaced_it(open_boo
 
 
 def test_an_attached_server_that_was_suspended_comes_back_when_it_generates(open_book, monkeypatch):
-    monkeypatch.setattr(membership, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr(membership, "ASK_AGAIN_S", 0.0)
     book = open_book()
     members = [Member(book.start("engine0"), Keys()), Member(book.attach(), Keys())]
     elsewhere = members[1].server
@@ -215,6 +215,30 @@ def test_a_failed_update_nobody_is_to_blame_for_is_tried_with_all_that_answer(op
     book.membership.blame(members, [], "a transfer timed out")
     assert names(book.choose(members)) == ["engine1"]
     assert book.folder.take_report("engine0") == 1
+
+
+@pytest.mark.parametrize(
+    "deaf", [{"/server_info", "/health_generate"}, {"/health_generate"}],
+    ids=["scheduler", "detokenizer"],
+)  # fmt: skip
+def test_one_that_hangs_behind_live_http_is_replaced_after_the_first_failed_update(open_book, deaf):
+    """A probe tells it from one that answers, so that nobody waits for it in a second update."""
+    book = open_book(servers=1)
+    members = book.choose([Member(book.start("engine0"), Keys())])
+    book.small(members[0].server).deaf |= deaf
+    start = time.monotonic()
+    book.membership.blame(members, [members[0].server.url], "no answer within 60 s")
+    assert time.monotonic() - start < 1.5
+    assert book.folder.take_report("engine0") == 1
+
+
+def test_one_that_generates_again_gets_a_second_try_and_is_paused_meanwhile(open_book):
+    book = open_book(servers=1)
+    members = book.choose([Member(book.start("engine0"), Keys())])
+    small = book.small(members[0].server)
+    book.membership.blame(members, [small.url], "no answer within 60 s")
+    assert (small.asked["/continue_generation"], small.asked["/pause_generation"]) == (1, 1)
+    assert book.choose(members) == members
 
 
 def test_an_attached_server_that_fails_twice_is_refused_until_it_is_attached_anew(open_book):

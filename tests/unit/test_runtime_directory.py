@@ -119,12 +119,12 @@ def test_what_belongs_to_others_stays(temporary: Path, monkeypatch: pytest.Monke
         (temporary / name).mkdir()
     target = temporary / "precious"
     target.mkdir()
+    (target / "file").touch()
     (temporary / f"mdppo-{user}-{namespace}-{pid}-1-link").symlink_to(target)
     monkeypatch.setattr(runtime_directory, "SHARED_MEMORY", temporary / "none")
     remove_left_behind()
-    assert {p.name for p in temporary.iterdir()} == {
-        *names, "precious", f"mdppo-{user}-{namespace}-{pid}-1-link"
-    }  # fmt: skip
+    assert {p.name for p in temporary.iterdir()} == {*names, "precious"}
+    assert (target / "file").exists()
 
 
 def test_tensors_that_ended_ranks_shared_are_removed(
@@ -135,3 +135,16 @@ def test_tensors_that_ended_ranks_shared_are_removed(
         (temporary / name).touch()
     remove_shared_tensors([12, 13, 99])
     assert {p.name for p in temporary.iterdir()} == {"torch_123_4_0", "other"}
+
+
+def test_what_another_user_planted_under_this_ones_name_stays(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here this process takes itself for another user than the one who owns its files."""
+    user, namespace, pid = private_name().split("-")[1:4]
+    planted = temporary / f"mdppo-{int(user) + 1}-{namespace}-{pid}-1-abc"
+    planted.mkdir()
+    monkeypatch.setattr("megatron_dppo.system.runtime_directory.os.getuid", lambda: int(user) + 1)
+    monkeypatch.setattr(runtime_directory, "SHARED_MEMORY", temporary / "none")
+    remove_left_behind()
+    assert planted.exists()

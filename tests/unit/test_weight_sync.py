@@ -143,6 +143,9 @@ class Engine(EngineWeights):
     async def answers(self, timeout_s: float) -> bool:
         return self.alive
 
+    async def schedules(self, timeout_s: float) -> bool:
+        return self.alive
+
     async def pause_when_idle(self, timeout_s: float) -> bool:
         self.step("idle")
         return self.idle

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from megatron_dppo.data.columns import Form
+from megatron_dppo.data.mixture import TrainingFiles
 from megatron_dppo.data.routing import usable_rows
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.rollouts.zero_variance import Selection
@@ -48,6 +49,23 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
         names.TRUNCATED: sum(row.truncated for row in rows) / responses,
         names.TOKENS: sum(row.tokens for row in rows),
     }
+
+
+def file_figures(
+    batch: Sequence[Trajectory], files: TrainingFiles, group_size: int
+) -> dict[str, float]:
+    """The trained prompts of each training file and what they earned; nothing where there is one file.
+
+    A file that no prompt of the batch is from has 0 prompts and no reward.
+    """
+    if len(files.names) == 1:
+        return {}
+    rewards: dict[str, list[float]] = {name: [] for name in files.names}
+    for trajectory in batch:
+        rewards[files.of(trajectory.problem_id)].append(trajectory.reward)
+    figures = {names.file_prompts(name): len(own) / group_size for name, own in rewards.items()}
+    means = {names.file_reward(name): sum(own) / len(own) for name, own in rewards.items() if own}
+    return figures | means
 
 
 def selection_figures(

@@ -1,0 +1,57 @@
+"""Whether weights can get to a server that runs elsewhere, found out before an update depends on it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import EngineError, EngineMismatchError
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.weight_sync.engines import local_address, on_this_host
+from megatron_dppo.weight_sync.strategies.distributed import BroadcastGroup
+
+REACH_S = 20.0
+
+
+async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
+    """Raise EngineMismatchError where the configured strategy can't reach ``engine`` from this process.
+
+    ``distributed``: the server's ranks join a broadcast group here, and leave it; so they connect to this
+    host as in an update. The others need one host, or a folder that both see.
+    """
+    if config.strategy == "distributed":
+        await _join_and_leave(engine)
+    elif not on_this_host(engine.url) and (config.strategy == "tensor" or not config.directory):
+        raise EngineMismatchError(
+            f"{engine.url} runs on another host than the trainer: weight_sync.strategy {config.strategy} "
+            "can't reach it, expected distributed, or disk with weight_sync.directory"
+        )
+
+
+async def _join_and_leave(engine: EngineWeights) -> None:
+    group = BroadcastGroup(
+        ranks=engine.ranks,
+        address=local_address(engine.url),
+        device=engine.device,
+        timeout_s=REACH_S,
+    )
+    place = f"{group.address}:{group.port}"
+    try:
+        async with asyncio.timeout(REACH_S):
+            await engine.open_group(
+                group.address,
+                group.port,
+                group.name,
+                group.backend,
+                first_rank=1,
+                size=engine.ranks + 1,
+            )
+            await asyncio.wrap_future(group.joined)
+            await engine.close_group(group.name)
+    except (EngineError, OSError, RuntimeError) as error:
+        raise EngineMismatchError(
+            f"{engine.url} can't connect back to the trainer at {place} for weight updates within "
+            f"{REACH_S:.0f} s: {error or type(error).__name__}"
+        ) from error
+    finally:
+        group.abort()

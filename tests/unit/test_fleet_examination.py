@@ -1,0 +1,163 @@
+"""What an attached server is told: fits, refused with a reason, or asked again, over small HTTP servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.engine.compatibility import check_engine
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.fleet import examination
+from megatron_dppo.fleet.examination import Examiner, Verdict
+from megatron_dppo.fleet.folder import FleetFolder, Server
+from megatron_dppo.fleet.members import Member, client_of
+from megatron_dppo.system.async_runner import AsyncRunner
+from tests.integration.kept_fleet import config_of
+from tests.unit.small_fleet import SmallServer
+from tests.unit.test_engine_server import MODEL
+
+FITTING = {
+    "version": "0.5.23",
+    "dtype": "float32",
+    "quantization": None,
+    "max_total_num_tokens": 4096,
+}
+MODEL_INFO = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+HTML = "<html><body>It works!</body></html>"
+
+
+class Bench:
+    """An examiner that asks as a run does, an attached server, and what is published of it."""
+
+    def __init__(self, directory: Path) -> None:
+        (directory / "config.json").write_text(json.dumps(MODEL))
+        self.runner = AsyncRunner()
+        self.small = self.runner.run(SmallServer("elsewhere").start())
+        self.folder = FleetFolder(directory)
+        self.in_use: set[Server] = set()
+        self.news = 0
+        self.fault: Exception | None = None
+        self._sections = ServerSections.of(config_of(directory, directory))
+        self.examiner = Examiner(
+            self.folder,
+            lambda server: Member(server, self.folder.keys(server)),
+            self.check,
+            self.in_use.__contains__,
+            self._count,
+        )
+
+    async def check(self, member: Member) -> None:
+        if self.fault is not None:
+            raise self.fault
+        async with client_of(member) as client:
+            await check_engine(self._sections, client)
+
+    def _count(self) -> None:
+        self.news += 1
+
+    def verdict(self, *, at_once: bool = False) -> Verdict:
+        [server] = self.folder.servers() or [self.folder.attach(self.small.url)]
+        return self.runner.run(self.examiner.examine(server, at_once=at_once))
+
+    def watch_until(self, condition: Callable[[], object]) -> None:
+        async def watch() -> None:
+            task = asyncio.create_task(self.examiner.watch())
+            async with asyncio.timeout(30):
+                while not condition():
+                    await asyncio.sleep(0.01)
+            task.cancel()
+
+        self.runner.run(watch())
+
+    def close(self) -> None:
+        self.runner.run(self.small.die())
+        self.runner.close()
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setattr(examination, "_LOOK_S", 0.02)
+    opened = Bench(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "text", "reason"),
+    [
+        (401, "Unauthorized", r"/server_info answered 401: Unauthorized; the run's keys are its"),
+        (200, HTML, r"/server_info: answered no JSON object: '<html>"),
+        (200, "{}", r"/server_info does not say version, dtype, .* is it a server of SGLang\?"),
+        (404, "no such page", r"/server_info answered 404"),
+        (200, json.dumps(FITTING | {"version": "0.4.1"}), r"sglang version: '0.4.1', expected"),
+        (200, json.dumps(FITTING | {"dtype": "bfloat16"}), r"dtype .*: 'bfloat16', expected"),
+    ],
+    ids=["key", "HTML", "empty", "path", "version", "dtype"],
+)
+def test_who_does_not_fit_is_refused_with_the_reason(bench, caplog, status, text, reason):
+    bench.small.info = {
+        "/server_info": (status, text),
+        "/model_info": (200, json.dumps(MODEL_INFO)),
+    }
+    verdict = bench.verdict()
+    assert verdict.state == "refused"
+    assert str(verdict).startswith("refused: ")
+    assert re.search(reason, str(verdict))
+    assert str(verdict) in caplog.text
+    before = bench.small.asked["/server_info"]
+    assert bench.verdict(at_once=True) is verdict
+    assert bench.small.asked["/server_info"] == before
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        AttributeError("'NoneType' object has no attribute 'get'"),
+        KeyError("tp_size"),
+        TypeError("an integer is required"),
+        ValueError("another model"),
+        OverflowError("too large"),
+    ],
+    ids=lambda fault: type(fault).__name__,
+)
+def test_whatever_an_answer_ends_in_is_a_refusal(bench, fault):
+    bench.fault = fault
+    assert bench.verdict() == Verdict("refused", f"{type(fault).__name__}: {fault}")
+
+
+def test_who_does_not_answer_is_asked_again_and_logged_once(bench, monkeypatch, caplog):
+    monkeypatch.setattr(examination, "ASK_AGAIN_S", 0.05)
+    bench.small.info["/server_info"] = (503, "starting")
+    bench.verdict()
+    bench.watch_until(lambda: bench.small.asked["/server_info"] > 4)
+    [line] = [r.getMessage() for r in caplog.records if "503: starting" in r.getMessage()]
+    assert "not yet usable, asked again every 0 s" in line
+    bench.fault = AttributeError("now it answers nonsense")
+    server = bench.folder.servers()[0]
+    bench.watch_until(lambda: bench.examiner.verdict(server).state == "refused")
+
+
+def test_nobody_listens_there(bench):
+    bench.runner.run(bench.small.die())
+    assert bench.verdict().state == "waits"
+    assert "Connect" in bench.verdict().reason
+
+
+def test_the_watch_leaves_members_alone_and_examines_who_is_attached_anew(bench):
+    bench.fault = ValueError("another model")
+    first = bench.folder.attach(bench.small.url)
+    bench.watch_until(lambda: bench.examiner.verdict(first))
+    bench.folder.detach(first.url)
+    second = bench.folder.attach(first.url)
+    assert second != first
+    bench.in_use.add(second)
+    bench.folder.attach("http://127.0.0.1:9")
+    other = next(s for s in bench.folder.servers() if s.url.endswith(":9"))
+    bench.watch_until(lambda: bench.examiner.verdict(other))
+    assert bench.examiner.verdict(second) is None
+    assert bench.examiner.verdict(first) is None
