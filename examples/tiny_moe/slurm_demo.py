@@ -1,0 +1,203 @@
+"""``make slurm-demo``: the tiny recipe with R3 as a job of a real Slurm, all on this machine.
+
+    python -m examples.tiny_moe.slurm_demo [--directory runs/slurm_demo] [key.path=value ...]
+
+Starts a cluster of four nodes, submits the recipe, and tells what happens. The job's time limit is short on
+purpose: it saves a checkpoint before it, is started again by Slurm, resumes and finishes. Nothing is left
+running, also after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from examples.tiny_moe.prepare import prepare
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.records import RecordsError, read_records, step_of
+from megatron_dppo.slurm.attempts import Attempt, AttemptBook
+from tools.slurm_cluster import INSTALL, Cluster, missing_programs
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "examples/tiny_moe/config.yaml"
+STEPS = 24
+LIMIT_MIN, MARGIN_S = 4, 120
+"""The first start has the difference of the two for its work."""
+PATIENT_MIN = 120
+POLL_S = 0.5
+
+
+def main() -> int:
+    """The exit code: 0 where the job was started again by its limit, resumed and finished."""
+    words = _parser().parse_intermixed_args()
+    if missing := missing_programs():
+        print(f"not found: {', '.join(missing)}; on Debian and Ubuntu: {INSTALL}", file=sys.stderr)
+        return 1
+    directory = Path(words.directory).absolute()
+    try:
+        material = prepare(seed=1)
+        overrides = [
+            f"run.directory={directory}",
+            f"run.steps={STEPS}",
+            f"model.hf_checkpoint={material.warm_checkpoint}",
+            f"data.train={material.train}",
+            f"data.evaluation.held_out={material.held_out}",
+            "rollout.router_replay=true",
+            "engine.servers=2",
+            "engine.device=cpu",
+            *words.overrides,
+        ]
+        _set_aside(directory)
+        return _run(directory, overrides)
+    except KeyboardInterrupt:
+        _say("stopped; the cluster and its processes are gone")
+        return 130
+
+
+def _run(directory: Path, overrides: Sequence[str]) -> int:
+    shared = [ROOT, Path(sys.prefix), Path(sys.base_prefix), directory.parent]
+    with Cluster(4, shared=shared) as cluster:
+        kind = "machines of their own" if cluster.isolated else "daemons on this machine"
+        _say(f"Slurm runs: nodes {', '.join(cluster.nodes)}, {kind}")
+        command = [
+            *(sys.executable, "-m", "megatron_dppo.slurm", "submit", RECIPE, *overrides),
+            *("--set=gpus_per_node=0", f"--set=time={LIMIT_MIN}", "--set=start_s=60"),
+            *(f"--set=checkpoint_margin_s={MARGIN_S}", "--set=max_failures=6"),
+        ]
+        _say(" ".join(["python", *command[1:]]))
+        if subprocess.run(command, cwd=ROOT, env=cluster.environment, check=False).returncode:
+            return 1
+        job = int((directory / "job").read_text())
+        state = _Follower(cluster, directory, job).follow()
+        status = [sys.executable, "-m", "megatron_dppo.slurm", "status", str(directory)]
+        subprocess.run(status, cwd=ROOT, env=cluster.environment, check=False)
+    return _result(directory, state)
+
+
+class _Follower:
+    """Tells what a job does, and gives it more time once its limit has done its part."""
+
+    def __init__(self, cluster: Cluster, directory: Path, job: int) -> None:
+        self._cluster = cluster
+        self._directory = directory
+        self._job = job
+        self._log = directory / "logs" / f"slurm-{job}.out"
+        self._read = 0
+        self._step = -1
+        self._limit = LIMIT_MIN
+        self._raised_for = 0
+
+    def follow(self) -> str:
+        """Until the job has ended; its last state."""
+        while True:
+            states = self._cluster.client.states(self._job)
+            self._tell_log()
+            self._tell_steps()
+            if states == {"PENDING"}:
+                self._raise_limit()
+            if not states & {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}:
+                return ", ".join(states)
+            time.sleep(POLL_S)
+
+    def _tell_log(self) -> None:
+        if not self._log.exists():
+            return
+        with self._log.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            print(f"  {line}", flush=True)
+
+    def _tell_steps(self) -> None:
+        try:
+            records = read_records(self._directory)
+        except RecordsError:
+            return
+        for record in records:
+            if step_of(record) > self._step:
+                self._step = step_of(record)
+                reward = record.get(names.REWARD)
+                told = "" if reward is None else f": mean reward {reward:.3f}"
+                _say(f"step {self._step} of {STEPS}{told}")
+
+    def _raise_limit(self) -> None:
+        """While the job waits for its next start: time to finish, once a start saved something."""
+        attempts = AttemptBook(self._directory).all()
+        if len(attempts) <= self._raised_for:
+            return
+        self._raised_for = len(attempts)
+        self._limit = PATIENT_MIN if attempts[-1].saved else 2 * self._limit
+        limit = f"TimeLimit={self._limit}"
+        self._cluster.client.run("scontrol", "update", f"JobId={self._job}", limit, check=False)
+        _say(
+            f"start {len(attempts)} ended ({attempts[-1].why}) with a checkpoint of step "
+            f"{attempts[-1].saved}; Slurm starts the job again, with {self._limit} min"
+        )
+
+
+def _result(directory: Path, state: str) -> int:
+    """Tell what was seen, and whether all of it is as promised."""
+    attempts = AttemptBook(directory).all()
+    seen = {
+        "the job ended as COMPLETED": state == "COMPLETED",
+        "its time limit had it saved and started again": any(a.why == "time" for a in attempts),
+        "a later start resumed from that checkpoint": _resumed(attempts),
+        "every step is recorded once": _steps(directory)
+        == list(range((_steps(directory) or [0])[-1] + 1)),
+        "the run is complete": bool(attempts) and attempts[-1].why == "done",
+    }
+    for what, holds in seen.items():
+        print(f"  {'yes' if holds else 'NO '}  {what}")
+    if (directory / "summary.json").exists():
+        summary = json.loads((directory / "summary.json").read_text())
+        updates, verified = summary["weight_updates"], summary["weight_updates_verified"]
+        _say(f"weight updates verified: {verified} of {updates}")
+    _say(f"figures: {directory / 'report.png'}, model: {directory / 'hf'}")
+    return int(not all(seen.values()))
+
+
+def _resumed(attempts: Sequence[Attempt]) -> bool:
+    saved = [attempt.saved for attempt in attempts if attempt.why == "time" and attempt.saved]
+    return bool(saved) and attempts[-1].first_saved >= saved[-1]
+
+
+def _steps(directory: Path) -> list[int]:
+    try:
+        return [step_of(record) for record in read_records(directory)]
+    except RecordsError:
+        return []
+
+
+def _set_aside(directory: Path) -> None:
+    """Rename what an earlier demo left; delete nothing."""
+    if directory.exists():
+        kept = directory.with_name(f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        directory.rename(kept)
+        _say(f"the earlier run in {directory} is now {kept}")
+
+
+def _say(text: str) -> None:
+    print(f"[slurm-demo] {text}", flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.tiny_moe.slurm_demo",
+        description="The tiny recipe with R3 as a job of a real Slurm of four nodes, started here.",
+    )
+    parser.add_argument("--directory", default="runs/slurm_demo", help="where the run goes")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="of the recipe's values"
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
