@@ -263,7 +263,7 @@ def test_a_fenced_trainer_commits_nothing(allowed: int, calls: list[str]) -> Non
             raise FencedError("another start of this run took over")
 
     settings = WeightSyncConfig(strategy="tensor")
-    updates = WeightUpdater(Source(), settings, alone, opener({A: engine}), RUNNER, fence)
+    updates = WeightUpdater(Source(), settings, alone, opener({A: engine}), runner(), fence)
     updates.attach([A])
     before = len(engine.calls)
     with pytest.raises(FencedError):
