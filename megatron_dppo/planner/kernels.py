@@ -86,8 +86,8 @@ class LayerBytes:
 
 
 def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
-    """Layers of ``get_gpt_decoder_block_spec`` with Transformer Engine (read in megatron-core 0.16.1 and TE 2.9, not
-    measured).
+    """Layers of ``get_gpt_decoder_block_spec`` with Transformer Engine (derived from megatron-core 0.16.1's use of it,
+    not measured).
 
     - Norms fused into linears, and the one before the router, keep input and output of the norm, b each, and 4 bytes.
     - Queries and keys before their norms (where the family has them) and after the rotary embedding, values: b each.
