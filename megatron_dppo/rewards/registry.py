@@ -70,8 +70,15 @@ def score_or_refusal(function: RewardFunction, response: str, answer: str) -> fl
         return f"it returned a {type(value).__name__}, expected a number in [0, 1]"
     score: Any = value  # typeshed's Real can't be compared
     if not 0 <= score <= 1:
-        return f"it returned {value}, expected a number in [0, 1]"
+        return f"it returned {_shown(value)}, expected a number in [0, 1]"
     return float(value)
+
+
+def _shown(value: Any) -> str:
+    try:
+        return str(value)[:_LONGEST_REFUSAL]
+    except ValueError:  # Python writes out no integer of more than some thousand digits
+        return "a number of thousands of digits"
 
 
 def find_reward(name: str) -> Reward:

@@ -137,6 +137,7 @@ def test_impossible_settings():
         ("'1'", "it returned a str, expected a number in [0, 1]"),
         ("(1, 2)", "it returned a tuple, expected a number in [0, 1]"),
         ("int('x')", "invalid literal for int() with base 10: 'x' (<string>, line 1)"),
+        ("10 ** 5000", "it returned a number of thousands of digits, expected a number in [0, 1]"),
     ],
 )
 def test_anything_but_a_score_is_one_line(value, complaint):
