@@ -10,7 +10,7 @@ from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.weight_sync.engines import local_address, on_this_host
 from megatron_dppo.weight_sync.strategies.distributed import BroadcastGroup
 
-REACH_S = 20.0
+REACH_S = 30.0
 
 
 async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:

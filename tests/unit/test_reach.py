@@ -1,0 +1,90 @@
+"""Whether weights can get to a server elsewhere: a process that joins as SGLang's ranks do, and one that
+does not."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import Any
+
+import pytest
+
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.weight_sync import reach
+from megatron_dppo.weight_sync.reach import check_reach
+
+JOIN = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
+address, port, name, backend, rank, size = sys.argv[1:]
+limit = timedelta(seconds=60)
+store, rank, size = next(rendezvous(f"tcp://{address}:{port}", int(rank), int(size), timeout=limit))
+_new_process_group_helper(
+    size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
+)
+print("joined")
+"""
+
+
+class Ranks:
+    """As ``EngineWeights``: one engine rank, which joins in a process of its own, or never."""
+
+    url, ranks, device = "http://127.0.0.1:1", 1, "cpu"
+
+    def __init__(self, *, joins: bool) -> None:
+        self._joins = joins
+        self.calls: list[str] = []
+
+    async def open_group(
+        self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
+    ) -> None:
+        self.calls.append("open")
+        if not self._joins:
+            await asyncio.sleep(600)
+        words = [address, port, name, backend, first_rank, size]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", JOIN, *map(str, words), stdout=asyncio.subprocess.PIPE
+        )
+        said, _ = await process.communicate()
+        assert said == b"joined\n"
+
+    async def close_group(self, name: str) -> None:
+        self.calls.append("close")
+
+
+def test_a_server_that_joins_is_reachable_and_leaves_again(monkeypatch):
+    monkeypatch.setattr(reach, "REACH_S", 60.0)
+    ranks: Any = Ranks(joins=True)
+    asyncio.run(check_reach(ranks, WeightSyncConfig()))
+    assert ranks.calls == ["open", "close"]
+
+
+def test_a_server_that_does_not_come_is_refused_in_time(monkeypatch):
+    monkeypatch.setattr(reach, "REACH_S", 0.3)
+    ranks: Any = Ranks(joins=False)
+    with pytest.raises(
+        EngineMismatchError, match=r"can't connect back to the trainer at 127\.0\.0\.1:"
+    ):
+        asyncio.run(check_reach(ranks, WeightSyncConfig()))
+
+
+@pytest.mark.parametrize(
+    ("sync", "here", "reachable"),
+    [
+        ({"strategy": "tensor"}, True, True),
+        ({"strategy": "tensor"}, False, False),
+        ({"strategy": "disk"}, False, False),
+        ({"strategy": "disk", "directory": "/shared"}, False, True),
+    ],
+)
+def test_strategies_of_one_host_refuse_another(monkeypatch, sync, here, reachable):
+    monkeypatch.setattr(reach, "on_this_host", lambda url: here)
+    ranks: Any = Ranks(joins=False)
+    if reachable:
+        asyncio.run(check_reach(ranks, WeightSyncConfig(**sync)))
+    else:
+        with pytest.raises(EngineMismatchError, match="runs on another host than the trainer"):
+            asyncio.run(check_reach(ranks, WeightSyncConfig(**sync)))
