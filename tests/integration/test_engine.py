@@ -225,7 +225,7 @@ def test_a_stop_text_ends_a_response_and_every_token_is_kept(runner, client, ref
         ended += 1
         assert result.finish_reason == "stop"
         assert whole[: whole.index(next(text for text in stop if text in whole))] == result.text
-    assert ended > 12
+    assert ended > 4
 
 
 def test_weights_that_were_never_updated_are_version_zero(runner, client):
