@@ -172,6 +172,25 @@ def test_metrics_worked_by_hand():
     assert set(shown) | {"policy/topk_mass", "loss/penalty"} == of_the_loss
 
 
+def test_counts_at_their_boundaries():
+    # A = 0 is neither sign. mu = 1 -> pi = .5 with A < 0 is a bad update: a drop of exactly .5.
+    x = inputs([0.5, 0.5, 0.4, 0.1, 0.6], [0.5, 1.0, 0.5, 0.9, 0.6], [0.0, -0.5, -0.5, 0.5, 0.5])
+    algorithm = build_algorithm("pg-tis", {"ratio_cap": 1.0})
+    metrics = policy_loss(algorithm, x).metrics.values()
+    assert (metrics["mask/tokens_positive"], metrics["mask/tokens_negative"]) == (2, 2)
+    assert metrics["policy/bad_update"] == 1  # not the small drop, nor the rewarded token's
+    assert metrics["mask/cap_hit"] == 0  # r = 1 is the cap, not above it
+
+
+def test_no_tokens_at_all_leave_the_extremes_of_others():
+    empty = torch.empty(0, dtype=torch.float64, requires_grad=True)
+    none = TokenInputs(empty, empty.detach(), empty.detach(), empty.bool())
+    metrics = policy_loss(build_algorithm("pg-is"), none).metrics.values()
+    assert metrics["policy/prob_gap_max"] == metrics["policy/ratio_max"] == -math.inf
+    assert metrics["policy/prob_gap_min"] == math.inf
+    assert metrics["policy/tokens"] == 0
+
+
 def test_ppo_and_dppo_disagreements_are_counted_apart():
     x = inputs([0.002, 0.99], [0.001, 0.8], [1.0, 1.0])
     metrics = policy_loss(build_algorithm("dppo-binary-tv"), x).metrics.values()
