@@ -189,4 +189,4 @@ def test_impossible_requests_are_refused(call, message):
 
 
 def test_a_rank_without_a_sequence_comes_last():
-    assert partition_by_length([1, 1], 3) == [[0], [1], []]
+    assert partition_by_cost([1, 1], 3) == [[0], [1], []]

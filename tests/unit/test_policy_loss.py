@@ -198,13 +198,13 @@ def test_ppo_and_dppo_disagreements_are_counted_apart():
     assert metrics["mask/dppo_only"] == 1
 
 
-def test_topk_mass_leaves_out_the_sampled_token():
+def test_topk_mass_leaves_out_the_sampled_token_and_what_is_not_valid():
     x = inputs([0.15], [0.1], [1.0],
-               topk_log_probs=torch.tensor([[0.3, 0.15]]).log(),
-               rollout_topk_log_probs=torch.tensor([[0.6, 0.1]]).log(),
-               topk_valid=torch.ones(1, 2, dtype=torch.bool))  # fmt: skip
+               topk_log_probs=torch.tensor([[0.3, 0.2, 0.5, 0.15]]).log(),
+               rollout_topk_log_probs=torch.tensor([[0.5, 0.25, 0.5, 0.1]]).log(),
+               topk_valid=torch.tensor([[True, True, False, True]]))  # fmt: skip
     metrics = policy_loss(build_algorithm("dppo-topk-tv"), x).metrics.values()
-    assert metrics["policy/topk_mass"] == pytest.approx(0.6)
+    assert metrics["policy/topk_mass"] == pytest.approx(0.75)
 
 
 def test_no_trained_token_has_no_mean():
