@@ -186,3 +186,7 @@ def test_mini_batch_plan(lengths, dp_size, budget, multiple):
 def test_impossible_requests_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_rank_without_a_sequence_comes_last():
+    assert partition_by_cost([1, 1], 3) == [[0], [1], []]

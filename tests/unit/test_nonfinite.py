@@ -236,3 +236,15 @@ def test_token_inputs_still_take_any_shape():
     for name in PRESETS:
         flat, square = (policy_loss(build_algorithm(name), v).loss for v in (x, shaped))
         torch.testing.assert_close(flat, square)
+
+
+def test_the_first_bad_entry_is_named_and_id_0_counts():
+    with pytest.raises(ValueError, match=r"here: 1\.0 at token 1, expected"):
+        check_log_probs([-1.0, 1.0, NAN], "here")
+    with pytest.raises(ValueError, match="nan at token 0"):
+        check_topk(np.array([[0, -1]]), np.array([[NAN, NAN]]), "here")
+    check_topk(np.array([[0, 5, 3], [3, 5, 0]]), np.full((2, 3), -1.0), "here")
+    with pytest.raises(ValueError, match="Top-K id 3 stands twice at token 1"):
+        check_topk(np.array([[1, 2, 3], [3, 1, 3], [4, 4, 0]]), np.full((3, 3), -1.0), "here")
+    with pytest.raises(ValueError, match="Top-K id 0 stands twice at token 0"):
+        check_topk(np.array([[0, 7, 0]]), np.full((1, 3), -1.0), "here")

@@ -172,6 +172,25 @@ def test_metrics_worked_by_hand():
     assert set(shown) | {"policy/topk_mass", "loss/penalty"} == of_the_loss
 
 
+def test_counts_at_their_boundaries():
+    # A = 0 is neither sign. mu = 1 -> pi = .5 with A < 0 is a bad update: a drop of exactly .5.
+    x = inputs([0.5, 0.5, 0.4, 0.1, 0.6], [0.5, 1.0, 0.5, 0.9, 0.6], [0.0, -0.5, -0.5, 0.5, 0.5])
+    algorithm = build_algorithm("pg-tis", {"ratio_cap": 1.0})
+    metrics = policy_loss(algorithm, x).metrics.values()
+    assert (metrics["mask/tokens_positive"], metrics["mask/tokens_negative"]) == (2, 2)
+    assert metrics["policy/bad_update"] == 1  # not the small drop, nor the rewarded token's
+    assert metrics["mask/cap_hit"] == 0  # r = 1 is the cap, not above it
+
+
+def test_no_tokens_at_all_leave_the_extremes_of_others():
+    empty = torch.empty(0, dtype=torch.float64, requires_grad=True)
+    none = TokenInputs(empty, empty.detach(), empty.detach(), empty.bool())
+    metrics = policy_loss(build_algorithm("pg-is"), none).metrics.values()
+    assert metrics["policy/prob_gap_max"] == metrics["policy/ratio_max"] == -math.inf
+    assert metrics["policy/prob_gap_min"] == math.inf
+    assert metrics["policy/tokens"] == 0
+
+
 def test_ppo_and_dppo_disagreements_are_counted_apart():
     x = inputs([0.002, 0.99], [0.001, 0.8], [1.0, 1.0])
     metrics = policy_loss(build_algorithm("dppo-binary-tv"), x).metrics.values()
@@ -179,13 +198,13 @@ def test_ppo_and_dppo_disagreements_are_counted_apart():
     assert metrics["mask/dppo_only"] == 1
 
 
-def test_topk_mass_leaves_out_the_sampled_token():
+def test_topk_mass_leaves_out_the_sampled_token_and_what_is_not_valid():
     x = inputs([0.15], [0.1], [1.0],
-               topk_log_probs=torch.tensor([[0.3, 0.15]]).log(),
-               rollout_topk_log_probs=torch.tensor([[0.6, 0.1]]).log(),
-               topk_valid=torch.ones(1, 2, dtype=torch.bool))  # fmt: skip
+               topk_log_probs=torch.tensor([[0.3, 0.2, 0.5, 0.15]]).log(),
+               rollout_topk_log_probs=torch.tensor([[0.5, 0.25, 0.5, 0.1]]).log(),
+               topk_valid=torch.tensor([[True, True, False, True]]))  # fmt: skip
     metrics = policy_loss(build_algorithm("dppo-topk-tv"), x).metrics.values()
-    assert metrics["policy/topk_mass"] == pytest.approx(0.6)
+    assert metrics["policy/topk_mass"] == pytest.approx(0.75)
 
 
 def test_no_trained_token_has_no_mean():

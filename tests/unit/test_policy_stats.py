@@ -437,6 +437,35 @@ def test_the_exact_divergence_is_the_dense_ones(temperature):
     assert torch.equal(mu, kept[1])
 
 
+def test_the_exact_divergence_reads_every_column_of_few_rows():
+    pi, mu = torch.tensor([[0.5, 0.2, 0.2, 0.1]]).log(), torch.tensor([[0.4, 0.4, 0.1, 0.1]]).log()
+    found = exact_divergence(pi, mu, vocab_size=4)
+    assert found.tv.item() == pytest.approx(0.2, abs=1e-6)  # (.1 + .2 + .1) / 2
+    expected = 0.4 * math.log(0.8) + 0.4 * math.log(2) + 0.1 * math.log(0.5)
+    assert found.kl.item() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_exact_kl_of_nearly_equal_policies_is_never_negative():
+    g = torch.Generator().manual_seed(4)
+    mu = torch.randn(300, 10, generator=g, dtype=torch.float64)
+    pi = mu + 1e-12 * torch.randn(300, 10, generator=g, dtype=torch.float64)
+    assert (exact_divergence(pi, mu, vocab_size=10).kl >= 0).all()
+
+
+def test_a_group_of_one_rank_agrees_with_itself():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        world, ids = torch.distributed.group.WORLD, torch.tensor([0, 1])
+        found = policy_stats(torch.zeros(2, 4), ids, world, vocab_size=4)
+        assert found.log_probs.tolist() == pytest.approx([-math.log(4)] * 2)
+        with pytest.raises(ValueError, match="1 target ids outside the vocabulary"):
+            policy_stats(torch.zeros(2, 4), ids, world, vocab_size=1)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_the_exact_divergence_refuses_other_shapes():
     for pi, mu in ((torch.zeros(2, 3), torch.zeros(3, 3)), (torch.zeros(3), torch.zeros(3))):
         with pytest.raises(ValueError, match=r"expected one shape \[T, C\]"):

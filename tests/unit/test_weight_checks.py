@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.engines import Engines
 from megatron_dppo.weight_sync.interfaces import CanaryReport, EngineFaultError
 from megatron_dppo.weight_sync.verification import (
-    TOLERANCE,
     ChecksumMismatch,
     ChecksumMismatchError,
     ExpectedByLayout,
     Tolerance,
     canary_prompts,
+    canary_tolerance,
     compare_canary,
     compare_scores,
     compare_tensors,
@@ -42,8 +43,12 @@ def test_the_prompts_are_these_and_spare_the_last_id() -> None:
     assert {token for prompt in canary_prompts(3) for token in prompt} == {0, 1}
 
 
-def test_tolerances_are_these() -> None:
-    assert {"float32": Tolerance(1e-3, 1e-4), "bfloat16": Tolerance(3.0, 0.2)} == TOLERANCE
+@pytest.mark.parametrize(
+    ("dtype_name", "expected"),
+    [("float32", Tolerance(1e-3, 1e-4)), ("bfloat16", Tolerance(3.0, 0.2))],
+)
+def test_tolerances_that_nobody_set_are_these(dtype_name: str, expected: Tolerance) -> None:
+    assert canary_tolerance(WeightSyncConfig(), dtype_name) == expected
 
 
 def test_five_mismatches_are_named_and_the_rest_counted() -> None:

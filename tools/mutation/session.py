@@ -117,9 +117,10 @@ class Session:
             self._limit_s,
         ):
             mutant, change = mutants[number]
+            if not alive and not killers[number]:  # the child died before its first test
+                self.found.left.append(mutant)
+                continue
             self._tell(mutant, alive)
-            if not alive and not killers[number]:
-                raise RuntimeError(f"no test was run, yet one failed: {mutant}")
             if not alive:
                 self._kills[change.outer, session.items[killers[number] - 1].nodeid] += 1
 
