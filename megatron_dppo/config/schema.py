@@ -376,10 +376,10 @@ class TrainConfig(PolicyConfig):
 
 
 class SupervisedDataConfig(Section):
-    """Pairs to imitate; JSON Lines with a prompt and a response in each line."""
+    """Pairs to imitate; JSON Lines or Parquet with a prompt and a response in each record."""
 
     train: str
-    """JSONL file."""
+    """JSONL or Parquet file."""
     apply_chat_template: bool = True
     """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
 

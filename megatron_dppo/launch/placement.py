@@ -87,6 +87,8 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     Raises PlacementError where the roles do not fit on the hosts, with what would.
     """
     hosts = allocation.hosts
+    if not hosts:
+        raise PlacementError("got no hosts, expected at least one")
     sizes = {host.devices for host in hosts}
     if len(sizes) != 1:
         told = ", ".join(f"{host.name} {host.devices}" for host in hosts)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron_dppo.config.checks import check_config
 from megatron_dppo.config.errors import ConfigError
@@ -16,6 +17,7 @@ from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.slurm.commands import slurm
 from megatron_dppo.slurm.memory import memory_verdict
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
+from megatron_dppo.slurm.status import job_state
 from megatron_dppo.slurm.submission import CONFIG_FILE, JOB_FILE, SITE_FILE, Submission
 from megatron_dppo.system.files import write_atomically
 
@@ -62,6 +64,16 @@ def submit(request: Request) -> int:
     return 0
 
 
+def _waiting_problems(directory: Path) -> Iterator[str]:
+    """A second job on one run's directory could only wait for the first one's lease, and end."""
+    job = job_state(directory, [])
+    if job.state is not None:
+        yield (
+            f"run.directory: {directory} is that of job {job.job}, which is {job.state.lower()}; end "
+            f"it (python -m megatron_dppo.slurm stop), or give this run another one"
+        )
+
+
 def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> tuple[Submission, str]:
     """The submission and its memory's verdict, when nothing speaks against it.
 
@@ -78,7 +90,7 @@ def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> tuple[S
     except PlacementError as error:
         problems.append(str(error))
     if submission is not None:
-        problems += submission.problems()
+        problems += [*submission.problems(), *_waiting_problems(submission.directory)]
     if problems or submission is None:
         raise ConfigError(problems, request.recipe)
     memory, lacking = memory_verdict(config, site, submission.nodes)

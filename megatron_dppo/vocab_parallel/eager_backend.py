@@ -73,7 +73,8 @@ class EagerBackend:
         p = log_p.exp()
         g = gradient.log_prob[rows].to(dtype)
         factor = -g[:, None]
-        if gradient.entropy is not None and gradient.entropy_value is not None:
+        if gradient.entropy is not None:
+            assert gradient.entropy_value is not None
             h, value = gradient.entropy[rows].to(dtype), gradient.entropy_value[rows].to(dtype)
             # log p = -inf meets p = 0: their product is 0, not NaN.
             log_p = torch.where(p > 0, log_p, 0.0)

@@ -81,7 +81,8 @@ class TritonBackend:
         rest = (shift.double() * scale - gradient.lse).float()
         g = (gradient.log_prob * scale).float().contiguous()
         h, constant = g, -g
-        if gradient.entropy is not None and gradient.entropy_value is not None:
+        if gradient.entropy is not None:
+            assert gradient.entropy_value is not None
             h = (gradient.entropy * scale).float()
             constant = -(g + h * gradient.entropy_value.float())
         backward_kernel[(rows, (columns + BLOCK - 1) // BLOCK)](

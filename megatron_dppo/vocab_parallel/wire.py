@@ -15,6 +15,7 @@ bit-identical on all ranks. The log-sum-exp travels as two floats, or its roundi
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,10 +39,14 @@ class Shard:
 
     @staticmethod
     def of(columns: int, vocab_size: int, group: dist.ProcessGroup | None) -> Shard:
-        """This rank's shard in ``group``; shards are equal, in rank order, with padding last."""
-        rank, ranks = 0, 1
-        if group is not None:
-            rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        """This rank's shard in ``group``."""
+        if group is None:
+            return Shard.part(0, 1, columns, vocab_size)
+        return Shard.part(dist.get_rank(group), dist.get_world_size(group), columns, vocab_size)
+
+    @staticmethod
+    def part(rank: int, ranks: int, columns: int, vocab_size: int) -> Shard:
+        """Rank ``rank``'s shard; shards are equal, in rank order, with padding last."""
         start = rank * columns
         real = min(max(vocab_size - start, 0), columns)
         return Shard(start, columns, real, vocab_size, rank, ranks)
@@ -117,9 +122,7 @@ class Agreement:
         it raises by itself.
         """
         self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
-        row = self._table[dist.get_rank(group)]
-        row[:-1] = torch.tensor([0] * len(FACTS) if facts is None else facts)
-        row[-1] = facts is None
+        self._table[dist.get_rank(group)] = torch.tensor(told(facts))
         self._work = dist.all_reduce(self._table, group=group, async_op=True)
         if facts is None:
             self._work.wait()
@@ -127,19 +130,25 @@ class Agreement:
     def check(self) -> None:
         """Raise ValueError on every rank where any rank's input is bad or the facts differ."""
         self._work.wait()
-        failed = self._table[:, -1].nonzero().flatten().tolist()
-        if failed:
-            raise ValueError(
-                f"policy_stats: tensor-parallel rank(s) {failed} were given bad input; "
-                "their own error says what"
-            )
-        for column, name in enumerate(FACTS):
-            values = self._table[:, column].tolist()
-            if len(set(values)) > 1:
-                raise ValueError(
-                    f"policy_stats: tensor-parallel ranks disagree on {name}: {values} by "
-                    "rank, expected equal"
-                )
+        problem = disagreement(self._table.tolist())
+        if problem is not None:
+            raise ValueError(f"policy_stats: tensor-parallel {problem}")
+
+
+def told(facts: list[int] | None) -> list[int]:
+    """A rank's row of the table: its facts, then 1 where its input is bad."""
+    return [0] * len(FACTS) + [1] if facts is None else [*facts, 0]
+
+
+def disagreement(table: Sequence[Sequence[int]]) -> str | None:
+    """What is wrong in the rows of all ranks; None where nothing is."""
+    failed = [rank for rank, row in enumerate(table) if row[-1]]
+    if failed:
+        return f"rank(s) {failed} were given bad input; their own error says what"
+    for name, values in zip(FACTS, zip(*table, strict=True), strict=False):
+        if len(set(values)) > 1:
+            return f"ranks disagree on {name}: {list(values)} by rank, expected equal"
+    return None
 
 
 def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:

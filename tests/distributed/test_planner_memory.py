@@ -2,7 +2,8 @@
 
 Weights, gradients and optimizer state are counted by storage after a step; activations by the tensors that autograd
 saves, at their peak within the step. A random model does not ask its experts alike, so the (token, expert) pairs that a
-rank computes are counted, too, and given to the planner: their mean over layers, or the most where one layer is kept.
+rank computes are counted, too, and given to the planner: the layers' mean in the fullest micro-batch, or the fullest
+layer's where full recomputation holds one layer at a time.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def _measure(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> 
     try:
         batches = _batches(trainer.topology.dp_rank, trainer.pad_multiple)
         pairs: list[int] = []
-        for chunk in trainer.chunks:
-            for module in chunk.modules():
-                if type(module).__name__ == "TEGroupedMLP":
-                    module.register_forward_pre_hook(lambda _, given: pairs.append(len(given[0])))
+        modules = [module for chunk in trainer.chunks for module in chunk.modules()]
+        experts = [module for module in modules if type(module).__name__ == "TEGroupedMLP"]
+        for module in experts:
+            module.register_forward_pre_hook(lambda _, given: pairs.append(len(given[0])))
         with memory.saved_for_backward(memory.weight_tensors(trainer)) as saved:
             trainer.train_mini_batch(batches, policy_token_loss, denominator=100.0)
         return {
@@ -73,11 +74,16 @@ def _measure(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> 
             "gradients": memory.storage_bytes(memory.gradient_tensors(trainer)),
             "optimizer": memory.storage_bytes(memory.optimizer_tensors(trainer)),
             "activations": saved.peak,
-            "mean_pairs": sum(pairs) / len(pairs) if pairs else 0.0,
-            "most_pairs": max(pairs, default=0),
+            "micro_batch_pairs": max(_means(pairs, len(experts)), default=0.0),
+            "layer_pairs": max(pairs, default=0),
         }
     finally:
         trainer.close()
+
+
+def _means(values: list[int], size: int) -> list[float]:
+    """Of each run of ``size`` values."""
+    return [sum(values[i : i + size]) / size for i in range(0, len(values), size or 1)]
 
 
 def _batches(dp_rank: int, pad_multiple: int) -> list:
@@ -118,7 +124,7 @@ def busiest(job: TrainerJob, rank: dict[str, float]) -> float:
     if not job.shape.is_moe:
         return 1.0
     alike = job.tokens * LocalSizes.of(job, True).assignments
-    return rank["most_pairs" if job.recompute == "full" else "mean_pairs"] / alike
+    return rank["layer_pairs" if job.recompute == "full" else "micro_batch_pairs"] / alike
 
 
 @pytest.fixture(scope="module")

@@ -20,14 +20,14 @@ pytestmark = pytest.mark.distributed
 T, V, K = 23, 1001, 5
 
 
-def problem(columns, dtype=torch.float32):
+def problem(columns, dtype=torch.float32, vocabulary=V):
     """Logits padded to ``columns``, ids, Top-K ids and the weights of the loss."""
     g = torch.Generator().manual_seed(11)
     logits = (torch.randn(T, columns, generator=g, dtype=torch.float64) * 3).to(dtype)
-    ids = torch.randint(0, V, (T,), generator=g)
-    topk = torch.randint(0, V, (T, K), generator=g)
+    ids = torch.randint(0, vocabulary, (T,), generator=g)
+    topk = torch.randint(0, vocabulary, (T, K), generator=g)
     topk[:, 0] = ids
-    topk[:4, 1] = torch.tensor([0, V - 1, 500, -1])
+    topk[:4, 1] = torch.tensor([0, vocabulary - 1, vocabulary // 2, -1])
     weights = torch.randn(2, T, generator=g, dtype=torch.float64)
     weights[:, ::3] = 0
     return logits, ids, topk, weights
@@ -38,10 +38,10 @@ def join():
     return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 
 
-def statistics(dtype_name, backend, columns):
+def statistics(dtype_name, backend, columns, vocabulary):
     """Worker: log-probs, Top-K, entropy, and this rank's piece of the gradient."""
     group, rank, ranks = join()
-    logits, ids, topk, weights = problem(columns, getattr(torch, dtype_name))
+    logits, ids, topk, weights = problem(columns, getattr(torch, dtype_name), vocabulary)
     width = columns // ranks
     leaf = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
     counted, plain = [], dist.all_reduce
@@ -52,7 +52,7 @@ def statistics(dtype_name, backend, columns):
 
     dist.all_reduce = counting
     stats = policy_stats(
-        leaf, ids, group, vocab_size=V, temperature=0.9, topk_ids=topk, with_entropy=True,
+        leaf, ids, group, vocab_size=vocabulary, temperature=0.9, topk_ids=topk, with_entropy=True,
         backend=backend,
     )  # fmt: skip
     ((stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()).backward()
@@ -63,23 +63,25 @@ def statistics(dtype_name, backend, columns):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "columns", "dtype", "backend"),
+    ("ranks", "columns", "dtype", "backend", "vocabulary"),
     [
-        (2, 1008, "float32", "cpp"),
-        (2, 1008, "bfloat16", "cpp"),
-        (4, 1200, "float32", "eager"),  # rank 3 holds 101 true columns
-        (4, 1600, "float32", "cpp"),  # rank 3 holds none
-        (2, 1008, "float64", "eager"),
+        (2, 1008, "float32", "cpp", V),
+        (2, 1008, "bfloat16", "cpp", V),
+        (4, 1200, "float32", "eager", V),  # rank 3 holds 101 true columns
+        (4, 1600, "float32", "cpp", V),  # rank 3 holds none
+        (4, 512, "float32", "eager", 130),  # 4 x 128: ranks 2 and 3 hold none, rank 1 two
+        (2, 1008, "float64", "eager", V),
     ],
 )
-def test_ranks_agree_with_the_dense_twin(ranks, columns, dtype, backend):
+def test_ranks_agree_with_the_dense_twin(ranks, columns, dtype, backend, vocabulary):
+    """Also where a rank's shard is padding alone: it neither fails nor leaves the others waiting."""
     results = run_ranks(
-        "tests.distributed.test_policy_stats:statistics", ranks, dtype, backend, columns
+        "tests.distributed.test_policy_stats:statistics", ranks, dtype, backend, columns, vocabulary
     )
-    logits, ids, topk, weights = problem(columns, getattr(torch, dtype))
+    logits, ids, topk, weights = problem(columns, getattr(torch, dtype), vocabulary)
     leaf = logits.double().requires_grad_()
     twin = dense_policy_stats(
-        leaf, ids, vocab_size=V, temperature=0.9, topk_ids=topk, with_entropy=True
+        leaf, ids, vocab_size=vocabulary, temperature=0.9, topk_ids=topk, with_entropy=True
     )
     ((twin.log_probs * weights[0]).sum() + (twin.entropy * weights[1]).sum()).backward()
     atol = 1e-12 if dtype == "float64" else 2e-6
@@ -94,7 +96,7 @@ def test_ranks_agree_with_the_dense_twin(ranks, columns, dtype, backend):
     grad = torch.cat([r["grad"] for r in results], 1).double()
     limit = {"float64": 1e-13, "float32": 1e-6, "bfloat16": 2**-8}[dtype]
     assert (grad - leaf.grad).norm() / leaf.grad.norm() <= limit
-    assert (grad[:, V:] == 0).all()
+    assert (grad[:, vocabulary:] == 0).all()
 
 
 BAD = {

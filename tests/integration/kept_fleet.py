@@ -122,8 +122,17 @@ def stop(server: Server) -> None:
 
 def stop_scheduler(server: Server) -> None:
     """SIGSTOP of what computes; the process that speaks HTTP goes on."""
-    [scheduler] = [p for p in family(server)[1:] if "scheduler" in " ".join(p.cmdline())]
-    scheduler.suspend()
+    _suspend(server, "scheduler")
+
+
+def stop_detokenizer(server: Server) -> None:
+    """SIGSTOP of what turns tokens into answers."""
+    _suspend(server, "detokenizer")
+
+
+def _suspend(server: Server, word: str) -> None:
+    [process] = [p for p in family(server)[1:] if word in " ".join(p.cmdline())]
+    process.suspend()
 
 
 def proceed(server: Server) -> None:

@@ -15,6 +15,7 @@ def test_servers_of_a_dead_node_move_to_a_spare(cluster, folder, isolated):
     job.wait_for_step(1)
     dead = isolated.nodes[2]
     isolated.crash(dead)
+    isolated.declare_down(dead)
     try:
         job.wait(lambda: (s := job.server()) and s.incarnation > 1)
         reached = job.steps()[-1]

@@ -237,6 +237,22 @@ def test_the_router_is_told_the_models_name_and_every_request_has_its_own_id():
     assert request_ids("a-00", 1) == ["a-00"]
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"text": "", "output_ids": [1], "meta_info": None}, "meta_info is no object"),
+        ({"text": "", "output_ids": [1], "meta_info": [1]}, "meta_info is no object"),
+        ({"meta_info": {"weight_versions": [None]}}, "weight_versions is not a list of objects"),
+        ({"meta_info": {"weight_versions": 7}}, "weight_versions is not a list of objects"),
+        ({"meta_info": {"finish_reason": None}}, "NoneType"),
+        ({"output_ids": [1 << 40], "meta_info": {"finish_reason": {"type": "stop"}}}, "too large|bounds"),
+    ],
+)  # fmt: skip
+def test_an_answer_of_another_shape_is_refused_by_name(told, message):
+    with pytest.raises(EngineAnswerError, match=message):
+        parse_answers(json.dumps(told).encode(), [request()], version=3)
+
+
 def test_tokens_of_other_weights_than_the_committed_are_no_answer():
     whole = [{"version": "7", "start": 0, "end": 2}]
     one = [request()]

@@ -5,6 +5,7 @@ import torch
 
 from megatron_dppo.algorithms import masks
 from megatron_dppo.algorithms.inputs import TokenInputs, recomputed, rollout
+from megatron_dppo.algorithms.sequences import trained_tokens
 from tests.unit.token_inputs import inputs
 
 
@@ -30,6 +31,21 @@ def test_ratio_exactly_at_the_bound_trains():
     assert trains(masks.ratio_clip(x, rollout, **tighter)) == [False, False]
 
 
+def test_every_clip_trains_a_ratio_exactly_at_its_bound():
+    # pi = pi' = mu: every ratio is exp(0) = 1 exactly, and no bound leaves room around it.
+    x = inputs([0.5, 0.5], [0.5, 0.5], [1.0, -1.0], recomputed=[0.5, 0.5],
+               sequence_ids=torch.tensor([0, 1]))  # fmt: skip
+    none = {"clip_low": 0.0, "clip_high": 0.0}
+    relaxed_never = {"rare_below": 0.1, "relax_low": False, "relax_high": False}
+    for mask in (
+        masks.ratio_clip(x, rollout, **none),
+        masks.relaxed_clip(x, rollout, **none, **relaxed_never),
+        masks.icepop(x, recomputed, mismatch_low=1.0, mismatch_high=1.0, **none),
+        masks.sequence_clip(x, rollout, **none),
+    ):
+        assert trains(mask) == [True, True]
+
+
 def test_binary_tv_blocks_outward_updates_beyond_the_threshold():
     # |pi - mu| = 0.25, 0.25, 0.25, 0.25, 0.10
     x = inputs([0.75, 0.75, 0.25, 0.25, 0.6], [0.5] * 5, [1.0, -1.0, 1.0, -1.0, 1.0])
@@ -46,6 +62,21 @@ def test_divergence_exactly_at_the_threshold_trains():
     )
     assert trains(masks.binary_tv(x, rollout, tv_threshold=1.0)) == [True]
     assert trains(masks.binary_tv(x, rollout, tv_threshold=0.999)) == [False]
+
+
+def test_each_sign_of_the_advantage_has_its_own_threshold():
+    # |pi - mu| = 0.25 outward, by a rising and a falling token; advantages between 0 and 1.
+    x = inputs([0.75, 0.25], [0.5, 0.5], [0.5, -0.5])
+    both = lambda tv, negative: trains(  # noqa: E731
+        masks.binary_tv(x, rollout, tv_threshold=tv, tv_threshold_negative=negative)
+    )
+    assert both(0.3, 0.2) == [True, False]
+    assert both(0.2, 0.3) == [False, True]
+    # mu = 1, pi = 0: TV is exactly 1.
+    one = torch.ones(1)
+    fallen = TokenInputs(torch.tensor([-torch.inf]), torch.zeros(1), -one, one.bool())
+    at = masks.binary_tv(fallen, rollout, tv_threshold=0.1, tv_threshold_negative=1.0)
+    assert trains(at) == [True]
 
 
 def test_rare_tokens_ppo_blocks_and_dppo_does_not_and_the_reverse():
@@ -118,6 +149,12 @@ def test_relaxed_clip_frees_rare_tokens_on_the_chosen_side(low, high, expected):
     assert trains(mask) == expected
 
 
+def test_a_token_is_rare_below_the_bound_not_at_it():
+    x = inputs([0.5], [1.0], [-1.0])  # r = 0.5
+    options = {"clip_low": 0.2, "clip_high": 0.28, "relax_low": True, "relax_high": True}
+    assert trains(masks.relaxed_clip(x, rollout, rare_below=1.0, **options)) == [False]
+
+
 def test_icepop_drops_mismatched_tokens_whatever_the_advantage_and_clips_the_rest():
     # k = pi'/mu = 6, 0.4, 1, 1; r' = pi/pi' = 1, 1, 1.5, 1.5; A = -, +, +, -
     x = inputs([0.6, 0.2, 0.75, 0.75], [0.1, 0.5, 0.5, 0.5], [-1.0, 1.0, 1.0, -1.0],
@@ -138,6 +175,15 @@ def test_sequence_ratio_is_the_geometric_mean_over_the_trained_tokens():
     assert trains(mask) == [True, True, True, False]
     with pytest.raises(ValueError, match="no sequence_ids"):
         masks.sequence_ratio(inputs([0.5], [0.5], [1.0]), rollout)
+
+
+def test_a_response_without_a_trained_token_has_the_ratio_and_the_length_1():
+    x = inputs([0.8, 0.8], [0.4, 0.4], [1.0, 1.0],
+               loss_mask=[False, True], sequence_ids=torch.tensor([0, 1]))  # fmt: skip
+    torch.testing.assert_close(
+        masks.sequence_ratio(x, rollout), torch.tensor([1.0, 2.0], dtype=torch.float64)
+    )
+    assert trained_tokens(x).tolist() == [1.0, 1.0]
 
 
 def test_missing_recomputed_log_probs_are_named():

@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 
+from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.system import cpp_build
-from megatron_dppo.vocab_parallel import cpp_backend, policy_stats, wire
+from megatron_dppo.vocab_parallel import cpp_backend, eager_backend, policy_stats, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
+from megatron_dppo.vocab_parallel.exact import exact_divergence
 from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError
 from megatron_dppo.vocab_parallel.wire import Shard
 from tests.dense_policy_stats import dense_policy_stats
@@ -154,14 +156,63 @@ def test_logits_are_kept_where_that_is_asked_for():
     assert torch.equal(leaf.detach(), logits)
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "cpp"])
-def test_rows_without_a_gradient_are_not_read(backend):
+def test_rows_without_a_gradient_are_not_read(backend, with_entropy):
     logits, ids, _, weights = problem(torch.float32)
     leaf = logits.clone().requires_grad_()
-    stats = policy_stats(leaf, ids, vocab_size=V, backend=backend)
+    stats = policy_stats(leaf, ids, vocab_size=V, backend=backend, with_entropy=with_entropy)
     leaf.data[::4] = math.nan  # whoever reads these rows makes NaN of them
-    (stats.log_probs * weights[0]).sum().backward()
+    loss_of(stats, weights).backward()
     assert (leaf.grad[::4] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+def test_a_gradient_of_the_entropy_alone_reaches_the_logits(backend):
+    # p = (1/4, 3/4): dH/dz_0 = -p_0 (log p_0 + H) = p_0 p_1 log(p_1 / p_0)
+    leaf = torch.tensor([[0.0, math.log(3)]]).repeat(2, 1).requires_grad_()
+    stats = policy_stats(
+        leaf, torch.tensor([0, 0]), vocab_size=2, with_entropy=True, backend=backend
+    )
+    (stats.entropy * torch.tensor([-1.0, 2.0])).sum().backward()
+    slope = 3 / 16 * math.log(3)
+    expected = [[-slope, slope], [2 * slope, -2 * slope]]
+    torch.testing.assert_close(leaf.grad, torch.tensor(expected), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+def test_the_gradient_is_exact_where_the_logits_are_large(backend, temperature):
+    g = torch.Generator().manual_seed(3)
+    leaf = (torch.randn(4, 9, generator=g) + 1e4).requires_grad_()
+    twin_leaf = leaf.detach().double().requires_grad_()
+    ids = torch.tensor([0, 3, 8, 5])
+    policy_stats(
+        leaf, ids, vocab_size=9, temperature=temperature, backend=backend, overwrite_logits=False
+    ).log_probs.sum().backward()
+    dense_policy_stats(
+        twin_leaf, ids, vocab_size=9, temperature=temperature
+    ).log_probs.sum().backward()
+    torch.testing.assert_close(leaf.grad.double(), twin_leaf.grad, rtol=0, atol=1e-6)
+
+
+def test_a_vocabulary_of_one_token_is_certain_of_it():
+    stats = policy_stats(torch.tensor([[3.0, 9.0]]), torch.tensor([0]), vocab_size=1)
+    assert stats.log_probs.tolist() == [0.0]
+
+
+def test_eager_blocks_hold_at_most_their_bytes_on_a_cpu_and_a_sixteenth_elsewhere(monkeypatch):
+    def steps(rows, columns, device="cpu"):
+        blocks = eager_backend._blocks(torch.empty(rows, columns, device=device))
+        return [(block.start, block.stop) for block in blocks]
+
+    monkeypatch.setattr(eager_backend, "BLOCK_BYTES", 36)  # three rows of three float32
+    assert steps(7, 3) == [(0, 3), (3, 6), (6, 7)]
+    assert steps(2, 10) == [(0, 1), (1, 2)]
+    assert steps(18, 0) == [(0, 9), (9, 18)]
+    assert steps(33, 3, "meta") == [(at, min(at + 2, 33)) for at in range(0, 33, 2)]
+    assert steps(30, 3, "meta") == [(at, at + 1) for at in range(30)]
+    assert steps(2, 3, "meta") == [(0, 1), (1, 2)]
 
 
 def test_vocabulary_order_does_not_matter():
@@ -199,6 +250,10 @@ def arguments(**changes):
     ("changes", "message"),
     [
         ({"target_ids": torch.tensor([0, 8, -1])}, "2 target ids outside the vocabulary"),
+        ({"target_ids": torch.tensor([0, -1, 2])}, "1 target ids outside the vocabulary"),
+        ({"topk_ids": torch.tensor([[0], [-2], [-1]])}, "1 Top-K ids outside the vocabulary"),
+        ({"vocab_size": 0}, "vocab_size is 0, expected 1 .. 8"),
+        ({"temperature": math.inf}, "temperature is inf, expected a positive number"),
         ({"topk_ids": torch.tensor([[0], [7], [9]])}, "1 Top-K ids outside the vocabulary"),
         ({"topk_ids": torch.zeros(3, 0, dtype=torch.int64)}, r"expected \(3, K\) with K >= 1"),
         ({"topk_ids": torch.zeros(2, 1, dtype=torch.int64)}, r"expected \(3, K\) with K >= 1"),
@@ -302,14 +357,24 @@ def test_a_shard_of_padding_alone_gives_nothing_and_gets_no_gradient(backend, dt
     assert (out == 0).all()
 
 
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_a_shard_without_mass_in_a_row_adds_nothing_to_it(backend, dtype):
+    """Another rank's columns hold all of row 0; row 1 has log(e^0 + e^0) here."""
+    logits = torch.tensor([[-math.inf, -math.inf], [0.0, 0.0]]).to(dtype)
+    nowhere = torch.full((2, 1), -1)
+    lse, plogp, _ = BACKENDS[backend].forward(logits, 2, 1.0, nowhere, True)
+    assert lse.tolist() == pytest.approx([-math.inf, math.log(2)])
+    assert plogp.tolist() == pytest.approx([0.0, -math.log(2)])
+
+
 def test_shards_with_and_without_real_columns_add_up_to_the_whole():
     """The 4 x 128 split by hand: forward of each shard, combined, and backward, against the twin."""
     g = torch.Generator().manual_seed(0)
     whole = torch.randn(5, 512, generator=g)
     ids = torch.tensor([0, 127, 128, 129, 5])
     kernel, parts = BACKENDS["eager"], whole.split(128, 1)
-    shards = [Shard(128 * i, 128, max(0, min(130 - 128 * i, 128)), 130, i, 4) for i in range(4)]
-    assert [s.real for s in shards] == [128, 2, 0, 0]
+    shards = [Shard.part(i, 4, 128, 130) for i in range(4)]
+    assert [(s.start, s.real) for s in shards] == [(0, 128), (128, 2), (256, 0), (384, 0)]
     lse = torch.stack(
         [
             kernel.forward(p.contiguous(), s.real, 1.0, s.local(ids[:, None]), False)[0]
@@ -355,3 +420,60 @@ def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
     torch.testing.assert_close(got, log_p[:, :1], rtol=0, atol=1e-7)
     assert sent[0].dtype == torch.float32
     assert (sent[0][0, :2] != 0).all()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_exact_divergence_is_the_dense_ones(temperature):
+    """20 rows, more than are taken at once; columns 7 to 9 are padding."""
+    g = torch.Generator().manual_seed(2)
+    pi, mu = torch.randn(2, 20, 10, generator=g, dtype=torch.float64)
+    mu[3, 2] = -math.inf  # adds nothing
+    kept = pi.clone(), mu.clone()
+    found = exact_divergence(pi, mu, vocab_size=7, temperature=temperature)
+    dense = [x[:, :7] / temperature for x in (pi, mu)]
+    torch.testing.assert_close(found.tv, exact_tv(*dense), rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.kl, exact_kl(*dense), rtol=0, atol=1e-12)
+    assert torch.equal(pi, kept[0])
+    assert torch.equal(mu, kept[1])
+
+
+def test_the_exact_divergence_refuses_other_shapes():
+    for pi, mu in ((torch.zeros(2, 3), torch.zeros(3, 3)), (torch.zeros(3), torch.zeros(3))):
+        with pytest.raises(ValueError, match=r"expected one shape \[T, C\]"):
+            exact_divergence(pi, mu, vocab_size=3)
+
+
+def test_ranks_that_disagree_are_told_what_on():
+    """Rows of three ranks: tokens, columns, K, entropy, vocabulary, checksum, bad input."""
+    good = wire.told([4, 10, 2, 0, 18, 77])
+    assert good == [4, 10, 2, 0, 18, 77, 0]
+    assert wire.told(None) == [0, 0, 0, 0, 0, 0, 1]
+    assert wire.disagreement([good, good, good]) is None
+    assert wire.disagreement([good, good, wire.told(None)]) == (
+        "rank(s) [2] were given bad input; their own error says what"
+    )
+    for place, name in enumerate(wire.FACTS):
+        other = [fact + (at == place) for at, fact in enumerate(good)]
+        values = [good[place], good[place] + 1, good[place]]
+        assert wire.disagreement([good, other, good]) == (
+            f"ranks disagree on {name}: {values} by rank, expected equal"
+        )
+
+
+def test_the_checksum_notices_other_ids_and_another_order_of_targets():
+    targets, topk = torch.tensor([5, 0, 7]), torch.tensor([[2, -1], [3, 4], [9, 9]])
+    assert wire.checksum(targets, None) == 1 * 5 + 2 * 0 + 3 * 7
+    assert wire.checksum(targets, topk) == 26 + 26
+    assert wire.checksum(targets.flip(0), None) == 1 * 7 + 3 * 5
+
+
+def test_ids_of_a_shard_and_ids_that_nobody_owns():
+    shard = Shard.part(1, 2, 4, 6)  # ids 4 and 5, and two columns of padding
+    ids = torch.tensor([3, 4, 5, 6, -1])
+    assert shard.local(ids).tolist() == [-1, 0, 1, -1, -1]
+    values = torch.zeros(5)
+    shard.mark_unknown(values, ids)
+    assert values.isnan().tolist() == [False, False, False, True, True]
+    values = torch.zeros(1)
+    shard.mark_unknown(values, torch.tensor([0]))
+    assert values.tolist() == [0.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -102,6 +103,17 @@ def test_a_run_is_submitted(tmp_path, sbatch, capsys):
     assert (run / "job").read_text() == "42\n"
 
 
+def test_a_run_whose_job_waits_is_not_submitted_again(tmp_path, sbatch, capsys):
+    squeue = tmp_path / "bin" / "squeue"
+    squeue.write_text("#!/bin/sh\necho PENDING Resources\n")
+    squeue.chmod(0o755)
+    words = ["submit", str(write_config(tmp_path, minimal(tmp_path)))]
+    assert main(words) == 0
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "/run is that of job 42, which is pending; end it" in capsys.readouterr().err
+
+
 def test_a_dry_run_shows_all_and_leaves_nothing(tmp_path, sbatch, capsys):
     path = write_config(tmp_path, minimal(tmp_path))
     assert main(["submit", "--dry-run", str(path), "run.steps=7"]) == 0
@@ -131,6 +143,7 @@ def test_a_dry_run_shows_all_and_leaves_nothing(tmp_path, sbatch, capsys):
         (["--set=time=1"], "time: got 1, 60 s, expected at least 120 s: a start and a step"),
         (["--set=time=soon"], "time: got 'soon', expected a Slurm time"),
         (["--set=container.kind=pyxis"], "container.image: missing, expected the image that pyxis"),
+        (["--nodes=0"], "got no hosts, expected at least one"),
         (["--set=partitoin=gpu"], "partitoin: unknown key"),
     ],
 )
@@ -235,3 +248,14 @@ def test_groups_of_a_job():
     het = {"SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST": "n1"}
     het |= {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]"}
     assert job_groups(het) == {0: "n1", 1: "n[2-3]"}
+
+
+def test_a_submission_takes_less_than_two_seconds_of_a_core(tmp_path, sbatch):
+    path = write_config(tmp_path, minimal(tmp_path))
+    before = os.times()
+    command = [sys.executable, "-m", "megatron_dppo.slurm", "submit", str(path)]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    after = os.times()
+    assert done.returncode == 0, done.stderr
+    spent = after.children_user + after.children_system
+    assert spent - before.children_user - before.children_system < 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import threading
 import time
@@ -197,8 +198,10 @@ class Engine(EngineWeights):
         return [[self.score_value] * (len(prompt) - 1) for prompt in prompts]
 
 
-RUNNER = AsyncRunner()
-"""Runs the calls to engines for all tests; its thread ends with the process."""
+@functools.cache
+def runner() -> AsyncRunner:
+    """Runs the calls to engines for all tests; its thread ends with the process."""
+    return AsyncRunner()
 
 
 def opener(engines: Mapping[str, Engine | Exception]) -> OpenEngine:
@@ -222,7 +225,7 @@ def updater(
     """Attached, with the strategy that needs no process group."""
     by_url = {engine.url: engine for engine in receivers}
     settings = WeightSyncConfig(**{"strategy": "tensor", **config})
-    updates = WeightUpdater(source or Source(), settings, agree, opener(by_url), RUNNER)
+    updates = WeightUpdater(source or Source(), settings, agree, opener(by_url), runner())
     if receivers:
         updates.attach(list(by_url))
     return updates
@@ -260,7 +263,7 @@ def test_a_fenced_trainer_commits_nothing(allowed: int, calls: list[str]) -> Non
             raise FencedError("another start of this run took over")
 
     settings = WeightSyncConfig(strategy="tensor")
-    updates = WeightUpdater(Source(), settings, alone, opener({A: engine}), RUNNER, fence)
+    updates = WeightUpdater(Source(), settings, alone, opener({A: engine}), runner(), fence)
     updates.attach([A])
     before = len(engine.calls)
     with pytest.raises(FencedError):
@@ -484,7 +487,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def blamed(fleet: list[Engine], step: Any, timeout_s: float = 20.0) -> EngineFaultError:
     """Of a step in which engines wait for each other; breaking it off sets ``step.broken``."""
-    together = Engines(fleet, RUNNER)
+    together = Engines(fleet, runner())
     start = time.monotonic()
     with pytest.raises(EngineFaultError) as failure:
         together.arrive(together.start(step), timeout_s, "a test", step.broken.set)
@@ -539,7 +542,7 @@ def test_a_lone_engine_that_refuses_is_blamed() -> None:
 def test_quarantine_reaches_whoever_answers_and_never_raises() -> None:
     good, dead, odd = Engine(A), Engine(B), Engine("http://127.0.0.1:3")
     dead.alive, odd.failing = False, "pause"
-    Engines([good, dead, odd], RUNNER).quarantine("unverified-3")
+    Engines([good, dead, odd], runner()).quarantine("unverified-3")
     assert (good.calls, dead.calls, odd.calls) == (["pause", "unverified-3"], [], ["pause"])
 
 

@@ -1,0 +1,162 @@
+"""A server that is started by the documented line, on this machine's CPU, examined as a run does; then parts
+of it are stopped."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.compatibility import check_engine
+from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
+from megatron_dppo.engine.http_client import HttpClient
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.fleet.folder import Server
+from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.processes import kill_families, start_process
+from megatron_dppo.weight_sync.reach import check_reach
+from tests.integration.kept_fleet import config_of, proceed, stop_detokenizer, stop_scheduler
+from tests.tiny_models import save_tiny_model
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def documented_line(**given: str) -> str:
+    """The shell line of docs/fleet.md for a server on a CPU, with its places filled in."""
+    text = (ROOT / "docs" / "fleet.md").read_text()
+    found = re.search(
+        r"^    (SGLANG_PLATFORM=torch_cpu.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL
+    )
+    assert found is not None
+    line = found[1].replace("\\\n", " ")
+    for place, value in given.items():
+        assert place in line
+        line = line.replace(place, value)
+    return line.replace("python", sys.executable, 1)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> TrainConfig:
+    folder = tmp_path_factory.mktemp("attached")
+    return config_of(folder / "run", save_tiny_model(folder / "moe", "qwen3_moe", seed=3))
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[AsyncRunner]:
+    with AsyncRunner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def served(config, runner, tmp_path_factory) -> Iterator[Server]:
+    port = free_port()
+    line = documented_line(
+        MODEL=config.model.hf_checkpoint, DTYPE="float32", HOST="127.0.0.1", PORT=str(port),
+        API_KEY="user", ADMIN_KEY="admin",
+    )  # fmt: skip
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with log.open("wb") as output:
+        shell = ["bash", "-c", f"exec env {line}"]
+        process = start_process(shell, environment=os.environ, output=output.fileno())
+
+    async def answers() -> bool:
+        async with EngineClient(f"http://127.0.0.1:{port}", "user", "admin") as client:
+            return await client.answers(2.0)
+
+    try:
+        deadline = time.monotonic() + 300
+        while not runner.run(answers()):
+            assert process.poll() is None, log.read_text(errors="replace")[-3000:]
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        yield Server("elsewhere", f"http://127.0.0.1:{port}", pid=process.pid)
+    finally:
+        if process.poll() is None:
+            proceed(Server("elsewhere", "", pid=process.pid))
+        kill_families([process])
+
+
+async def examined(config: TrainConfig, url: str, api: str, admin: str) -> None:
+    """As EngineSession examines a newcomer."""
+    async with EngineClient(url, api, admin) as client:
+        await check_engine(ServerSections.of(config), client)
+    shape = load_model_shape(config.model.hf_checkpoint)
+    weights = await EngineWeights.connect(
+        HttpClient(url, api, admin), shape, "float32", timeout_s=60
+    )
+    try:
+        await weights.check_tensors()
+        await check_reach(weights, WeightSyncConfig())
+    finally:
+        await weights.close()
+
+
+def test_the_documented_line_starts_a_server_that_fits_on_a_cpu(config, served, runner):
+    runner.run(examined(config, served.url, "user", "admin"))
+    runner.run(examined(config, served.url, "user", "admin"))  # the first left nothing behind
+
+
+@pytest.mark.parametrize("keys", [("wrong", "admin"), ("user", "wrong")])
+def test_a_wrong_key_is_told(config, served, runner, keys):
+    with pytest.raises(EngineRequestError, match="401") as refusal:
+        runner.run(examined(config, served.url, *keys))
+    assert refusal.value.attempts == 1
+
+
+def test_another_model_of_the_family_is_told_by_its_tensors(config, served, runner, tmp_path):
+    other = save_tiny_model(tmp_path / "other", "qwen3_moe", seed=3, layers=3)
+    with pytest.raises(
+        EngineMismatchError, match=r"holds another model: it lacks .*model\.layers\.2"
+    ):
+        runner.run(examined(config_of(tmp_path / "run", other), served.url, "user", "admin"))
+
+
+def test_one_that_cannot_connect_back_is_told(served, runner, monkeypatch, config):
+    """A connection that never comes; a real one would keep the server's scheduler waiting for it."""
+
+    async def nowhere(self, address, port, *rest, **options):
+        raise TimeoutError
+
+    monkeypatch.setattr(EngineWeights, "open_group", nowhere)
+    with pytest.raises(
+        EngineMismatchError, match=r"can't connect back to the trainer at 127\.0\.0\.1"
+    ):
+        runner.run(examined(config, served.url, "user", "admin"))
+
+
+@pytest.mark.parametrize("stop_part", [stop_scheduler, stop_detokenizer])
+def test_a_stopped_part_is_told_by_the_probes_alone(served, runner, stop_part):
+    """What ``FleetMembership.blame`` asks: HTTP still answers, the scheduler or the output does not."""
+
+    async def ask() -> tuple[bool, bool, bool]:
+        async with EngineClient(served.url, "user", "admin") as client:
+            answers = await client.answers(5.0)
+            schedules = await client.schedules(5.0)
+            return answers, schedules, schedules and await client.generates_again(5.0)
+
+    async def resume() -> None:
+        async with EngineClient(served.url, "user", "admin") as client:
+            await client.control("/continue_generation")
+
+    assert runner.run(ask()) == (True, True, True)
+    stop_part(served)
+    try:
+        start = time.monotonic()
+        expected = (True, stop_part is stop_detokenizer, False)
+        assert runner.run(ask()) == expected
+        assert time.monotonic() - start < 16
+    finally:
+        proceed(served)
+        runner.run(resume())

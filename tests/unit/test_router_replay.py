@@ -1,0 +1,230 @@
+"""Router replay without a model: what a router is told to choose, and which part of a recording a
+rank's routers get.
+
+Three tokens, four experts, two of them a token. The top-2 of SCORES are (1, 2), (0, 3), (3, 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.data.packing import PackedBatch, pack
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.trainer import router_replay
+from megatron_dppo.trainer.router_replay import (
+    ChunkState,
+    LayerReplay,
+    ModelReplay,
+    Recording,
+    attach,
+)
+from tests.trajectories import trajectory
+
+CPU = torch.device("cpu")
+SCORES = torch.tensor([[0.0, 0.6, 0.3, 0.1], [0.5, 0.1, 0.0, 0.4], [0.3, 0.1, 0.0, 0.6]])
+NATURAL = [[1, 2], [0, 3], [3, 0]]
+EXPERTS = torch.tensor(  # [token, layer, choice]; layer 1 is read here
+    [[[0, 3], [2, 1]], [[1, 2], [1, 2]], [[2, 1], [0, 1]]], dtype=torch.uint8
+)
+SHAPE = ModelShape(
+    family="qwen3_moe", num_layers=2, hidden_size=8, num_attention_heads=4, num_query_groups=2,
+    head_dim=2, ffn_hidden_size=6, vocab_size=100, tied_embeddings=False, norm_eps=1e-6,
+    rope_theta=1e6, rope_scaling=None, max_position_embeddings=64, dtype="float32",
+    num_experts=4, experts_per_token=2, moe_ffn_hidden_size=4,
+)  # fmt: skip
+
+
+def topk(scores: Tensor, k: int, num_groups: Any = None, group_topk: Any = None) -> Any:
+    return tuple(scores.topk(k))
+
+
+def choose(router: LayerReplay, scores: Tensor = SCORES) -> tuple[Tensor, Tensor]:
+    return router.get_replay_topk(scores, 2, default_compute_topk=topk)
+
+
+def test_recorded_experts_where_there_are_any_else_the_top_k() -> None:
+    state = ChunkState(CPU)
+    router = LayerReplay(state, 1)
+    state.replay(Recording(EXPERTS, torch.tensor([True, False, True])), compares=True)
+    scores = SCORES.clone().requires_grad_()
+    weights, experts = choose(router, scores)
+    assert experts.tolist() == [[2, 1], [0, 3], [0, 1]]
+    assert weights.tolist() == SCORES.gather(1, experts).tolist()
+    weights.sum().backward()
+    assert scores.grad is not None
+    assert scores.grad.tolist() == [[0, 1, 1, 0], [1, 0, 0, 1], [1, 1, 0, 0]]
+    # Compared: tokens 0 and 2; token 0 goes to its natural two, in another order.
+    assert state.counts.tolist() == [1, 2]
+    choose(router)
+    assert state.counts.tolist() == [2, 4]
+    state.replay(state.recording, compares=False)
+    assert choose(router)[1].tolist() == experts.tolist()
+    assert state.counts.tolist() == [2, 4]
+    assert router.target_topk_idx is None
+
+
+def test_without_a_recording_routers_choose_by_themselves() -> None:
+    state = ChunkState(CPU)
+    assert not state.compares
+    assert choose(LayerReplay(state, 0))[1].tolist() == NATURAL
+    assert state.counts.tolist() == [0, 0]
+
+
+def chunk(*routed: bool, first: int = 1) -> Any:
+    """Layers with or without a router, numbered from ``first`` as Megatron-Core does."""
+    layers = [
+        SimpleNamespace(
+            layer_number=first + i,
+            mlp=SimpleNamespace(router=SimpleNamespace()) if has_router else SimpleNamespace(),
+        )
+        for i, has_router in enumerate(routed)
+    ]
+    return SimpleNamespace(decoder=SimpleNamespace(layers=layers))
+
+
+def test_each_router_reads_its_own_layer() -> None:
+    # A pipeline's second chunk: layers 2..5 of a model that routes in 1, 3, 5.
+    state, part = ChunkState(CPU), chunk(False, True, False, True, first=3)
+    assert attach(part, state, (1, 3, 5)) == [1, 2]
+    state.replay(Recording(EXPERTS, torch.tensor([True] * 3)), compares=False)
+    for layer, column in ((1, 0), (3, 1)):
+        router = part.decoder.layers[layer].mlp.router.router_replay
+        assert choose(router)[1].tolist() == EXPERTS[:, column].tolist()
+    with pytest.raises(
+        ValueError, match=r"layer 2 of the model is dense, .* layers are \[2, 3, 5\]"
+    ):
+        attach(part, state, (2, 3, 5))
+    with pytest.raises(ValueError, match="layer 3 of the model routes"):
+        attach(part, state, (5,))
+
+
+def batch(*routed: Any, pad_multiple: int = 1) -> PackedBatch:
+    """One sequence of four tokens with three recorded rows, or without any, for each of ``routed``."""
+    samples = [
+        trajectory([7, 7], [8, 8], routed_experts=None if r is None else np.array(r, np.uint8))
+        for r in routed
+    ]
+    return pack(samples, pad_multiple=pad_multiple)
+
+
+def model_replay(
+    chunks: Sequence[Any], *, tp: tuple[int, int] = (1, 0), sequence_parallel: bool = False
+) -> ModelReplay:
+    topology: Any = SimpleNamespace(tp_size=tp[0], tp_rank=tp[1])
+    return ModelReplay(chunks, SHAPE, topology, sequence_parallel=sequence_parallel, device=CPU)
+
+
+def used(replay: ModelReplay, part: Any, micro_batch: int, tokens: int, number: int = 0) -> Any:
+    """What the routers of chunk ``number`` choose, by layer, in a forward pass."""
+    scores = torch.tensor([[0.0, 0.1, 0.2, 0.3]]).expand(tokens, -1).clone().requires_grad_()
+    chosen = []
+
+    def run() -> Tensor:
+        found = [choose(layer.mlp.router.router_replay, scores) for layer in part.decoder.layers]
+        chosen.extend(experts.tolist() for _, experts in found)
+        return torch.stack([weights for weights, _ in found]).sum()
+
+    return chosen, replay.forward(number, micro_batch, run)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_each_micro_batch_replays_its_own_in_both_passes_and_is_compared_once() -> None:
+    part = chunk(True, True)
+    replay = model_replay([part])
+    assert router_replay.RouterReplay.global_router_replay_instances == []
+    first, second = EXPERTS.tolist(), EXPERTS.flip(1).tolist()
+    replay.load([batch(first), batch(second), batch(None)])
+    by_layer = [[*EXPERTS[:, layer].tolist(), [3, 2]] for layer in (0, 1)]  # the last routes freely
+    chosen, output = used(replay, part, 0, 4)
+    assert chosen == by_layer
+    assert used(replay, part, 1, 4)[0] == by_layer[::-1]
+    assert used(replay, part, 2, 4)[0] == [[[3, 2]] * 4] * 2
+    # Each of 2 x 3 x 2 recorded choices is compared; none is the natural (3, 2).
+    assert replay.agreement().values() == {"r3/agreement": 0, "r3/compared": 12}
+    # The first one's backward pass recomputes after the others' forward passes.
+    again: list[Any] = []
+    for layer in part.decoder.layers:
+        replayed = layer.mlp.router.router_replay
+        output.register_hook(
+            lambda _, r=replayed: again.append(choose(r, torch.zeros(4, 4))[1][:3].tolist())
+        )
+    output.backward()
+    assert again == [rows[:3] for rows in by_layer]
+    assert replay.agreement().values()["r3/compared"] == 12
+    replay.load([])
+    assert replay.agreement().values()["r3/compared"] == 0
+    replay.unload()
+    assert choose(part.decoder.layers[0].mlp.router.router_replay)[1].tolist() == NATURAL
+    with pytest.raises(IndexError):
+        replay.forward(0, 0, lambda: torch.zeros(1))
+
+
+@pytest.mark.usefixtures("alone")
+def test_chunks_get_their_layers_and_agreement_counts_all_of_them() -> None:
+    parts = [chunk(True), chunk(True, first=2)]
+    replay = model_replay(parts)
+    natural = [[[3, 2], [2, 3]]] * 2 + [[[3, 1], [0, 1]]]
+    replay.load([batch(natural)])
+    assert used(replay, parts[0], 0, 4)[0] == [[[3, 2], [3, 2], [3, 1], [3, 2]]]
+    assert used(replay, parts[1], 0, 4, number=1)[0] == [[[2, 3], [2, 3], [0, 1], [3, 2]]]
+    assert replay.agreement().values() == {"r3/agreement": 4, "r3/compared": 6}
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("tp", "sequence_parallel", "rows", "compared"),
+    [
+        ((2, 0), True, [0, 1], 2),
+        ((2, 1), True, [2], 1),  # and the row of the last token, which holds nothing
+        ((2, 0), False, [0, 1, 2], 3),
+        ((2, 1), False, [0, 1, 2], 0),  # the same tokens again: rank 0 has counted them
+    ],
+)
+def test_sequence_parallel_ranks_get_their_own_tokens(
+    tp, sequence_parallel, rows, compared
+) -> None:
+    part = chunk(True)
+    whole = replace(SHAPE, num_layers=1)
+    topology: Any = SimpleNamespace(tp_size=tp[0], tp_rank=tp[1])
+    replay = ModelReplay([part], whole, topology, sequence_parallel=sequence_parallel, device=CPU)
+    replay.load([batch(EXPERTS[:, :1].tolist(), pad_multiple=2)])
+    tokens = 2 if sequence_parallel else 4
+    expected = [EXPERTS[row, 0].tolist() for row in rows]
+    assert used(replay, part, 0, tokens)[0] == [expected + [[3, 2]] * (tokens - len(rows))]
+    assert replay.agreement().values()["r3/compared"] == compared
+
+
+def test_recordings_of_another_model_are_refused() -> None:
+    replay = model_replay([chunk(True, True)])
+    good = EXPERTS.tolist()
+    with pytest.raises(
+        ValueError, match=r"of \(1, 2\) layers x experts a token, expected \(2, 2\)"
+    ):
+        replay.load([batch(good), batch(EXPERTS[:, :1].tolist())])
+    with pytest.raises(
+        ValueError, match=r"of \(2, 1\) layers x experts a token, expected \(2, 2\)"
+    ):
+        replay.load([batch(EXPERTS[..., :1].tolist())])
+    with pytest.raises(ValueError, match=r"routing to expert 4, expected 0\.\.3"):
+        replay.load([batch((EXPERTS + 1).tolist())])
+    dense = replace(SHAPE, num_experts=0, experts_per_token=0)
+    topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
+    with pytest.raises(ValueError, match="a qwen3_moe model routes nothing"):
+        ModelReplay([chunk(False)], dense, topology, sequence_parallel=False, device=CPU)

@@ -1,0 +1,147 @@
+"""What is compared before a commit: fixed prompts, tolerances, who is told of what."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.weight_sync.engines import Engines
+from megatron_dppo.weight_sync.interfaces import CanaryReport, EngineFaultError
+from megatron_dppo.weight_sync.verification import (
+    TOLERANCE,
+    ChecksumMismatch,
+    ChecksumMismatchError,
+    ExpectedByLayout,
+    Tolerance,
+    canary_prompts,
+    compare_canary,
+    compare_scores,
+    compare_tensors,
+)
+
+
+@functools.cache
+def runner() -> AsyncRunner:
+    """Runs the calls to engines for all tests; its thread ends with the process."""
+    return AsyncRunner()
+
+
+A, B, C = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
+
+
+def test_the_prompts_are_these_and_spare_the_last_id() -> None:
+    prompts = canary_prompts(500)
+    first = [[434, 285, 302], [113, 144, 368], [324, 24, 105], [46, 136, 488]]
+    assert [prompt[:3] for prompt in prompts] == first
+    assert {token for prompt in canary_prompts(3) for token in prompt} == {0, 1}
+
+
+def test_tolerances_are_these() -> None:
+    assert {"float32": Tolerance(1e-3, 1e-4), "bfloat16": Tolerance(3.0, 0.2)} == TOLERANCE
+
+
+def test_five_mismatches_are_named_and_the_rest_counted() -> None:
+    found = [ChecksumMismatch(name, 0, "1", "2") for name in "abcdef"]
+    five, six = (str(ChecksumMismatchError(found[:n])) for n in (5, 6))
+    assert five.startswith("5 engine tensors differ")
+    assert all(f"{name} on engine rank 0" in six for name in "abcde")
+    assert "f on engine rank 0" not in six
+    assert "e on engine rank 0" in five
+    assert ("more" in five, six.endswith("; and 1 more")) == (False, True)
+
+
+def test_prompts_without_a_token_are_compared_beside_others() -> None:
+    report = compare_canary([[], [-1.0]], [[], [-1.5]], Tolerance(1.0, 1.0))
+    assert report == CanaryReport(0.5, 0.5, 1)
+
+
+class Checked(EngineWeights):
+    """An engine without a server that holds ``held`` and scores ``score_value``."""
+
+    layout: Any = None
+
+    def __init__(
+        self, url: str, layout: tuple[int, str], held: Sequence[Mapping[str, str]]
+    ) -> None:
+        self.url, self.layout, self.held = url, layout, list(held)
+        self.value, self.resumed = -2.0, False
+
+    async def checksums(self) -> list[Mapping[str, str]]:
+        return self.held
+
+    async def resume(self) -> None:
+        self.resumed = True
+
+    async def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[self.value] * (len(prompt) - 1) for prompt in prompts]
+
+    def expected(self) -> Any:
+        """Digests that tell the layout and the senders' parts: "<ranks>:<parts>"."""
+        ranks, _ = self.layout
+        return SimpleNamespace(digests=lambda parts: [{"w": f"{ranks}:{'+'.join(parts)}"}] * ranks)
+
+
+ONE, TWO = (1, "cuda"), (2, "cuda")
+PARTIALS = [["one/first", "two/first"], ["one/second", "two/second"]]
+"""Of two senders, each by layout in the order in which the engines show them."""
+HELD_ONE = [{"w": "1:one/first+one/second"}]
+HELD_TWO = [{"w": "2:two/first+two/second"}] * 2
+
+
+def test_engines_of_each_layout_are_compared_with_all_senders_parts_of_it() -> None:
+    engines = Engines(
+        [Checked(A, ONE, HELD_ONE), Checked(B, TWO, HELD_TWO), Checked(C, ONE, HELD_ONE)], runner()
+    )
+    assert compare_tensors(engines, PARTIALS) == 4  # one tensor on 1 + 2 + 1 engine ranks
+
+
+def test_only_engines_whose_tensors_differ_are_at_fault() -> None:
+    wrong = [HELD_TWO[0], {"w": "9"}]
+    engines = Engines(
+        [Checked(A, ONE, HELD_ONE), Checked(B, TWO, wrong), Checked(C, TWO, HELD_TWO)], runner()
+    )
+    with pytest.raises(EngineFaultError) as failure:
+        compare_tensors(engines, PARTIALS)
+    assert failure.value.engines == (B,)
+    (error,) = failure.value.faults.values()
+    assert isinstance(error, ChecksumMismatchError)
+    assert error.mismatches == (ChecksumMismatch("w", 1, HELD_TWO[0]["w"], "9"),)
+
+
+def test_a_sender_hashes_each_bucket_once_for_each_layout() -> None:
+    made: list[Any] = []
+
+    class Hashing(Checked):
+        def expected(self) -> Any:
+            buckets: list[Any] = []
+            made.append(buckets)
+            return SimpleNamespace(
+                add=buckets.append, partial=lambda: [self.layout[0], list(buckets)]
+            )
+
+    members = [Hashing(A, ONE, []), Hashing(B, TWO, []), Hashing(C, ONE, [])]
+    expected = ExpectedByLayout(Engines(members, runner()))
+    expected.add([("a", None)])  # type: ignore[list-item]
+    expected.add([("b", None)])  # type: ignore[list-item]
+    assert len(made) == 2
+    both = [[("a", None)], [("b", None)]]
+    assert expected.partials() == [[1, both], [2, both]]
+
+
+def test_the_worst_engines_canary_is_reported() -> None:
+    first, worst = Checked(A, ONE, []), Checked(B, ONE, [])
+    first.value, worst.value = -2.25, -2.5
+    engines = Engines([first, worst], runner())
+    prompts, trainer = [[1, 2, 3]], [[-2.0, -2.0]]
+    report = compare_scores(engines, prompts, trainer, Tolerance(0.5, 0.5))
+    assert report == CanaryReport(0.5, 0.5, 2)
+    assert (first.resumed, worst.resumed) == (True, True)
+    with pytest.raises(EngineFaultError, match=r"differs by 0\.5") as failure:
+        compare_scores(engines, prompts, trainer, Tolerance(0.4, 0.5))
+    assert failure.value.engines == (B,)

@@ -1,0 +1,85 @@
+"""Work in forked children: its answer, or whether it came to a good end."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+ERRORS = os.fdopen(os.dup(2), "w")
+"""Where children tell an error that print nothing else."""
+
+
+def silence() -> None:
+    """Send what this process prints nowhere."""
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
+
+
+def in_child(work: Callable[[], T]) -> T:
+    """The answer of ``work`` in a forked child, which leaves no trace in this process."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        with os.fdopen(writing, "wb") as sink:
+            try:
+                pickle.dump(work(), sink)
+                sink.flush()
+                os._exit(0)
+            finally:
+                traceback.print_exc(file=ERRORS)
+                ERRORS.flush()
+                os._exit(1)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as source:
+        answer = source.read()
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise RuntimeError("a child ended before its answer; its own error is above")
+    return pickle.loads(answer)
+
+
+def verdicts(
+    waiting: Sequence[T], survives: Callable[[T], bool], processes: int, limit_s: float
+) -> Iterator[tuple[T, bool]]:
+    """Each of ``waiting`` with what ``survives`` says of it in a forked child: False where that
+    fails, or takes longer than ``limit_s``.
+    """
+    todo, running = deque(waiting), {}
+    while todo or running:
+        while todo and len(running) < processes:
+            work = todo.popleft()
+            folder = tempfile.TemporaryDirectory(prefix="mutant-")
+            child = os.fork()
+            if not child:
+                _run(survives, work, folder.name)
+            running[child] = work, folder, time.monotonic() + limit_s
+        time.sleep(0.002)
+        for child, (work, folder, limit) in list(running.items()):
+            if time.monotonic() > limit:
+                os.kill(child, signal.SIGKILL)
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                del running[child]
+                folder.cleanup()
+                yield work, status == 0
+
+
+def _run(survives: Callable[[T], bool], work: T, folder: str) -> None:
+    """The whole life of a child: its temporary files in ``folder``, its words nowhere."""
+    code = 1
+    try:
+        silence()
+        os.environ["TMPDIR"] = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.tempdir = folder
+        code = 0 if survives(work) else 1
+    finally:
+        os._exit(code)

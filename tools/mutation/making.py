@@ -1,0 +1,136 @@
+"""Mutants of a module: its source with one operator or number changed, by Cosmic Ray."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
+
+
+def _replacements(kind: str, *groups: str) -> list[str]:
+    return [
+        f"Replace{kind}Operator_{a}_{b}"
+        for group in groups
+        for a in group.split()
+        for b in group.split()
+        if a != b
+    ]
+
+
+OPERATORS = (
+    *_replacements("Binary", "Add Sub Mul Div", "BitOr BitAnd", "FloorDiv Mod Mul"),
+    *_replacements("Comparison", "Eq NotEq", "Lt LtE Gt GtE", "Is IsNot"),
+    *("ReplaceUnaryOperator_USub_UAdd", "ReplaceUnaryOperator_Delete_Not"),
+    *("ReplaceUnaryOperator_Delete_Invert", "ReplaceTrueWithFalse", "ReplaceFalseWithTrue"),
+    *("ReplaceAndWithOr", "ReplaceOrWithAnd", "AddNot", "ZeroIterationForLoop", "NumberReplacer"),
+)
+"""Cosmic Ray's operators without those that no one writes by mistake, such as + into >>."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One changed place of ``megatron_dppo/<path>``: the whole source, and its changed line."""
+
+    path: str
+    line: int
+    operator: str
+    source: str
+    changed: str
+
+    @property
+    def file(self) -> Path:
+        """Of the module as it is."""
+        return PACKAGE / self.path
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}  {self.operator}:  {self.changed}"
+
+
+def unchanged(path: str) -> Mutant:
+    """The module as it is, in the form of a mutant."""
+    return Mutant(path, 0, "none", (PACKAGE / path).read_text(), "")
+
+
+def mutants_of(path: str) -> Iterator[Mutant]:
+    """Every mutant of a module whose meaning differs: not of annotations or errors' words."""
+    from cosmic_ray.ast import get_ast
+
+    text = (PACKAGE / path).read_text()
+    statements = [node.get_code() for node in get_ast(text).children]
+    for at, statement in enumerate(statements):
+        before, after = "".join(statements[:at]), "".join(statements[at + 1 :])
+        for operator, changed in _changed(statement):
+            source = before + changed + after
+            pairs = zip(text.splitlines(), source.splitlines(), strict=False)
+            line, found = next((i, b.strip()) for i, (a, b) in enumerate(pairs, 1) if a != b)
+            yield Mutant(path, line, operator, source, found)
+
+
+def _changed(statement: str) -> Iterator[tuple[str, str]]:
+    """Operators with what they make of a statement; each meaning once."""
+    from cosmic_ray.ast import ast_nodes, get_ast
+    from cosmic_ray.mutating import mutate_code
+    from cosmic_ray.plugins import get_operator
+
+    seen = {meaning(statement)}
+    nodes = list(ast_nodes(get_ast(statement)))
+    for name in OPERATORS:
+        operator = get_operator(f"core/{name}")()
+        places = sum(len(list(operator.mutation_positions(node))) for node in nodes)
+        for occurrence in range(places):
+            changed = mutate_code(statement, operator, occurrence)
+            try:
+                found = meaning(changed)
+            except SyntaxError:  # of a star that was no product
+                continue
+            if found not in seen:
+                seen.add(found)
+                yield name, changed
+
+
+class _Meaning(ast.NodeTransformer):
+    """Leaves out what changes nothing: annotations, class decorators, imports for types, and the
+    words of errors and of the log.
+    """
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.annotation = ast.Constant(0)
+        return self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.returns = None
+        return self.generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        node.decorator_list = []  # frozen or not
+        return self.generic_visit(node)
+
+    def visit_If(self, node: ast.If) -> ast.AST | None:
+        names = {n.id for n in ast.walk(node.test) if isinstance(n, ast.Name)}
+        return None if "TYPE_CHECKING" in names else self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        if isinstance(node.exc, ast.Call):
+            node.exc.args = []
+        return self.generic_visit(node)
+
+    def visit_Yield(self, node: ast.Yield) -> ast.AST:
+        return ast.Yield() if isinstance(node.value, ast.JoinedStr) else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+        if isinstance(owner, ast.Name) and owner.id == "log":
+            node.args = []
+        return self.generic_visit(node)
+
+
+def meaning(text: str) -> str:
+    """The syntax tree without what changes nothing that a test could see."""
+    return ast.dump(_Meaning().visit(ast.parse(text)))

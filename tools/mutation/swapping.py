@@ -1,0 +1,89 @@
+"""A mutant in a running process: its functions' code in place of the module's, or the whole module
+from its source.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.abc
+import importlib.util
+import inspect
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from types import CodeType, FunctionType
+
+from mutation.making import Mutant
+
+Key = tuple[str, str, int]
+"""Of a code object: file, qualified name, first line."""
+
+
+def key(code: CodeType) -> Key:
+    """The code object's."""
+    return code.co_filename, code.co_qualname, code.co_firstlineno
+
+
+class Change:
+    """What a mutant changes: ``codes`` old -> new of every function that holds the changed place,
+    ``inner`` those without the functions that only hold such a one, ``outer`` the outermost.
+    ``fits``: whether functions can take the new code.
+    A module's and a class's body are code like a function's. ``functions``: of the process.
+    """
+
+    def __init__(self, mutant: Mutant, functions: Sequence[FunctionType]) -> None:
+        self._functions = functions
+        file = str(mutant.file)
+        old = compile(Path(file).read_text(), file, "exec", dont_inherit=True)
+        new = compile(mutant.source, file, "exec", dont_inherit=True)
+        pairs = list(_pairs(old, new))
+        self.codes = {a: b for a, b in pairs if a != b}
+        self.inner = {key(a) for a, b in pairs if _own(a) != _own(b)}
+        self.fits = all(a.co_freevars == b.co_freevars for a, b in pairs)
+        outer = [key(a) for a in self.codes if a.co_flags & inspect.CO_NEWLOCALS]
+        self.outer = outer[0] if outer else None
+
+    def apply(self) -> None:
+        """Give every one of the functions that has an old code the new one."""
+        for found in self._functions:
+            found.__code__ = self.codes.get(found.__code__, found.__code__)
+
+
+def functions_in(files: Collection[str]) -> list[FunctionType]:
+    """All functions of this process that are written in these files."""
+    everything = gc.get_objects()
+    return [f for f in everything if type(f) is FunctionType and f.__code__.co_filename in files]
+
+
+def _pairs(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Each code of a module with the mutant's, the outer before the inner."""
+    yield old, new
+    for a, b in zip(_nested(old), _nested(new), strict=False):
+        yield from _pairs(a, b)
+
+
+def _nested(code: CodeType) -> list[CodeType]:
+    return [const for const in code.co_consts if isinstance(const, CodeType)]
+
+
+def _own(code: CodeType) -> tuple[object, ...]:
+    """What a code does, without what is nested in it."""
+    plain = [repr(const) for const in code.co_consts if not isinstance(const, CodeType)]
+    return code.co_code, plain, code.co_names, code.co_varnames, code.co_exceptiontable
+
+
+class Planted(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Loads one module from a mutant's source instead of its file."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+        self._name = "megatron_dppo." + mutant.path.removesuffix(".py").replace("/", ".")
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        """Only of the mutated module."""
+        if name != self._name:
+            return None
+        return importlib.util.spec_from_file_location(name, self._mutant.file, loader=self)
+
+    def exec_module(self, module) -> None:  # type: ignore[no-untyped-def]
+        """Run the changed source."""
+        exec(compile(self._mutant.source, str(self._mutant.file), "exec"), module.__dict__)

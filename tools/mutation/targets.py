@@ -1,0 +1,45 @@
+"""Which modules are mutated, and which unit tests must notice."""
+
+from __future__ import annotations
+
+LOSS = ("policy_loss", "masks", "divergence", "nonfinite", "presets", "theory_binds", "theory")
+DATA = ("packing", "data_balancing", "mini_batches")
+CHECKS = ("weight_checks", "engine_checksums", "weight_sync")
+TARGETS: dict[str, tuple[str, ...]] = {
+    "algorithms/advantages.py": ("advantages",),
+    "algorithms/aggregation.py": ("mini_batches",),
+    "algorithms/decisions.py": LOSS,
+    "algorithms/diagnostics.py": LOSS,
+    "algorithms/divergence.py": LOSS,
+    "algorithms/inputs.py": LOSS,
+    "algorithms/masks.py": LOSS,
+    "algorithms/options.py": ("presets",),
+    "algorithms/penalties.py": LOSS,
+    "algorithms/policy_loss.py": LOSS,
+    "algorithms/presets.py": ("presets",),
+    "algorithms/sequences.py": LOSS,
+    "algorithms/supervised.py": ("nonfinite",),
+    "algorithms/token_weights.py": LOSS,
+    "vocab_parallel/arguments.py": ("policy_stats",),
+    "vocab_parallel/backends.py": ("policy_stats",),
+    "vocab_parallel/cpp_backend.py": ("policy_stats",),
+    "vocab_parallel/eager_backend.py": ("policy_stats",),
+    "vocab_parallel/exact.py": ("policy_stats",),
+    "vocab_parallel/policy_stats.py": ("policy_stats",),
+    "vocab_parallel/triton_backend.py": ("triton_backend",),
+    "vocab_parallel/wire.py": ("policy_stats",),
+    "data/balancing.py": DATA,
+    "data/log_prob_checks.py": ("nonfinite",),
+    "data/packing.py": DATA,
+    "data/routing.py": ("routing",),
+    "loop/batches.py": DATA,
+    "trainer/router_replay.py": ("router_replay",),
+    "engine/checksums.py": CHECKS,
+    "engine/tiled_hash.py": CHECKS,
+    "weight_sync/transaction.py": CHECKS,
+    "weight_sync/verification.py": CHECKS,
+}
+"""Module of megatron_dppo -> its files ``tests/unit/test_<name>.py``. A changed function meets every
+test of all chosen modules that calls it, the quickest first; what runs when the module is loaded
+meets its own files.
+"""
