@@ -72,6 +72,9 @@ class Start:
             fruitless=fruitless([*before, ended]),
             max_failures=self._site.max_failures,
         )
+        if decision.why == "cancelled" and (lost := bad_nodes(names)):
+            told = ", ".join(f"{name} is {state}" for name, state in lost.items())
+            decision = replace(decision, detail=f"by Slurm, which lost a node: {told}")
         bad = {**bad_nodes(names), **self._left_out} if decision.requeue else {}
         ended = replace(
             ended,

@@ -58,10 +58,12 @@ class StandInJob:
         self.job = 0
 
     def _engine_python(self) -> Path:
-        """An interpreter that runs the stand-in whatever module it is told to run."""
+        """An interpreter that runs the stand-in for every module, and scripts as they are."""
         path = self.folder / "engine_python"
         stand_in = Path(__file__).parent / "stand_in" / "server.py"
-        path.write_text(f'#!/bin/sh\nexec {sys.executable} {stand_in} "$@"\n')
+        path.write_text(
+            f'#!/bin/sh\n[ "$1" = -m ] && set -- {stand_in} "$@"\nexec {sys.executable} "$@"\n'
+        )
         path.chmod(0o755)
         return path
 

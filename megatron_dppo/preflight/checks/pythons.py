@@ -39,7 +39,8 @@ def _inspect(python: str, packages: list[str]) -> dict[str, Any]:
     except subprocess.TimeoutExpired as error:
         raise CheckError(f"{python} does not answer within {_TIMEOUT_S:.0f} s") from error
     if done.returncode:
-        raise CheckError(f"{python} fails: {done.stderr.strip()[-300:]}")
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise CheckError(f"{python} fails: {last}")
     return {"python": python, **json.loads(done.stdout)}
 
 
