@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.slurm.conftest import ROOT
-from tests.slurm.recipes import write_config
+from tests.unit.config_files import minimal, write_config
 from tools.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slurm
@@ -33,7 +33,7 @@ def test_a_partition_that_is_not_there_is_told_in_slurms_words(
     cluster: Cluster, folder: Path
 ) -> None:
     done = command(
-        cluster, "submit", write_config(folder), "--set=partition=nowhere",
+        cluster, "submit", write_config(folder, minimal(folder)), "--set=partition=nowhere",
         "--set=gpus_per_node=0", f"run.directory={folder}/run",
     )  # fmt: skip
     assert done.returncode == 2
@@ -44,7 +44,7 @@ def test_a_partition_that_is_not_there_is_told_in_slurms_words(
 def test_a_waiting_run_has_a_status_and_can_be_stopped(cluster: Cluster, folder: Path) -> None:
     run = folder / "run"
     done = command(
-        cluster, "submit", write_config(folder), "--set=gpus_per_node=0",
+        cluster, "submit", write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
         f"run.directory={run}", "--sbatch=--hold",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
