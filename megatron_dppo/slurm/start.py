@@ -114,8 +114,13 @@ class Start:
         if stopped := self._stops.came():
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
         log.info("attempt %d of job %s\n%s", self._job.attempt, self._job.id, placement.table())
-        refused = self._check(placement)
-        return self._supervisor(placement).run() if refused is None else refused
+        if (refused := self._check(placement)) is not None:
+            return refused
+        try:
+            supervisor = self._supervisor(placement)
+        except LaunchError as error:
+            return Outcome(1, "failed", str(error))
+        return supervisor.run()
 
     def _preflight(self, placement: Placement) -> dict[str, str]:
         """Nodes that must be left out, with the reason. Raises LaunchError where none is to blame."""
