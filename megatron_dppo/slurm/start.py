@@ -114,11 +114,13 @@ class Start:
         if stopped := self._stops.came():
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
         log.info("attempt %d of job %s\n%s", self._job.attempt, self._job.id, placement.table())
-        if (refused := self._check(placement)) is not None:
-            return refused
+        refused = self._check(placement)
+        return self._supervise(placement) if refused is None else refused
+
+    def _supervise(self, placement: Placement) -> Outcome:
         try:
             supervisor = self._supervisor(placement)
-        except LaunchError as error:
+        except LaunchError as error:  # its endpoint can't listen
             return Outcome(1, "failed", str(error))
         return supervisor.run()
 
