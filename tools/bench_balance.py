@@ -1,0 +1,64 @@
+"""How long ranks wait for each other on long-tailed batches, where micro-batches share tokens and where
+they share FLOPs: ``python tools/bench_balance.py``.
+
+Simulated: the plan is the trainer's own, a micro-batch takes the FLOPs of its sequences, and the k-th
+micro-batches of all ranks run together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import numpy as np
+
+from megatron_dppo.data.balancing import idle_share, plan_mini_batch
+from megatron_dppo.model.flops import forward_flops
+from megatron_dppo.model.reader import load_model_shape
+
+MODEL = Path(__file__).resolve().parents[1] / "examples" / "model_configs" / "qwen3-30b-a3b"
+LIMIT, PROMPT = 16_384, 200
+
+
+def long_tailed(rng: np.random.Generator, responses: int) -> list[int]:
+    """Log-normal with a mean of about 3,200 tokens; a few are truncated."""
+    drawn = np.exp(rng.normal(7.7, 0.9, responses))
+    return (np.minimum(drawn, LIMIT).astype(int) + PROMPT).tolist()
+
+
+def often_truncated(rng: np.random.Generator, responses: int) -> list[int]:
+    """Two of five are truncated, the others log-normal around 4,000 tokens."""
+    drawn = np.where(rng.random(responses) < 0.4, LIMIT, np.exp(rng.normal(8.3, 0.8, responses)))
+    return (np.minimum(drawn, LIMIT).astype(int) + PROMPT).tolist()
+
+
+def main() -> None:
+    """Print a table: each distribution, replicas and budget, over the seeds."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--model", default=str(MODEL), help="folder with a config.json")
+    parser.add_argument("--responses", type=int, default=512, help="of one optimiser step")
+    parser.add_argument("--seeds", type=int, default=5)
+    words = parser.parse_args()
+    cost = forward_flops(load_model_shape(words.model))
+    print("| lengths | replicas | tokens | idle, by tokens | idle, by FLOPs | s a plan |")
+    print("|---|---|---|---|---|---|")
+    for draw in (long_tailed, often_truncated):
+        for replicas, budget in ((4, 17_408), (8, 17_408), (8, 34_816)):
+            idle: dict[str, list[float]] = {"tokens": [], "flops": []}
+            seconds = 0.0
+            for seed in range(words.seeds):
+                lengths = draw(np.random.default_rng(seed), words.responses)
+                flops = [cost(length) for length in lengths]
+                for by, costs in (("tokens", lengths), ("flops", flops)):
+                    began = time.perf_counter()
+                    plan = plan_mini_batch(lengths, costs, replicas, budget)
+                    seconds = max(seconds, time.perf_counter() - began)
+                    idle[by].append(idle_share(plan, flops))
+            shown = [f"{min(x):.1%} to {max(x):.1%}" for x in idle.values()]
+            name = draw.__name__.replace("_", " ")
+            print(f"| {name} | {replicas} | {budget} | {shown[0]} | {shown[1]} | {seconds:.2f} |")
+
+
+if __name__ == "__main__":
+    main()
