@@ -50,7 +50,7 @@ def test_a_waiting_run_has_a_status_and_can_be_stopped(cluster: Cluster, folder:
     assert done.returncode == 0, done.stderr
     job = (run / "job").read_text().strip()
     assert f"submitted as job {job}" in done.stdout
-    assert f"state: job {job} waits (JobHeldUser)" in command(cluster, "status", run).stdout
+    assert f"state: job {job} waits (JobHeld" in command(cluster, "status", run).stdout
     assert "is out of the queue" in command(cluster, "stop", run).stdout
     deadline = time.monotonic() + 20
     while "is gone and never started" not in (told := command(cluster, "status", run).stdout):
