@@ -100,7 +100,8 @@ class _Follower:
             self._tell_steps()
             if states == {"PENDING"}:
                 self._raise_limit()
-            if not states & {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}:
+            live = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}
+            if states and not states & live:  # empty: the controller did not answer
                 return ", ".join(states)
             time.sleep(POLL_S)
 

@@ -36,7 +36,6 @@ def test_a_crashed_node_is_left_out_of_the_next_attempt(isolated, folder):
         assert reached >= 5
         job.wait_for_step(reached + 20)
         assert dead not in job.attempts()[1]["hosts"]
-        assert f"{dead} is DOWN" in job.attempts()[0]["detail"]
         isolated.client.run("scancel", job.job)
         job.wait_for_end()
     finally:
