@@ -11,11 +11,13 @@ from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
 _WHERE = "model.hf_checkpoint"
+_INDEX = "model.safetensors.index.json"
 _TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"))
 
 
 def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> ModelShape:
-    """The model in ``folder``, whose tokenizer is there, and where ``weights`` is true its weights.
+    """The model in ``folder``, whose tokenizer is there, and where ``weights`` is true its weights; an index
+    of weights must be one in any case.
 
     Raises ConfigError with every file that is missing and every entry of config.json that is wrong.
     """
@@ -30,7 +32,8 @@ def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> Model
         problems += error.problems
     except ModelConfigError as error:
         problems.append(str(error))
-    problems += [*(missing_weights(folder) if weights else ()), *_missing_tokenizer(folder)]
+    problems += [*(missing_weights(folder) if weights else _damaged_index(folder))]
+    problems += _missing_tokenizer(folder)
     if problems or shape is None:
         raise ConfigError([f"{_WHERE}: {problem}" for problem in problems])
     return shape
@@ -39,19 +42,26 @@ def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> Model
 def missing_weights(folder: str | Path) -> list[str]:
     """Which files of the weights are not in ``folder``, in words; empty where all are."""
     folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
+    if damaged := _damaged_index(folder):
+        return damaged
+    index = folder / _INDEX
     if not index.is_file():
         if (folder / "model.safetensors").is_file():
             return []
         return [f"no weights in {folder}: expected model.safetensors or {index.name}"]
-    shards = _shards(index)
-    if shards is None:
-        return [f'{index} is damaged, expected {{"weight_map": {{tensor name: file name}}}}']
+    shards = _shards(index) or []
     lost = [name for name in shards if not (folder / name).is_file()]
     if not lost:
         return []
     some = ", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "")
     return [f"{len(lost)} of the {len(shards)} files that {index} names are missing: {some}"]
+
+
+def _damaged_index(folder: Path) -> list[str]:
+    index = folder / _INDEX
+    if not index.is_file() or _shards(index) is not None:
+        return []
+    return [f'{index} is damaged, expected {{"weight_map": {{tensor name: file name}}}}']
 
 
 def _shards(index: Path) -> list[str] | None:
