@@ -10,7 +10,12 @@ import torch
 from megatron_dppo.engine.requests import SamplingParams
 from megatron_dppo.engine.sglang_cpu import batch_invariant
 from megatron_dppo.engine.sglang_cpu.batch_invariant import ROWS, blocked_addmm, blocked_mm
-from megatron_dppo.engine.sglang_cpu.seeded_sampling import multinomial_with_seed, murmur_hash32
+from megatron_dppo.engine.sglang_cpu.seeded_sampling import (
+    FilteredSampling,
+    filtered,
+    multinomial_with_seed,
+    murmur_hash32,
+)
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
 from megatron_dppo.types import Problem
@@ -119,3 +124,55 @@ def test_without_seeds_nothing_is_sent():
     (request, _) = GenerationJob([problem(1)], 2, SamplingParams(8)).requests()
     assert "sampling_seed" not in request.sampling.as_json()
     assert SamplingParams(8, seed=5).as_json()["sampling_seed"] == 5
+
+
+ALL = 1 << 30
+"""SGLang's top-k for "no filter"."""
+
+
+def test_a_filter_keeps_the_likeliest_and_a_row_without_one_keeps_all():
+    probs = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).repeat(4, 1)
+    top_ks = torch.tensor([2, ALL, ALL, 1])
+    top_ps = torch.tensor([1.0, 0.65, 1.0, 1.0])
+    # In order .4 .3 .2 .1, before each 0 .4 .7 .9: top-p 0.65 ends after the second.
+    expected = [[0, 0.4, 0, 0.3], [0, 0.4, 0, 0.3], [0.1, 0.4, 0.2, 0.3], [0, 0.4, 0, 0]]
+    torch.testing.assert_close(filtered(probs, top_ks, top_ps), torch.tensor(expected))
+
+
+def test_the_mass_may_reach_top_p_before_a_token_that_is_kept():
+    probs = torch.tensor([[0.5, 0.25, 0.25]])
+    kept = filtered(probs, torch.tensor([ALL]), torch.tensor([0.5]))
+    assert kept.tolist() == [[0.5, 0.25, 0.0]]  # before the second: 0.5, which is not above
+
+
+def test_a_draw_does_not_depend_on_filters_of_other_rows():
+    probs = torch.softmax(torch.randn(3, 50, generator=torch.Generator().manual_seed(1)), dim=-1)
+    seeds, positions = torch.tensor([7, 8, 9]), torch.tensor([3, 4, 5])
+    alone = multinomial_with_seed(probs.log(), seeds, positions)[:, 0]
+    sampling = FilteredSampling(unseeded)
+    ones = torch.ones(3)
+    beside_greedy = sampling(
+        probs, torch.tensor([ALL, 1, ALL]), ones, 0 * ones, False, seeds, positions, max_top_k=ALL
+    )
+    assert beside_greedy.dtype is torch.int32
+    assert beside_greedy.tolist() == [alone[0], probs[1].argmax(), alone[2]]
+
+
+def unseeded(*arguments: object, **options: object) -> str:
+    return "SGLang's own"
+
+
+@pytest.mark.parametrize(
+    ("min_p", "seed", "options"),
+    [
+        (False, None, {}),
+        (True, torch.tensor([1]), {}),
+        (False, torch.tensor([1]), {"return_filtered_probs": True}),
+    ],
+)
+def test_what_has_no_seed_or_asks_for_more_is_sglangs_own(min_p, seed, options):
+    one = torch.ones(1)
+    drawn = FilteredSampling(unseeded)(
+        torch.ones(1, 4) / 4, torch.tensor([2]), one, one, min_p, seed, torch.tensor([1]), **options
+    )
+    assert drawn == "SGLang's own"

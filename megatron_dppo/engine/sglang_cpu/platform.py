@@ -13,7 +13,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_dppo.engine.sglang_cpu import batch_invariant
 from megatron_dppo.engine.sglang_cpu.received_buckets import ReceivedBuckets
-from megatron_dppo.engine.sglang_cpu.seeded_sampling import multinomial_with_seed
+from megatron_dppo.engine.sglang_cpu.seeded_sampling import FilteredSampling, multinomial_with_seed
 from megatron_dppo.engine.tiled_hash import tiled_hash
 
 ATTENTION = "torch_native"
@@ -68,6 +68,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         FlattenedTensorBucket.empty = ReceivedBuckets(FlattenedTensorBucket.empty)
         batch_invariant_ops.enable_batch_invariant_mode = batch_invariant.enable
         sampler.multinomial_with_seed = multinomial_with_seed
+        sampler.top_k_top_p_min_p_sampling_from_probs_torch = FilteredSampling(
+            sampler.top_k_top_p_min_p_sampling_from_probs_torch
+        )
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
         if (
             SCHEDULER in sys.modules

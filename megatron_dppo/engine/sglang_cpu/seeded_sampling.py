@@ -4,6 +4,9 @@ a compiler.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -32,6 +35,59 @@ def multinomial_with_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> 
     noise.log_().clamp_(min=torch.finfo(noise.dtype).min, max=-(2.0**-32)).neg_()
     noise.log_().neg_()
     return torch.argmax(noise.add_(logprobs.double()), dim=1, keepdim=True)
+
+
+class FilteredSampling:
+    """SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``, where a draw with a seed follows from its
+    own row alone.
+
+    SGLang sorts the rows and draws a rank, so one request with a filter (a greedy one has top-k 1) in a
+    batch has every row drawn by rank: other tokens than the same requests get without it. Here the filter
+    is found in sorted order and the token is drawn in the vocabulary's.
+
+    Args:
+        unseeded: SGLang's own function, for what has no seed or asks for more than the tokens.
+    """
+
+    def __init__(self, unseeded: Callable[..., Any]) -> None:
+        self._unseeded = unseeded
+
+    def __call__(
+        self,
+        probs: Tensor,
+        top_ks: Tensor,
+        top_ps: Tensor,
+        min_ps: Tensor,
+        need_min_p_sampling: bool,
+        sampling_seed: Tensor | None,
+        positions: Tensor,
+        **options: Any,
+    ) -> Any:
+        """SGLang's arguments; its result: the tokens, int32 ``[n]``."""
+        if sampling_seed is None or need_min_p_sampling or options.get("return_filtered_probs"):
+            return self._unseeded(
+                probs,
+                top_ks,
+                top_ps,
+                min_ps,
+                need_min_p_sampling,
+                sampling_seed,
+                positions,
+                **options,
+            )
+        kept = filtered(probs, top_ks, top_ps).log()
+        return multinomial_with_seed(kept, sampling_seed, positions).view(-1).to(torch.int32)
+
+
+def filtered(probs: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+    """``probs`` ``[n, m]`` with 0 for what is not among a row's ``top_ks`` likeliest, or comes after those
+    that hold more than ``top_ps`` of the mass; not renormalised. A ``top_ps`` of 1 filters nothing."""
+    ordered, ids = probs.sort(dim=-1, descending=True, stable=True)
+    before = ordered.cumsum(dim=-1) - ordered
+    ranks = torch.arange(probs.shape[-1])
+    kept = (before <= top_ps.view(-1, 1)) | (top_ps.view(-1, 1) >= 1)
+    kept &= ranks < top_ks.view(-1, 1)
+    return probs * torch.zeros_like(kept).scatter(1, ids, kept)
 
 
 def murmur_hash32(seeds: np.ndarray, positions: np.ndarray, columns: int) -> np.ndarray:
