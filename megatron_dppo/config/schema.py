@@ -31,6 +31,9 @@ class RunConfig(Section):
     resume: Literal["auto", "never", "required"] = "auto"
     """``auto``: from the newest checkpoint, or at step 0 where none was written yet. ``never``: at
     step 0; what earlier starts left is set aside. ``required``: from a checkpoint, or not at all."""
+    sha256_list: str | None = None
+    """File as sha256sum writes it: inputs (checkpoint, tokenizer, data) that must have these bytes, named
+    relative to its folder. Compared before every start, and by ``--check``."""
 
 
 class ModelConfig(Section):

@@ -1,4 +1,4 @@
-"""What a start would stumble over after its first seconds: data, answers, checkpoints."""
+"""What a start would stumble over after its first seconds: inputs, data, answers, checkpoints."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.json_lines import DataError
 from megatron_dppo.loop.fresh_start import refuse_damage, refuse_fresh_start
+from megatron_dppo.loop.input_hashes import InputError, check_input_hashes
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, read_history
@@ -19,13 +20,17 @@ from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, read
 
 
 def check_start(config: TrainConfig, source: str, answers: str | None = None) -> None:
-    """Open the data, score every gold answer with the reward, and see where the run would resume.
+    """Compare inputs with their hashes where a list has them, open the data, score every gold answer with
+    the reward, and see where the run would resume.
 
     Loads no weights, starts nothing but reward workers, writes nothing but ``answers``: a file for the
     run that follows, which then need not score them again. Raises ConfigError naming ``source``.
     """
     data: list[RunData] = []
-    problems = _problem("data", lambda: data.append(_checked_data(config, answers)))
+    problems = []
+    if (listed := config.run.sha256_list) is not None:
+        problems += _problem("run.sha256_list", lambda: check_input_hashes(listed))
+    problems += _problem("data", lambda: data.append(_checked_data(config, answers)))
     if data:
         sha256 = data[0].train.sha256
         problems += _problem("run.resume", lambda: check_resume(config, sha256))
@@ -62,6 +67,6 @@ def _checked_data(config: TrainConfig, answers: str | None) -> RunData:
 def _problem(key: str, check: Callable[[], None]) -> list[str]:
     try:
         check()
-    except (CheckpointError, DataError, ResumeError, VerifierError, OSError) as error:
+    except (CheckpointError, DataError, InputError, ResumeError, VerifierError, OSError) as error:
         return [f"{key}: {error}"]
     return []
