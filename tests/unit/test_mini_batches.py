@@ -19,6 +19,7 @@ from megatron_dppo.loop.learning import check_carried_topk
 from megatron_dppo.loop.rollouts.sources import verify
 from megatron_dppo.loop.run import EXPECTED_ERRORS
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
+from megatron_dppo.model.flops import SequenceCost
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.types import Problem
 from megatron_dppo.vocab_parallel import policy_stats
@@ -213,3 +214,24 @@ def test_gspos_objective_by_hand_and_under_any_packing():
         torch.testing.assert_close(again, grad, rtol=0, atol=1e-7)
     summed = gradient_of([packed(range(3))], "sequence-mean-token-sum", 2.0)
     torch.testing.assert_close(summed[2], 4 * grad[2], rtol=0, atol=1e-7)
+
+
+def test_a_mini_batch_is_whole_groups_and_tells_its_cost():
+    """One prompt each; lengths with the two prompt tokens 5 7 | 3 4 | 6 6 | 8 9."""
+    one = Config(AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1, micro_batch_tokens=8))
+    plans = plan_mini_batches(answers(), one, BatchLayout(0, 2))
+    assert [sorted(i for rank in p.positions for rows in rank for i in rows) for p in plans] == [
+        [0, 1], [2, 3], [4, 5], [6, 7],
+    ]  # fmt: skip
+    assert [plan.cost for plan in plans] == [12, 7, 12, 17]
+    # Two replicas with one sequence each: the longer lasts 7, and the other has worked 5 of them.
+    assert [plan.idle for plan in plans] == pytest.approx([1 / 7, 1 / 8, 0, 1 / 18])
+    squares = BatchLayout(0, 1, cost=SequenceCost(0.0, 1.0))
+    assert [plan.cost for plan in plan_mini_batches(answers(), one, squares)] == [74, 25, 72, 145]
+    assert [len(p.positions[0]) for p in plan_mini_batches(answers(), one, squares)] == [2, 1, 2, 2]
+
+
+def test_the_layout_bounds_the_number_of_micro_batches():
+    one = Config(AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1))
+    plans = plan_mini_batches(answers(), one, BatchLayout(0, 1, count_multiple=2))
+    assert [len(plan.positions[0]) for plan in plans] == [2, 2, 2, 2]

@@ -506,3 +506,11 @@ def test_ids_of_a_shard_and_ids_that_nobody_owns():
     values = torch.zeros(1)
     shard.mark_unknown(values, torch.tensor([0]))
     assert values.tolist() == [0.0]
+
+
+def test_what_ranks_compare_of_their_calls():
+    """Tokens, shard columns, Top-K ids, entropy, vocabulary, checksum: 1*1 + 2*2 + 3*3, and 4 + ... + 9."""
+    logits, targets = torch.zeros(3, 7), torch.tensor([1, 2, 3])
+    topk = torch.tensor([[4, 5], [6, 7], [8, 9]])
+    assert policy_stats._facts(logits, targets, topk, True, 20) == [3, 7, 2, 1, 20, 14 + 39]
+    assert policy_stats._facts(logits, targets, None, False, 20) == [3, 7, 0, 0, 20, 14]
