@@ -10,7 +10,7 @@ from megatron_dppo.system import cpp_build
 from megatron_dppo.vocab_parallel import cpp_backend, eager_backend, policy_stats, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
 from megatron_dppo.vocab_parallel.exact import exact_divergence
-from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError
+from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError, _facts
 from megatron_dppo.vocab_parallel.wire import Shard
 from tests.dense_policy_stats import dense_policy_stats
 
@@ -512,5 +512,5 @@ def test_what_ranks_compare_of_their_calls():
     """Tokens, shard columns, Top-K ids, entropy, vocabulary, checksum: 1*1 + 2*2 + 3*3, and 4 + ... + 9."""
     logits, targets = torch.zeros(3, 7), torch.tensor([1, 2, 3])
     topk = torch.tensor([[4, 5], [6, 7], [8, 9]])
-    assert policy_stats._facts(logits, targets, topk, True, 20) == [3, 7, 2, 1, 20, 14 + 39]
-    assert policy_stats._facts(logits, targets, None, False, 20) == [3, 7, 0, 0, 20, 14]
+    assert _facts(logits, targets, topk, True, 20) == [3, 7, 2, 1, 20, 14 + 39]
+    assert _facts(logits, targets, None, False, 20) == [3, 7, 0, 0, 20, 14]
