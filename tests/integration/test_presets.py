@@ -134,6 +134,7 @@ def batches(recorded) -> dict[str, str]:
 def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
     """What each preset did in one step: calls of log_probs, and every mini-batch's figures."""
     from megatron_dppo.config.schema import TrainConfig
+    from megatron_dppo.loop.fencing import run_fence
     from megatron_dppo.loop.run import Run, RunData
     from megatron_dppo.loop.stopping import StopFlag
     from megatron_dppo.trainer.trainer import Trainer
@@ -173,7 +174,8 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
         seen = {"recomputed": 0, "mini_batches": []}
         parsed = TrainConfig.model_validate(own)
         with ExitStack() as stack:
-            run = Run(parsed, RunData(parsed), StopFlag(), stack)
+            fence = stack.enter_context(run_fence(parsed.run.directory))
+            run = Run(parsed, RunData(parsed), StopFlag(), fence, stack)
             run.begin()
             run.step()
             run.trainer.close()

