@@ -22,14 +22,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
-from mutation.children import in_child, verdicts  # noqa: E402
+from mutation.children import Verdict, in_child, verdicts  # noqa: E402
 from mutation.making import Mutant, mutants_of, unchanged  # noqa: E402
 from mutation.session import Found, Quickest, Tell, run_pytest, session_of  # noqa: E402
 from mutation.swapping import Planted  # noqa: E402
 from mutation.targets import TARGETS  # noqa: E402
 
-LIMIT_S = 300.0
-"""A mutant whose tests take longer counts as killed: it made something endless."""
+LIMIT_S = 120.0
+"""Of a core; a mutant whose tests take longer made something endless. It is counted apart."""
 FOREIGN = ("torch", "numpy", "hypothesis", "pydantic")
 """What every process needs, so that it is loaded once."""
 ANEW = ("tests", "examples", "mutation", "__main__", "megatron", "sglang")
@@ -68,15 +68,15 @@ def load_anew(found: Found, tell: Tell, processes: int) -> None:
         return run_pytest(TARGETS[mutant.path], quickest) == 0
 
     paths = dict.fromkeys(mutant.path for mutant in found.left)
-    for plain, alive in verdicts([unchanged(p) for p in paths], survives, processes, LIMIT_S):
-        if not alive:
+    for plain, verdict in verdicts([unchanged(p) for p in paths], survives, processes, LIMIT_S):
+        if verdict != Verdict.survived:
             raise RuntimeError(f"the tests of {plain.path} fail unmutated")
-    for mutant, alive in verdicts(found.left, survives, processes, LIMIT_S):
-        tell(mutant, alive)
+    for mutant, verdict in verdicts(found.left, survives, processes, LIMIT_S):
+        tell(mutant, verdict)
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Print the survivors and each module's share killed; 1 where any survives."""
+    """Print the survivors and each module's share killed; 1 where not every mutant is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("paths", nargs="*", help="modules, e.g. algorithms/masks.py; default: all")
     parser.add_argument("--processes", type=int, default=2)
@@ -89,10 +89,10 @@ def main(words: Sequence[str] | None = None) -> int:
     made = Counter(mutant.path for mutant in mutants)
     screen, reading = os.fdopen(os.dup(1), "w"), os.pipe()
 
-    def tell(mutant: Mutant, alive: bool) -> None:
-        os.write(reading[1], bytes([paths.index(mutant.path), alive]))
-        if alive:
-            print(f"survived  {mutant}", file=screen, flush=True)
+    def tell(mutant: Mutant, verdict: Verdict) -> None:
+        os.write(reading[1], bytes([paths.index(mutant.path), verdict]))
+        if verdict != Verdict.killed:
+            print(f"{verdict.name:8}  {mutant}", file=screen, flush=True)
 
     load_libraries()
     limits = {"processes": chosen.processes, "limit_s": LIMIT_S}
@@ -100,14 +100,15 @@ def main(words: Sequence[str] | None = None) -> int:
     in_child(lambda: load_anew(found, tell, chosen.processes))
     os.close(reading[1])
     told = os.fdopen(reading[0], "rb").read()
-    survived = Counter(paths[told[i]] for i in range(0, len(told), 2) if told[i + 1])
-    for path in paths:
-        killed = made[path] - survived[path]
-        print(f"{path}: {made[path]} made, {killed} killed ({killed / made[path]:.1%})")
+    ended = Counter(zip(told[::2], told[1::2], strict=True))
+    for at, path in enumerate(paths):
+        killed, stopped = ended[at, Verdict.killed], ended[at, Verdict.stopped]
+        words = f"{path}: {made[path]} made, {killed} killed ({killed / made[path]:.1%})"
+        print(words + (f", {stopped} stopped" if stopped else ""))
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     took, cpu = time.monotonic() - start, used.ru_utime + used.ru_stime
     print(f"{len(mutants)} mutants in {took:.0f} s ({cpu:.0f} s of one core)")
-    return 1 if survived else 0
+    return 1 if any(verdict for _, verdict in ended) else 0
 
 
 if __name__ == "__main__":

@@ -180,3 +180,35 @@ def test_a_log_probability_above_zero_counts_as_zero():
         assert f(mu, above, valid).item() == f(mu, at, valid).item()
     for f in (binary_tv, binary_kl):
         assert f(above[:, 0], mu[:, 0]).item() == f(at[:, 0], mu[:, 0]).item()
+
+
+def test_exact_divergences_are_over_the_last_axis_whatever_comes_before():
+    pi, mu = random_policies(states=6, vocab=4)
+    for f in (exact_tv, exact_kl):
+        cube = f(pi.view(2, 3, 4), mu.view(2, 3, 4))
+        torch.testing.assert_close(cube, f(pi, mu).view(2, 3))
+
+
+def test_the_mass_of_other_is_known_to_four_units_of_the_dtypes_resolution():
+    """float32, eps = 2^-23; one id, whose probability leaves "other" the rest."""
+    unit, valid = 4 * 2.0**-23, torch.ones(1, 1, dtype=torch.bool)
+    half, certain = torch.tensor([[0.5]]).log(), torch.zeros(1, 1)
+    # pi's rest is 0 and counts as 2^-21: 1/2 log(1/2) + 1/2 (log(1/2) - log 2^-21) = 19/2 log 2.
+    assert topk_kl(certain, half, valid).item() == pytest.approx(9.5 * math.log(2), rel=1e-6)
+    # mu's rest is exactly four units and counts as 0: only (1 - 4 eps) log((1 - 4 eps) / (1/2)).
+    nearly = torch.tensor([[-unit]])
+    assert 1 - nearly.double().exp().float().item() == unit
+    assert topk_kl(half, nearly, valid).item() == pytest.approx(math.log(2) - 2 * unit, abs=3e-7)
+
+
+def test_rounding_makes_no_kl_negative_and_no_rest_below_zero():
+    valid = torch.ones(1, 1, dtype=torch.bool)
+    # mu's rest counts as 0, so that mu log(mu / pi) = -4 eps is all there is.
+    assert topk_kl(torch.zeros(1, 1), torch.tensor([[-(2.0**-21)]]), valid).item() == 0
+    g = torch.Generator().manual_seed(4)
+    mu = torch.randn(300, 10, generator=g, dtype=torch.float64)
+    pi = mu + 1e-12 * torch.randn(300, 10, generator=g, dtype=torch.float64)
+    assert (exact_kl(pi, mu) >= 0).all()
+    # A' holds .6 + .6 of mu and .6 + .4 of pi: neither leaves anything.
+    two = torch.ones(1, 2, dtype=torch.bool)
+    assert topk_tv(logs(0.6, 0.4)[None], logs(0.6, 0.6)[None], two).item() == pytest.approx(0.1)

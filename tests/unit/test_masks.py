@@ -79,6 +79,16 @@ def test_each_sign_of_the_advantage_has_its_own_threshold():
     assert trains(at) == [True]
 
 
+def test_without_advantage_the_threshold_of_negative_ones_does_not_count():
+    # pi = 0: the direction is no number, so the distance alone decides.
+    gone = TokenInputs(
+        torch.tensor([-torch.inf]), torch.tensor([0.5]).log(), torch.zeros(1), torch.tensor([True])
+    )
+    for tv, negative, expected in ((0.6, 0.4, True), (0.4, 0.6, False)):
+        mask = masks.binary_tv(gone, rollout, tv_threshold=tv, tv_threshold_negative=negative)
+        assert trains(mask) == [expected]
+
+
 def test_rare_tokens_ppo_blocks_and_dppo_does_not_and_the_reverse():
     # 0.001 -> 0.002 doubles the ratio and moves 0.001; 0.9 -> 0.99 is r = 1.1 and moves 0.09.
     x = inputs([0.002, 0.99], [0.001, 0.9], [1.0, 1.0])
@@ -155,6 +165,15 @@ def test_a_token_is_rare_below_the_bound_not_at_it():
     assert trains(masks.relaxed_clip(x, rollout, rare_below=1.0, **options)) == [False]
 
 
+def test_relaxed_clip_keeps_common_tokens_within_its_bounds():
+    # r = 1.2 and 0.9, at mu = 1/2
+    x = inputs([0.6, 0.45], [0.5, 0.5], [1.0, -1.0])
+    options = {"rare_below": 0.1, "relax_low": True, "relax_high": True}
+    for bounds, expected in (((0.2, 0.28), True), ((0.05, 0.15), False)):
+        mask = masks.relaxed_clip(x, rollout, clip_low=bounds[0], clip_high=bounds[1], **options)
+        assert trains(mask) == [expected] * 2
+
+
 def test_icepop_drops_mismatched_tokens_whatever_the_advantage_and_clips_the_rest():
     # k = pi'/mu = 6, 0.4, 1, 1; r' = pi/pi' = 1, 1, 1.5, 1.5; A = -, +, +, -
     x = inputs([0.6, 0.2, 0.75, 0.75], [0.1, 0.5, 0.5, 0.5], [-1.0, 1.0, 1.0, -1.0],
@@ -175,6 +194,14 @@ def test_sequence_ratio_is_the_geometric_mean_over_the_trained_tokens():
     assert trains(mask) == [True, True, True, False]
     with pytest.raises(ValueError, match="no sequence_ids"):
         masks.sequence_ratio(inputs([0.5], [0.5], [1.0]), rollout)
+
+
+def test_a_sequence_is_clipped_on_either_side():
+    # s = 0.5 and 0.8, 1.1 and 1.5, with A < 0 and A > 0
+    x = inputs([0.2, 0.32, 0.44, 0.6], [0.4] * 4, [-1.0, -1.0, 1.0, 1.0],
+               sequence_ids=torch.arange(4))  # fmt: skip
+    mask = masks.sequence_clip(x, rollout, clip_low=0.3, clip_high=0.4)
+    assert trains(mask) == [False, True, True, False]
 
 
 def test_a_response_without_a_trained_token_has_the_ratio_and_the_length_1():

@@ -91,6 +91,25 @@ def test_an_invalid_topk_entry_may_hold_anything(name):
         assert sums.metrics.values()["mask/nonfinite"] == 0
 
 
+@pytest.mark.parametrize("name", [n for n in PRESETS if build_algorithm(n).reads_topk])
+def test_a_topk_entry_of_the_most_negative_finite_number_is_no_fault(name):
+    """What an engine gives a token that it forbids: the sum of two such overflows."""
+    x = spoiled("topk_log_probs", -1e308, (5, 1))
+    x = replace(x, rollout_topk_log_probs=x.rollout_topk_log_probs.index_put(
+        (torch.tensor(5), torch.tensor(1)), torch.tensor(-1e308, dtype=torch.float64)
+    ))  # fmt: skip
+    assert decide(build_algorithm(name), x).finite.all()
+
+
+def test_a_penalty_that_overflows_blocks_its_token():
+    """(log r)^2 is beyond float32 at a finite log pi, whose derivative is not."""
+    log_probs = torch.tensor([-1e30, -1.0], requires_grad=True)
+    x = TokenInputs(log_probs, torch.full((2,), -1.0), torch.ones(2), torch.ones(2).bool())
+    algorithm = build_algorithm("pg-is", {"log_ratio_coefficient": 0.1})
+    assert decide(algorithm, x).finite.tolist() == [False, True]
+    assert policy_loss(algorithm, x).loss.item() == -1.0
+
+
 def test_a_preset_does_not_mind_what_it_does_not_read():
     for field in ("recomputed_log_probs", "topk_log_probs"):
         sums, _ = stepped(build_algorithm("dppo-binary-tv"), spoiled(field, NAN, 5))

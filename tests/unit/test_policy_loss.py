@@ -198,6 +198,14 @@ def test_ppo_and_dppo_disagreements_are_counted_apart():
     assert metrics["mask/dppo_only"] == 1
 
 
+def test_the_clip_that_every_mask_is_compared_with_is_clip_higher():
+    # r = 0.75 and 0.85 with A < 0; 1.25 and 1.3 with A > 0, which DPPO does not block.
+    x = inputs([0.15, 0.17, 0.25, 0.26], [0.2] * 4, [-1.0, -1.0, 1.0, 1.0])
+    for rows, blocked in ((slice(0, 1), 1), (slice(1, 2), 0), (slice(2, 3), 0), (slice(3, 4), 1)):
+        metrics = policy_loss(build_algorithm("dppo-binary-tv"), part(x, rows)).metrics.values()
+        assert metrics["mask/ppo_only"] == blocked
+
+
 def test_topk_mass_leaves_out_the_sampled_token_and_what_is_not_valid():
     x = inputs([0.15], [0.1], [1.0],
                topk_log_probs=torch.tensor([[0.3, 0.2, 0.5, 0.15]]).log(),

@@ -153,3 +153,37 @@ def test_carried_top_k_is_the_configured_one_where_that_is_enough():
 def test_bad_names_and_options_are_refused(name, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build_algorithm(name, options)
+
+
+RANGES = {
+    **dict.fromkeys(["tv_threshold", "tv_threshold_negative", "clip_low", "rare_below"], "[0, 1]"),
+    "max_drop": "(0, 1]",
+    **dict.fromkeys(["kl_threshold", "kl_threshold_negative", "clip_high"], "[0, inf]"),
+    **dict.fromkeys(["mismatch_low", "kl_coefficient", "log_ratio_coefficient"], "[0, inf]"),
+    **dict.fromkeys(["mismatch_high", "penalty_threshold", "ratio_cap", "topk"], "(0, inf]"),
+}
+"""Square brackets include the end."""
+
+
+@pytest.mark.parametrize("name", list(OPTIONS))
+def test_every_option_takes_its_range_with_these_ends(name):
+    option, words = OPTIONS[name], RANGES[name]
+    low, high = 0, 1 if words.endswith("1]") else math.inf
+    if option.whole:
+        assert option.problem(1) is None
+        assert "(0, inf]" in option.problem(0)
+        return
+    assert option.problem(low + 1e-9) is option.problem(high) is None
+    assert words in option.problem(low - 1e-9)
+    assert (option.problem(low) is None) == words.startswith("[")
+    if high == 1:
+        assert words in option.problem(high + 1e-9)
+
+
+def test_only_topk_is_a_whole_number():
+    assert [name for name, option in OPTIONS.items() if option.whole] == ["topk"]
+
+
+def test_bounds_of_the_mismatch_may_meet():
+    numbers = build_algorithm("icepop", {"mismatch_low": 2, "mismatch_high": 2}).numbers
+    assert (numbers["mismatch_low"], numbers["mismatch_high"]) == (2, 2)

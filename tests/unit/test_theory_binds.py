@@ -166,12 +166,13 @@ def test_training_without_a_trust_region_goes_on(name):
     assert trained(name) > 0.75
 
 
-def test_one_sided_thresholds_hold_each_sign():
-    """The falling token stops at its own threshold; the rising one goes on to the other."""
-    at = trained("dppo-binary-tv", tv_threshold=0.2, tv_threshold_negative=0.05)
-    assert 0.2 <= at - 0.5 <= 0.2 + 8 * RATE
-    assert 0.2 <= 0.5 - trained("dppo-binary-tv", direction=-1.0, tv_threshold=0.05,
-                                tv_threshold_negative=0.2) <= 0.2 + 8 * RATE  # fmt: skip
+@pytest.mark.parametrize("name", ["dppo-binary-tv", "dppo-topk-tv"])
+@pytest.mark.parametrize(("signs", "radius"), [([1.0, 0.0], 0.2), ([0.0, 1.0], 0.05)])
+def test_one_sided_thresholds_hold_each_sign(name, signs, radius):
+    """Token 0 alone has an advantage, A = 1, or token 1 alone, A = -1; both move token 0 up."""
+    options = {"tv_threshold": 0.2, "tv_threshold_negative": 0.05}
+    moved = trained(name, direction=torch.tensor(signs), **options) - 0.5
+    assert radius <= moved <= radius + 8 * RATE
 
 
 @pytest.mark.parametrize(("name", "drop"), [("mask-0.5", 0.5), ("mask-0.8", 0.8)])

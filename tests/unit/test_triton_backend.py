@@ -1,4 +1,8 @@
-"""The Triton kernels in Triton's interpreter, in a process of their own: against the dense twin."""
+"""The Triton kernels in Triton's interpreter, in a process of their own: against the dense twin.
+
+Triton reads TRITON_INTERPRET when it is imported. Where this process was started with it, as ``make
+mutants`` does, the kernels run in it.
+"""
 
 import math
 import os
@@ -12,6 +16,7 @@ from tests.dense_policy_stats import dense_policy_stats
 from tests.ranks import run_ranks
 
 T, COLUMNS, V = 6, 9000, 8990
+HERE = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def problem(dtype):
@@ -50,13 +55,22 @@ def interpreted(dtype_name, with_entropy):
     return stats.log_probs.detach(), stats.topk_log_probs, entropy, leaf.grad, found
 
 
+def answers(monkeypatch, worker, *arguments):
+    """What ``worker`` of this file returns in Triton's interpreter."""
+    if HERE:
+        return worker(*arguments)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (found,) = run_ranks(f"tests.unit.test_triton_backend:{worker.__name__}", 1, *arguments)
+    return found
+
+
 @pytest.mark.parametrize(
     ("dtype", "with_entropy"), [("float32", True), ("float32", False), ("bfloat16", True)]
 )
 def test_interpreted_kernels_agree_with_the_dense_twin(monkeypatch, dtype, with_entropy):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    worker = "tests.unit.test_triton_backend:interpreted"
-    ((log_probs, topk_log_probs, entropy, grad, found),) = run_ranks(worker, 1, dtype, with_entropy)
+    log_probs, topk_log_probs, entropy, grad, found = answers(
+        monkeypatch, interpreted, dtype, with_entropy
+    )
     logits, ids, topk, weights = problem(getattr(torch, dtype))
     leaf = logits.double().requires_grad_()
     twin = dense_policy_stats(

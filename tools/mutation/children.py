@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import os
 import pickle
+import resource
 import signal
 import tempfile
 import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from typing import TypeVar
 
 T = TypeVar("T")
+WAITING = 10
+"""Seconds of the clock for each second of a core: a child that waits for ever ends too."""
 ERRORS = os.fdopen(os.dup(2), "w")
 """Where children tell an error that print nothing else."""
+
+
+class Verdict(IntEnum):
+    """What became of a mutant. ``stopped``: a signal ended it before its tests could tell, most
+    often that of its limit.
+    """
+
+    killed = 0
+    survived = 1
+    stopped = 2
 
 
 def silence() -> None:
@@ -50,9 +64,9 @@ def in_child(work: Callable[[], T]) -> T:
 
 def verdicts(
     waiting: Sequence[T], survives: Callable[[T], bool], processes: int, limit_s: float
-) -> Iterator[tuple[T, bool]]:
-    """Each of ``waiting`` with what ``survives`` says of it in a forked child: False where that
-    fails, or takes longer than ``limit_s``.
+) -> Iterator[tuple[T, Verdict]]:
+    """Each of ``waiting`` with what ``survives`` says of it in a forked child, killed where that
+    fails. A child may use ``limit_s`` of a core: a loaded machine stops none.
     """
     todo, running = deque(waiting), {}
     while todo or running:
@@ -61,8 +75,8 @@ def verdicts(
             folder = tempfile.TemporaryDirectory(prefix="mutant-")
             child = os.fork()
             if not child:
-                _run(survives, work, folder.name)
-            running[child] = work, folder, time.monotonic() + limit_s
+                _run(survives, work, folder.name, limit_s)
+            running[child] = work, folder, time.monotonic() + WAITING * limit_s
         time.sleep(0.002)
         for child, (work, folder, limit) in list(running.items()):
             if time.monotonic() > limit:
@@ -71,13 +85,22 @@ def verdicts(
             if done:
                 del running[child]
                 folder.cleanup()
-                yield work, status == 0
+                yield work, _verdict(status)
 
 
-def _run(survives: Callable[[T], bool], work: T, folder: str) -> None:
+def _verdict(status: int) -> Verdict:
+    """What a child's status says."""
+    if os.WIFSIGNALED(status):
+        return Verdict.stopped
+    return Verdict.killed if status else Verdict.survived
+
+
+def _run(survives: Callable[[T], bool], work: T, folder: str, limit_s: float) -> None:
     """The whole life of a child: its temporary files in ``folder``, its words nowhere."""
     code = 1
     try:
+        limit = int(limit_s)  # of a core, in this process
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         silence()
         os.environ["TMPDIR"] = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.tempdir = folder
         code = 0 if survives(work) else 1

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from mutation.children import ERRORS, in_child, silence, verdicts
+from mutation.children import ERRORS, Verdict, in_child, silence, verdicts
 from mutation.making import Mutant
 from mutation.swapping import Change, Key, functions_in, key
 
-Tell = Callable[[Mutant, bool], None]
-"""Takes each mutant that was tried, and whether it survived."""
+Tell = Callable[[Mutant, Verdict], None]
+"""Takes each mutant that was tried, and what became of it."""
 
 
 @dataclass
@@ -110,18 +110,18 @@ class Session:
     def _try(self, session: pytest.Session, mutants: Sequence[tuple[Mutant, Change]]) -> None:
         gc.freeze()  # children share what they don't change
         killers = RawArray("i", len(mutants))
-        for number, alive in verdicts(
+        for number, verdict in verdicts(
             range(len(mutants)),
             lambda n: self._survives(session, mutants[n][1], killers, n),
             self._processes,
             self._limit_s,
         ):
             mutant, change = mutants[number]
-            if not alive and not killers[number]:  # the child died before its first test
+            if verdict != Verdict.survived and not killers[number]:  # it died before its first test
                 self.found.left.append(mutant)
                 continue
-            self._tell(mutant, alive)
-            if not alive:
+            self._tell(mutant, verdict)
+            if verdict == Verdict.killed:
                 self._kills[change.outer, session.items[killers[number] - 1].nodeid] += 1
 
     def _survives(self, session: pytest.Session, change: Change, killers: Any, number: int) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LOSS = ("policy_loss", "masks", "divergence", "nonfinite", "presets", "theory_binds", "theory")
+LOSS = ("policy_loss", "penalties", "masks", "divergence", "nonfinite", "presets", "theory_binds")
 DATA = ("packing", "data_balancing", "mini_batches")
 CHECKS = ("weight_checks", "engine_checksums", "weight_sync")
 TARGETS: dict[str, tuple[str, ...]] = {
