@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.launch.places import Host
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank, port_base, tasks_per_node
-from megatron_dppo.launch.srun import StepForm, step_environment
+from megatron_dppo.launch.srun import SrunProcess, StepForm, step_environment
 from megatron_dppo.launch.srun_ranks import ended_tasks
 from megatron_dppo.loop.stopping import StopFlag
+from megatron_dppo.system.launching import LocalProcess, start_fed
 from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, ask_to_stop, withdraw_stop
 
 STEP = {
@@ -129,3 +133,33 @@ def test_a_step_of_a_heterogeneous_job_names_its_group():
     )
     assert words[:2] == ["srun", "--het-group=1"]
     assert {"--input=all", "--kill-on-bad-exit=0"} <= set(words)
+
+
+NOTES_TERM = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), sys.exit(7)))
+print(sys.stdin.read(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "code"),
+    [
+        (LocalProcess, "stop", 7),
+        (LocalProcess, "kill", -9),
+        (SrunProcess, "stop", 7),
+        (SrunProcess, "kill", 7),  # srun must live to end its tasks
+    ],
+)
+def test_a_step_is_ended_through_its_srun_and_a_command_by_force(tmp_path, kind, how, code):
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", NOTES_TERM]
+    process = kind(start_fed(command, environment=os.environ, log=log, stdin=b"keys"))
+    deadline = time.monotonic() + 20
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.stop(20) if how == "stop" else process.kill()
+    assert process.poll() == code
+    assert log.read_text() == "keys\n" + ("told\n" if code == 7 else "")
+    process.kill()
