@@ -7,7 +7,7 @@ its node with the others (``--overlap``) and gets all of the node's cores and GP
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.launch.places import Host
@@ -91,12 +91,16 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class SrunLauncher:
-    """Starts commands at one host of the allocation; see Launcher."""
+    """Starts commands at a host of the allocation, or one task on each of several; see Launcher.
 
-    def __init__(self, host: Host, name: str, form: StepForm) -> None:
-        self._host = host
+    The tasks have one log, each of its lines begins with the task's number where there are several.
+    """
+
+    def __init__(self, hosts: Sequence[Host], name: str, form: StepForm) -> None:
+        self._hosts = hosts
         self._name = name
-        self._form = form
+        several = ("--label",) if len(hosts) > 1 else ()
+        self._form = replace(form, flags=(*form.flags, *several))
 
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
@@ -105,7 +109,7 @@ class SrunLauncher:
         words = self._form.command(
             command,
             name=self._name,
-            hosts=[self._host],
+            hosts=self._hosts,
             tasks_per_host=1,
             output=str(log),
             stdin=True,

@@ -11,7 +11,7 @@ import pytest
 
 from megatron_dppo.launch.places import Host
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank, port_base, tasks_per_node
-from megatron_dppo.launch.srun import SrunProcess, StepForm, step_environment
+from megatron_dppo.launch.srun import SrunLauncher, SrunProcess, StepForm, step_environment
 from megatron_dppo.launch.srun_ranks import ended_tasks
 from megatron_dppo.loop.stopping import StopFlag
 from megatron_dppo.system.launching import LocalProcess, start_fed
@@ -87,6 +87,27 @@ def test_the_command_line_of_a_step():
         "--ntasks-per-node=8", "--nodelist=n1,n2", "--input=none", "--output=logs/rank%t.out",
     ):  # fmt: skip
         assert flag in words
+
+
+def test_a_server_over_two_hosts_is_one_step(tmp_path, monkeypatch):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nfor word; do echo "$word"; done\ncat\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    hosts = [Host("n1", "10.0.0.1", 8), Host("n2", "10.0.0.2", 8)]
+    log = tmp_path / "log"
+    for count, label in ((1, 0), (2, 1)):
+        launcher = SrunLauncher(hosts[:count], "server", StepForm(("--x",)))
+        step = launcher.start(["python"], environment=os.environ, log=log, stdin=b"keys\n")
+        deadline = time.monotonic() + 20
+        while step.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        words = log.read_text().splitlines()
+        assert words.count("--label") == label
+        log.unlink()
+    for flag in ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n2", "--x"):
+        assert flag in words
+    assert words[-2:] == ["python", "keys"]
 
 
 def test_sbatchs_numbers_are_no_options_of_a_step():
