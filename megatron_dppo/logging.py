@@ -59,6 +59,11 @@ def shared_console() -> Console:
     return _console
 
 
+def say(line: str) -> None:
+    """Print a line on the process's console, whatever its width: a job's log must not fold it."""
+    shared_console().print(line, soft_wrap=True)
+
+
 class TerminalConsole(Console):
     """A console on a descriptor; standard output, a file, gets a plain copy of every line printed.
 

@@ -103,6 +103,11 @@ SGLANG_FIXED: Mapping[str, str] = {
     "admin_api_key": "the run makes its own keys",
     "weight_version": "the run counts the weights' versions itself",
     **dict.fromkeys(
+        ("nnodes", "node_rank", "dist_init_addr"),
+        "the placement says on which hosts a server runs: on several, where tp_size is more than a "
+        "host's GPUs",
+    ),
+    **dict.fromkeys(
         ("dp_size", "pp_size", "ep_size", "moe_dp_size", "quantization"),
         "weight updates are verified for tensor-parallel engines of unquantised weights",
     ),

@@ -4,7 +4,8 @@
 standard input: ``{"api_key": str | null, "admin_api_key": str}``. SGLang takes its keys only as
 command-line flags, where ``ps`` shows them, prints them in its log, and answers them to whoever
 holds the API key at ``/server_info``. Here they come through a pipe, and the printed configuration
-says ``<redacted>``.
+says ``<redacted>``. Of a server over several hosts one such process runs on each, and all get the same
+flags; the environment names the hosts, among which each finds itself.
 
 The kernel ends this process with the thread that started it (``system.processes``); those that
 SGLang spawns end with this one.
@@ -17,10 +18,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.engine.options import HOSTS_VARIABLE
 from megatron_dppo.engine.private_server import (
     bind_stores,
     keep_snapshots_private,
@@ -33,6 +35,7 @@ from megatron_dppo.system.processes import die_with_parent
 
 KEY_FIELDS = ("api_key", "admin_api_key")
 _REQUEUE_S = 60
+_HOST_VARIABLE = "SLURMD_NODENAME"
 _PARENT_VARIABLE = "MEGATRON_DPPO_ENGINE_PARENT"
 
 
@@ -80,6 +83,15 @@ def watch_supervisor(kill: Callable[..., None]) -> None:
     when_it_stops(Path(path), end)
 
 
+def host_flags(environment: Mapping[str, str]) -> list[str]:
+    """SGLang's flags that differ between the hosts of one server; none for a server on one host."""
+    if HOSTS_VARIABLE not in environment:
+        return []
+    addresses = json.loads(environment[HOSTS_VARIABLE])
+    own = environment[_HOST_VARIABLE]
+    return ["--node-rank", str(list(addresses).index(own)), "--host", addresses[own]]
+
+
 def main() -> None:
     """Read the keys, parse SGLang's flags, run its server until it is told to stop."""
     start = json.load(sys.stdin)
@@ -97,15 +109,18 @@ def _run(start: dict[str, Any]) -> None:
 
     watch_supervisor(kill_process_tree)
     load_plugins()
-    server_args = prepare_server_args(sys.argv[1:])
+    flags = host_flags(os.environ)
+    server_args = prepare_server_args([*sys.argv[1:], *flags])
     for name in KEY_FIELDS:
         setattr(server_args, name, start[name])
-    listen_where(server_args.host)
+    listen_where(server_args.host, several=bool(flags))
     _change_sglang()
     try:
         run_server(server_args)
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
+    if server_args.node_rank:  # without this host's ranks the others wait for ever
+        sys.exit("this host's part of the server has ended")
 
 
 if __name__ == "__main__":

@@ -37,6 +37,35 @@ _RANK_VARIABLES = (
 )
 
 
+HOSTS_VARIABLE = "MEGATRON_DPPO_SERVER_HOSTS"
+"""In the environment of every task of a server over several hosts: their names and addresses."""
+
+
+@dataclass(frozen=True)
+class ServerHosts:
+    """The hosts of a server that runs over several.
+
+    Attributes:
+        addresses: by the name that the launcher knows a host by; the first answers clients.
+        port: of the first, where the server's ranks meet.
+    """
+
+    addresses: Mapping[str, str]
+    port: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """SGLang's, which are alike on all hosts."""
+        first = next(iter(self.addresses.values()))
+        place = f"[{first}]:{self.port}" if ":" in first else f"{first}:{self.port}"
+        return {"nnodes": len(self.addresses), "dist_init_addr": place}
+
+    @property
+    def variable(self) -> str:
+        """The value of HOSTS_VARIABLE."""
+        return json.dumps(dict(self.addresses))
+
+
 @dataclass(frozen=True)
 class ServerSections:
     """The parts of a run's configuration that say what its SGLang servers must be."""
@@ -68,7 +97,13 @@ def engine_device(engine: EngineConfig) -> Literal["cpu", "cuda"]:
 
 
 def server_options(
-    config: ServerSections, *, host: str, port: int, seed: int, first_device: int = 0
+    config: ServerSections,
+    *,
+    host: str,
+    port: int,
+    seed: int,
+    first_device: int = 0,
+    hosts: ServerHosts | None = None,
 ) -> dict[str, Any]:
     """SGLang's ServerArgs fields for one server; the ``sglang:`` table overrides our defaults.
 
@@ -77,7 +112,8 @@ def server_options(
         host: address where it listens.
         port: where it listens.
         seed: of its sampling.
-        first_device: the first of its GPUs on its host.
+        first_device: the first of its GPUs on its host, or on each of them.
+        hosts: of a server over several.
     """
     device = engine_device(config.engine)
     options: dict[str, Any] = {
@@ -104,6 +140,8 @@ def server_options(
             # Where a prompt is cut depends on its neighbours; without cuts SGLang reserves too much.
             options |= {"chunked_prefill_size": -1, "mem_fraction_static": 0.8}
     options |= {name: value for name, value in config.sglang.items() if value is not None}
+    if hosts is not None:
+        options |= hosts.options
     if device == "cuda":
         options["base_gpu_id"] = first_device
     return options
@@ -129,8 +167,11 @@ def write_options(options: Mapping[str, Any], path: Path) -> None:
     path.write_text(json.dumps(flags, indent=2) + "\n")
 
 
-def server_environment(config: ServerSections) -> dict[str, str]:
-    """This process's environment, less what names a trainer rank, plus what SGLang reads."""
+def server_environment(config: ServerSections, hosts: ServerHosts | None = None) -> dict[str, str]:
+    """This process's environment, less what names a trainer rank, plus what SGLang reads.
+
+    ``hosts``: as in :func:`server_options`.
+    """
     env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     env |= {
         "PYTHONUNBUFFERED": "1",
@@ -149,8 +190,12 @@ def server_environment(config: ServerSections) -> dict[str, str]:
         # Two threads that wait for each other while the trainer holds a core are 20 times slower
         # than one; a large model on cores of its own wants the variable set.
         env.setdefault("OMP_NUM_THREADS", "1")
+        count = 1 if hosts is None else len(hosts.addresses)
         if ranks > 1:
-            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", bind_cores(ranks))
+            bound = [bind_cores(ranks // count)] * count
+            env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bound))
+    if hosts is not None:
+        env[HOSTS_VARIABLE] = hosts.variable
     return env
 
 

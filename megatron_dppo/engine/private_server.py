@@ -66,11 +66,16 @@ def keep_snapshots_private() -> None:
     load_snapshot.shm_path_for = private_path
 
 
-def listen_where(host: str) -> None:
-    """Name loopback to gloo where the server's ``host`` is that; else gloo listens where the machine's
-    name leads."""
-    if is_loopback(host) and (loopback := interface_of(resolve(host))) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+def listen_where(host: str, *, several: bool = False) -> None:
+    """Name to gloo and to SGLang's queues the interface of the server's ``host``, where that is loopback or
+    the server runs on ``several`` hosts; else they listen where the machine's name leads."""
+    if not (several or is_loopback(host)):
+        return
+    address = resolve(host)
+    if several:
+        os.environ.setdefault("SGLANG_HOST_IP", address)
+    if (interface := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def bind_stores() -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.engine.child_server import ChildServer, Runtime
 from megatron_dppo.engine.options import (
+    ServerHosts,
     ServerSections,
     server_environment,
     server_options,
@@ -43,7 +44,8 @@ class EngineProcess(ChildServer):
         api_key: opens generation and information; None leaves them open.
         admin_api_key: opens whatever changes the server.
         host: address where it listens; ``engine.host`` by default.
-        first_device: the first of its GPUs on its host.
+        first_device: the first of its GPUs on its host, or on each of them.
+        hosts: where it runs over several; ``runtime`` then starts one task on each.
         runtime: where it runs, and with which Python.
     """
 
@@ -61,6 +63,7 @@ class EngineProcess(ChildServer):
         admin_api_key: str,
         host: str | None = None,
         first_device: int = 0,
+        hosts: ServerHosts | None = None,
         runtime: Runtime | None = None,
     ) -> None:
         where = config.engine.host if host is None else host
@@ -68,9 +71,9 @@ class EngineProcess(ChildServer):
         self.options_path = log_path.with_suffix(".yaml")
         self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
         self._options = server_options(
-            config, host=where, port=port, seed=seed, first_device=first_device
+            config, host=where, port=port, seed=seed, first_device=first_device, hosts=hosts
         )
-        self._variables = server_environment(config)
+        self._variables = server_environment(config, hosts)
 
     def start(self) -> None:
         """As ChildServer's, with the options in a file beside the log."""

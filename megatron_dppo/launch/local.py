@@ -45,7 +45,7 @@ def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
         fleet = None
         if generates(config):
             runtime = Runtime(python=config.engine.python or sys.executable)
-            grounds = Grounds(lambda host: runtime, placement.master_address)
+            grounds = Grounds(lambda hosts: runtime, placement.master_address)
             fleet = supervised_fleet(config, directory, placement, grounds)
         directory.write_config(resolved_yaml(config))
         lease = directory.lease

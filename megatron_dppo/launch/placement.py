@@ -5,7 +5,7 @@ Pure: reads no file, opens no socket. A run on one machine and one on a cluster 
 function. A *device* is a GPU or, on a host without GPUs, room for one process.
 
 Ranks come first, host by host; the servers take the devices after them, each on devices next to each
-other of one host. The router runs beside the first rank.
+other of one host, or on all devices of several. The router runs beside the first rank.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from megatron_dppo.launch.places import (
 
 _FIXED_PORTS = 3
 """Rendezvous, router, the router's metrics; the servers' ports follow."""
+_SPANNING_PORTS = 2
+"""Of a server over several hosts: where it answers, and where its ranks meet."""
 
 
 class PlacementError(LaunchError):
@@ -66,12 +68,18 @@ class Roles:
         """Hosts of ``devices`` devices that these roles fill. Raises PlacementError where the roles
         can't be cut into such hosts."""
         _require_fit(self, devices)
-        per_host = devices // self.server_devices
         first = self.ranks if self.first_device is None else self.first_device
         free = -first % devices // self.server_devices
         beyond = max(0, self.servers - free)
-        last = -(-first // devices) + -(-beyond // per_host)
-        return max(-(-self.ranks // devices), last)
+        if self.server_devices > devices:
+            more = self.servers * (self.server_devices // devices)
+        else:
+            more = -(-beyond // (devices // self.server_devices))
+        return max(-(-self.ranks // devices), -(-first // devices) + more)
+
+    def ports(self, devices: int) -> int:
+        """Ports of one server on hosts of ``devices`` devices."""
+        return _SPANNING_PORTS if self.server_devices > devices else 1
 
 
 def server_devices(config: TrainConfig) -> int:
@@ -107,9 +115,9 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
     if roles.router:
         router = RouterPlace(hosts[0], None, None)
         if base is not None:
-            router = RouterPlace(hosts[0], base + 1, base + 2, _FIXED_PORTS + roles.servers)
+            router = RouterPlace(hosts[0], base + 1, base + 2, _ports(roles, devices))
     servers = _servers(roles, hosts, devices, base)
-    used = {rank.host for rank in ranks} | {server.host for server in servers}
+    used = {rank.host for rank in ranks} | {host for server in servers for host in server.hosts}
     unused = tuple(host for host in hosts if host not in used)
     return Placement(ranks, servers, router, base, unused)
 
@@ -135,20 +143,27 @@ def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
 def _servers(
     roles: Roles, hosts: tuple[Host, ...], devices: int, base: int | None
 ) -> tuple[ServerPlace, ...]:
-    size = roles.server_devices
+    size = min(roles.server_devices, devices)
+    count = roles.server_devices // size
     at = roles.ranks if roles.first_device is None else roles.first_device
     first_port, step = roles.port, 0
     if first_port is None and base is not None:
-        first_port, step = base + _FIXED_PORTS, _FIXED_PORTS + roles.servers
+        first_port, step = base + _FIXED_PORTS, _ports(roles, devices)
     places = []
     for index in range(roles.servers):
         if at % devices + size > devices:  # the rest of this host is too small
             at += devices - at % devices
-        port = None if first_port is None else first_port + index
-        host = hosts[at // devices]
-        places.append(ServerPlace(index, host, at % devices, size, port, step))
-        at += size
+        port = None if first_port is None else first_port + index * roles.ports(devices)
+        first = at // devices
+        there = hosts[first : first + count]
+        places.append(ServerPlace(index, there, at % devices, size, port, step))
+        at += roles.server_devices
     return tuple(places)
+
+
+def _ports(roles: Roles, devices: int) -> int:
+    """Ports of a whole run, whose servers and router take as many further ones when they start again."""
+    return _FIXED_PORTS + roles.servers * roles.ports(devices)
 
 
 def _room_for_all(roles: Roles) -> int:
@@ -165,11 +180,12 @@ def _require_fit(roles: Roles, devices: int) -> None:
             f"parallel.world_size: got {roles.ranks} ranks on hosts of {devices} devices, expected "
             f"at most {devices} or a multiple of it, such as {fits} or {fits + devices}"
         )
-    if roles.servers and roles.server_devices > devices:
+    size = roles.server_devices
+    if roles.servers and size > devices and size % devices:
+        fits = size - size % devices
         raise PlacementError(
-            f"sglang.tp_size x pp_size x dp_size: got {roles.server_devices} devices for a server, "
-            f"expected at most the {devices} of a host; a server over several hosts must be started "
-            "by hand and named in engine.urls"
+            f"sglang.tp_size: got {size} devices for a server on hosts of {devices}, expected at most "
+            f"{devices} or a multiple of it, such as {fits} or {fits + devices}"
         )
 
 

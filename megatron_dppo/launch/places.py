@@ -57,19 +57,29 @@ class ServerPlace:
 
     Attributes:
         index: in the fleet.
-        host: where it runs.
-        first_device: on its host; the others follow.
-        devices: how many.
+        hosts: where it runs, its ranks dealt out in order; the first one answers its clients.
+        first_device: on each host; the others follow.
+        devices: how many of each host.
         port: of its first start; None: a free one.
         port_step: added at each further start, which then does not wait for the port of the last.
     """
 
     index: int
-    host: Host
+    hosts: tuple[Host, ...]
     first_device: int
     devices: int
     port: int | None
     port_step: int = 0
+
+    @property
+    def host(self) -> Host:
+        """Where clients reach it."""
+        return self.hosts[0]
+
+    @property
+    def meeting_port(self) -> int | None:
+        """Where the ranks of a server over several hosts meet at its first start, on the first host."""
+        return None if self.port is None or len(self.hosts) == 1 else self.port + 1
 
     @property
     def name(self) -> str:
@@ -117,6 +127,11 @@ class Placement:
         return tuple(dict.fromkeys(place.host for place in self.ranks))
 
     @property
+    def server_hosts(self) -> tuple[Host, ...]:
+        """The hosts of the servers, each once, in order."""
+        return tuple(dict.fromkeys(host for server in self.servers for host in server.hosts))
+
+    @property
     def ranks_per_host(self) -> int:
         """Ranks on each of ``rank_hosts``."""
         return len(self.ranks) // len(self.rank_hosts)
@@ -130,8 +145,9 @@ class Placement:
             rows.append((self.router.host.name, "router", "-", where))
         for server in self.servers:
             devices = _span(server.first_device, server.devices)
-            where = _address(server.host, server.port)
-            rows.append((server.host.name, server.name, devices, where))
+            ports = [server.port, *[None] * (len(server.hosts) - 1)]
+            for host, port in zip(server.hosts, ports, strict=True):
+                rows.append((host.name, server.name, devices, _address(host, port)))
         rows += [(host.name, "(spare)", "-", host.address) for host in self.unused]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

@@ -19,7 +19,7 @@ from types import TracebackType
 
 from megatron_dppo.fleet.folder import FleetFolder
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.logging import shared_console
+from megatron_dppo.logging import say
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.lease import Lease
 from megatron_dppo.system.lease_files import LeaseError
@@ -76,7 +76,7 @@ class RunDirectory:
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
             fleet = self.fleet
-            lease = Lease(self.path, shared_console().print)
+            lease = Lease(self.path, say)
             lease.take()
         except LeaseError as error:
             raise LaunchError(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.engine.child_server import ChildServer, Runtime
-from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.options import ServerHosts, ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
 from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
@@ -31,12 +31,12 @@ class Grounds:
     """How servers are started.
 
     Attributes:
-        runtime_at: at a host.
+        runtime_at: at a host, or over several.
         address: where this process listens for the ranks.
         host_now: the host to start on again instead of one that may have died.
     """
 
-    runtime_at: Callable[[Host], Runtime]
+    runtime_at: Callable[[Sequence[Host]], Runtime]
     address: str
     host_now: Callable[[Host], Host] = lambda host: host
 
@@ -54,7 +54,13 @@ class _Maker:
 
     def server(self, place: ServerPlace, incarnation: int) -> ChildServer:
         assert self.keys.admin is not None
-        host = place.host if incarnation == 1 else self.grounds.host_now(place.host)
+        now = self.grounds.host_now
+        hosts = place.hosts if incarnation == 1 else tuple(now(host) for host in place.hosts)
+        meeting = place.meeting_port
+        several = None
+        if meeting is not None:
+            port = self._port(meeting, place.port_step, incarnation)
+            several = ServerHosts({host.name: host.address for host in hosts}, port)
         return EngineProcess(
             ServerSections.of(self.config),
             port=self._port(place.port, place.port_step, incarnation),
@@ -62,9 +68,10 @@ class _Maker:
             seed=self.seed + place.index * _SEEDS_PER_SERVER + incarnation - 1,
             api_key=self.keys.api,
             admin_api_key=self.keys.admin,
-            host=host.address,
+            host=hosts[0].address,
             first_device=place.first_device,
-            runtime=self.grounds.runtime_at(host),
+            hosts=several,
+            runtime=self.grounds.runtime_at(hosts),
         )
 
     def router(self, place: RouterPlace, incarnation: int) -> ChildServer:
@@ -78,7 +85,7 @@ class _Maker:
             api_key=self.keys.api,
             admin_api_key=self.keys.admin,
             host=place.host.address,
-            runtime=self.grounds.runtime_at(place.host),
+            runtime=self.grounds.runtime_at([place.host]),
         )
 
     def _port(self, first: int | None, step: int, incarnation: int) -> int:

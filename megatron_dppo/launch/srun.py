@@ -6,15 +6,12 @@ its node with the others (``--overlap``) and gets all of the node's cores and GP
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.launch.places import Host
-from megatron_dppo.system.launching import Running, feed
-from megatron_dppo.system.processes import kill_families, start_process
+from megatron_dppo.system.launching import LocalProcess, Running, start_fed
 
 _END_S = 15.0
 _OPTION_VARIABLES = (
@@ -94,12 +91,16 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 class SrunLauncher:
-    """Starts commands at one host of the allocation; see Launcher."""
+    """Starts commands at a host of the allocation, or one task on each of several; see Launcher.
 
-    def __init__(self, host: Host, name: str, form: StepForm) -> None:
-        self._host = host
+    The tasks have one log, each of its lines begins with the task's number where there are several.
+    """
+
+    def __init__(self, hosts: Sequence[Host], name: str, form: StepForm) -> None:
+        self._hosts = hosts
         self._name = name
-        self._form = form
+        several = ("--label",) if len(hosts) > 1 else ()
+        self._form = replace(form, flags=(*form.flags, *several))
 
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
@@ -108,48 +109,30 @@ class SrunLauncher:
         words = self._form.command(
             command,
             name=self._name,
-            hosts=[self._host],
+            hosts=self._hosts,
             tasks_per_host=1,
             output=str(log),
             stdin=True,
         )
-        with open(log, "ab") as file:
-            process = start_process(
-                words,
-                environment=step_environment(environment),
-                output=file.fileno(),
-                stdin=subprocess.PIPE,
-            )
-        feed(process, stdin)
-        return SrunProcess(process)
+        return SrunProcess(
+            start_fed(words, environment=step_environment(environment), log=log, stdin=stdin)
+        )
 
     def require_free_port(self, address: str, port: int) -> None:
         """Ports of another host can't be asked for from here: the command finds out there."""
 
 
-class SrunProcess:
-    """A step, by its srun; see Running."""
+class SrunProcess(LocalProcess):
+    """A step, by its srun, whose exit code is the highest of the tasks'; see Running.
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    @property
-    def pid(self) -> int:
-        """Process id of srun."""
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """srun's exit code, which is the highest of the tasks'."""
-        return self._process.poll()
+    Either way of ending it is SIGTERM to srun, by which Slurm kills the tasks: a server whose run is over
+    has no request to finish.
+    """
 
     def stop(self, grace_s: float) -> None:
-        """As ``kill``: a server whose run is over has no request to finish."""
+        """See ``kill``."""
         self.kill()
 
     def kill(self) -> None:
-        """End the step: SIGTERM to srun, by which Slurm kills the tasks."""
-        if self._process.poll() is None:
-            self._process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_S)
-        kill_families([self._process])
+        """Have Slurm kill the tasks; returns when srun is gone."""
+        super().stop(_END_S)

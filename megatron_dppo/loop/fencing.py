@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from megatron_dppo.logging import shared_console
+from megatron_dppo.logging import say
 from megatron_dppo.system.fence import NONCE_VARIABLE, Fence, FencedError
 from megatron_dppo.system.lease import Lease
 from megatron_dppo.trainer.collectives import all_gather_json, broadcast_json
@@ -58,5 +58,5 @@ def run_fence(directory: str) -> Iterator[RunFence]:
         yield RunFence(directory, nonce)
         return
     os.makedirs(directory, exist_ok=True)
-    with Lease(directory, shared_console().print) as lease:
+    with Lease(directory, say) as lease:
         yield RunFence(directory, lease.fence.nonce)

@@ -45,9 +45,10 @@ def _by_node(placement: Placement, cluster: Cluster) -> tuple[NodeRoles, ...]:
     for rank in placement.ranks:
         ranks.setdefault(int(rank.host.name), []).append(rank.rank)
     for server in placement.servers:
-        node = int(server.host.name)
-        servers.setdefault(node, []).append(server.index)
-        engine[node] += server.devices
+        for host in server.hosts:
+            node = int(host.name)
+            servers.setdefault(node, []).append(server.index)
+            engine[node] += server.devices
     return tuple(
         NodeRoles(
             node,

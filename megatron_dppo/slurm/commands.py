@@ -87,10 +87,15 @@ def requeue(job: str) -> None:
 
 
 def exclude(job: str, nodes: Sequence[str]) -> None:
-    """Keep a waiting job off ``nodes``, beside those that it is kept off already. Raises SlurmError."""
-    before = record("job", job).get("ExcNodeList", "(null)")
-    known = [] if before in ("(null)", "") else [before]
-    slurm("scontrol", "update", f"JobId={job}", f"ExcNodeList={','.join([*known, *nodes])}")
+    """Keep a waiting job, and each group of a heterogeneous one, off ``nodes``, beside those that it is
+    kept off already. Raises SlurmError."""
+    for part in map(fields, slurm("scontrol", "-o", "show", "job", job).splitlines()):
+        if "JobId" not in part:
+            continue
+        before = part.get("ExcNodeList", "(null)")
+        known = [] if before in ("(null)", "") else [before]
+        excluded = ",".join([*known, *nodes])
+        slurm("scontrol", "update", f"JobId={part['JobId']}", f"ExcNodeList={excluded}")
 
 
 def job_environment(environment: Mapping[str, str]) -> tuple[str, int]:

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -152,8 +152,8 @@ class Start:
         )
         return Supervisor(ranks, fleet, lambda: lease.taken_over, self._stops)
 
-    def _runtime_at(self, host: Host) -> Runtime:
-        launcher = SrunLauncher(host, "server", self._form(server=True))
+    def _runtime_at(self, hosts: Sequence[Host]) -> Runtime:
+        launcher = SrunLauncher(hosts, "server", self._form(server=True))
         variables = {}
         if self._site.spares_servers:
             variables[HEARTBEAT_VARIABLE] = str(self._directory.lease.heartbeat)

@@ -139,5 +139,6 @@ def _ports(placement: Placement) -> set[int]:
     """Every port that the run listens on first."""
     router = placement.router
     ports = [placement.master_port, *(server.port for server in placement.servers)]
+    ports += [server.meeting_port for server in placement.servers]
     ports += [] if router is None else [router.port, router.metrics_port]
     return {port for port in ports if port is not None}

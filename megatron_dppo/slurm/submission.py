@@ -57,8 +57,8 @@ class Submission:
 
     @property
     def _nodes_by_group(self) -> list[int]:
-        hosts = (*self.placement.rank_hosts, *(s.host for s in self.placement.servers))
-        known = dict.fromkeys((*hosts, *self.placement.unused))
+        found = self.placement
+        known = dict.fromkeys((*found.rank_hosts, *found.server_hosts, *found.unused))
         return [len(group) for group in Allocation(tuple(known)).groups]
 
     @property

@@ -60,12 +60,7 @@ class LocalLauncher:
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
     ) -> Running:
         """See Launcher."""
-        with open(log, "ab") as file:
-            process = start_process(
-                command, environment=environment, output=file.fileno(), stdin=subprocess.PIPE
-            )
-        feed(process, stdin)
-        return LocalProcess(process)
+        return LocalProcess(start_fed(command, environment=environment, log=log, stdin=stdin))
 
     def require_free_port(self, address: str, port: int) -> None:
         """See Launcher."""
@@ -93,15 +88,25 @@ class LocalProcess:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(grace_s)
-        self.kill()
+        kill_families([self._process])
 
     def kill(self) -> None:
         """See Running."""
         kill_families([self._process])
 
 
-def feed(process: subprocess.Popen[bytes], content: bytes) -> None:
-    """Give a process all of its standard input. Where it has died already, its exit code tells."""
+def start_fed(
+    command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+) -> subprocess.Popen[bytes]:
+    """``start_process`` with all of its standard input, its output appended to ``log``.
+
+    Where it dies before it has read that, its exit code tells.
+    """
+    with open(log, "ab") as file:
+        process = start_process(
+            command, environment=environment, output=file.fileno(), stdin=subprocess.PIPE
+        )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
-        pipe.write(content)
+        pipe.write(stdin)
+    return process

@@ -53,7 +53,7 @@ class KeptFleet:
     def _keep(self) -> None:
         with RunDirectory(self._config.run.directory) as directory:
             placement = local_placement(self._config, this_machine())
-            grounds = Grounds(lambda host: Runtime(), placement.master_address)
+            grounds = Grounds(lambda hosts: Runtime(), placement.master_address)
             fleet = supervised_fleet(self._config, directory, placement, grounds)
             self.folder = FleetFolder(self._config.run.directory, fleet.keys)
             os.environ.update(fleet.rank_variables)  # for ranks that a test starts

@@ -14,8 +14,9 @@ from smg.router_args import RouterArgs
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.compatibility import SGLANG_VERSION, compare_server, required_switches
 from megatron_dppo.engine.errors import EngineStartError
-from megatron_dppo.engine.launch_server import redact_keys
+from megatron_dppo.engine.launch_server import host_flags, redact_keys
 from megatron_dppo.engine.options import (
+    ServerHosts,
     ServerSections,
     bind_cores,
     cpu_kv_tokens,
@@ -93,6 +94,28 @@ def test_a_server_takes_the_devices_that_it_is_given(tmp_path):
 
     assert first(engine={"device": "cuda"}) == 4
     assert first(engine={"device": "cpu"}) is None
+
+
+def test_each_host_of_a_server_over_several_finds_itself(tmp_path):
+    config = sections(tmp_path, sglang={"tp_size": 4})
+    hosts = ServerHosts({"n3": "10.0.0.3", "n2": "10.0.0.2"}, port=21004)
+    options = server_options(config, host="10.0.0.3", port=21003, seed=1, hosts=hosts)
+    assert (options["nnodes"], options["dist_init_addr"]) == (2, "10.0.0.3:21004")
+    assert "nnodes" not in server_options(config, host="h", port=1, seed=1)
+    environment = server_environment(config, hosts)
+    first, second = ({**environment, "SLURMD_NODENAME": name} for name in ("n3", "n2"))
+    assert host_flags(first) == ["--node-rank", "0", "--host", "10.0.0.3"]
+    assert host_flags(second) == ["--node-rank", "1", "--host", "10.0.0.2"]
+    assert host_flags(server_environment(config)) == []
+    assert ServerHosts({"a": "fd00::1"}, 7).options["dist_init_addr"] == "[fd00::1]:7"
+
+
+def test_the_ranks_of_each_host_share_its_cores(tmp_path, monkeypatch):
+    monkeypatch.delenv("SGLANG_CPU_OMP_THREADS_BIND", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3})
+    hosts = ServerHosts({"a": "10.0.0.1", "b": "10.0.0.2"}, port=1)
+    env = server_environment(sections(tmp_path, sglang={"tp_size": 4}), hosts)
+    assert env["SGLANG_CPU_OMP_THREADS_BIND"] == "0,1|2,3|0,1|2,3"
 
 
 def test_the_router_knows_its_options_and_binds_nothing_public():

@@ -45,6 +45,11 @@ def test_rank_0_logs_to_both_with_time_and_rank(tmp_path, terminal):
     assert len(saved) == 2
 
 
+def test_a_line_is_never_folded(terminal):
+    run_logging.say("word " * 40)
+    assert terminal.file.getvalue() == "word " * 40 + "\n"
+
+
 def test_other_ranks_log_to_their_files_alone(tmp_path, terminal):
     run_logging.configure_logging(tmp_path, 3)
     logging.getLogger("megatron_dppo").error("lost a peer")

@@ -57,6 +57,32 @@ def test_a_server_is_not_cut_in_two_by_the_end_of_a_host():
     assert Roles(4, 2, 2).hosts_needed(8) == 1
 
 
+def test_a_server_larger_than_a_host_takes_all_devices_of_several():
+    found = place(Roles(12 - 4, 2, 16, router=True), hosts(5))
+    names = [[host.name for host in server.hosts] for server in found.servers]
+    assert names == [["n2", "n3"], ["n4", "n5"]]
+    assert servers_of(found) == [("n2", 0, 8), ("n4", 0, 8)]
+    assert [(s.port, s.meeting_port, s.port_step) for s in found.servers] == [
+        (21003, 21004, 7),
+        (21005, 21006, 7),
+    ]
+    assert found.router.port_step == 7
+    assert [host.name for host in found.server_hosts] == ["n2", "n3", "n4", "n5"]
+    assert found.unused == ()
+    assert found.table().splitlines()[3:5] == [
+        "n2    engine0    0-7      10.0.0.2:21003",
+        "n3    engine0    0-7      10.0.0.3",
+    ]
+
+
+def test_a_server_larger_than_a_host_begins_on_a_host_of_its_own():
+    assert servers_of(place(Roles(4, 1, 16), hosts(3))) == [("n2", 0, 8)]
+    assert Roles(4, 1, 16).hosts_needed(8) == 3
+    shared = place(Roles(8, 1, 16, first_device=0), hosts(2))
+    assert [host.name for host in shared.servers[0].hosts] == ["n1", "n2"]
+    assert place(Roles(8, 1, 8), hosts(2)).servers[0].meeting_port is None
+
+
 def test_slots_of_hosts_without_gpus():
     found = place(Roles(2, 2), hosts(4, 1))
     assert [r.host.name for r in found.ranks] == ["n1", "n2"]
@@ -84,7 +110,13 @@ def test_a_port_of_the_configuration_is_kept():
             2,
             "12 ranks on hosts of 8 devices, expected at most 8 or a multiple .*8 or 16",
         ),
-        (Roles(8, 1, 16), 4, "got 16 devices for a server, expected at most the 8 of a host"),
+        (
+            Roles(8, 1, 12),
+            4,
+            r"sglang.tp_size: got 12 devices for a server on hosts of 8, expected at most 8 or a "
+            r"multiple of it, such as 8 or 16",
+        ),
+        (Roles(8, 2, 16), 4, "8 ranks and 2 servers of 16 do not fit .* what fits: 5 hosts of 8"),
         (
             Roles(16, 8, 2),
             3,
@@ -144,7 +176,7 @@ def test_gpus_of_one_machine(tmp_path, sections, needed):
 
     local_placement(settings, machine(needed))
     if needed > 1:
-        with pytest.raises(PlacementError, match=r"do not fit on one host|at most the"):
+        with pytest.raises(PlacementError, match=r"do not fit on one host|on hosts of 3, expected"):
             local_placement(settings, machine(needed - 1))
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.launch.places import Host
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank, port_base, tasks_per_node
-from megatron_dppo.launch.srun import StepForm, step_environment
+from megatron_dppo.launch.srun import SrunLauncher, SrunProcess, StepForm, step_environment
 from megatron_dppo.launch.srun_ranks import ended_tasks
 from megatron_dppo.loop.stopping import StopFlag
+from megatron_dppo.system.launching import LocalProcess, start_fed
 from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, ask_to_stop, withdraw_stop
 
 STEP = {
@@ -85,6 +89,27 @@ def test_the_command_line_of_a_step():
         assert flag in words
 
 
+def test_a_server_over_two_hosts_is_one_step(tmp_path, monkeypatch):
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\nfor word; do echo "$word"; done\ncat\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    hosts = [Host("n1", "10.0.0.1", 8), Host("n2", "10.0.0.2", 8)]
+    log = tmp_path / "log"
+    for count, label in ((1, 0), (2, 1)):
+        launcher = SrunLauncher(hosts[:count], "server", StepForm(("--x",)))
+        step = launcher.start(["python"], environment=os.environ, log=log, stdin=b"keys\n")
+        deadline = time.monotonic() + 20
+        while step.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        words = log.read_text().splitlines()
+        assert words.count("--label") == label
+        log.unlink()
+    for flag in ("--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n2", "--x"):
+        assert flag in words
+    assert words[-2:] == ["python", "keys"]
+
+
 def test_sbatchs_numbers_are_no_options_of_a_step():
     before = {"SLURM_NTASKS_PER_NODE": "8", "SLURM_EXPORT_ENV": "NONE", "SLURM_JOB_ID": "7"}
     assert step_environment(before) == {"SLURM_JOB_ID": "7"}
@@ -129,3 +154,33 @@ def test_a_step_of_a_heterogeneous_job_names_its_group():
     )
     assert words[:2] == ["srun", "--het-group=1"]
     assert {"--input=all", "--kill-on-bad-exit=0"} <= set(words)
+
+
+NOTES_TERM = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), sys.exit(7)))
+print(sys.stdin.read(), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "code"),
+    [
+        (LocalProcess, "stop", 7),
+        (LocalProcess, "kill", -9),
+        (SrunProcess, "stop", 7),
+        (SrunProcess, "kill", 7),  # srun must live to end its tasks
+    ],
+)
+def test_a_step_is_ended_through_its_srun_and_a_command_by_force(tmp_path, kind, how, code):
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", NOTES_TERM]
+    process = kind(start_fed(command, environment=os.environ, log=log, stdin=b"keys"))
+    deadline = time.monotonic() + 20
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.stop(20) if how == "stop" else process.kill()
+    assert process.poll() == code
+    assert log.read_text() == "keys\n" + ("told\n" if code == 7 else "")
+    process.kill()
