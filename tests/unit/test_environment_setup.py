@@ -2,9 +2,12 @@
 
 import os
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "environment" / "find_python.sh"
 
@@ -97,3 +100,44 @@ def test_without_uv_it_says_what_to_install(find):
 
 def test_the_script_may_be_run():
     assert os.access(SCRIPT, os.X_OK)
+
+
+FOLDER = SCRIPT.parent
+
+
+def pins(name: str) -> dict[str, str]:
+    """Version by package of a file in which every line is ``name==version``."""
+    lines = [li for li in (FOLDER / name).read_text().splitlines() if not li.startswith("#")]
+    found = {}
+    for requirement in map(Requirement, lines):
+        assert not requirement.extras, requirement
+        (exact,) = requirement.specifier
+        assert exact.operator == "==", requirement
+        found[canonicalize_name(requirement.name)] = exact.version
+    assert len(found) == len(lines)
+    return found
+
+
+def test_the_gpu_pins_meet_what_the_project_asks_for():
+    gpu = pins("gpu.txt")
+    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"]
+    asked = project["dependencies"] + [
+        line for extra in ("gpu", "gpu-engine") for line in project["optional-dependencies"][extra]
+    ]
+    for requirement in map(Requirement, asked):
+        if requirement.name == "transformer-engine-torch":  # compiled, after the others
+            continue
+        version = gpu[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), requirement
+    assert gpu["transformer-engine"] == gpu["transformer-engine-cu13"]
+    assert (
+        f"transformer-engine-torch=={gpu['transformer-engine']}"
+        in (FOLDER.parents[1] / "docs" / "environment.md").read_text()
+    )
+
+
+def test_cpu_and_gpu_run_the_same_libraries():
+    cpu, gpu = pins("cpu.txt"), pins("gpu.txt")
+    for name in ("megatron-core", "sglang", "smg", "transformers", "tokenizers", "safetensors"):
+        assert cpu[name] == gpu[name], name
+    assert [name for name in gpu if "nccl-cu" in name] == ["nvidia-nccl-cu13"]

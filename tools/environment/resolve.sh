@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Says for each Python whether every pinned package has a wheel for it. Installs nothing; needs uv (pip install uv).
+# Says for each Python whether every pinned package has a wheel for it, and whether the pins for GPUs meet each other's
+# requirements. Installs nothing; needs uv (pip install uv).
 # manylinux_2_34: the newest glibc that a pin asks for (sglang), as in Debian 12 and Ubuntu 22.04.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -11,4 +12,7 @@ for python in ${*:-3.11 3.12 3.13}; do
     --python-platform x86_64-manylinux_2_34 -r cpu.txt -r dev.txt 2>&1) || failed=1
   printf 'Python %s: %s\n' "$python" "$(grep -E '^Resolved|cause:|^error' <<<"$answer" | tail -1)"
 done
+answer=$(uv pip install --dry-run --only-binary :all: --target "$target" --python-version 3.12 \
+  --python-platform x86_64-manylinux_2_34 -r gpu.txt 2>&1) || failed=1
+printf 'GPUs, Python 3.12: %s\n' "$(grep -E '^Resolved|cause:|^error' <<<"$answer" | tail -1)"
 exit "$failed"
