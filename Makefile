@@ -3,7 +3,7 @@ PYTHON_IN_VENV := .venv/bin/python
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo why slurm-demo test lint types unit mutants clean
+.PHONY: help setup demo why slurm-demo gpu-check test lint types unit mutants clean
 
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -19,6 +19,9 @@ slurm-demo: setup  ## a real Slurm of four nodes on this machine: the tiny recip
 
 why: setup  ## four algorithms where the trust region matters, three seeds each: figure in runs/why (also ALGORITHM=..., SEED=..., DIRECTORY=...)
 	@$(PYTHON_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
+
+gpu-check: setup  ## what to run first on a GPU machine; without one it checks what it can: page in runs/gpu_check (also ONLY=kernels,mask)
+	@$(PYTHON_IN_VENV) -m megatron_dppo.gpu_check $(if $(ONLY),--only $(ONLY))
 
 test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow Slurm tests too)
 	@$(PYTHON_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slurm_slow')

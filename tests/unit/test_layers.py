@@ -23,7 +23,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"fleet", "trainer", "weight_sync", "preflight"},
     {"launch", "loop"},
     {"planner"},
-    {"train", "supervised", "convert", "plan", "slurm"},
+    {"train", "supervised", "convert", "plan", "slurm", "gpu_check"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {"megatron": "trainer", "sglang": "engine", "smg": "fleet"}
@@ -107,6 +107,7 @@ def test_the_model_needs_no_torch():
         "metrics.history",
         "preflight.__main__",
         "slurm.supervise",
+        "gpu_check.__main__",
     ],
 )
 def test_light_packages_load_no_torch(package):

@@ -9,10 +9,10 @@ from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.system import cpp_build
 from megatron_dppo.vocab_parallel import cpp_backend, eager_backend, policy_stats, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
+from megatron_dppo.vocab_parallel.dense_twin import dense_policy_stats
 from megatron_dppo.vocab_parallel.exact import exact_divergence
 from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError, _facts
 from megatron_dppo.vocab_parallel.wire import Shard
-from tests.dense_policy_stats import dense_policy_stats
 
 T, COLUMNS, V, K = 29, 5003, 4999, 6
 CASES = [(b, d) for b in ("eager", "cpp") for d in (torch.float32, torch.bfloat16)]

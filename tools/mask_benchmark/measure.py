@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import platform as machine
 import statistics
 from datetime import timedelta
@@ -29,12 +30,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     device = "cuda" if options.device == "cuda" else "cpu"
     backend = "nccl" if device == "cuda" else "gloo"
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
-    if device == "cuda":
-        torch.cuda.set_device(dist.get_rank())
     bench = Bench(options, device)
     rows = bench.compare()
     result = {

@@ -29,7 +29,15 @@ _MOST_USED_MIB = 1024
 
 
 def collect(site: Site) -> dict[str, Any]:
-    """One entry a GPU from ``nvidia-smi``; without it, names and driver from ``/proc``."""
+    """One entry a GPU, and where it was read."""
+    return gpus_here()
+
+
+def gpus_here() -> dict[str, Any]:
+    """``gpus``: an entry a GPU from ``nvidia-smi``; without it, names and driver from ``/proc``. ``source``: which.
+
+    Raises CheckError where ``nvidia-smi`` fails.
+    """
     program = shutil.which("nvidia-smi")
     found = _from_proc(Path("/proc/driver/nvidia")) if program is None else parse(_ask(program))
     return {"gpus": found, "source": program or "/proc/driver/nvidia"}

@@ -1,0 +1,119 @@
+"""Runs parts one after another, each in a child process with a time limit, and tells what each found."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron_dppo.gpu_check.child import ROWS
+from megatron_dppo.gpu_check.part import ROOT, Part, Row
+from megatron_dppo.system.processes import describe_exit, kill_families, start_process, tail
+
+LOG = "log.txt"
+_POLL_S = 0.05
+_QUOTED_LINES = 12
+Verdict = Literal["good", "bad", "lacking", "crashed", "timed out"]
+
+
+@dataclass
+class Result:
+    """What one part came to.
+
+    ``verdict``: ``good``, or ``bad`` where a row does not hold. ``why``: what it lacks, or how it ended with the end of
+    its log. ``files``: what it left in its folder.
+    """
+
+    name: str
+    shows: str
+    verdict: Verdict = "good"
+    why: str = ""
+    seconds: float = 0.0
+    rows: list[Row] = field(default_factory=list)
+    files: list[str] = field(default_factory=list)
+
+    @property
+    def is_fault(self) -> bool:
+        """Whether something is wrong; what is lacking is not."""
+        return self.verdict in ("bad", "crashed", "timed out")
+
+
+def run_part(
+    part: Part, folder: Path, gpus: int, limit_s: float, tell: Callable[[Row], None]
+) -> Result:
+    """Run ``part`` in ``folder``, which must be empty, for at most ``limit_s`` seconds; ``tell`` hears of every row."""
+    folder.mkdir(parents=True)
+    result = Result(part.name, part.shows)
+    began = time.monotonic()
+    with open(folder / LOG, "wb") as log:
+        command = [sys.executable, "-m", "megatron_dppo.gpu_check.child"]
+        child = start_process(
+            [*command, part.module, str(folder.resolve()), str(gpus)],
+            environment=_environment(),
+            output=log.fileno(),
+        )
+    ended = _Lines(folder / ROWS)
+    try:
+        while child.poll() is None and time.monotonic() - began < limit_s:
+            _take(ended, result, tell)
+            time.sleep(_POLL_S)
+        code = child.poll()
+    finally:
+        kill_families([child])
+    _take(ended, result, tell)
+    _judge(result, code, limit_s, folder)
+    result.seconds = time.monotonic() - began
+    result.files = sorted(p.name for p in folder.iterdir() if p.name not in (LOG, ROWS))
+    return result
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the project's folder among the modules: tools and examples are started from it."""
+    path = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
+
+
+def _take(lines: _Lines, result: Result, tell: Callable[[Row], None]) -> None:
+    for line in lines.new():
+        if "lacks" in line:
+            result.verdict, result.why = "lacking", str(line["lacks"])
+        elif "end" not in line:
+            row = Row(**line)
+            result.rows.append(row)
+            tell(row)
+
+
+def _judge(result: Result, code: int | None, limit_s: float, folder: Path) -> None:
+    if code is None:
+        result.verdict, how = "timed out", f"did not end within {limit_s:.0f} s"
+    elif code:
+        result.verdict, how = "crashed", describe_exit(code)
+    else:
+        if any(row.holds is False for row in result.rows):
+            result.verdict = "bad"
+        return
+    result.why = f"{how}\n{tail(folder / LOG, _QUOTED_LINES)}".rstrip()
+
+
+class _Lines:
+    """The whole lines of a growing file of JSON, each read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = 0
+
+    def new(self) -> Iterator[dict]:
+        """Those that came since the last call; none where the file is not there yet."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        yield from map(json.loads, whole.splitlines())

@@ -1,0 +1,1 @@
+"""Parts of a check that crash, hang, lack something, or find something wrong."""

@@ -1,0 +1,160 @@
+"""The check of a GPU machine: parts that are found, run apart from each other, and told of; what runs without a GPU."""
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from megatron_dppo.gpu_check.__main__ import chosen, fresh_folder, main
+from megatron_dppo.gpu_check.page import page
+from megatron_dppo.gpu_check.part import ROOT, discover, load
+from megatron_dppo.gpu_check.parts.mask import rows as mask_rows
+from megatron_dppo.gpu_check.problems import Problem, errors
+from megatron_dppo.gpu_check.runner import run_part
+
+PLANTED = "tests.unit.planted_parts"
+
+
+def planted(name, folder, limit_s=60.0):
+    told = []
+    result = run_part(load(f"{PLANTED}.{name}"), folder / name, 3, limit_s, told.append)
+    assert told == result.rows
+    return result
+
+
+def test_parts_are_found_by_being_there_and_those_with_short_limits_come_first():
+    names = [part.name for part in discover(PLANTED)]
+    assert names == ["good", "lacking", "crashing", "hanging", "wrong"]
+    assert next(part.name for part in discover()) == "machine"
+
+
+def test_every_part_is_told_of_in_the_docs():
+    told = (ROOT / "docs" / "gpu_check.md").read_text()
+    assert [p.name for p in discover() if f"| `{p.name}` |" not in told] == []
+
+
+def test_parts_are_chosen_by_name():
+    parts = discover(PLANTED)
+    assert chosen(parts, None) == parts
+    assert [part.name for part in chosen(parts, "wrong, good")] == ["good", "wrong"]
+    with pytest.raises(ValueError, match="got nobody, expected names of good, lacking"):
+        chosen(parts, "good,nobody")
+    with pytest.raises(ValueError, match="got no name"):
+        chosen(parts, "")
+
+
+def test_a_good_part_leaves_rows_and_files(tmp_path):
+    result = planted("good", tmp_path)
+    assert (result.verdict, result.why, result.is_fault) == ("good", "", False)
+    error, gpus = result.rows
+    assert (error.measured, error.expected, error.holds) == ("0.25 nats", "at most 0.5 nats", True)
+    assert error.figures == {"measured": 0.25}
+    assert gpus.measured == "3"
+    assert result.files == ["curve.png", "numbers.json"]
+
+
+def test_a_crash_keeps_what_was_seen_and_quotes_the_log(tmp_path):
+    result = planted("crashing", tmp_path)
+    assert (result.verdict, result.is_fault) == ("crashed", True)
+    assert [row.what for row in result.rows] == ["before"]
+    assert result.why == "was killed by SIGSEGV (signal 11)\nabout to die"
+
+
+def test_a_hang_ends_at_the_limit_with_all_below_it(tmp_path):
+    began = time.monotonic()
+    result = planted("hanging", tmp_path, limit_s=3.0)
+    assert 3.0 <= time.monotonic() - began < 30.0
+    assert (result.verdict, result.is_fault) == ("timed out", True)
+    assert result.why.startswith("did not end within 3 s")
+    child = int(result.rows[0].measured)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+def test_what_is_lacking_is_no_fault_but_what_is_wrong_before_it_is(tmp_path):
+    lacking, wrong = planted("lacking", tmp_path), planted("wrong", tmp_path)
+    assert (lacking.verdict, lacking.why, lacking.is_fault) == ("lacking", "no second GPU", False)
+    assert (wrong.verdict, wrong.why, wrong.is_fault) == ("bad", "the rest", True)
+
+
+def test_the_command_runs_the_parts_that_were_asked_for_and_writes_both_files(tmp_path, capsys):
+    folder = tmp_path / "check"
+    words = ["--directory", str(folder), "--parts", PLANTED, "--only", "good,wrong"]
+    assert main(words) == 1
+    printed = capsys.readouterr().out
+    assert "[2/2] wrong, at most 40 s: what is wrong" in printed
+    assert "NO error: nan (expected at most 0.5)" in printed
+    assert "wrong: wrong" in printed
+    told = json.loads((folder / "gpu_check.json").read_text())
+    assert [part["verdict"] for part in told["parts"]] == ["good", "bad"]
+    assert told["not_run"] == ["lacking", "crashing", "hanging"]
+    text = (folder / "gpu_check.md").read_text()
+    assert "| error | 0.25 nats | at most 0.5 nats | yes |" in text
+    assert "![curve.png](good/curve.png)" in text
+    assert main([*words[:-1], "good"]) == 0
+    assert len(list(tmp_path.iterdir())) == 2  # the earlier one was renamed
+
+
+def test_a_fresh_folder_never_deletes_an_earlier_one(tmp_path):
+    for _ in range(3):
+        folder = fresh_folder(tmp_path / "check")
+        (folder / "mine").touch()
+    assert len(list(tmp_path.glob("*/mine"))) == 3
+
+
+def test_a_page_says_that_there_is_no_gpu():
+    assert page([], ["kernels"], 0).startswith("# GPU check on a machine without a GPU\n")
+    assert page([], [], 1).startswith("# GPU check on a machine with 1 GPU\n")
+
+
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+def test_the_problem_tells_a_right_kernel_from_one_that_takes_padding_for_tokens(backend):
+    problem = Problem.drawn(8, 990, 34, torch.float32, torch.device("cpu"))
+    assert max(vars(errors(problem, backend)).values()) < 2e-6
+    whole = Problem(problem.logits, problem.targets, problem.topk, problem.weights, 1024)
+    found = whole.logits.double().log_softmax(-1).gather(1, problem.targets[:, None])
+    right = problem.logits[:, :990].double().log_softmax(-1).gather(1, problem.targets[:, None])
+    assert float((found - right).abs().max()) > 1.0
+
+
+def test_a_shard_is_a_copy_of_its_columns():
+    problem = Problem.drawn(4, 100, 28, torch.bfloat16, torch.device("cpu"))
+    second = problem.shard(1, 2)
+    assert torch.equal(second.logits, problem.logits[:, 64:])
+    second.logits.zero_()
+    assert float(problem.logits[:, 64:].abs().max()) > 0
+    assert float(problem.shard(0, 1).logits.data_ptr()) != problem.logits.data_ptr()
+
+
+def test_mask_rows_judge_only_our_own_errors():
+    ours = {
+        "name": "policy_stats", "forward_ms": 1.0, "backward_ms": 3.0, "floor_mb": 8.0,
+        "floor_share_of_copy_bandwidth": 0.5, "peak_extra_over_logits": 0.0, "max_log_prob_error": 1e-3,
+    }  # fmt: skip
+    mask = {
+        "name": "dppo-binary-tv", "overhead": 0.01, "overhead_iqr": 0.002, "loss_overhead": 0.003,
+        "extra_all_reduces": 0,
+    }  # fmt: skip
+    result = {
+        "settings": {"tp": 2},
+        "implementations": [ours, {**ours, "name": "torch log_softmax"}],
+        "masks": [mask, mask],
+    }
+    own, peer, adds = mask_rows(result)
+    assert own.measured.startswith("4.00 ms, 2 GB/s (50% of a copy)")
+    assert (own.holds, peer.holds) == (False, None)
+    assert adds.measured == "+1.00% ± 0.20% of the update, +0.30% in the loss, +0 all-reduces"
+
+
+def test_kernels_are_checked_on_a_machine_without_a_gpu(tmp_path):
+    part = load("megatron_dppo.gpu_check.parts.kernels")
+    result = run_part(part, tmp_path / "kernels", 0, 120.0, lambda row: None)
+    assert result.verdict == "good", result.why
+    whats = [row.what for row in result.rows]
+    for name in ("eager, float32", "cpp, bfloat16", "triton in its interpreter, bfloat16"):
+        assert name in whats
+    assert sum(what.startswith("TP2, 2 processes over gloo") for what in whats) == 2
+    assert all(row.holds for row in result.rows)
+    assert not list(Path(tmp_path).glob("*.json"))
