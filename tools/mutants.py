@@ -39,7 +39,10 @@ megatron_dppo sets up before.
 
 
 def load_libraries() -> None:
-    """Load what all need; property tests draw the same examples in every process."""
+    """Load what all need; property tests draw the same examples in every process, and Triton runs in
+    its interpreter, where a mutant of the process at work is found.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
     for name in FOREIGN:
         importlib.import_module(name)
     import torch

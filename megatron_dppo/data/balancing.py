@@ -151,15 +151,12 @@ def _cheapest_with_room(
 
 
 def _split(costs: Sequence[float], groups: Groups, count: int) -> Groups:
-    """Halve the heaviest group that has two sequences until there are ``count``; then add empty
-    ones.
+    """Halve the heaviest group that has two sequences until there are ``count``, which is below the
+    number of sequences: as many groups are within the budget, each sequence in its own.
     """
     groups = list(groups)
     while len(groups) < count:
-        divisible = [g for g in groups if len(g) > 1]
-        if not divisible:
-            return groups + [[] for _ in range(count - len(groups))]
-        heaviest = max(divisible, key=lambda g: _total(costs, g))
+        heaviest = max((g for g in groups if len(g) > 1), key=lambda g: _total(costs, g))
         groups.remove(heaviest)
         halves = partition_by_cost([costs[i] for i in heaviest], 2)
         groups.extend([heaviest[i] for i in half] for half in halves)

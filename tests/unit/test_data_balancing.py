@@ -130,6 +130,26 @@ def test_where_even_costs_break_the_budget_the_cheapest_group_with_room_is_taken
     ]
 
 
+def test_a_budget_that_only_first_fit_keeps_to_splits_its_heaviest_groups():
+    # One rank, budget 3, at least 3 groups. First fit: [0] and [1 2 3]. Even by cost is 3 | 3 | 2 1,
+    # whose last has 4 tokens; the cheapest with room leaves the three tokens of 0 none. So [1 2 3],
+    # which costs 3 3 2, is halved.
+    assert plan_by_cost([3, 1, 1, 1], [1, 3, 3, 2], 1, 3, 3) == [[[2, 3], [1], [0]]]
+    # Six groups from [0] [6] [5] [3 1] [4 2]: of the two that can be split, [4 2] is heavier.
+    lengths, costs = [5, 2, 2, 3, 3, 4, 5], [5, 2, 10, 1, 2, 5, 1]
+    assert plan_by_cost(lengths, costs, 1, 5, 3) == [[[2], [0], [5], [3, 1], [4], [6]]]
+
+
+def test_one_sequence_may_exceed_the_budget_and_two_may_not():
+    # Even by cost; the 3 alone is over the budget of 2, and no reason to spread otherwise.
+    assert plan_mini_batch([1, 1, 1, 3], 1, 2, 3) == [[[3], [1, 2], [0]]]
+    # Even by cost would be [0] [1 2] with 7 tokens; 2 has room beside 0 alone.
+    assert plan_by_cost([1, 5, 2], [5, 1, 1], 1, 6) == [[[0, 2], [1]]]
+    # An empty group takes what is over the budget, one that holds a token or more does not.
+    assert plan_by_cost([1, 4, 3], [1, 1, 4], 1, 4) == [[[2, 0], [1]]]
+    assert plan_by_cost([5, 5, 1, 2], [4, 3, 5, 3], 1, 4) == [[[2, 3], [0], [1]]]
+
+
 def test_idle_share_worked_by_hand():
     # Two ranks; first slots cost 6 and 4, second ones 1 and 3: they last 6 and 3, of 18 rank-seconds
     # 14 are work.
@@ -190,3 +210,7 @@ def test_impossible_requests_are_refused(call, message):
 
 def test_a_rank_without_a_sequence_comes_last():
     assert partition_by_cost([1, 1], 3) == [[0], [1], []]
+
+
+def test_groups_of_equal_cost_stand_in_the_order_of_their_indices():
+    assert partition_by_cost([3, 3, 6], 2) == [[0, 1], [2]]

@@ -14,7 +14,12 @@ from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import BatchFormatError
-from megatron_dppo.loop.batches import BatchLayout, plan_mini_batches
+from megatron_dppo.loop.batches import (
+    BatchLayout,
+    MiniBatchPlan,
+    pack_mini_batch,
+    plan_mini_batches,
+)
 from megatron_dppo.loop.learning import check_carried_topk
 from megatron_dppo.loop.rollouts.sources import verify
 from megatron_dppo.loop.run import EXPECTED_ERRORS
@@ -235,3 +240,17 @@ def test_the_layout_bounds_the_number_of_micro_batches():
     one = Config(AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1))
     plans = plan_mini_batches(answers(), one, BatchLayout(0, 1, count_multiple=2))
     assert [len(plan.positions[0]) for plan in plans] == [2, 2, 2, 2]
+
+
+def test_a_rank_packs_its_own_rows_and_what_is_dropped_trains_nothing():
+    """Prompts of 2 tokens; of the first two, lengths 5 7 | 3 4 in all; replica 1 has [0] and [2]."""
+    batch, algorithm = answers(truncated=(2,)), AlgorithmConfig(truncated_responses="drop")
+    plan = MiniBatchPlan([[[1], [3]], [[0], [2]]], 10, 19.0, 0.0)
+    made = pack_mini_batch(batch, plan, BatchLayout(1, 2), algorithm, {})
+    assert made.denominator == 10
+    assert [pack.sequence_index.tolist() for pack in made.micro_batches] == [[0], [2]]
+    assert [pack.num_tokens for pack in made.micro_batches] == [5, 3]  # no padding
+    assert [int(pack.loss_mask.sum()) for pack in made.micro_batches] == [3, 0]
+    padded = pack_mini_batch(batch, plan, BatchLayout(0, 2, pad_multiple=4), algorithm, {})
+    assert [pack.num_tokens for pack in padded.micro_batches] == [8, 4]
+    assert [pack.sequence_index.tolist() for pack in padded.micro_batches] == [[1, -1], [3]]

@@ -422,6 +422,43 @@ def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
     assert (sent[0][0, :2] != 0).all()
 
 
+@pytest.mark.parametrize("with_entropy", [True, False])
+def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
+    """p = (1 | 2 5 | .) / 8 of four ids, the last rank without mass in row 0; row 1 = (1 | 1 2 | 4) / 8.
+    The sampled token is id 1, and id 3 is asked for: ranks 1 and 2 own them.
+    """
+    mass = torch.tensor([[1.0, 2, 5, 0], [1, 1, 2, 4]], dtype=torch.float64)
+    parts = [mass[:, :1], mass[:, 1:3], mass[:, 3:]]
+    lse = [part.sum(1).log() for part in parts]
+    plogp = [torch.xlogy(q := part / part.sum(1, True), q).nan_to_num().sum(1) for part in parts]
+    owned = [torch.zeros(2, 2, dtype=torch.float64) for _ in parts]
+    owned[1][:, 0] = mass[:, 1].log()
+    owned[2][:, 1] = torch.tensor([-9.0, math.log(4)])
+    own = [(a, b if with_entropy else None, c) for a, b, c in zip(lse, plogp, owned, strict=True)]
+    shards = [Shard(start, 2, 2, 4, rank, 3) for rank, start in enumerate((0, 2, 4))]
+    sent = []
+    monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: sent.append(buffer.clone()))
+    for shard, rows in zip(shards, own, strict=True):
+        wire.reduce_rows(shard, *rows, None)
+    slots = 3 if with_entropy else 2
+    for rank, buffer in enumerate(sent):
+        assert buffer.shape == (2, 3 * slots + 2)
+        others = [at for at in range(3 * slots) if at // slots != rank]
+        assert (buffer[:, others] == 0).all()
+        assert buffer[:, rank * slots].tolist() == lse[rank].tolist()
+        assert (buffer[:, rank * slots + 1] == 0).all()  # nothing is lost in float64, nor of -inf
+        assert torch.equal(buffer[:, 3 * slots :], owned[rank])
+    monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: buffer.copy_(sum(sent)))
+    reduced = wire.reduce_rows(shards[0], *own[0], None)
+    torch.testing.assert_close(reduced.lse, torch.full((2,), math.log(8), dtype=torch.float64))
+    assert reduced.logits.tolist() == sum(owned).tolist()
+    p = mass / 8
+    if with_entropy:
+        torch.testing.assert_close(reduced.entropy, -torch.xlogy(p, p).sum(1))
+    else:
+        assert reduced.entropy is None
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_the_exact_divergence_is_the_dense_ones(temperature):
     """20 rows, more than are taken at once; columns 7 to 9 are padding."""

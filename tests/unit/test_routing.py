@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from megatron_dppo.data.packing import pack
-from megatron_dppo.data.routing import check_recording, is_unwritten, usable_rows
+from megatron_dppo.data.routing import (
+    check_recording,
+    check_stored,
+    is_unwritten,
+    usable_rows,
+)
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.requests import RoutedShape
 from megatron_dppo.model.shape import ModelShape
@@ -129,3 +134,10 @@ def test_a_token_of_qwen3_30b_a3b_takes_384_bytes():
     assert shape.moe_layers == recorded.moe_layers
     assert batch.columns["routed_experts"].nbytes / batch.num_tokens == 384
     assert np.array_equal(batch.columns["routed_experts"][:19].numpy(), routed)
+
+
+def test_a_stored_recording_may_name_every_expert_of_its_type():
+    check_stored(np.array([[[255, 254]]], np.uint8))
+    check_stored(np.array([[[65535, 0]]], np.uint16))
+    with pytest.raises(ValueError, match="same expert twice"):
+        check_stored(np.array([[[255, 255]]], np.uint8))

@@ -92,8 +92,8 @@ def _changed(statement: str) -> Iterator[tuple[str, str]]:
 
 
 class _Meaning(ast.NodeTransformer):
-    """Leaves out what changes nothing: annotations, class decorators, imports for types, and the
-    words of errors and of the log.
+    """Leaves out what changes nothing: annotations, class decorators, imports for types, which
+    arguments go by name alone, and the words of errors and of the log.
     """
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
@@ -103,6 +103,12 @@ class _Meaning(ast.NodeTransformer):
     def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None
         return node
+
+    def visit_arguments(self, node: ast.arguments) -> ast.AST:
+        node.args = [*node.posonlyargs, *node.args, *node.kwonlyargs]
+        node.defaults += [default for default in node.kw_defaults if default is not None]
+        node.posonlyargs, node.kwonlyargs, node.kw_defaults = [], [], []
+        return self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
         node.returns = None
