@@ -30,7 +30,7 @@ from megatron_dppo.engine.private_server import (
     name_shared_memory,
     private_place,
 )
-from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE, when_it_stops
+from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE, PATIENCE_VARIABLE, when_it_stops
 from megatron_dppo.system.processes import die_with_parent
 
 KEY_FIELDS = ("api_key", "admin_api_key")
@@ -80,7 +80,7 @@ def watch_supervisor(kill: Callable[..., None]) -> None:
             subprocess.run(["scontrol", "requeue", job], check=False, timeout=_REQUEUE_S)
         kill(os.getpid(), include_parent=True)
 
-    when_it_stops(Path(path), end)
+    when_it_stops(Path(path), end, float(os.environ[PATIENCE_VARIABLE]))
 
 
 def host_flags(environment: Mapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,11 @@ def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
     folder or a port that was asked for is taken, or the machine has too few GPUs.
     """
     placement = local_placement(config, machine)
+    python = sys.executable
+    if generates(config):
+        python = config.engine.python or python
+        if shutil.which(python) is None:
+            raise LaunchError(f"engine.python: got {python!r}, expected a Python interpreter")
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
         log.info("starting %s; their logs are in %s", processes(config), directory.path / "logs")
@@ -44,7 +50,7 @@ def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
         _require_free_ports(placement)
         fleet = None
         if generates(config):
-            runtime = Runtime(python=config.engine.python or sys.executable)
+            runtime = Runtime(python=python)
             grounds = Grounds(lambda hosts: runtime, placement.master_address)
             fleet = supervised_fleet(config, directory, placement, grounds)
         directory.write_config(resolved_yaml(config))
@@ -81,9 +87,11 @@ def generates(config: PolicyConfig) -> TypeGuard[TrainConfig]:
     return isinstance(config, TrainConfig) and config.rollout.replay_from is None
 
 
-def rank_command(module: str, directory: RunDirectory) -> Sequence[str]:
+def rank_command(
+    module: str, directory: RunDirectory, python: str = sys.executable
+) -> Sequence[str]:
     """The program of every rank."""
-    return [sys.executable, "-m", module, str(directory.config)]
+    return [python, "-m", module, str(directory.config)]
 
 
 def rank_outputs(config: PolicyConfig, directory: RunDirectory) -> list[Path]:

@@ -7,6 +7,7 @@ any of them every key has its default.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -30,8 +31,20 @@ class ContainerConfig(Section):
     """Image of the ranks: pyxis's name or file, apptainer's file."""
     server_image: str | None = None
     """Image of servers and router. Empty: ``image``."""
+    python: str = "python3"
+    """Interpreter in the images, with this package's libraries; of servers, ``engine.python`` where it is set."""
     mounts: list[str] = Field(default_factory=list)
     """``outside:inside`` each; the working directory is mounted in any case."""
+
+    @property
+    def interpreter(self) -> str:
+        """Python of the ranks, and of servers without one of their own."""
+        return sys.executable if self.kind == "none" else self.python
+
+    def seen_inside(self, folder: str) -> list[Path]:
+        """Folders that a container started from ``folder`` sees under the same path as the host."""
+        pairs = (mount.split(":")[:2] for mount in self.mounts)
+        return [Path(folder), *(Path(pair[0]) for pair in pairs if pair[0] == pair[-1])]
 
     def form(self, folder: str, *, server: bool, flags: Sequence[str] = ()) -> StepForm:
         """How a step of ranks, or of a ``server``, is started from ``folder``."""
@@ -93,6 +106,9 @@ class SiteConfig(Section):
     spares_servers: bool = False
     """A node's death ends only what ran there: servers move to a spare node, or are given up. Otherwise
     Slurm ends all of the job and starts it again."""
+    supervisor_patience_s: int = Field(default=180, gt=0)
+    """With ``spares_servers``: after how long without a sign of life of the supervisor its servers end, and
+    have the job requeued. Longer than the shared file system may hang."""
     max_failures: int = Field(default=3, gt=0)
     """Starts in a row that fail without a new checkpoint before a run is given up."""
     server_partition: str | None = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,7 +32,7 @@ from megatron_dppo.slurm.site import SiteConfig
 from megatron_dppo.slurm.spares import Spares, bad_nodes
 from megatron_dppo.slurm.steps import MODULE, PreflightError, Steps
 from megatron_dppo.system.fence import NONCE_VARIABLE
-from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE
+from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE, PATIENCE_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -126,12 +125,16 @@ class Start:
 
     def _preflight(self, placement: Placement) -> dict[str, str]:
         """Nodes that must be left out, with the reason. Raises LaunchError where none is to blame."""
-        steps = Steps(self._directory, self._form(server=False), self._stops)
-        return steps.preflight(self._config, self._job, placement, self._site.preflight_skip)
+        return self._steps().preflight(
+            self._config, self._job, placement, self._site.preflight_skip
+        )
 
     def _check(self, placement: Placement) -> Outcome | None:
-        steps = Steps(self._directory, self._form(server=False), self._stops)
-        return steps.check(placement.ranks[0].host)
+        return self._steps().check(placement.ranks[0].host)
+
+    def _steps(self) -> Steps:
+        python = self._site.container.interpreter
+        return Steps(self._directory, self._form(server=False), python, self._stops)
 
     def _supervisor(self, placement: Placement) -> Supervisor:
         config, directory = self._config, self._directory
@@ -144,7 +147,7 @@ class Start:
         lease = directory.lease
         variables = {} if fleet is None else fleet.rank_variables
         ranks = SrunRanks(
-            rank_command(MODULE, directory),
+            rank_command(MODULE, directory, self._site.container.interpreter),
             directory,
             placement,
             self._form(server=False),
@@ -157,7 +160,9 @@ class Start:
         variables = {}
         if self._site.spares_servers:
             variables[HEARTBEAT_VARIABLE] = str(self._directory.lease.heartbeat)
-        return Runtime(launcher, self._config.engine.python or sys.executable, variables)
+            variables[PATIENCE_VARIABLE] = str(self._site.supervisor_patience_s)
+        python = self._config.engine.python or self._site.container.interpreter
+        return Runtime(launcher, python, variables)
 
     def _form(self, *, server: bool) -> StepForm:
         folder = str(Path.cwd())

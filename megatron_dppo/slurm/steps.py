@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -42,19 +41,23 @@ class Steps:
     Args:
         directory: of the run, whose ``config.yaml`` is written.
         form: of the steps.
+        python: that they run.
         stops: what ends one early.
     """
 
-    def __init__(self, directory: RunDirectory, form: StepForm, stops: StopRequests) -> None:
+    def __init__(
+        self, directory: RunDirectory, form: StepForm, python: str, stops: StopRequests
+    ) -> None:
         self._directory = directory
         self._form = form
+        self._python = python
         self._stops = stops
 
     def check(self, host: Host) -> Outcome | None:
         """Have ``host`` check everything that needs the libraries; why it refused, None where it did
         not."""
         path = self._directory.path / "logs" / "check.out"
-        command = [*rank_command(MODULE, self._directory), CHECK]
+        command = [*rank_command(MODULE, self._directory, self._python), CHECK]
         code = self._run("check", command, [host], path, tolerant=False)
         if code == 0:
             return None
@@ -74,7 +77,7 @@ class Steps:
         folder = self._directory.path / "preflight" / f"{job.id}-{job.attempt}"
         gpus = 0 if config.engine.device == "cpu" else job.gpus
         ports = sorted(_ports(placement))
-        words = [sys.executable, "-m", "megatron_dppo.preflight", str(self._directory.config)]
+        words = [self._python, "-m", "megatron_dppo.preflight", str(self._directory.config)]
         words += [f"--evidence={folder}", f"--gpus={gpus}", f"--nodes={len(job.hosts)}"]
         words += [f"--port={port}" for port in ports] + [f"--skip={name}" for name in skipped]
         output = self._directory.path / "logs" / "preflight.out"

@@ -1,11 +1,8 @@
-"""What a submission comes to, and everything that can be refused before anything queues. Pure but for
-looks at the file system and the path."""
+"""What a submission comes to, and everything that can be refused before anything queues."""
 
 from __future__ import annotations
 
-import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +10,13 @@ from pathlib import Path
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import Roles, place
 from megatron_dppo.launch.places import Allocation, Host, Placement
+from megatron_dppo.slurm.refusals import (
+    directory_problems,
+    node_problems,
+    partition_of,
+    site_problems,
+    time_problems,
+)
 from megatron_dppo.slurm.site import SiteConfig
 
 SCRIPT = Path(__file__).with_name("run.sbatch")
@@ -20,8 +24,7 @@ CONFIG_FILE = "submitted.yaml"
 SITE_FILE = "site.yaml"
 JOB_FILE = "job"
 """Holds the id of the job that was submitted last."""
-_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
-_UNLIMITED = ("INFINITE", "UNLIMITED")
+_OWN_LIMITS = ("-p", "--partition", "-t", "--time")
 
 
 @dataclass(frozen=True)
@@ -120,65 +123,19 @@ class Submission:
             )
         ]
 
-    def problems(self) -> Iterator[str]:
-        """Why the job could not work, apart from what ``check_config`` and the placement say."""
+    def problems(self, extra: Sequence[str] = ()) -> Iterator[str]:
+        """Why the job could not work, apart from what ``check_config`` and the placement say.
+
+        ``extra``: as for ``command``. Flags that name a partition or a time are left to sbatch.
+        """
         if shutil.which("sbatch") is None:
             yield "sbatch: not on the path, expected a login node of a Slurm cluster"
-        yield from _directory_problems(self.directory)
-        yield from _time_problems(self.site)
-        yield from _container_problems(self.site)
-
-
-def seconds_of(text: str) -> float | None:
-    """A Slurm time (``90``, ``1:30:00``, ``2-12``) in seconds; None where it has no end.
-
-    Raises ValueError for what is no time.
-    """
-    if text.upper() in _UNLIMITED:
-        return None
-    match = _TIME.fullmatch(text)
-    if match is None:
-        raise ValueError(f"got {text!r}, expected a Slurm time such as 1-00:00:00 or 90 (minutes)")
-    days, first, second, third = match.groups()
-    numbers = [int(first), int(second or 0), int(third or 0)]
-    if days is not None:  # days-hours:minutes:seconds
-        return int(days) * 86400.0 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
-    if third is not None:  # hours:minutes:seconds
-        return numbers[0] * 3600.0 + numbers[1] * 60 + numbers[2]
-    return numbers[0] * 60.0 + numbers[1]  # minutes:seconds
-
-
-def _directory_problems(directory: Path) -> Iterator[str]:
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        yield (
-            f"run.directory: {existing} can't be written ({error.strerror}), expected a folder of your "
-            "own that all nodes share"
-        )
-
-
-def _time_problems(site: SiteConfig) -> Iterator[str]:
-    if site.time is None:
-        return
-    try:
-        limit = seconds_of(str(site.time))
-    except ValueError as error:
-        yield f"time: {error}"
-        return
-    least = site.start_s + site.checkpoint_margin_s
-    if limit is not None and limit < least:
-        yield (
-            f"time: got {site.time}, {limit:.0f} s, expected at least {least} s: a start and a step "
-            f"(start_s {site.start_s}), and what is kept to save a checkpoint "
-            f"(checkpoint_margin_s {site.checkpoint_margin_s})"
-        )
-
-
-def _container_problems(site: SiteConfig) -> Iterator[str]:
-    container = site.container
-    if container.kind != "none" and container.image is None:
-        yield f"container.image: missing, expected the image that {container.kind} starts"
-    if container.kind == "none" and (container.image or container.server_image):
-        yield "container.kind: got 'none' with an image, expected pyxis or apptainer"
+        yield from directory_problems(self.directory)
+        partitions: list[dict[str, str] | None] = [None]
+        if not any(flag.startswith(_OWN_LIMITS) for flag in (*self.site.sbatch_flags, *extra)):
+            names = [self.site.partition, *filter(None, [self.site.server_partition])]
+            partitions = [partition_of(name) for name in names]
+        yield from dict.fromkeys(p for part in partitions for p in time_problems(self.site, part))
+        for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
+            yield from node_problems(nodes, partition)
+        yield from site_problems(self.config, self.site, self.directory)

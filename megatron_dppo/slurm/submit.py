@@ -90,7 +90,10 @@ def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> tuple[S
     except PlacementError as error:
         problems.append(str(error))
     if submission is not None:
-        problems += [*submission.problems(), *_waiting_problems(submission.directory)]
+        problems += [
+            *submission.problems(request.sbatch_flags),
+            *_waiting_problems(submission.directory),
+        ]
     if problems or submission is None:
         raise ConfigError(problems, request.recipe)
     memory, lacking = memory_verdict(config, site, submission.nodes)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 HEARTBEAT_VARIABLE = "MEGATRON_DPPO_HEARTBEAT"
 """Names the file that is renewed, in the environment of those that watch it."""
-PATIENCE_S = 180.0
-"""Far above the time between two renewals, so that a file system that hangs for a while ends nothing."""
+PATIENCE_VARIABLE = "MEGATRON_DPPO_HEARTBEAT_PATIENCE_S"
+"""For how many seconds it may stand still: far longer than the time between two renewals, so that a file
+system that hangs for a while ends nothing."""
 _LOOK_EVERY_S = 5.0
 
 
@@ -37,7 +38,7 @@ class Heartbeat:
             return b""
 
 
-def when_it_stops(path: Path, act: Callable[[], None], patience_s: float = PATIENCE_S) -> None:
+def when_it_stops(path: Path, act: Callable[[], None], patience_s: float) -> None:
     """Watch ``path`` from a thread of its own; ``act`` once its heartbeat has stopped."""
 
     def watch() -> None:

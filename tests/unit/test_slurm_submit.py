@@ -13,8 +13,9 @@ from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.slurm.__main__ import main
 from megatron_dppo.slurm.job import job_groups
-from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
-from megatron_dppo.slurm.submission import Submission, seconds_of
+from megatron_dppo.slurm.refusals import node_problems, seconds_of, time_problems
+from megatron_dppo.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
+from megatron_dppo.slurm.submission import Submission
 from tests.unit.config_files import minimal, write_config
 
 SITE = {"gpus_per_node": 2, "start_s": 60, "checkpoint_margin_s": 60, "time": "10"}
@@ -143,6 +144,21 @@ def test_a_dry_run_shows_all_and_leaves_nothing(tmp_path, sbatch, capsys):
         (["--set=time=1"], "time: got 1, 60 s, expected at least 120 s: a start and a step"),
         (["--set=time=soon"], "time: got 'soon', expected a Slurm time"),
         (["--set=container.kind=pyxis"], "container.image: missing, expected the image that pyxis"),
+        (["--set=container.image=a"], "container.kind: got 'none' with an image"),
+        (
+            ["--set=container.kind=apptainer", "--set=container.image=/nowhere.sif"],
+            "container.image: got '/nowhere.sif', which is not there",
+        ),
+        (
+            ["--set=container.kind=pyxis", "--set=container.image=a", "run.directory=/var/tmp/run"],
+            "container.mounts: run.directory is in none of them under its own path, expected such as "
+            "/var/tmp:/var/tmp",
+        ),
+        (["engine.python=/nowhere/python"], "engine.python: got '/nowhere/python', expected a"),
+        (
+            ["--set=preflight_skip=[disc]"],
+            "preflight_skip: got 'disc', expected some of host, gpus",
+        ),
         (["--nodes=0"], "got no hosts, expected at least one"),
         (["--set=partitoin=gpu"], "partitoin: unknown key"),
     ],
@@ -157,6 +173,62 @@ def test_a_job_that_cannot_work_is_refused(tmp_path, sbatch, capsys, overrides, 
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
     assert not sbatch.exists()
+
+
+def test_a_checkpoint_without_its_tokenizer_is_refused(tmp_path, sbatch, capsys):
+    path = write_config(tmp_path, minimal(tmp_path))
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit):
+        main(["submit", str(path)])
+    assert "no tokenizer" in capsys.readouterr().err
+    assert not sbatch.exists()
+
+
+PARTITION = {
+    "PartitionName": "gpu",
+    "MaxTime": "02:00:00",
+    "DefaultTime": "NONE",
+    "TotalNodes": "4",
+}
+
+
+@pytest.mark.parametrize(
+    ("time", "partition", "messages"),
+    [
+        ("2:00:00", {}, []),
+        (
+            "2:00:01",
+            {},
+            ["time: got 2:00:01, expected at most 02:00:00, the limit of partition gpu"],
+        ),
+        ("UNLIMITED", {}, ["time: got UNLIMITED, expected at most 02:00:00"]),
+        (None, {}, []),
+        (None, {"DefaultTime": "00:02:00"}, []),
+        (
+            None,
+            {"DefaultTime": "00:01:59"},
+            ["time: got none, partition gpu gives 00:01:59, 119 s, expected at least 120 s"],
+        ),
+        (None, {"MaxTime": "00:01:00"}, ["time: got none, partition gpu gives 00:01:00, 60 s"]),
+        ("1", {}, ["time: got 1, 60 s, expected at least 120 s"]),
+        ("9-0", {"MaxTime": "UNLIMITED"}, []),
+    ],
+)
+def test_the_time_limits_of_a_partition(time, partition, messages):
+    found = list(time_problems(site(time=time), {**PARTITION, **partition}))
+    assert len(found) == len(messages)
+    assert all(problem.startswith(text) for problem, text in zip(found, messages, strict=True))
+
+
+def test_a_qos_may_raise_a_partitions_limit_and_no_partition_has_none():
+    assert list(time_problems(site(time="9-0", qos="long"), PARTITION)) == []
+    assert list(time_problems(site(time=None), None)) == []
+
+
+def test_a_partition_of_too_few_nodes():
+    [problem] = node_problems(5, PARTITION)
+    assert problem.startswith("nodes: got 5, expected at most 4, those of partition gpu")
+    assert list(node_problems(4, PARTITION)) == list(node_problems(9, None)) == []
 
 
 def test_without_sbatch_nothing_is_submitted(tmp_path, capsys, monkeypatch):
@@ -215,6 +287,13 @@ def test_containers():
     assert tainer.form("/here", server=True).prefix == (
         "apptainer", "exec", "--nv", "--pwd=/here", "--bind=/here:/here", "--bind=/data:/data", "a",
     )  # fmt: skip
+
+
+def test_what_a_container_shows_of_the_host():
+    container = ContainerConfig(kind="pyxis", mounts=["/data:/data:ro", "/a:/b", "/c"])
+    assert list(map(str, container.seen_inside("/here"))) == ["/here", "/data", "/c"]
+    assert container.interpreter == "python3"
+    assert ContainerConfig().interpreter == sys.executable
 
 
 def test_submitting_loads_nothing_heavy():

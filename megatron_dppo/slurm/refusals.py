@@ -1,0 +1,135 @@
+"""What the file system, the site file and the cluster's own limits say against a submission."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.preflight.checks import CHECKS
+from megatron_dppo.slurm.commands import SlurmError, fields, slurm
+from megatron_dppo.slurm.site import SiteConfig
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_UNLIMITED = ("INFINITE", "UNLIMITED")
+
+
+def seconds_of(text: str) -> float | None:
+    """A Slurm time (``90``, ``1:30:00``, ``2-12``) in seconds; None where it has no end.
+
+    Raises ValueError for what is no time.
+    """
+    if text.upper() in _UNLIMITED:
+        return None
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ValueError(f"got {text!r}, expected a Slurm time such as 1-00:00:00 or 90 (minutes)")
+    days, first, second, third = match.groups()
+    numbers = [int(first), int(second or 0), int(third or 0)]
+    if days is not None:  # days-hours:minutes:seconds
+        return int(days) * 86400.0 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2]
+    if third is not None:  # hours:minutes:seconds
+        return numbers[0] * 3600.0 + numbers[1] * 60 + numbers[2]
+    return numbers[0] * 60.0 + numbers[1]  # minutes:seconds
+
+
+def directory_problems(directory: Path) -> Iterator[str]:
+    """A run's folder that can't be made, or written in."""
+    existing = next(path for path in (directory, *directory.parents) if path.exists())
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        yield (
+            f"run.directory: {existing} can't be written ({error.strerror}), expected a folder of your "
+            "own that all nodes share"
+        )
+
+
+def partition_of(name: str | None) -> dict[str, str] | None:
+    """What Slurm says of a partition, None: of the default one. None where it can't be asked, or knows
+    none of that name: sbatch then says so."""
+    try:
+        shown = slurm("scontrol", "-o", "show", "partition", *([name] if name else []))
+    except SlurmError:
+        return None
+    records = [fields(line) for line in shown.splitlines()]
+    return next((r for r in records if name is not None or r.get("Default") == "YES"), None)
+
+
+def time_problems(site: SiteConfig, partition: Mapping[str, str] | None) -> Iterator[str]:
+    """A time limit that is none, that the partition does not give, or that leaves no time for a step.
+
+    Without one of our own the partition's counts.
+    """
+    told = partition or {}
+    most = told.get("MaxTime", "UNLIMITED")
+    default = told.get("DefaultTime", "NONE")
+    inherited = most if default == "NONE" else default
+    try:
+        limit = seconds_of(inherited if site.time is None else str(site.time))
+    except ValueError as error:
+        yield f"time: {error}"
+        return
+    least = site.start_s + site.checkpoint_margin_s
+    if limit is not None and limit < least:
+        given = f"none, partition {told.get('PartitionName')} gives {inherited}"
+        yield (
+            f"time: got {given if site.time is None else site.time}, {limit:.0f} s, expected at least "
+            f"{least} s: a start and a step (start_s {site.start_s}), and what is kept to save a "
+            f"checkpoint (checkpoint_margin_s {site.checkpoint_margin_s})"
+        )
+    if (
+        not site.qos
+        and (bound := seconds_of(most)) is not None
+        and (limit is None or limit > bound)
+    ):
+        yield (
+            f"time: got {site.time}, expected at most {most}, the limit of partition "
+            f"{told['PartitionName']}: the job would wait for ever"
+        )
+
+
+def node_problems(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str]:
+    """More nodes than a partition has."""
+    total = (partition or {}).get("TotalNodes", "")
+    if partition is not None and total.isdigit() and nodes > int(total):
+        yield (
+            f"nodes: got {nodes}, expected at most {total}, those of partition "
+            f"{partition['PartitionName']}: the job would wait for ever"
+        )
+
+
+def site_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:
+    """Names in the site file that nothing has, a container that lacks something."""
+    if unknown := [name for name in site.preflight_skip if name not in CHECKS]:
+        yield f"preflight_skip: got {unknown[0]!r}, expected some of {', '.join(CHECKS)}"
+    container, python = site.container, config.engine.python
+    if container.kind == "none":
+        if container.image or container.server_image:
+            yield "container.kind: got 'none' with an image, expected pyxis or apptainer"
+        if python is not None and shutil.which(python) is None:
+            yield f"engine.python: got {python!r}, expected a Python interpreter"
+        return
+    if container.image is None:
+        yield f"container.image: missing, expected the image that {container.kind} starts"
+    for image in (container.image, container.server_image):
+        if image is not None and image.startswith("/") and not Path(image).exists():
+            yield f"container.image: got {image!r}, which is not there"
+    yield from _mount_problems(config, site, directory)
+
+
+def _mount_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:
+    """Paths of the run that its ranks and servers would not find inside."""
+    seen = site.container.seen_inside(str(Path.cwd()))
+    files = (*config.data.train_files, *config.data.evaluation_files.values())
+    paths = {"run.directory": directory, "model.hf_checkpoint": Path(config.model.hf_checkpoint)}
+    paths |= {f"data: {file.path}": Path(file.path) for file in files}
+    for key, path in paths.items():
+        if not any(path.absolute().is_relative_to(folder) for folder in seen):
+            yield (
+                f"container.mounts: {key} is in none of them under its own path, expected such as "
+                f"{path.absolute().parent}:{path.absolute().parent}"
+            )

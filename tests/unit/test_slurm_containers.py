@@ -1,0 +1,107 @@
+"""The exact srun command lines of ranks and servers, without a container and in each kind of one."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.engine.child_server import Runtime
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.launch.local import rank_command
+from megatron_dppo.launch.placement import Roles, place
+from megatron_dppo.launch.places import Allocation, Host
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.srun import SrunLauncher
+from megatron_dppo.launch.srun_ranks import SrunRanks
+from megatron_dppo.slurm.site import ContainerConfig
+from tests.unit.test_engine_server import run_config
+
+HOSTS = tuple(Host(f"n{i}", f"10.0.0.{i}", 8) for i in (1, 2))
+COMMON = "--overlap --export=ALL --mpi=none --cpu-bind=none --kill-on-bad-exit=1 --wait=0"
+PYXIS = (
+    "--container-image={image} --container-mounts=/here:/here,/data:/data "
+    "--container-workdir=/here --no-container-mount-home"
+)
+APPTAINER = "apptainer exec --nv --pwd=/here --bind=/here:/here --bind=/data:/data {image}"
+
+
+def container(kind: str) -> ContainerConfig:
+    if kind == "none":
+        return ContainerConfig()
+    images = {"image": "train.sqsh", "server_image": "serve.sqsh"}
+    return ContainerConfig.model_validate({"kind": kind, **images, "mounts": ["/data:/data"]})
+
+
+def around(kind: str, image: str) -> str:
+    """What stands between srun's own words and the program."""
+    return {"none": "", "pyxis": PYXIS, "apptainer": APPTAINER}[kind].format(image=image)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run's directory, and an ``srun`` on the path that prints its words."""
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\ncat > /dev/null\nfor word; do echo "$word"; done\n')
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (tmp_path / "logs").mkdir()
+    return RunDirectory(tmp_path)
+
+
+def words(path: Path, last: str) -> list[str]:
+    """What srun was given, when all of it is there."""
+    deadline = time.monotonic() + 20
+    while (found := path.read_text().splitlines())[-1:] != [last]:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.01)
+    return [line for line in found if not line.startswith("---")]
+
+
+@pytest.mark.parametrize("kind", ["none", "pyxis", "apptainer"])
+def test_the_step_of_the_ranks(run: RunDirectory, kind: str) -> None:
+    inside = container(kind)
+    python = "/env/bin/python" if kind == "none" else inside.interpreter
+    form = inside.form("/here", server=False, flags=["--gres=none"])
+    command = rank_command("megatron_dppo.train", run, python)
+    SrunRanks(command, run, place(Roles(16), Allocation(HOSTS, 21000)), form, {}).start()
+    program = f"{python} -m megatron_dppo.train {run.config}"
+    assert (
+        words(run.step_messages, str(run.config))
+        == (
+            f"{COMMON} --job-name=trainer --nodes=2 --ntasks=16 --ntasks-per-node=8 --distribution=block "
+            f"--nodelist=n1,n2 --input=none --output={run.path}/logs/rank%t.out --open-mode=append "
+            f"--gres=none {around(kind, 'train.sqsh')} {program}"
+        ).split()
+    )
+
+
+@pytest.mark.parametrize("kind", ["none", "pyxis", "apptainer"])
+def test_the_step_of_a_server_with_a_python_of_its_own(run: RunDirectory, kind: str) -> None:
+    log = run.server_log("engine0", 1)
+    launcher = SrunLauncher(HOSTS[1:], "server", container(kind).form("/here", server=True))
+    server = EngineProcess(
+        ServerSections.of(run_config(run.path)),
+        port=21003,
+        log_path=log,
+        seed=1,
+        api_key="secret",
+        admin_api_key="secret",
+        host="10.0.0.2",
+        runtime=Runtime(launcher, "/engine/bin/python"),
+    )
+    server.start()
+    program = f"/engine/bin/python -m megatron_dppo.engine.launch_server --config {run.path}/logs/engine0-1.yaml"
+    found = words(log, f"{run.path}/logs/engine0-1.yaml")
+    assert (
+        found
+        == (
+            f"{COMMON} --job-name=server --nodes=1 --ntasks=1 --ntasks-per-node=1 --distribution=block "
+            f"--nodelist=n2 --input=all --output={log} --open-mode=append {around(kind, 'serve.sqsh')} {program}"
+        ).split()
+    )
+    assert "secret" not in " ".join(found)
+    server.stop()
