@@ -69,7 +69,13 @@ def _planned(
     problems = layout_problems(config, shape)
     if problems:
         return None, problems
-    job = job_of(config, shape, mean_response=words.mean_response, mean_prompt=words.mean_prompt)
+    job = job_of(
+        config,
+        shape,
+        mean_response=words.mean_response,
+        mean_prompt=words.mean_prompt,
+        ranks_per_node=cluster.gpus_per_node,
+    )
     plan = verdict(job, cluster, words.storage_gbps * GB)
     return plan, list(plan.problems)
 

@@ -40,7 +40,7 @@ from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
-from megatron_dppo.weight_sync.interfaces import UpdateReport
+from megatron_dppo.weight_sync.report import UpdateReport
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 
@@ -83,6 +83,10 @@ class Weights:
 
     def gather_bound(self) -> int:
         """Bytes that one rank must exchange: 0."""
+        return 0
+
+    def bytes_between_nodes(self, plan: Sequence[Bucket]) -> int:
+        """Bytes that leave the node to be gathered: 0."""
         return 0
 
     def all_gather(self, value: Any) -> list[Any]:

@@ -270,6 +270,10 @@ class WeightSyncConfig(Section):
     strategy: Literal["distributed", "tensor", "disk"] = "distributed"
     """``distributed``: broadcasts over NCCL or gloo; ``tensor``: memory shared on one host; ``disk``: a
     folder that the engines read."""
+    senders: Literal["holders", "nodes"] | None = None
+    """Of ``distributed`` and ``tensor``. ``holders``: every rank that holds most of a tensor sends it.
+    ``nodes``: one rank of each node sends what its node holds, so engines join fewer groups. Empty:
+    ``nodes`` where the trainer runs on GPUs."""
     bucket_mib: int = Field(default=512, gt=0)
     """MiB of weights in one message."""
     verify_every: int = Field(default=1, gt=0)

@@ -24,6 +24,8 @@ from megatron_dppo.engine.tensors import EngineTensors
 from megatron_dppo.model.engine_layout import engine_inputs
 from megatron_dppo.model.shape import ModelShape
 
+PROBE = "rotary_emb.inv_freq"
+"""A tensor that no model has and that SGLang's models take and drop: older checkpoints carry it."""
 _IDLE_WAIT_S = 5.0
 _LEAVE_S = 5.0
 _SLACK_S = 10.0
@@ -304,6 +306,11 @@ class EngineWeights:
             tuple(dims for _, dims in inputs),
             sum(torch.Size(dims).numel() for _, dims in inputs) * self._dtype.itemsize,
         )
+
+    def probe_header(self) -> WireHeader:
+        """Of a bucket that changes nothing, with which a group's first connections are made."""
+        dtype = str(self._dtype).removeprefix("torch.")
+        return WireHeader((PROBE,), (dtype,), ((1,),), self._dtype.itemsize)
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """The pieces, 1-D ``uint8``, that make a bucket's flat bytes as its ``header`` says."""

@@ -41,9 +41,10 @@ from megatron_dppo.loop.stopping import RunStoppedError
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.trainer.weight_source import TrainerWeights
-from megatron_dppo.weight_sync.interfaces import UpdateReport, WeightUpdateError
+from megatron_dppo.trainer.weight_source import TrainerWeights, ranks_per_sender
+from megatron_dppo.weight_sync.interfaces import WeightUpdateError
 from megatron_dppo.weight_sync.reach import check_reach
+from megatron_dppo.weight_sync.report import UpdateReport
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class EngineSession:
         self._members: list[Member] = []
         self._attached = False
         self._updater = WeightUpdater(
-            TrainerWeights(trainer),
+            TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders)),
             config.weight_sync,
             first_failure,
             self._open_engine,

@@ -2,13 +2,14 @@
 
 Each element comes from exactly one rank (the primary holder of its shard). A bucket's tensors are gathered on its
 ``receiver``: all on rank 0, or (``spread``) each on the rank that holds most of it, which moves the fewest bytes that
-any choice of receivers can: of every tensor, what its best holder lacks.
+any choice of receivers can: of every tensor, what its best holder lacks; or on one rank of the node that holds most of
+it, which moves the fewest bytes between nodes with the fewest receivers.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -116,19 +117,23 @@ def hf_buckets_plan(
     item_bytes: int,
     *,
     spread: bool = False,
+    ranks_per_node: int = 1,
 ) -> list[Bucket]:
     """``gather_plan`` cut into buckets of at most ``bucket_bytes``; a larger tensor has one to itself.
 
     ``item_bytes``: bytes of an element as it travels. ``spread``: each tensor is gathered on its ``best_receiver``, and
     receivers take turns, so that one sends on while others gather; else all on rank 0, in model order.
+    ``ranks_per_node`` above 1: one receiver in each group of so many ranks, ``node_receivers``.
     """
     if bucket_bytes < 1 or item_bytes < 1:
         raise ValueError(
             f"bucket_bytes {bucket_bytes} and item_bytes {item_bytes} must be at least 1"
         )
+    sources = gather_plan(shape, layout)
+    receivers = node_receivers(sources, ranks_per_node) if spread else [0] * len(sources)
     tensors: dict[int, list[TensorSources]] = {}
-    for tensor in gather_plan(shape, layout):
-        tensors.setdefault(best_receiver(tensor) if spread else 0, []).append(tensor)
+    for tensor, receiver in zip(sources, receivers, strict=True):
+        tensors.setdefault(receiver, []).append(tensor)
     buckets = [
         [Bucket(tuple(group), receiver) for group in _groups(own, bucket_bytes, item_bytes)]
         for receiver, own in sorted(tensors.items())
@@ -136,10 +141,30 @@ def hf_buckets_plan(
     return [bucket for turn in zip_longest(*buckets) for bucket in turn if bucket is not None]
 
 
-def best_receiver(tensor: TensorSources) -> int:
-    """The rank that holds most of ``tensor``; the lowest of several."""
-    held = _elements_held(tensor)
-    return min(held, key=lambda rank: (-held[rank], rank))
+def best_receiver(tensor: TensorSources, ranks_per_node: int = 1) -> int:
+    """The rank (or node, of several ranks) that holds most of ``tensor``; the lowest of several."""
+    return _most(_elements_held(tensor, ranks_per_node))
+
+
+def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> list[int]:
+    """A receiver for each tensor, one rank of a node: on the node that holds most of it, the rank that holds most of
+    all the tensors of that node; the lowest of several. Nodes are runs of ``ranks_per_node`` ranks."""
+    nodes = [best_receiver(tensor, ranks_per_node) for tensor in tensors]
+    held: dict[int, dict[int, int]] = {}
+    for tensor, node in zip(tensors, nodes, strict=True):
+        ranks = held.setdefault(node, {})
+        for rank, elements in _elements_held(tensor).items():
+            if rank // ranks_per_node == node:
+                ranks[rank] = ranks.get(rank, 0) + elements
+    fullest = {node: _most(ranks) for node, ranks in held.items()}
+    return [fullest[node] for node in nodes]
+
+
+def elements_between_nodes(bucket: Bucket, ranks_per_node: int) -> int:
+    """Elements that come to the bucket's receiver from ranks of other nodes."""
+    node = bucket.receiver // ranks_per_node
+    counts = bucket.elements_by_rank.items()
+    return sum(count for rank, count in counts if rank // ranks_per_node != node)
 
 
 def gathered_elements(tensor: TensorSources, receiver: int) -> int:
@@ -154,11 +179,16 @@ def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
     return sum(gathered_elements(t, best_receiver(t)) for t in gather_plan(shape, layout))
 
 
-def _elements_held(tensor: TensorSources) -> dict[int, int]:
+def _elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> dict[int, int]:
     held: dict[int, int] = {}
     for piece in tensor.pieces:
-        held[piece.rank] = held.get(piece.rank, 0) + piece.elements
+        holder = piece.rank // ranks_per_node
+        held[holder] = held.get(holder, 0) + piece.elements
     return held
+
+
+def _most(held: dict[int, int]) -> int:
+    return min(held, key=lambda holder: (-held[holder], holder))
 
 
 def _groups(

@@ -31,12 +31,18 @@ def trainer_bytes(layout: Layout, *, sends: bool) -> int:
     return trainer_communicators(layout, sends=sends) * PER_COMMUNICATOR
 
 
-def senders(layout: Layout) -> int:
+def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
     """Trainer ranks that send weights: the first holder of each shard of the experts, or of each stage where they are
-    not spread (``weight_sync/strategies/distributed.py``, ``model.gather_plan.best_receiver``)."""
-    return layout.expert * layout.pipeline
+    not spread; of those, one in each run of ``ranks_per_sender`` ranks (``weight_sync/strategies/distributed.py``,
+    ``model.gather_plan.node_receivers``)."""
+    holders = (
+        stage * layout.stage_ranks + expert * layout.expert_tensor
+        for stage in range(layout.pipeline)
+        for expert in range(layout.expert)
+    )
+    return len({rank // ranks_per_sender for rank in holders})
 
 
-def engine_bytes(tensor: int, layout: Layout) -> int:
+def engine_bytes(tensor: int, senders: int) -> int:
     """Bytes on an engine rank: its server's own group, and one with every sender of weights."""
-    return (int(tensor > 1) + senders(layout)) * PER_COMMUNICATOR
+    return (int(tensor > 1) + senders) * PER_COMMUNICATOR

@@ -9,6 +9,7 @@ from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
+from megatron_dppo.planner import communicators
 from megatron_dppo.planner.needs import Needs, needs_of
 from megatron_dppo.planner.units import ceil_to
 
@@ -96,7 +97,8 @@ class EngineJob:
 class Job:
     """A whole run. ``not_counted``: settings of the libraries that change memory or time and that no formula reads.
 
-    Every parameter is trained; adapters would make ``trainer`` hold fewer gradients and moments.
+    Every parameter is trained; adapters would make ``trainer`` hold fewer gradients and moments. ``ranks_per_sender``:
+    ranks of a node, of which one sends weights; 1: every holder sends.
     """
 
     trainer: TrainerJob
@@ -106,6 +108,12 @@ class Job:
     bucket_bytes: int
     checkpoint_every: int
     not_counted: tuple[str, ...] = ()
+    ranks_per_sender: int = 1
+
+    @property
+    def senders(self) -> int:
+        """Trainer ranks that send weights, each in a group with all engine ranks."""
+        return communicators.senders(self.trainer.layout, self.ranks_per_sender)
 
 
 def trainer_job(
@@ -135,6 +143,7 @@ def job_of(
     mean_response: float | None = None,
     mean_prompt: float | None = None,
     gpu: bool = True,
+    ranks_per_node: int = 8,
 ) -> Job:
     """The facts of ``config``, whose layout must have passed its checks.
 
@@ -156,6 +165,7 @@ def job_of(
         config.weight_sync.bucket_mib * 2**20,
         config.checkpoint.every,
         (*(f"megatron.{key}" for key in config.megatron), *_unread(config.sglang)),
+        1 if config.weight_sync.senders == "holders" else ranks_per_node,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dppo.planner.activations import ActivationBytes, activation_bytes
-from megatron_dppo.planner.communicators import senders, trainer_bytes
+from megatron_dppo.planner.communicators import trainer_bytes
 from megatron_dppo.planner.devices import CONTEXT, FRAGMENTATION
 from megatron_dppo.planner.job import Job
 from megatron_dppo.planner.optimizer import StateBytes, state_bytes
@@ -55,7 +55,7 @@ def rank_bytes(job: Job, stage: int, *, gpu: bool = True) -> RankBytes:
     """Of each rank of ``stage``. Update: a bucket that is gathered, one that is sent, and one on its way to the
     engine's layout; columns on the way between ranks are smaller and earlier."""
     activations = activation_bytes(job.trainer, stage, job.rollout.topk)
-    sends = job.engine.servers > 0 and senders(job.trainer.layout) > 0
+    sends = job.engine.servers > 0
     return RankBytes(
         stage=stage,
         state=state_bytes(job.trainer, stage),

@@ -58,7 +58,13 @@ def search(
     for changed in _candidates(config, shape, cluster):
         if layout_problems(changed, shape):
             continue
-        job = job_of(changed, shape, mean_response=lengths.response, mean_prompt=lengths.prompt)
+        job = job_of(
+            changed,
+            shape,
+            mean_response=lengths.response,
+            mean_prompt=lengths.prompt,
+            ranks_per_node=cluster.gpus_per_node,
+        )
         plan = verdict(job, cluster)
         is_safe = plan.fullest.total <= FULLEST * cluster.device.memory
         if plan.fits and is_safe and plan.seconds is not None:

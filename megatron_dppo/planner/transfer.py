@@ -8,7 +8,6 @@ from functools import cache
 
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.planner.communicators import senders
 from megatron_dppo.planner.devices import Device
 from megatron_dppo.planner.job import Job
 from megatron_dppo.planner.units import GB
@@ -44,8 +43,8 @@ def parameters(shape: ModelShape) -> int:
 
 def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
     """Update: every engine GPU receives all weights; senders broadcast in turn, so seconds = bytes / (a network port's
-    rate x efficiency) + buckets x latency + a fixed part. Gathered first: all but the experts' own shards, as a sender
-    holds whole experts with expert tensor parallelism 1.
+    rate x efficiency) + buckets x latency + a fixed part. Gathered first, within nodes where one rank of each sends:
+    all but the sender's own shards; a holder has whole experts with expert tensor parallelism 1.
 
     Checkpoint: elements x (2 + 12) for bfloat16 (weights, fp32 master, two moments), x (4 + 8) for float32, over the
     storage's bytes/s.
@@ -57,8 +56,9 @@ def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
         shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
     )
     spread = (count - experts) * (layout.tensor - 1) / layout.tensor
-    spread += experts * (layout.expert_tensor - 1) / layout.expert_tensor
-    buckets = senders(layout) * math.ceil(model / senders(layout) / job.bucket_bytes)
+    own = job.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
+    spread += experts * (1 - own)
+    buckets = job.senders * math.ceil(model / job.senders / job.bucket_bytes)
     wire = model / (device.network * BROADCAST_EFFICIENCY)
     state = count * (job.trainer.item_bytes + (8 if job.trainer.dtype == "float32" else 12))
     return Transfer(

@@ -135,7 +135,7 @@ def _engine_problems(found: EngineBytes, job: Job) -> Iterator[str]:
             f"{found.kv_tokens:,} tokens in mem_fraction_static {found.fraction}, expected at least "
             f"one sequence of {longest:,}"
         )
-    groups = communicators.engine_bytes(job.engine.tensor, job.trainer.layout)
+    groups = communicators.engine_bytes(job.engine.tensor, job.senders)
     if found.reserved < groups + LEAST_RESERVED:
         yield (
             f"engine GPU memory: mem_fraction_static {found.fraction} leaves {gib(found.reserved)} "

@@ -126,10 +126,15 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
     return listening_store(where, port, world_size, COLLECTIVE_TIMEOUT)
 
 
+def ranks_per_node() -> int:
+    """Ranks on each machine, as the launcher says; they are numbered machine by machine."""
+    world = os.environ.get("WORLD_SIZE", "1")
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
 def _on_one_host() -> bool:
     """Whether the launcher says that all ranks are on this machine."""
-    world = os.environ["WORLD_SIZE"]
-    return os.environ.get("LOCAL_WORLD_SIZE", world) == world
+    return ranks_per_node() == int(os.environ["WORLD_SIZE"])
 
 
 def init_topology(layout: Layout, *, gloo_groups: bool = False) -> Topology:

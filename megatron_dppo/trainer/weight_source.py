@@ -11,19 +11,26 @@ from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.model.gather_plan import (
     Bucket,
+    elements_between_nodes,
     fewest_gathered_elements,
     hf_buckets_plan,
 )
+from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.hf_weights import named_parameters
+from megatron_dppo.trainer.topology import ranks_per_node
 from megatron_dppo.trainer.trainer import Trainer
 
 
 class TrainerWeights:
-    """``weight_sync``'s source of weights over a Trainer; see ``WeightSource`` there."""
+    """``weight_sync``'s source of weights over a Trainer; see ``WeightSource`` there.
 
-    def __init__(self, trainer: Trainer) -> None:
+    ``ranks_per_sender``: one rank of each run of so many sends what these hold most of.
+    """
+
+    def __init__(self, trainer: Trainer, ranks_per_sender: int = 1) -> None:
         self._trainer = trainer
+        self._ranks_per_sender = ranks_per_sender
         self._buffers = Buffers()
 
     @property
@@ -42,9 +49,18 @@ class TrainerWeights:
         return str(self._trainer.dtype).removeprefix("torch.")
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> list[Bucket]:
-        """All weights in buckets; with ``spread`` each on the rank that holds most of it, else on 0."""
+        """All weights in buckets; with ``spread`` each on the rank that holds most of it, or on its
+        node's sender, else on 0."""
         t = self._trainer
-        return hf_buckets_plan(t.shape, t.layout, bucket_bytes, t.dtype.itemsize, spread=spread)
+        sizes = {"bucket_bytes": bucket_bytes, "item_bytes": t.dtype.itemsize}
+        per_sender = self._ranks_per_sender
+        return hf_buckets_plan(t.shape, t.layout, **sizes, spread=spread, ranks_per_node=per_sender)
+
+    def bytes_between_nodes(self, plan: Sequence[Bucket]) -> int:
+        """Bytes of the plan's gathers that travel between nodes, over all ranks."""
+        nodes = ranks_per_node()
+        item = self._trainer.dtype.itemsize
+        return sum(elements_between_nodes(bucket, nodes) for bucket in plan) * item
 
     def gather_bound(self) -> int:
         """The fewest bytes that ranks must exchange so that every tensor is whole somewhere."""
@@ -75,3 +91,9 @@ class TrainerWeights:
         trained = flat[batches[0].loss_mask].tolist()
         rows = iter(trained)
         return [list(islice(rows, len(prompt) - 1)) for prompt in prompts]
+
+
+def ranks_per_sender(senders: str | None) -> int:
+    """Of ``weight_sync.senders``: 1, or the ranks of a node."""
+    nodes = platform.has_cuda() if senders is None else senders == "nodes"
+    return ranks_per_node() if nodes else 1

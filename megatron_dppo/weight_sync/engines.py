@@ -6,6 +6,7 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import cached_property
 from typing import Any, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.interfaces import is_loopback
 from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError, TransferTimeoutError
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,12 @@ class Engines:
     def ranks(self) -> int:
         """Ranks of all engines together."""
         return sum(engine.ranks for engine in self.members)
+
+    @cached_property
+    def foreign_hosts(self) -> list[str]:
+        """Hosts of engines that are not this one, each once."""
+        away = [str(urlsplit(e.url).hostname) for e in self.members if not on_this_host(e.url)]
+        return list(dict.fromkeys(away))
 
     def first_ranks(self) -> dict[str, int]:
         """By URL, an engine's first rank in a broadcast group whose rank 0 is a trainer's."""
@@ -213,6 +221,17 @@ def local_address(url: str) -> str:
     with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
         probe.connect(target[4])
         return str(probe.getsockname()[0])
+
+
+def meeting_address(urls: Sequence[str]) -> str:
+    """An address of this machine that the engines at all ``urls`` reach.
+
+    An engine on this machine reaches each of its addresses, one elsewhere only that of its network; loopback where
+    all are here.
+    """
+    addresses = dict.fromkeys(local_address(url) for url in urls)
+    routable = [address for address in addresses if not is_loopback(address)]
+    return (routable or list(addresses))[0]
 
 
 def on_this_host(url: str) -> bool:

@@ -39,7 +39,7 @@ For one rank the identity.
 
 
 class WeightSource(Protocol):
-    """The trainer's weights, for updates. All methods but ``plan`` and ``gather_bound`` are collective."""
+    """The trainer's weights, for updates. ``gather``, ``all_gather`` and ``score`` are collective."""
 
     @property
     def rank(self) -> int:
@@ -56,6 +56,9 @@ class WeightSource(Protocol):
 
     def gather_bound(self) -> int:
         """The fewest bytes that ranks must exchange so that every tensor is whole somewhere."""
+
+    def bytes_between_nodes(self, plan: Plan) -> int:
+        """Bytes of the plan's gathers that travel from one node to another."""
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, by rank."""
@@ -134,49 +137,6 @@ class Strategy(Protocol):
 
     def close(self) -> None:
         """Release what is held in the engines; the strategy is not used again."""
-
-
-@dataclass(frozen=True)
-class CanaryReport:
-    """Differences of log-probabilities in nats over all tokens of the fixed prompts."""
-
-    max_abs_diff: float
-    mean_abs_diff: float
-    tokens: int
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """One committed update; known on every rank but for ``seconds`` and ``canary``, rank 0's own.
-
-    ``bytes``: of the weights as the engines load them. ``bytes_moved``: what trainer ranks exchanged
-    to make tensors whole, and what went to the engines. ``bytes_bound``: its static lower bound: over
-    all tensors what the best holder lacks, and the weights once for each engine rank (SGLang takes
-    whole tensors). ``seconds`` by phase, in time that the caller waited: drain, begin, gather (the
-    trainer's collective), transfer (for the engines), hash, arrive, end, verify, canary, commit.
-    ``verified``: every tensor was compared; ``tensors``: how many, over all engine ranks.
-    """
-
-    version: int
-    bytes: int
-    bytes_moved: int
-    bytes_bound: int
-    seconds: Mapping[str, float]
-    verified: bool
-    tensors: int
-    canary: CanaryReport | None = None
-
-    def metrics(self) -> dict[str, float]:
-        """As recorded: bytes, the canary's differences in nats, seconds by phase."""
-        values: dict[str, float] = {
-            "weights/bytes": self.bytes,
-            "weights/bytes_moved": self.bytes_moved,
-            "weights/bytes_bound": self.bytes_bound,
-        }
-        if self.canary is not None:
-            values["weights/canary_max_abs_diff"] = self.canary.max_abs_diff
-            values["weights/canary_mean_abs_diff"] = self.canary.mean_abs_diff
-        return values | {f"weights/{phase}_s": s for phase, s in self.seconds.items()}
 
 
 class Phases:

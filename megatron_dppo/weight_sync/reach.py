@@ -16,8 +16,9 @@ REACH_S = 30.0
 async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
     """Raise EngineMismatchError where the configured strategy can't reach ``engine`` from this process.
 
-    ``distributed``: the server's ranks join a broadcast group here, and leave it; so they connect to this
-    host as in an update. The others need one host, or a folder that both see.
+    ``distributed``: the server's ranks join a broadcast group here, take a bucket that changes nothing, and leave it;
+    so they connect to this host as in an update, with the NCCL that they have. The others need one host, or a folder
+    that both see.
     """
     if config.strategy == "distributed":
         await _join_and_leave(engine)
@@ -47,6 +48,7 @@ async def _join_and_leave(engine: EngineWeights) -> None:
                 size=engine.ranks + 1,
             )
             await asyncio.wrap_future(group.joined)
+            await _connect(engine, group)
             await engine.close_group(group.name)
     except (EngineError, OSError, RuntimeError) as error:
         raise EngineMismatchError(
@@ -55,3 +57,15 @@ async def _join_and_leave(engine: EngineWeights) -> None:
         ) from error
     finally:
         group.abort()
+
+
+async def _connect(engine: EngineWeights, group: BroadcastGroup) -> None:
+    """A broadcast to the engine, as in an update: NCCL's versions meet in the first one."""
+    header = engine.probe_header()
+    await engine.begin()
+    try:
+        sent = group.connect(header.bytes)
+        await engine.receive(header, group.name)
+        await asyncio.wrap_future(sent)
+    finally:
+        await engine.end()

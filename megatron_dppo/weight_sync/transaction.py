@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,17 +19,16 @@ from megatron_dppo.weight_sync.engines import Engines, OpenEngine
 from megatron_dppo.weight_sync.interfaces import (
     Agree,
     Bucket,
-    CanaryReport,
     EngineFaultError,
     Phases,
     Plan,
     Strategy,
     Transfer,
-    UpdateReport,
     WeightSource,
     WeightUpdateError,
     WeightUpdateRefusedError,
 )
+from megatron_dppo.weight_sync.report import CanaryReport, UpdateReport, count_bytes
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.verification import (
     ExpectedByLayout,
@@ -112,14 +112,15 @@ class WeightUpdater:
         score = self._is_due("canary", self._config.canary_every)
         previous, self.committed_version = self.committed_version, None
         what = f"weight update to version {version}"
-        phases = Phases()
+        phases, started = Phases(), time.perf_counter()
         self._fence()
         try:
-            self._begin(phases, version, what)
+            paused = self._begin(phases, version, what)
             sent, received, partials = self._stream(phases, verify)
             self._local(phases, "arrive", lambda s: s.arrive())
             self._share(phases.error, what)
-            facts = self._source.all_gather([sent, received, partials, *self._static()])
+            told = [sent, received, partials, self._foreign_hosts(), *self._static()]
+            facts = self._source.all_gather(told)
             self._conduct(phases, "end", self._end)
             tensors = self._verify(phases, [f[2] for f in facts if f[2]]) if verify else 0
             self._share(phases.error, what)
@@ -135,12 +136,16 @@ class WeightUpdater:
             raise
         self.committed_version = version
         self._count(verify=verify, canary=score)
-        copies, whole = facts[0][3:]
-        sizes = sum(f[0] for f in facts)
-        moved = sum(f[1] for f in facts) + copies * sizes
-        bound = self._source.gather_bound() + copies * whole
+        now, between = time.perf_counter(), self._source.bytes_between_nodes(self._plan or ())
         return UpdateReport(
-            version, sizes, moved, bound, dict(phases.seconds), verify, tensors, canary
+            version=version,
+            **count_bytes(facts, self._source.gather_bound(), between),
+            seconds=dict(phases.seconds),
+            verified=verify,
+            tensors=tensors,
+            update_s=now - started,
+            stall_s=now - paused,
+            canary=canary,
         )
 
     def close(self, *, at_once: bool = False) -> None:
@@ -156,11 +161,13 @@ class WeightUpdater:
 
     # --- the transaction's parts
 
-    def _begin(self, phases: Phases, version: int, what: str) -> None:
+    def _begin(self, phases: Phases, version: int, what: str) -> float:
+        """Up to the open session; when the engines paused."""
         busy = self._conduct(phases, "drain", lambda e: e.drain(self._config.timeout_s))
         self._share(phases.error, what)
         if (refused := self._agree(json.dumps(busy) if busy else None)) is not None:
             raise WeightUpdateRefusedError(f"{what}: {_BUSY}", json.loads(refused))
+        paused = time.perf_counter()
         label = f"{UNVERIFIED_VERSION}{version}"
         self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.set_version(label)))
         mine = self._local(phases, "begin", lambda s: s.meeting_point())
@@ -168,6 +175,7 @@ class WeightUpdater:
         points = self._source.all_gather(mine)
         self._local(phases, "begin", lambda s: s.begin(points))
         self._share(phases.error, what)
+        return paused
 
     def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
         """Send this rank's buckets: their bytes, the bytes that came for them, parts of checksums.
@@ -267,6 +275,12 @@ class WeightUpdater:
         first = self._engines.first
         headers = (first.header([(t.name, t.shape) for t in b.tensors]) for b in self._plan)
         return self._strategy.copies, sum(header.bytes for header in headers)
+
+    def _foreign_hosts(self) -> list[str]:
+        """Hosts of engines that a sender's bytes must travel to."""
+        if self._engines is None or self._strategy is None or not self._sends():
+            return []
+        return self._engines.foreign_hosts
 
     def _is_due(self, check: str, every: int) -> bool:
         if every == 0:

@@ -15,7 +15,8 @@ from typing import Any
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.weight_sync.engines import Engines
-from megatron_dppo.weight_sync.interfaces import Bucket, CanaryReport, EngineFaultError
+from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError
+from megatron_dppo.weight_sync.report import CanaryReport
 
 PROMPTS = 4
 PROMPT_TOKENS = 24

@@ -26,10 +26,10 @@ from megatron_dppo.weight_sync.engines import GRACE_S
 from megatron_dppo.weight_sync.interfaces import (
     Bucket,
     EngineFaultError,
-    UpdateReport,
     WeightUpdateError,
     WeightUpdateRefusedError,
 )
+from megatron_dppo.weight_sync.report import UpdateReport
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from megatron_dppo.weight_sync.verification import ChecksumMismatchError
 from tests.integration.weight_server import (

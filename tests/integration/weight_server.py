@@ -137,6 +137,9 @@ class Source:
     def gather_bound(self) -> int:
         return 0
 
+    def bytes_between_nodes(self, plan: Plan) -> int:
+        return 0
+
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
 

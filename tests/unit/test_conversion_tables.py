@@ -11,9 +11,17 @@ import torch
 
 from megatron_dppo.checkpoint_conversion.gathering import assemble, pack
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
-from megatron_dppo.model.gather_plan import gather_plan, hf_buckets_plan
+from megatron_dppo.model.gather_plan import (
+    Piece,
+    TensorSources,
+    elements_between_nodes,
+    fewest_gathered_elements,
+    gather_plan,
+    hf_buckets_plan,
+    node_receivers,
+)
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import hf_tensors, local_parameters
+from megatron_dppo.model.mapping import Segment, hf_tensors, local_parameters
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
@@ -209,6 +217,30 @@ def test_buckets_hold_whole_tensors_in_model_order_and_rebuild_them():
         out = torch.empty(bucket.elements)
         for name, tensor in assemble(bucket, out, {r: flat[r] for r in sent}, None, {}):
             assert torch.equal(tensor, tensors[name])
+
+
+def test_one_rank_of_a_node_receives_what_its_node_holds():
+    # Stage 0: ranks 0-3, stage 1: ranks 4-7, each with all experts.
+    layout = Layout(tensor=2, pipeline=2, data=2, expert=4)
+    for nodes, receivers in ((4, {0, 4}), (2, {0, 2, 4, 6})):
+        plan = hf_buckets_plan(MOE, layout, 10**6, 4, spread=True, ranks_per_node=nodes)
+        assert {b.receiver for b in plan} == receivers
+        assert sorted(t.name for b in plan for t in b.tensors) == sorted(hf_tensors(MOE))
+        assert sum(elements_between_nodes(b, nodes) for b in plan) == 0
+    # With nodes of one rank, what a tensor-parallel pair shares must cross.
+    holders = hf_buckets_plan(MOE, layout, 10**6, 4, spread=True)
+    fewest = fewest_gathered_elements(MOE, layout)
+    assert sum(elements_between_nodes(b, 1) for b in holders) == fewest > 0
+
+
+def test_the_fullest_rank_of_a_node_receives():
+    piece = lambda rank, count: Piece(rank, 0, "p", (count,), Segment(f"t{rank}", 0, 0, 0, count))  # noqa: E731
+    first = TensorSources("a", (7,), (piece(2, 3), piece(1, 4)))
+    second = TensorSources("b", (9,), (piece(2, 5), piece(5, 4)))
+    third = TensorSources("c", (6,), (piece(4, 3), piece(5, 3)))
+    # Nodes of 4 ranks: rank 2 holds 8 of the first node's, rank 1 only 4; of the second node both 3, the lower wins.
+    assert node_receivers([first, second, third], 4) == [2, 2, 4]
+    assert node_receivers([first, second, third], 1) == [1, 2, 4]
 
 
 def test_every_tensor_comes_once_from_the_gather_plan():

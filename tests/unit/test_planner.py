@@ -12,12 +12,15 @@ from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
 from megatron_dppo.model.flops import active_parameters
+from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.planner.activations import activation_bytes, layer_bytes
 from megatron_dppo.planner.batches import batches
 from megatron_dppo.planner.columns import column_bytes, routing_bytes_per_token
+from megatron_dppo.planner.communicators import PER_COMMUNICATOR, senders
+from megatron_dppo.planner.communicators import engine_bytes as communicator_bytes
 from megatron_dppo.planner.devices import DEVICES, Cluster
 from megatron_dppo.planner.engine import engine_bytes, kv_bytes_per_token, weight_bytes
 from megatron_dppo.planner.figure import bars
@@ -203,8 +206,42 @@ def test_update_and_checkpoint_by_hand():
     assert found.model == 2 * parameters(MOE)
     assert found.checkpoint == 14 * parameters(MOE)
     assert found.checkpoint_seconds == pytest.approx(42.7, abs=0.1)
-    assert found.buckets == 8 * 15  # eight senders of 7.6 GB in buckets of 512 MiB
-    assert found.update_seconds == pytest.approx(61.06 / 30 + 120 * 0.02 + 1, abs=0.01)
+    assert found.buckets == 114  # one node holds every first copy: 61.06 GB in buckets of 512 MiB
+    assert found.update_seconds == pytest.approx(61.06 / 30 + 114 * 0.02 + 1, abs=0.01)
+    experts = 48 * 128 * 3 * 2048 * 768
+    dense = parameters(MOE) - experts
+    assert found.gathered == round(2 * (dense * 3 / 4 + experts * 7 / 8))
+    holders = transfer(job("qwen3_30b_a3b_base", "weight_sync.senders=holders"), DEVICES["h100"])
+    assert holders.buckets == 8 * 15  # eight senders of 7.6 GB
+    assert holders.gathered == round(2 * dense * 3 / 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "holders", "nodes"),
+    [
+        (Layout(tensor=4, data=8, expert=8), 8, 1),
+        (Layout(tensor=2, pipeline=2, data=8, expert=8), 16, 2),
+        (Layout(pipeline=4, data=8, expert=8), 32, 4),
+        (Layout(tensor=2, data=16, expert=16), 16, 2),
+        (Layout(tensor=2, expert_tensor=2, data=4), 1, 1),
+    ],
+)
+def test_senders_are_the_gather_plans(layout, holders, nodes):
+    small = replace(MOE, num_layers=4, num_experts=32, vocab_size=512)
+    for ranks_per_sender, count in ((1, holders), (8, nodes)):
+        plan = hf_buckets_plan(
+            small, layout, 2**30, 2, spread=True, ranks_per_node=ranks_per_sender
+        )
+        assert len({bucket.receiver for bucket in plan}) == count
+        assert senders(layout, ranks_per_sender) == count
+
+
+def test_communicators_by_hand():
+    assert PER_COMMUNICATOR == 16 * 2 * (8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * 2**20)
+    # TP4 EP8: an engine rank of TP4 is in its server's group and in one of each sender.
+    assert communicator_bytes(4, 8) == 9 * PER_COMMUNICATOR
+    assert communicator_bytes(4, 1) == 2 * PER_COMMUNICATOR
+    assert communicator_bytes(1, 1) == PER_COMMUNICATOR
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -11,12 +11,14 @@ import pytest
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.engine.weights import WireHeader
 from megatron_dppo.weight_sync import reach
 from megatron_dppo.weight_sync.reach import check_reach
 
 JOIN = """
 import sys
 from datetime import timedelta
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
 address, port, name, backend, rank, size = sys.argv[1:]
@@ -25,7 +27,14 @@ store, rank, size = next(rendezvous(f"tcp://{address}:{port}", int(rank), int(si
 _new_process_group_helper(
     size, rank, [], Backend(backend), PrefixStore(name, store), group_name=name, timeout=limit
 )
-print("joined")
+print("joined", flush=True)
+group = dist.distributed_c10d._world.pg_names
+(group,) = [g for g, n in group.items() if n == name]
+options = dist.BroadcastOptions()
+options.rootRank = options.rootTensor = 0
+got = torch.ones(4, dtype=torch.uint8)
+group.broadcast([got], options).wait(limit)
+print("received", got.tolist())
 """
 
 
@@ -45,11 +54,25 @@ class Ranks:
         if not self._joins:
             await asyncio.sleep(600)
         words = [address, port, name, backend, first_rank, size]
-        process = await asyncio.create_subprocess_exec(
+        self.process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", JOIN, *map(str, words), stdout=asyncio.subprocess.PIPE
         )
-        said, _ = await process.communicate()
-        assert said == b"joined\n"
+        assert self.process.stdout is not None
+        assert await self.process.stdout.readline() == b"joined\n"
+
+    def probe_header(self) -> WireHeader:
+        return WireHeader(("nothing",), ("float32",), ((1,),), 4)
+
+    async def begin(self) -> None:
+        self.calls.append("begin")
+
+    async def receive(self, header: WireHeader, group: str) -> None:
+        self.calls.append("receive")
+        said, _ = await self.process.communicate()
+        assert said == b"received [0, 0, 0, 0]\n"
+
+    async def end(self) -> None:
+        self.calls.append("end")
 
     async def close_group(self, name: str) -> None:
         self.calls.append("close")
@@ -59,7 +82,7 @@ def test_a_server_that_joins_is_reachable_and_leaves_again(monkeypatch):
     monkeypatch.setattr(reach, "REACH_S", 60.0)
     ranks: Any = Ranks(joins=True)
     asyncio.run(check_reach(ranks, WeightSyncConfig()))
-    assert ranks.calls == ["open", "close"]
+    assert ranks.calls == ["open", "begin", "receive", "end", "close"]
 
 
 def test_a_server_that_does_not_come_is_refused_in_time(monkeypatch):

@@ -13,7 +13,8 @@ from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.weight_sync.engines import Engines
-from megatron_dppo.weight_sync.interfaces import CanaryReport, EngineFaultError
+from megatron_dppo.weight_sync.interfaces import EngineFaultError
+from megatron_dppo.weight_sync.report import CanaryReport
 from megatron_dppo.weight_sync.verification import (
     ChecksumMismatch,
     ChecksumMismatchError,

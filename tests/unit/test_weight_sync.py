@@ -40,14 +40,14 @@ from megatron_dppo.weight_sync.engines import (
 from megatron_dppo.weight_sync.interfaces import (
     Agree,
     Bucket,
-    CanaryReport,
     EngineFaultError,
     Plan,
     TransferTimeoutError,
     WeightUpdateError,
     WeightUpdateRefusedError,
 )
-from megatron_dppo.weight_sync.strategies import disk, tensor
+from megatron_dppo.weight_sync.report import CanaryReport, count_bytes
+from megatron_dppo.weight_sync.strategies import disk, distributed, tensor
 from megatron_dppo.weight_sync.strategies.distributed import in_background
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from megatron_dppo.weight_sync.verification import (
@@ -93,6 +93,9 @@ class Source:
 
     def gather_bound(self) -> int:
         return 9
+
+    def bytes_between_nodes(self, plan: Plan) -> int:
+        return 0
 
     def all_gather(self, value: Any) -> list[Any]:
         return [value]
@@ -568,6 +571,45 @@ def test_background_calls_hand_over_their_errors() -> None:
     assert in_background(lambda: 3).result(10) == 3
     with pytest.raises(OSError, match="connection reset"):
         in_background(fail).result(10)
+
+
+def test_engines_of_two_hosts_meet_where_both_can_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses = {A: "127.0.0.1", B: "10.0.0.7", "http://far:1": "10.0.0.7"}
+    monkeypatch.setattr(engines, "local_address", addresses.__getitem__)
+    assert engines.meeting_address([A]) == "127.0.0.1"
+    assert engines.meeting_address([A, B]) == "10.0.0.7"
+    assert engines.meeting_address([B, "http://far:1", A]) == "10.0.0.7"
+
+
+def test_a_loopback_server_beside_one_elsewhere_is_refused() -> None:
+    distributed._require_routable([A, B])
+    distributed._require_routable(["http://10.0.0.7:1", "http://10.0.0.8:1"])
+    with pytest.raises(EngineMismatchError, match=r"10\.0\.0\.8:1 can't reach it; .* engine\.host"):
+        distributed._require_routable([A, "http://10.0.0.8:1"])
+
+
+def test_bytes_between_nodes_are_counted_for_each_host_of_engines() -> None:
+    # Two senders of 100 and 60 bytes, of which rank 1 shares a host with engines at "b"; 3 engine ranks.
+    facts = [
+        [100, 7, None, ["a", "b"], 3, 160],
+        [60, 5, None, ["a"], 3, 160],
+        [0, 0, None, [], 0, 0],
+    ]
+    assert count_bytes(facts, bound=10, between_nodes=4) == {
+        "bytes": 160,
+        "bytes_moved": 12 + 3 * 160,
+        "bytes_bound": 10 + 3 * 160,
+        "bytes_between_nodes": 4 + 2 * 100 + 60,
+        "bytes_between_nodes_bound": 160,
+    }
+
+
+def test_a_report_counts_the_engines_pause_within_the_update() -> None:
+    report = updater(Engine()).update(1)
+    assert 0 < report.stall_s <= report.update_s
+    recorded = report.metrics()
+    assert recorded["weights/bytes_between_nodes"] == 0
+    assert recorded["weights/gb_per_s"] == report.bytes / report.stall_s / 1e9
 
 
 def test_local_address_of_a_local_engine_is_loopback() -> None:

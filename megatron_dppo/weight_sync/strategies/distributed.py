@@ -19,6 +19,7 @@ from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -26,9 +27,11 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
+from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.system.interfaces import is_loopback
 from megatron_dppo.system.tcp_store import listening_store
-from megatron_dppo.weight_sync.engines import Packer, local_address
+from megatron_dppo.weight_sync.engines import Packer, meeting_address
 from megatron_dppo.weight_sync.interfaces import Bucket, PlannedBucket, Transfer
 
 log = logging.getLogger(__name__)
@@ -44,6 +47,7 @@ _SLACK = timedelta(seconds=30)
 
 class DistributedStrategy:
     """See ``interfaces.Strategy``. Groups live from one update to the next, and are made anew after an abort.
+    A new group connects at once, by a bucket that changes nothing: NCCL would else do so in the first real one.
 
     The configured time limit bounds each request to an engine: entering a group, and a bucket from
     when the engines are told of it until they have loaded it.
@@ -52,6 +56,7 @@ class DistributedStrategy:
     spread = True
 
     def __init__(self, transfer: Transfer) -> None:
+        _require_routable([engine.url for engine in transfer.engines.members])
         self._transfer = transfer
         self.copies = transfer.engines.ranks
         self._group: BroadcastGroup | None = None
@@ -68,7 +73,7 @@ class DistributedStrategy:
             engines = self._transfer.engines
             self._group = BroadcastGroup(
                 ranks=engines.ranks,
-                address=local_address(engines.first.url),
+                address=meeting_address([engine.url for engine in engines.members]),
                 device=engines.first.device,
                 timeout_s=self._transfer.timeout_s,
             )
@@ -77,14 +82,21 @@ class DistributedStrategy:
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         """Have the engines join every sender's group, and open the update session."""
+        new: list[str] = []
         if self._transfer.conducts:
             known, self._known = self._known, list(meeting_points)
             for point in meeting_points:
                 if point is not None and point not in known:
                     self._invite(*point)
+                    new.append(point[2])
             self._transfer.engines.each(lambda e: e.begin())
         if self._group is not None:
             self._group.wait(self._group.joined)
+            connected = self._group.connect(self._transfer.engines.first.probe_header().bytes)
+        for name in new:
+            self._probe(name)
+        if self._group is not None:
+            self._group.wait(connected)
         if self._transfer.conducts:
             self._conducting = in_background(self._conduct)
 
@@ -134,6 +146,15 @@ class DistributedStrategy:
             lambda e: e.open_group(address, port, name, backend, first_rank=ranks[e.url], size=size)
         )
         self._all_arrive(calls, f"opening the broadcast group {name}")
+
+    def _probe(self, name: str) -> None:
+        """Have the engines connect in the group ``name``."""
+        engines = self._transfer.engines
+        header = engines.first.probe_header()
+        self._all_arrive(
+            engines.start(lambda e: e.receive(header, name)),
+            f"connecting the broadcast group {name}",
+        )
 
     def _conduct(self) -> None:
         """Tell the engines of every bucket in turn."""
@@ -202,7 +223,9 @@ class BroadcastGroup:
         limit = timedelta(seconds=timeout_s)
         self._store = listening_store(address, 0, ranks + 1, limit, wait_for_workers=False)
         self.port = self._store.port
+        self._device = device
         self.joined: Future[None] = in_background(partial(self._join, ranks + 1))
+        self._connected: Future[None] | None = None
 
     def wait(self, future: Future[None]) -> None:
         """Wait for ``future`` of this group, or until someone calls the whole transfer off.
@@ -231,13 +254,20 @@ class BroadcastGroup:
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         self._group = group
 
+    def connect(self, size: int) -> Future[None]:
+        """Start the first broadcast, once, of ``size`` bytes: NCCL's ranks connect in it."""
+        if self._connected is None:
+            probe = torch.zeros(size, dtype=torch.uint8, device=self._device)
+            self._connected = self.broadcast(probe)
+        return self._connected
+
     def broadcast(self, data: Tensor) -> Future[None]:
-        """Start sending ``data``; the others must enter the same broadcast. Done when it is out."""
+        """Start sending ``data``; the others must enter the same broadcast. Done when it is out.
+
+        In a thread of its own: NCCL's first broadcast returns only when all ranks are connected.
+        """
         assert self._group is not None
-        options = dist.BroadcastOptions()
-        options.rootRank = options.rootTensor = 0
-        work = self._group.broadcast([data], options)
-        return in_background(partial(_finish, work, data, self._group, self._backend_limit))
+        return in_background(partial(_broadcast, data, self._group, self._backend_limit))
 
     def abort(self) -> None:
         """Break the group's connections; both sides' pending broadcasts fail."""
@@ -247,13 +277,29 @@ class BroadcastGroup:
             self._group = None
 
 
-def _finish(work: dist.Work, data: Tensor, group: dist.ProcessGroup, limit: timedelta) -> None:
-    """Wait until ``data`` may change, holding ``group``: gloo can't cancel, and blocks who drops a
-    busy one.
+def _broadcast(data: Tensor, group: dist.ProcessGroup, limit: timedelta) -> None:
+    """Send ``data`` and wait until it may change, holding ``group``: gloo can't cancel, and blocks who
+    drops a busy one.
     """
-    work.wait(limit)
-    if data.is_cuda:  # NCCL's wait is for the stream only
-        torch.cuda.current_stream(data.device).synchronize()
+    options = dist.BroadcastOptions()
+    options.rootRank = options.rootTensor = 0
+    if not data.is_cuda:
+        group.broadcast([data], options).wait(limit)
+        return
+    with torch.cuda.device(data.device):  # a thread begins on device 0
+        group.broadcast([data], options).wait(limit)
+        torch.cuda.current_stream().synchronize()  # NCCL's wait is for the stream only
+
+
+def _require_routable(urls: Sequence[str]) -> None:
+    """Raise EngineMismatchError where servers of several hosts would meet at a loopback address."""
+    at_loopback = [url for url in urls if is_loopback(str(urlsplit(url).hostname))]
+    if at_loopback and len(at_loopback) < len(urls):
+        elsewhere = next(url for url in urls if url not in at_loopback)
+        raise EngineMismatchError(
+            f"weight_sync.strategy distributed: the engine at {at_loopback[0]} listens on loopback, where the one at "
+            f"{elsewhere} can't reach it; expected an address of this machine in engine.host"
+        )
 
 
 def _gloo_options(address: str, limit: timedelta) -> Any:
