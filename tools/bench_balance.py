@@ -1,5 +1,5 @@
 """How long ranks wait for each other on long-tailed batches, where micro-batches share tokens and where
-they share FLOPs: ``python tools/bench_balance.py``.
+they share FLOPs: ``python tools/bench_balance.py [--json docs/benchmarks/balance.json]``.
 
 Simulated: the plan is the trainer's own, a micro-batch takes the FLOPs of its sequences, and the k-th
 micro-batches of all ranks run together.
@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from benchmark_rows import Quantity, write_rows
 
 from megatron_dppo.data.balancing import idle_share, plan_mini_batch
 from megatron_dppo.model.flops import forward_flops
@@ -39,8 +40,10 @@ def main() -> None:
     parser.add_argument("--model", default=str(MODEL), help="folder with a config.json")
     parser.add_argument("--responses", type=int, default=512, help="of one optimiser step")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="write the worst of each row here")
     words = parser.parse_args()
     cost = forward_flops(load_model_shape(words.model))
+    worst: list[Quantity] = []
     print("| lengths | replicas | tokens | idle, by tokens | idle, by FLOPs | s a plan |")
     print("|---|---|---|---|---|---|")
     for draw in (long_tailed, often_truncated):
@@ -58,6 +61,14 @@ def main() -> None:
             shown = [f"{min(x):.1%} to {max(x):.1%}" for x in idle.values()]
             name = draw.__name__.replace("_", " ")
             print(f"| {name} | {replicas} | {budget} | {shown[0]} | {shown[1]} | {seconds:.2f} |")
+            how = f"{name}, {replicas} replicas, {budget} tokens a micro-batch; worst of {words.seeds} seeds"
+            worst += [
+                Quantity(f"ranks idle, balanced by {by}", 100 * max(x), "%", how)
+                for by, x in idle.items()
+            ]
+            worst.append(Quantity("seconds of a plan", seconds, "s", how))
+    if words.json:
+        write_rows(words.json, "balance of long-tailed batches", worst)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,7 @@ class Learner:
         flops = (1 + BACKWARD_FORWARDS) * sum(plan.cost for plan in batch.plans)
         world = self._trainer.layout.world_size
         return {
-            names.TFLOPS: flops / seconds / world / 1e12,
+            **arithmetic_speed(flops, seconds, world, platform.peak_flops()),
             names.PEAK_MEMORY: max(all_gather_json(platform.peak_memory_bytes())) / 2**30,
         }
 
@@ -190,6 +190,14 @@ class Learner:
                 for b, p in zip(asking, self._trainer.topk_log_probs(asking), strict=True)
             ]
         return MiniBatch(batches, mini.denominator)
+
+
+def arithmetic_speed(
+    flops: float, seconds: float, ranks: int, peak: float | None
+) -> dict[str, float]:
+    """FLOP/s of a rank as metrics; its share of ``peak`` FLOP/s only where that is known."""
+    rate = flops / seconds / ranks
+    return {names.TFLOPS: rate / 1e12} | ({} if peak is None else {names.MFU: rate / peak})
 
 
 def check_carried_topk(forms: Mapping[str, Form], topk: int) -> None:

@@ -69,6 +69,8 @@ TFLOPS = "train/tflops_per_rank"
 """Floating-point operations of the model in a rank's second of training, 1e12: forward, and twice as
 many backward; what is computed again is not counted.
 """
+MFU = "train/mfu"
+"""``TFLOPS`` over the GPU's dense bf16 peak; not recorded on a CPU and on a GPU of an unknown peak."""
 PEAK_MEMORY = "train/peak_memory_gib"
 """The most memory that a rank took, GiB: of its GPU in this step, or of the host since its start."""
 WEIGHT_UPDATES = "weights/updates"
@@ -89,6 +91,7 @@ SHARES = frozenset(
         MASKED_NEGATIVE,
         CAP_HIT,
         IDLE_SHARE,
+        MFU,
     }
 )
 """Metrics between 0 and 1, shown in percent."""

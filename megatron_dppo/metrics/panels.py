@@ -79,7 +79,7 @@ def _plot_quantity(
     _plot(axes, steps, values, colour, style)
 
 
-def _plot_quantities(
+def plot_quantities(
     axes: Axes, runs: list[RunRecords], quantities: list[Quantity], *, log: bool = False
 ) -> list[Line2D]:
     """Draw every quantity of every run; returns legend handles of the recorded ones."""
@@ -101,14 +101,14 @@ def _plot_quantities(
     return handles
 
 
-def _plot_on_the_right(
+def plot_on_the_right(
     axes: Axes, runs: list[RunRecords], quantity: Quantity, limits: tuple[float, float], unit: str
 ) -> list[Line2D]:
     """Draw a quantity on a right axis that covers at least ``limits``; returns legend handles."""
     if not any(series(run.records, quantity.metric)[0] for run in runs):
         return []
     right = axes.twinx()
-    handles = _plot_quantities(right, runs, [quantity])
+    handles = plot_quantities(right, runs, [quantity])
     right.set_ylim(limits[0], max(limits[1], right.get_ylim()[1]))
     right.set_ylabel(unit)
     right.spines[["top"]].set_visible(False)
@@ -170,7 +170,7 @@ def _band(axes: Axes, runs: list[RunRecords], metric: str, scale: float, unit: s
 
 def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the mean training reward and the accuracy on held-out problems."""
-    handles = _plot_quantities(axes, runs, [Quantity("training reward", names.REWARD, BLUE)])
+    handles = plot_quantities(axes, runs, [Quantity("training reward", names.REWARD, BLUE)])
     for index, run in enumerate(runs):
         found = [(step_of(r), mean_accuracy(r)) for r in run.records]
         points = [(step, value) for step, value in found if value is not None]
@@ -196,14 +196,14 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
         Quantity("equal weights", names.GAP_ON_POLICY, BLUE),
         Quantity("whole step", names.GAP, VERMILION, "--"),
     ]
-    handles = _plot_quantities(axes, runs, quantities, log=True)
+    handles = plot_quantities(axes, runs, quantities, log=True)
     if handles:
         axes.set_yscale("log")
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom / 3, top * 3)
         handles += _band(axes, runs, quantities[0].metric, 1.0, "")
     agreement = Quantity("routing", names.ROUTING_AGREEMENT, PINK, scale=100)
-    handles += _plot_on_the_right(
+    handles += plot_on_the_right(
         axes, runs, agreement, (0, 101), "routed alike, % of tokens x layers"
     )
     mark_empty(axes, handles)
@@ -216,7 +216,7 @@ def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
         Quantity("A > 0", names.MASKED_POSITIVE, BLUE, scale=100),
         Quantity("A < 0", names.MASKED_NEGATIVE, VERMILION, "--", scale=100),
     ]
-    handles = _plot_quantities(axes, runs, quantities)
+    handles = plot_quantities(axes, runs, quantities)
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
         handles += _band(axes, runs, quantities[0].metric, 100, "%")
@@ -226,7 +226,7 @@ def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
 
 def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the policy's mean entropy (it should fall slowly)."""
-    handles = _plot_quantities(axes, runs, [Quantity("policy", names.ENTROPY, BLUE)])
+    handles = plot_quantities(axes, runs, [Quantity("policy", names.ENTROPY, BLUE)])
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
         _remark(axes, "expected: a slow fall, no cliff")
@@ -236,10 +236,10 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
 
 def draw_length(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the mean response length; right axis: share of truncated responses."""
-    handles = _plot_quantities(axes, runs, [Quantity("length", names.RESPONSE_LENGTH, BLUE)])
+    handles = plot_quantities(axes, runs, [Quantity("length", names.RESPONSE_LENGTH, BLUE)])
     if handles:
         axes.set_ylim(0, axes.get_ylim()[1])
     truncated = Quantity("truncated (right axis)", names.TRUNCATED, VERMILION, "--", 100)
-    handles += _plot_on_the_right(axes, runs, truncated, (0, 5), "% truncated")
+    handles += plot_on_the_right(axes, runs, truncated, (0, 5), "% truncated")
     mark_empty(axes, handles)
     finish(axes, "Response length and truncation", "tokens", handles)

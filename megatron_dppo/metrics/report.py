@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from megatron_dppo.logging import fatal
+from megatron_dppo.metrics import names
 from megatron_dppo.metrics.file_names import REPORT_FILE
 from megatron_dppo.metrics.panels import (
     FEW_POINTS,
@@ -33,9 +34,13 @@ from megatron_dppo.metrics.panels import (
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from megatron_dppo.metrics.run_info import RunInfo
 from megatron_dppo.metrics.time_panel import draw_time
+from megatron_dppo.metrics.use_panels import draw_arithmetic, draw_memory, is_recorded
 from megatron_dppo.system.files import atomic_file
 
 PANELS = (draw_reward, draw_gap, draw_masked, draw_entropy, draw_length, draw_time)
+USE_PANELS = (draw_arithmetic, draw_memory)
+"""Of the machine's use: drawn where any run has recorded it."""
+USE_METRICS = (names.TFLOPS, names.PEAK_MEMORY, names.IDLE_SHARE)
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -118,13 +123,14 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
 
 
 def _draw(runs: list[RunRecords], title: str) -> Figure:
-    """The page: six panels; of several runs also their names below."""
-    figure = Figure(figsize=(10.5, 11), dpi=130)
+    """The page: six panels, two more of the machine's use; of several runs also their names below."""
+    panels = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
+    figure = Figure(figsize=(10.5, 11 * len(panels) / len(PANELS)), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     steps = [step_of(record) for run in runs for record in run.records]
     margin = max(0.8, 0.02 * (max(steps) - min(steps)))
-    for axes, draw in zip(figure.subplots(3, 2).flat, PANELS, strict=True):
+    for axes, draw in zip(figure.subplots(len(panels) // 2, 2).flat, panels, strict=True):
         draw(axes, runs)
         if axes.get_xlabel() == STEP_AXIS:
             axes.set_xlim(min(steps) - margin, max(steps) + margin)

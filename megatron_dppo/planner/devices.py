@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dppo.planner.units import GB, GIB, MIB
-
-TERA = 10**12
+from megatron_dppo.system.gpu_peaks import PEAKS
 
 
 @dataclass(frozen=True)
@@ -30,19 +29,19 @@ class Device:
 
 DEVICES: dict[str, Device] = {
     "a100": Device(
-        "A100 SXM 80GB", 81_920 * MIB, 312 * TERA, 2039 * GB, 300 * GB, 25 * GB, 2000 * GB,
+        "A100 SXM 80GB", 81_920 * MIB, PEAKS["A100"], 2039 * GB, 300 * GB, 25 * GB, 2000 * GB,
         "NVIDIA A100 datasheet (312 TFLOPS, 2,039 GB/s, NVLink 600 GB/s both ways); DGX A100 640GB (200 Gb/s, 2 TB)",
     ),
     "h100": Device(
-        "H100 SXM 80GB", 81_559 * MIB, 989 * TERA, 3350 * GB, 450 * GB, 50 * GB, 2000 * GB,
+        "H100 SXM 80GB", 81_559 * MIB, PEAKS["H100"], 3350 * GB, 450 * GB, 50 * GB, 2000 * GB,
         "NVIDIA H100 datasheet (989 TFLOPS without sparsity, 3.35 TB/s, NVLink 900 GB/s); DGX H100 (400 Gb/s, 2 TB)",
     ),
     "h200": Device(
-        "H200 SXM 141GB", 143_771 * MIB, 989 * TERA, 4800 * GB, 450 * GB, 50 * GB, 2000 * GB,
+        "H200 SXM 141GB", 143_771 * MIB, PEAKS["H200"], 4800 * GB, 450 * GB, 50 * GB, 2000 * GB,
         "NVIDIA H200 datasheet (989 TFLOPS without sparsity, 4.8 TB/s, NVLink 900 GB/s); DGX H200 (400 Gb/s, 2 TB)",
     ),
     "b200": Device(
-        "B200 SXM 180GB", 183_359 * MIB, 2250 * TERA, 8000 * GB, 900 * GB, 50 * GB, 2000 * GB,
+        "B200 SXM 180GB", 183_359 * MIB, PEAKS["B200"], 8000 * GB, 900 * GB, 50 * GB, 2000 * GB,
         "NVIDIA DGX B200 datasheet (18 PFLOPS bf16 without sparsity, 64 TB/s, NVLink 14.4 TB/s of 8; 400 Gb/s, 2 TB)",
     ),
 }  # fmt: skip

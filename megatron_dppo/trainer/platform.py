@@ -6,6 +6,7 @@ torch.cuda, and layers of torch modules with the same parameter names.
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import resource
@@ -18,6 +19,10 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from megatron_dppo.system import gpu_peaks
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,11 @@ def peak_memory_bytes() -> int:
     return peak
 
 
+def peak_flops() -> int | None:
+    """Dense bf16 FLOP/s of this rank's GPU; None without one, and for one whose peak is not known."""
+    return gpu_peaks.peak_flops(torch.cuda.get_device_name()) if has_cuda() else None
+
+
 def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
     """What torch.profiler can see here."""
     found = [torch.profiler.ProfilerActivity.CPU]
@@ -89,14 +99,17 @@ def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
 @contextmanager
 def gpu_memory_history(snapshot: Path) -> Iterator[None]:
     """Record who allocates and frees the GPU's memory meanwhile, and write it to ``snapshot``; without
-    a GPU, nothing. Not yet run on a GPU."""
+    a GPU, nothing. A snapshot that can't be written is a warning. Not yet run on a GPU."""
     if not has_cuda():
         yield
         return
     torch.cuda.memory._record_memory_history()
     try:
         yield
-        torch.cuda.memory._dump_snapshot(str(snapshot))
+        try:
+            torch.cuda.memory._dump_snapshot(str(snapshot))
+        except OSError as error:
+            log.warning("profile: no snapshot of the GPU's memory: %s", error)
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
 

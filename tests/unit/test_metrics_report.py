@@ -4,15 +4,17 @@ import json
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from megatron_dppo.metrics import names
-from megatron_dppo.metrics.panels import centred_mean
+from megatron_dppo.metrics.panels import RunRecords, centred_mean
 from megatron_dppo.metrics.records import RecordsError, encode_record
 from megatron_dppo.metrics.report import main, write_comparison, write_report
 from megatron_dppo.metrics.run_info import RunInfo, describe_layout
 from megatron_dppo.metrics.summary import summarize, window_of, write_summary
 from megatron_dppo.metrics.time_panel import MOST_PHASES, REST, fold_short_phases
+from megatron_dppo.metrics.use_panels import draw_arithmetic
 
 ONE_RANK = {
     "world_size": 1,
@@ -72,6 +74,28 @@ def test_a_report_is_drawn_of_long_and_short_runs(tmp_path, steps, evaluate):
     height, width, _ = imread(path).shape
     assert width > 900
     assert height > 900
+
+
+def test_use_of_the_machine_is_drawn_where_it_is_recorded(tmp_path):
+    plain = imread(write_report(save_run(tmp_path / "plain", 3))).shape[0]
+    used = save_run(tmp_path / "used", 3)
+    lines = [json.loads(line) for line in (used / "metrics.jsonl").read_text().splitlines()]
+    speed = {names.TFLOPS: 240.0, names.MFU: 0.24, names.PEAK_MEMORY: 60.0, names.IDLE_SHARE: 0.02}
+    for record in lines[1:]:
+        record.update(speed)
+    (used / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+    assert imread(write_report(used)).shape[0] == pytest.approx(plain * 4 / 3, abs=2)
+
+
+@pytest.mark.parametrize(("share", "axes"), [({}, 1), ({names.MFU: 0.24}, 2)])
+def test_the_share_of_the_peak_has_an_axis_where_it_is_known(share, axes):
+    figure = Figure()
+    records = [{"step": step, names.TFLOPS: 240.0 * step, **share} for step in (1, 2)]
+    draw_arithmetic(figure.subplots(), [RunRecords("run", records)])
+    assert len(figure.axes) == axes
+    assert figure.axes[0].lines[0].get_ydata().tolist() == [240.0, 480.0]
+    if share:
+        assert figure.axes[1].lines[0].get_ydata().tolist() == [24.0, 24.0]
 
 
 def test_a_run_that_recorded_little_is_drawn_too(tmp_path):

@@ -1,0 +1,73 @@
+"""What a benchmark measured, in the one form that ``tools/scale_report.py`` reads.
+
+    from benchmark_rows import Quantity, write_rows
+    write_rows(words.json, "data plane", [Quantity("seconds after the last response", 6.1, "s", "two processes")])
+
+A file: ``{"benchmark", "command", "machine", "rows": [{"quantity", "value", "unit", "how"}, ...]}``. Those under
+``docs/benchmarks/`` are the published ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+PUBLISHED = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One measured number.
+
+    Attributes:
+        quantity: its name for people, with what it is for: "host memory a node, after".
+        value: in ``unit``: GB, GiB, s, s/GB, tokens/s, share, ...
+        how: how it was measured, in a line: sizes, processes, and what was scaled by what.
+    """
+
+    quantity: str
+    value: float
+    unit: str
+    how: str
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """All that one run of a benchmark measured; ``machine``: where."""
+
+    benchmark: str
+    command: str
+    machine: str
+    rows: tuple[Quantity, ...]
+
+
+def write_rows(path: Path, benchmark: str, rows: Sequence[Quantity]) -> None:
+    """Write ``rows`` with this process's command line and machine. Folders are made where they lack."""
+    command = " ".join(["python", *map(shlex.quote, [os.path.relpath(sys.argv[0]), *sys.argv[1:]])])
+    machine = f"{os.cpu_count()} cores, {platform.machine()}"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = asdict(Benchmark(benchmark, command, machine, tuple(rows)))
+    path.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+
+
+def read_rows(folder: Path = PUBLISHED) -> list[Benchmark]:
+    """Every benchmark in ``folder``, by file name; none where it is not there. Raises ValueError for another form."""
+    return [_benchmark(path) for path in sorted(folder.glob("*.json"))]
+
+
+def _benchmark(path: Path) -> Benchmark:
+    told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        rows = tuple(Quantity(**row) for row in told.pop("rows"))
+        return Benchmark(**told, rows=rows)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path}: expected benchmark, command, machine and rows of quantity, value, unit, how: {error}"
+        ) from error

@@ -1,0 +1,1 @@
+"""Modules of ``tools/scale_report.py``: sizes, quantities and the page."""

@@ -1,0 +1,46 @@
+"""Idle share of the ranks on a long-tailed batch, by what the plan balances."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+from bench_balance import LIMIT, long_tailed
+
+from megatron_dppo.data.balancing import idle_share, plan_mini_batch
+from megatron_dppo.model.flops import forward_flops
+from megatron_dppo.planner.verdict import Verdict
+
+HOW = "one optimiser step of log-normal lengths cut at the limit (tools/bench_balance.py, seed 0)"
+
+
+def by_tokens(plan: Verdict) -> str:
+    """As "12.3%"."""
+    return f"{_idle(plan)[0]:.1%}"
+
+
+def by_flops(plan: Verdict) -> str:
+    """As "1.2%"."""
+    return f"{_idle(plan)[1]:.1%}"
+
+
+def _idle(plan: Verdict) -> tuple[float, float]:
+    rollout, trainer = plan.job.rollout, plan.job.trainer
+    return _simulated(
+        rollout.longest_response, plan.batches.per_step, trainer.layout.data, trainer.tokens,
+        *(forward_flops(trainer.shape).linear, forward_flops(trainer.shape).quadratic),
+    )  # fmt: skip
+
+
+@cache
+def _simulated(
+    longest: int, responses: int, replicas: int, budget: int, linear: float, quadratic: float
+) -> tuple[float, float]:
+    drawn = long_tailed(np.random.default_rng(0), responses)
+    lengths = [max(1, round(length * longest / LIMIT)) for length in drawn]
+    flops = [(linear + quadratic * length) * length for length in lengths]
+    by_length, by_cost = (
+        idle_share(plan_mini_batch(lengths, costs, replicas, budget), flops)
+        for costs in (lengths, flops)
+    )
+    return by_length, by_cost

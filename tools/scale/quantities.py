@@ -1,0 +1,185 @@
+"""What is computed for a size, each with its formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron_dppo.planner import communicators
+from megatron_dppo.planner.steptime import model_flops_utilisation
+from megatron_dppo.planner.units import gb, gib
+from megatron_dppo.planner.verdict import Verdict
+from tools.scale import balance
+
+_NONE = "-"
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A row: ``of`` gives the cell of a size; ``how``: its formula and where it is from."""
+
+    quantity: str
+    of: Callable[[Verdict], str]
+    how: str
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f} s" if value >= 10 else f"{value:.2g} s"
+
+
+def _columns(name: str) -> Callable[[Verdict], str]:
+    return lambda plan: gb(getattr(plan.columns, name)) if getattr(plan.columns, name) else _NONE
+
+
+def _held(plan: Verdict) -> str:
+    columns, data = plan.columns, plan.job.trainer.layout.data
+    return gb(columns.everywhere + columns.replicas / data)
+
+
+def _received(plan: Verdict) -> str:
+    """Bytes of columns over what arrives at ranks: with no copy that nobody trains on it is 1."""
+    columns = plan.columns
+    wire = columns.routing_wire + columns.topk_wire
+    needed = columns.routing + columns.topk
+    return f"{wire / needed:.2f}" if needed else _NONE
+
+
+def _host(part: str) -> Callable[[Verdict], str]:
+    return lambda plan: gib(max(getattr(host, part) for host in plan.hosts))
+
+
+def _checkpoint_rank(plan: Verdict) -> str:
+    return gb(plan.transfer.checkpoint / plan.job.trainer.layout.world_size)
+
+
+def _bound(plan: Verdict) -> str:
+    return _seconds(plan.transfer.model / plan.cluster.device.network)
+
+
+def _hash_bound(plan: Verdict) -> str:
+    held = plan.transfer.model / communicators.senders(plan.job.trainer.layout)
+    return _seconds(held / plan.cluster.device.hbm)
+
+
+def _trainer_groups(plan: Verdict) -> str:
+    held = plan.fullest.communicators
+    return f"{held // communicators.PER_COMMUNICATOR}: {gib(held)}"
+
+
+def _engine_groups(plan: Verdict) -> str:
+    layout, engine = plan.job.trainer.layout, plan.job.engine
+    count = int(engine.tensor > 1) + communicators.senders(layout)
+    return f"{count}: {gib(count * communicators.PER_COMMUNICATOR)}"
+
+
+def _memory(plan: Verdict) -> str:
+    return f"{gib(plan.fullest.total)}, {plan.fullest.total / plan.cluster.device.memory:.0%}"
+
+
+def _step(plan: Verdict) -> str:
+    return _seconds(plan.seconds.total) if plan.seconds is not None else _NONE
+
+
+def _mfu(plan: Verdict) -> str:
+    if plan.seconds is None:
+        return _NONE
+    return f"{model_flops_utilisation(plan.job, plan.seconds, plan.cluster):.0%}"
+
+
+SECTIONS: dict[str, tuple[Computed, ...]] = {
+    "Data plane": (
+        Computed(
+            "response tokens a step",
+            lambda plan: f"{plan.job.rollout.response_tokens / 1e6:.1f} M",
+            "responses x mean length, half of the longest but in the fullest step",
+        ),
+        Computed(
+            "routing a step, in memory",
+            _columns("routing"),
+            "layers x experts a token x 1 byte x tokens",
+        ),
+        Computed("routing a step, on the wire", _columns("routing_wire"), "planner/columns.py"),
+        Computed(
+            "Top-K a step, in memory", _columns("topk"), "K x (4 + 4) bytes x response tokens"
+        ),
+        Computed("Top-K a step, on the wire", _columns("topk_wire"), "planner/columns.py"),
+        Computed("on the wire over in memory", _received, "of routing and Top-K together"),
+        Computed(
+            "a rank holds of a batch",
+            _held,
+            "ids, masks and versions of all, columns of its replica",
+        ),
+        Computed(
+            "host memory a node, columns",
+            _host("batch"),
+            "ranks x copies x what each holds (planner/host.py)",
+        ),
+        Computed(
+            "host memory a node, in all",
+            _host("total"),
+            "and processes, checkpoint, pinned capture buffers",
+        ),
+    ),
+    "Balance (simulated with the trainer's own plan)": (
+        Computed("ranks idle, balanced by tokens", balance.by_tokens, balance.HOW),
+        Computed("ranks idle, balanced by FLOPs", balance.by_flops, balance.HOW),
+    ),
+    "Checkpoints": (
+        Computed(
+            "bytes",
+            lambda p: gb(p.transfer.checkpoint),
+            "parameters x (2 + 12) in bf16, x (4 + 8) in fp32",
+        ),
+        Computed("bytes a rank", _checkpoint_rank, "over all ranks alike"),
+        Computed(
+            "seconds at 5 GB/s together",
+            lambda p: _seconds(p.transfer.checkpoint_seconds),
+            "bytes / rate of the shared file system",
+        ),
+    ),
+    "Weight updates": (
+        Computed(
+            "bytes to each engine GPU",
+            lambda p: gb(p.transfer.model),
+            "parameters x bytes of the dtype",
+        ),
+        Computed(
+            "of them gathered first", lambda p: gb(p.transfer.gathered), "planner/transfer.py"
+        ),
+        Computed("lower bound", _bound, "bytes once into a node / its network port's rate"),
+        Computed(
+            "expected",
+            lambda p: _seconds(p.transfer.update_seconds),
+            "planner/transfer.py, hash and canary included",
+        ),
+        Computed(
+            "hash of a sender's bytes, lower bound",
+            _hash_bound,
+            "bytes / senders / the GPU memory's rate",
+        ),
+    ),
+    "A rank": (
+        Computed(
+            "communicators of a trainer rank",
+            _trainer_groups,
+            "count: bytes (planner/communicators.py)",
+        ),
+        Computed(
+            "communicators of an engine rank",
+            _engine_groups,
+            "its server's, and one of each sender",
+        ),
+        Computed("memory of the fullest trainer GPU", _memory, "planner/rank_memory.py"),
+    ),
+    "A step": (
+        Computed(
+            "step", _step, "FLOPs and bandwidths (planner/steptime.py): a lower bound, no forecast"
+        ),
+        Computed(
+            "MFU of the trainer's seconds",
+            _mfu,
+            "6 x active parameters x tokens, and attention's, over the peak",
+        ),
+    ),
+}
+"""By heading."""

@@ -1,0 +1,50 @@
+"""The sizes that the report is about: the recipes on the cluster that each is written for, and their fullest step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from examples.recipes.verdicts import HERE, MODELS, NODES
+from megatron_dppo.config import load_config
+from megatron_dppo.planner.devices import DEVICES, Cluster
+from megatron_dppo.planner.job import job_of
+from megatron_dppo.planner.models import shape_of
+from megatron_dppo.planner.verdict import Verdict, verdict
+
+GPU = "h100"
+FULLEST = "30B-A3B R3, fullest step"
+"""Every response at its limit, with Top-K 20 and R3: 67 million response tokens."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """One column of the report."""
+
+    name: str
+    plan: Verdict
+
+
+def sizes() -> list[Size]:
+    """One for each recipe that differs from the others in size, and the fullest step."""
+    return [
+        Size("30B-A3B", _plan("qwen3_30b_a3b_base")),
+        Size("30B-A3B R3", _plan("qwen3_30b_a3b_base_r3")),
+        Size(
+            FULLEST,
+            _plan("qwen3_30b_a3b_base_r3", ["algorithm.name=dppo-topk-tv"], mean_response=16_384.0),
+        ),
+        Size("8B", _plan("qwen3_8b_base")),
+        Size("1.5B stability", _plan("r1_distill_qwen_1.5b_stability")),
+        Size("1.7B efficiency", _plan("qwen3_1.7b_base_efficiency")),
+        Size("OctoThinker 3B", _plan("octothinker_3b")),
+    ]
+
+
+def _plan(
+    recipe: str, overrides: Sequence[str] = (), mean_response: float | None = None
+) -> Verdict:
+    config = load_config(HERE / f"{recipe}.yaml", list(overrides))
+    shape = shape_of(config.model.hf_checkpoint, MODELS)
+    job = job_of(config, shape, mean_response=mean_response)
+    return verdict(job, Cluster(DEVICES[GPU], NODES[recipe]))
