@@ -65,10 +65,10 @@ def test_a_crash_keeps_what_was_seen_and_quotes_the_log(tmp_path):
 
 def test_a_hang_ends_at_the_limit_with_all_below_it(tmp_path):
     began = time.monotonic()
-    result = planted("hanging", tmp_path, limit_s=3.0)
+    result = planted("hanging", tmp_path, limit_s=6.0)
     assert 3.0 <= time.monotonic() - began < 30.0
     assert (result.verdict, result.is_fault) == ("timed out", True)
-    assert result.why.startswith("did not end within 3 s")
+    assert result.why.startswith("did not end within 6 s")
     child = int(result.rows[0].measured)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
@@ -84,7 +84,7 @@ def test_the_command_runs_the_parts_that_were_asked_for_and_writes_both_files(tm
     words = ["--directory", str(folder), "--parts", PLANTED, "--only", "good,wrong"]
     assert main(words) == 1
     printed = capsys.readouterr().out
-    assert "[2/2] wrong, at most 40 s: what is wrong" in printed
+    assert "[2/2] wrong, at most 300 s: what is wrong" in printed
     assert "NO error: nan (expected at most 0.5)" in printed
     assert "wrong: wrong" in printed
     told = json.loads((folder / "gpu_check.json").read_text())
