@@ -15,6 +15,8 @@ from enum import IntEnum
 from typing import TypeVar
 
 T = TypeVar("T")
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""What a mutant's own doing may end the tests with, as surely as a failed one."""
 WAITING = 10
 """Seconds of the clock for each second of a core: a child that waits for ever ends too."""
 ERRORS = os.fdopen(os.dup(2), "w")
@@ -22,9 +24,7 @@ ERRORS = os.fdopen(os.dup(2), "w")
 
 
 class Verdict(IntEnum):
-    """What became of a mutant. ``stopped``: a signal ended it before its tests could tell, most
-    often that of its limit.
-    """
+    """What became of a mutant. ``stopped``: its limit ended it before its tests could tell."""
 
     killed = 0
     survived = 1
@@ -91,7 +91,7 @@ def verdicts(
 def _verdict(status: int) -> Verdict:
     """What a child's status says."""
     if os.WIFSIGNALED(status):
-        return Verdict.stopped
+        return Verdict.killed if os.WTERMSIG(status) in CRASHES else Verdict.stopped
     return Verdict.killed if status else Verdict.survived
 
 
