@@ -277,6 +277,13 @@ def test_kernel_and_torch_agree_on_every_tile(monkeypatch: pytest.MonkeyPatch) -
                 assert all(0 <= x < 1 << 32 for _, *sums in got[1] for x in sums)
 
 
+def test_torch_reads_words_that_begin_anywhere_in_memory() -> None:
+    data = torch.arange(20, dtype=torch.uint8)
+    for offset in range(8):
+        part = data[offset : offset + 12]
+        assert tile_sums_by_torch(part, 5, 99) == tile_sums_by_torch(part.clone(), 5, 99)
+
+
 def test_tiled_hash_takes_whole_words_but_for_the_end() -> None:
     ragged = TiledHash(10)
     ragged.add(torch.ones(1, dtype=torch.bfloat16), 8)
