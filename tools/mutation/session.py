@@ -17,7 +17,7 @@ from mutation.children import ERRORS, Verdict, allow, in_child, silence, verdict
 from mutation.making import Mutant
 from mutation.swapping import Change, Key, functions_in, key
 
-START_S, TIMES = 20.0, 3.0
+START_S, TIMES = 5.0, 3.0
 """Seconds of a core that a mutant may use: these, and so many times what its tests take, unmutated.
 One that takes longer made something endless.
 """
