@@ -28,8 +28,6 @@ from mutation.session import Found, Quickest, Tell, run_pytest, session_of  # no
 from mutation.swapping import Planted  # noqa: E402
 from mutation.targets import TARGETS  # noqa: E402
 
-LIMIT_S = 120.0
-"""Of a core; a mutant whose tests take longer made something endless. It is counted apart."""
 FOREIGN = ("torch", "numpy", "hypothesis", "pydantic")
 """What every process needs, so that it is loaded once."""
 ANEW = ("tests", "examples", "mutation", "__main__", "megatron", "sglang")
@@ -71,10 +69,10 @@ def load_anew(found: Found, tell: Tell, processes: int) -> None:
         return run_pytest(TARGETS[mutant.path], quickest) == 0
 
     paths = dict.fromkeys(mutant.path for mutant in found.left)
-    for plain, verdict in verdicts([unchanged(p) for p in paths], survives, processes, LIMIT_S):
+    for plain, verdict in verdicts([unchanged(p) for p in paths], survives, processes):
         if verdict != Verdict.survived:
             raise RuntimeError(f"the tests of {plain.path} fail unmutated")
-    for mutant, verdict in verdicts(found.left, survives, processes, LIMIT_S):
+    for mutant, verdict in verdicts(found.left, survives, processes):
         tell(mutant, verdict)
 
 
@@ -98,8 +96,7 @@ def main(words: Sequence[str] | None = None) -> int:
             print(f"{verdict.name:8}  {mutant}", file=screen, flush=True)
 
     load_libraries()
-    limits = {"processes": chosen.processes, "limit_s": LIMIT_S}
-    found = in_child(lambda: session_of(mutants, tests, tell, **limits))
+    found = in_child(lambda: session_of(mutants, tests, tell, processes=chosen.processes))
     in_child(lambda: load_anew(found, tell, chosen.processes))
     os.close(reading[1])
     told = os.fdopen(reading[0], "rb").read()

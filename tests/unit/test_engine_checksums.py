@@ -277,6 +277,13 @@ def test_kernel_and_torch_agree_on_every_tile(monkeypatch: pytest.MonkeyPatch) -
                 assert all(0 <= x < 1 << 32 for _, *sums in got[1] for x in sums)
 
 
+def test_torch_reads_words_that_begin_anywhere_in_memory() -> None:
+    data = torch.arange(20, dtype=torch.uint8)
+    for offset in range(8):
+        part = data[offset : offset + 12]
+        assert tile_sums_by_torch(part, 5, 99) == tile_sums_by_torch(part.clone(), 5, 99)
+
+
 def test_tiled_hash_takes_whole_words_but_for_the_end() -> None:
     ragged = TiledHash(10)
     ragged.add(torch.ones(1, dtype=torch.bfloat16), 8)
@@ -286,6 +293,43 @@ def test_tiled_hash_takes_whole_words_but_for_the_end() -> None:
         with pytest.raises(ValueError, match="must begin and end at multiples of 4"):
             TiledHash(10).add(torch.ones(count, dtype=torch.bfloat16), start)
     assert tiled_hash(torch.empty(0)) == "0" * 16
+
+
+def test_one_word_worked_by_the_formula() -> None:
+    """v = 1.0 in float32 at i = 0 of n = 1."""
+
+    def mix(x: int, *steps: tuple[int, int], bits: int) -> int:
+        for shift, factor in steps:
+            x = ((x ^ (x >> shift)) * factor) % (1 << bits)
+        return x
+
+    def fmix(x: int) -> int:
+        x = mix(x, (16, 0x85EBCA6B), (13, 0xC2B2AE35), bits=32)
+        return x ^ (x >> 16)
+
+    first = 0x243F6A88
+    second = (first * 0x9E3779B1 & 0xFFFFFFFF) ^ 0xDEADBEEF
+    high, low = (fmix(4 ^ fmix(0x3F800000 ^ seed)) for seed in (first, second))
+    total = mix((high << 32) + low, (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), bits=64)
+    assert tiled_hash(torch.ones(1)) == f"{total ^ (total >> 31):016x}"
+
+
+def test_bytes_are_padded_to_a_word_and_an_empty_part_adds_nothing() -> None:
+    for count in (5, 6, 7, 8):
+        data = torch.arange(1, count + 1, dtype=torch.uint8)
+        padded = torch.cat([data, torch.zeros(8 - count, dtype=torch.uint8)])
+        assert tiled_hash(data) == tiled_hash(padded)
+    whole = TiledHash(8)
+    whole.add(torch.empty(0, dtype=torch.uint8), 4)
+    assert whole.state() == [0, []]
+
+
+def test_on_a_cpu_the_compiled_loop_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slower(*arguments: object) -> None:
+        raise AssertionError("torch was used")
+
+    monkeypatch.setattr(engine_hash, "tile_sums_by_torch", slower)
+    assert len(tiled_hash(torch.ones(3))) == 16
 
 
 def test_a_missing_compiler_is_told_and_survived(

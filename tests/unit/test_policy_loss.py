@@ -241,3 +241,14 @@ def test_shapes_that_differ_are_named(field):
               "advantages": torch.zeros(3), "loss_mask": torch.ones(3, dtype=torch.bool)}  # fmt: skip
     with pytest.raises(ValueError, match=rf"{field} has shape \(2,\)"):
         TokenInputs(**{**values, field: torch.zeros(2)})
+
+
+@pytest.mark.parametrize("k", [(4, 5, 5), (5, 4, 5), (5, 5, 4)])
+def test_topk_tensors_have_one_shape_with_the_tokens_first(k):
+    x = [torch.zeros(3), torch.zeros(3), torch.zeros(3), torch.ones(3, dtype=torch.bool), None]
+    with pytest.raises(ValueError, match=r"Top-K tensors have shapes .* expected one shape \(3,\)"):
+        TokenInputs(*x, *(torch.zeros(3, n) for n in k))
+    with pytest.raises(ValueError, match=r"Top-K tensors have shapes \[\(2, 4\)\]"):
+        TokenInputs(*x, *(torch.zeros(2, 4) for _ in k))
+    with pytest.raises(ValueError, match="come together; got None, "):
+        TokenInputs(*x, None, torch.zeros(3, 4), torch.zeros(3, 4))

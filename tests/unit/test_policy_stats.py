@@ -367,6 +367,13 @@ def test_a_shard_without_mass_in_a_row_adds_nothing_to_it(backend, dtype):
     assert plogp.tolist() == pytest.approx([0.0, -math.log(2)])
 
 
+def test_a_token_too_rare_to_change_the_sum_still_has_entropy():
+    """z = (0, -50): 1 + e^-50 rounds to 1, and p log p of the second is -50 e^-50."""
+    logits = torch.tensor([[0.0, -50.0]], dtype=torch.float64)
+    _, plogp, _ = BACKENDS["eager"].forward(logits, 2, 1.0, torch.zeros(1, 1).long(), True)
+    assert plogp.item() == pytest.approx(-50 * math.exp(-50), rel=1e-12, abs=0)
+
+
 def test_shards_with_and_without_real_columns_add_up_to_the_whole():
     """The 4 x 128 split by hand: forward of each shard, combined, and backward, against the twin."""
     g = torch.Generator().manual_seed(0)
@@ -489,7 +496,14 @@ def test_the_exact_kl_of_nearly_equal_policies_is_never_negative():
     assert (exact_divergence(pi, mu, vocab_size=10).kl >= 0).all()
 
 
-def test_a_group_of_one_rank_agrees_with_itself():
+def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
+    told, reduce = [], torch.distributed.all_reduce
+
+    def all_reduce(table, **options):
+        told.append(table.clone())
+        return reduce(table, **options)
+
+    monkeypatch.setattr(wire.dist, "all_reduce", all_reduce)
     torch.distributed.init_process_group(
         "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
@@ -497,8 +511,11 @@ def test_a_group_of_one_rank_agrees_with_itself():
         world, ids = torch.distributed.group.WORLD, torch.tensor([0, 1])
         found = policy_stats(torch.zeros(2, 4), ids, world, vocab_size=4)
         assert found.log_probs.tolist() == pytest.approx([-math.log(4)] * 2)
+        # Tokens, columns, no Top-K ids, no entropy, vocabulary, 1 * 0 + 2 * 1, not bad.
+        assert [table.tolist() for table in told] == [[[2, 4, 0, 0, 4, 2, 0]]]
         with pytest.raises(ValueError, match="1 target ids outside the vocabulary"):
             policy_stats(torch.zeros(2, 4), ids, world, vocab_size=1)
+        assert told[1].tolist() == [[0, 0, 0, 0, 0, 0, 1]]
     finally:
         torch.distributed.destroy_process_group()
 

@@ -52,7 +52,24 @@ def interpreted(dtype_name, with_entropy):
         policy_stats(nan, ids, vocab_size=V, backend="triton")
     except ValueError as error:
         found = str(error)
-    return stats.log_probs.detach(), stats.topk_log_probs, entropy, leaf.grad, found
+    return stats.log_probs.detach(), stats.topk_log_probs, entropy, leaf.grad, found, at_the_edges()
+
+
+def edges(dtype):
+    """Logits near 1e4, in one column more than a block has."""
+    g = torch.Generator().manual_seed(3)
+    return (torch.randn(2, 4097, generator=g) * 3 + 1e4).to(dtype), torch.tensor([4096, 0])
+
+
+def at_the_edges():
+    """Gradient at ``edges`` and of no rows, by the Triton backend."""
+    logits, ids = edges(torch.float32)
+    leaf, nothing = logits.requires_grad_(), torch.zeros(0, 5, requires_grad=True)
+    options = {"backend": "triton", "temperature": 0.5, "overwrite_logits": False}
+    policy_stats(leaf, ids, vocab_size=4097, **options).log_probs.sum().backward()
+    policy_stats(nothing, ids[:0], vocab_size=5, **options).log_probs.sum().backward()
+    assert nothing.grad.shape == (0, 5)
+    return leaf.grad
 
 
 def answers(monkeypatch, worker, *arguments):
@@ -68,7 +85,7 @@ def answers(monkeypatch, worker, *arguments):
     ("dtype", "with_entropy"), [("float32", True), ("float32", False), ("bfloat16", True)]
 )
 def test_interpreted_kernels_agree_with_the_dense_twin(monkeypatch, dtype, with_entropy):
-    log_probs, topk_log_probs, entropy, grad, found = answers(
+    log_probs, topk_log_probs, entropy, grad, found, at_edges = answers(
         monkeypatch, interpreted, dtype, with_entropy
     )
     logits, ids, topk, weights = problem(getattr(torch, dtype))
@@ -88,6 +105,11 @@ def test_interpreted_kernels_agree_with_the_dense_twin(monkeypatch, dtype, with_
     assert (grad[:, V:] == 0).all()
     assert (grad[2] == 0).all()
     assert "1 rows of logits that hold NaN" in found
+    leaf, ids = edges(torch.float64)
+    leaf.requires_grad_()
+    twin = dense_policy_stats(leaf, ids, vocab_size=4097, temperature=0.5)
+    twin.log_probs.sum().backward()
+    torch.testing.assert_close(at_edges.double(), leaf.grad, rtol=0, atol=2e-6)
 
 
 def test_without_a_gpu_or_the_interpreter_it_says_so(monkeypatch):

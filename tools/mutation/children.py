@@ -15,16 +15,16 @@ from enum import IntEnum
 from typing import TypeVar
 
 T = TypeVar("T")
-WAITING = 10
-"""Seconds of the clock for each second of a core: a child that waits for ever ends too."""
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""What a mutant's own doing may end the tests with, as surely as a failed one."""
+ASLEEP_S = 1800.0
+"""A child that waits for ever, without using a core, ends after this."""
 ERRORS = os.fdopen(os.dup(2), "w")
 """Where children tell an error that print nothing else."""
 
 
 class Verdict(IntEnum):
-    """What became of a mutant. ``stopped``: a signal ended it before its tests could tell, most
-    often that of its limit.
-    """
+    """What became of a mutant. ``stopped``: its limit ended it before its tests could tell."""
 
     killed = 0
     survived = 1
@@ -62,11 +62,17 @@ def in_child(work: Callable[[], T]) -> T:
     return pickle.loads(answer)
 
 
+def allow(seconds: float) -> None:
+    """End this process when it has used so many seconds of a core: a loaded machine ends none."""
+    limit = resource.getrusage(resource.RUSAGE_SELF).ru_utime + seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit) + 1, resource.RLIM_INFINITY))
+
+
 def verdicts(
-    waiting: Sequence[T], survives: Callable[[T], bool], processes: int, limit_s: float
+    waiting: Sequence[T], survives: Callable[[T], bool], processes: int
 ) -> Iterator[tuple[T, Verdict]]:
     """Each of ``waiting`` with what ``survives`` says of it in a forked child, killed where that
-    fails. A child may use ``limit_s`` of a core: a loaded machine stops none.
+    fails. ``survives`` bounds its own work by ``allow``.
     """
     todo, running = deque(waiting), {}
     while todo or running:
@@ -75,8 +81,8 @@ def verdicts(
             folder = tempfile.TemporaryDirectory(prefix="mutant-")
             child = os.fork()
             if not child:
-                _run(survives, work, folder.name, limit_s)
-            running[child] = work, folder, time.monotonic() + WAITING * limit_s
+                _run(survives, work, folder.name)
+            running[child] = work, folder, time.monotonic() + ASLEEP_S
         time.sleep(0.002)
         for child, (work, folder, limit) in list(running.items()):
             if time.monotonic() > limit:
@@ -91,16 +97,14 @@ def verdicts(
 def _verdict(status: int) -> Verdict:
     """What a child's status says."""
     if os.WIFSIGNALED(status):
-        return Verdict.stopped
+        return Verdict.killed if os.WTERMSIG(status) in CRASHES else Verdict.stopped
     return Verdict.killed if status else Verdict.survived
 
 
-def _run(survives: Callable[[T], bool], work: T, folder: str, limit_s: float) -> None:
+def _run(survives: Callable[[T], bool], work: T, folder: str) -> None:
     """The whole life of a child: its temporary files in ``folder``, its words nowhere."""
     code = 1
     try:
-        limit = int(limit_s)  # of a core, in this process
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         silence()
         os.environ["TMPDIR"] = os.environ["PYTEST_DEBUG_TEMPROOT"] = tempfile.tempdir = folder
         code = 0 if survives(work) else 1

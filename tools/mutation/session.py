@@ -13,10 +13,14 @@ from typing import Any
 
 import pytest
 
-from mutation.children import ERRORS, Verdict, in_child, silence, verdicts
+from mutation.children import ERRORS, Verdict, allow, in_child, silence, verdicts
 from mutation.making import Mutant
 from mutation.swapping import Change, Key, functions_in, key
 
+START_S, TIMES = 5.0, 3.0
+"""Seconds of a core that a mutant may use: these, and so many times what its tests take, unmutated.
+One that takes longer made something endless.
+"""
 Tell = Callable[[Mutant, Verdict], None]
 """Takes each mutant that was tried, and what became of it."""
 
@@ -47,15 +51,12 @@ class Session:
     neighbours.
     """
 
-    def __init__(
-        self, mutants: Sequence[Mutant], tell: Tell, *, processes: int, limit_s: float
-    ) -> None:
+    def __init__(self, mutants: Sequence[Mutant], tell: Tell, *, processes: int) -> None:
         self.found = Found()
         self._mutants = mutants
         self._files = {str(mutant.file) for mutant in mutants}
         self._tell = tell
         self._processes = processes
-        self._limit_s = limit_s
         self._called: set[Key] = set()
         self._calls: dict[str, set[Key]] = {}
         self._kills: Counter[tuple[Key | None, str]] = Counter()
@@ -114,7 +115,6 @@ class Session:
             range(len(mutants)),
             lambda n: self._survives(session, mutants[n][1], killers, n),
             self._processes,
-            self._limit_s,
         ):
             mutant, change = mutants[number]
             if verdict != Verdict.survived and not killers[number]:  # it died before its first test
@@ -132,6 +132,7 @@ class Session:
             if change.outer in self._calls[item.nodeid]
         ]
         order = [at for _, at in sorted(chosen)]
+        allow(START_S + TIMES * sum(self.found.seconds[session.items[at].nodeid] for at in order))
         for at, following in zip(order, [*order[1:], None], strict=True):
             killers[number] = at + 1
             session.items[at].ihook.pytest_runtest_protocol(
@@ -148,7 +149,7 @@ class Session:
 
 
 class Quickest:
-    """A pytest plugin that runs the quickest test first."""
+    """A pytest plugin that runs the quickest test first, and bounds the time of all."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self._seconds = seconds
@@ -156,13 +157,14 @@ class Quickest:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Sort the tests."""
         items.sort(key=lambda item: self._seconds.get(item.nodeid, 0.0))
+        allow(START_S + TIMES * sum(self._seconds.get(item.nodeid, 0.0) for item in items))
 
 
 def session_of(
-    mutants: Sequence[Mutant], tests: Sequence[str], tell: Tell, *, processes: int, limit_s: float
+    mutants: Sequence[Mutant], tests: Sequence[str], tell: Tell, *, processes: int
 ) -> Found:
     """Try each of the mutants whose functions can be swapped in a process that runs."""
-    session = Session(mutants, tell, processes=processes, limit_s=limit_s)
+    session = Session(mutants, tell, processes=processes)
     silence()
     session.watch()
     status = run_pytest(tests, session)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-LOSS = ("policy_loss", "penalties", "masks", "divergence", "nonfinite", "presets", "theory_binds")
+LOSS = ("policy_loss", "penalties", "masks", "divergence", "nonfinite", "presets")
 DATA = ("packing", "data_balancing", "mini_batches")
 CHECKS = ("weight_checks", "engine_checksums", "weight_sync")
 TARGETS: dict[str, tuple[str, ...]] = {
