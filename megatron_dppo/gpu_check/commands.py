@@ -9,17 +9,22 @@ from collections.abc import Sequence
 from megatron_dppo.gpu_check.part import ROOT, LackingError
 
 
+def require(*names: str) -> None:
+    """Raise LackingError where a file or folder of the project is not there: an installed package comes without tools
+    and examples."""
+    for name in names:
+        if not (ROOT / name).exists():
+            raise LackingError(f"{name} is not in {ROOT}: run this in the project's folder")
+
+
 def run_python(arguments: Sequence[str], needs: Sequence[str] = ()) -> int:
     """Run this Python in the project's folder, its output in the part's log; the exit code.
 
     Args:
         arguments: a script of the project, or ``-m`` and a module, and what follows.
-        needs: files and folders of the project. Raises LackingError where one is not there: an installed package
-            comes without tools and examples.
+        needs: as ``require`` takes them.
     """
-    for name in needs:
-        if not (ROOT / name).exists():
-            raise LackingError(f"{name} is not in {ROOT}: run this in the project's folder")
+    require(*needs)
     print(" ".join(["python", *arguments]), flush=True)
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, check=False).returncode
 

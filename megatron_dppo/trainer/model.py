@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -12,17 +15,29 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
 
-
-def build_chunks(transformer: TransformerConfig, shape: ModelShape) -> list[GPTModel]:
-    """Build this rank's part of the model: one GPTModel, unwrapped, for each virtual stage, on its device."""
-    return [chunk.to(platform.current().device) for chunk in make_chunks(transformer, shape)]
+LayerSpec = Callable[[TransformerConfig, int | None], Any]
+"""``(config, vp_stage)`` -> the layers of one chunk."""
 
 
-def make_chunks(transformer: TransformerConfig, shape: ModelShape) -> list[GPTModel]:
+def build_chunks(
+    transformer: TransformerConfig, shape: ModelShape, spec: LayerSpec | None = None
+) -> list[GPTModel]:
+    """Build this rank's part of the model: one GPTModel, unwrapped, for each virtual stage, on its device.
+
+    ``spec``: its layers; None: the platform's.
+    """
+    made = make_chunks(transformer, shape, spec)
+    return [chunk.to(platform.current().device) for chunk in made]
+
+
+def make_chunks(
+    transformer: TransformerConfig, shape: ModelShape, spec: LayerSpec | None = None
+) -> list[GPTModel]:
     """The same where they are made: on torch's default device."""
     virtual = transformer.virtual_pipeline_model_parallel_size
     stages = [None] if virtual is None else list(range(virtual))
-    return [_build_chunk(transformer, shape, stage) for stage in stages]
+    layers = spec or platform.current().decoder_spec
+    return [_build_chunk(transformer, shape, stage, layers) for stage in stages]
 
 
 def wrap_chunks(
@@ -42,12 +57,11 @@ def wrap_chunks(
 
 
 def _build_chunk(
-    transformer: TransformerConfig, shape: ModelShape, vp_stage: int | None
+    transformer: TransformerConfig, shape: ModelShape, vp_stage: int | None, spec: LayerSpec
 ) -> GPTModel:
-    here = platform.current()
     model = GPTModel(
         config=transformer,
-        transformer_layer_spec=here.decoder_spec(transformer, vp_stage),
+        transformer_layer_spec=spec(transformer, vp_stage),
         vocab_size=padded_vocab_size(shape.vocab_size, transformer.tensor_model_parallel_size),
         max_sequence_length=shape.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),

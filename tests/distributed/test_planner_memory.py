@@ -46,8 +46,8 @@ def measure(folder: str, cases: dict[str, Any]) -> dict[str, dict[str, int]]:
 
 
 def _measure(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, int]:
+    from megatron_dppo.gpu_check import held_memory as memory
     from megatron_dppo.trainer.trainer import Trainer
-    from tests import memory
     from tests.distributed.test_trainer_parity import policy_token_loss, run_config
 
     trainer = Trainer(run_config(hf_dir, {**parallel, "world_size": 2}, changes))

@@ -52,13 +52,18 @@ def _checkpoint_rank(plan: Verdict) -> str:
     return gb(plan.transfer.checkpoint / plan.job.trainer.layout.world_size)
 
 
+def _between_nodes(plan: Verdict) -> str:
+    """Bytes that must reach the nodes that serve and don't train."""
+    apart = sum(node.engine > 0 and node.trainer == 0 for node in plan.nodes)
+    return gb(plan.transfer.model * apart)
+
+
 def _bound(plan: Verdict) -> str:
     return _seconds(plan.transfer.model / plan.cluster.device.network)
 
 
 def _hash_bound(plan: Verdict) -> str:
-    held = plan.transfer.model / communicators.senders(plan.job.trainer.layout)
-    return _seconds(held / plan.cluster.device.hbm)
+    return _seconds(plan.transfer.model / plan.job.senders / plan.cluster.device.hbm)
 
 
 def _trainer_groups(plan: Verdict) -> str:
@@ -67,8 +72,7 @@ def _trainer_groups(plan: Verdict) -> str:
 
 
 def _engine_groups(plan: Verdict) -> str:
-    layout, engine = plan.job.trainer.layout, plan.job.engine
-    count = int(engine.tensor > 1) + communicators.senders(layout)
+    count = int(plan.job.engine.tensor > 1) + plan.job.senders
     return f"{count}: {gib(count * communicators.PER_COMMUNICATOR)}"
 
 
@@ -145,6 +149,11 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
         ),
         Computed(
             "of them gathered first", lambda p: gb(p.transfer.gathered), "planner/transfer.py"
+        ),
+        Computed(
+            "between nodes, at least",
+            _between_nodes,
+            "once into each node that serves and doesn't train",
         ),
         Computed("lower bound", _bound, "bytes once into a node / its network port's rate"),
         Computed(

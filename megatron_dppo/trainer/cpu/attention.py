@@ -38,6 +38,11 @@ class AttentionPlan(NamedTuple):
     scatter: Tensor
     """int64 [T]; for each packed token, its row in the concatenated padded outputs."""
 
+    def to(self, device: torch.device) -> AttentionPlan:
+        """The plan with its indices on ``device``."""
+        batches = tuple(batch._replace(gather=batch.gather.to(device)) for batch in self.batches)
+        return AttentionPlan(batches, self.scatter.to(device))
+
 
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -50,7 +55,7 @@ def attention_plan(cu_seqlens: Tensor) -> AttentionPlan:
     """
     plan = _plans.get(cu_seqlens)
     if plan is None:
-        plan = _plans[cu_seqlens] = _plan(cu_seqlens.tolist())
+        plan = _plans[cu_seqlens] = _plan(cu_seqlens.tolist()).to(cu_seqlens.device)
     return plan
 
 

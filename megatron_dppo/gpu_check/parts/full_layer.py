@@ -1,0 +1,156 @@
+"""One layer of Qwen3-30B-A3B in full size with its vocabulary: memory and time of optimiser steps against the plan."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from megatron_dppo.gpu_check.commands import require
+from megatron_dppo.gpu_check.models import policy_config, random_batch, random_model
+from megatron_dppo.gpu_check.part import ROOT, LackingError, Row, Site
+from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.planner.activations import activation_bytes
+from megatron_dppo.planner.devices import CONTEXT
+from megatron_dppo.planner.job import TrainerJob, trainer_job
+from megatron_dppo.planner.optimizer import state_bytes
+from megatron_dppo.planner.steptime import MOE_UTILISATION
+from megatron_dppo.planner.units import gib
+
+if TYPE_CHECKING:
+    from megatron_dppo.data.packing import PackedBatch
+    from megatron_dppo.trainer.trainer import Trainer
+
+SHOWS = "one layer of Qwen3-30B-A3B in full size: time and memory against the plan"
+LIMIT_S = 400.0
+MODEL = "examples/model_configs/qwen3-30b-a3b/config.json"
+LENGTHS = [16_384, 1_024]
+SMALL = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "moe_intermediate_size": 96, "num_experts": 16, "vocab_size": 4096,
+}  # fmt: skip
+SMALL_LENGTHS = [192, 64]
+STATE_TOLERANCE, SAVED_TOLERANCE = 0.01, 0.10
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes in the trainer; ``saved``: what autograd kept at most; ``peak``: of the allocator's, None on a CPU."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    saved: int
+    peak: int | None
+
+
+def run(site: Site) -> Iterator[Row]:
+    """A row of each kind of memory and one of the time."""
+    require(MODEL)
+    config = json.loads((ROOT / MODEL).read_text()) | {"num_hidden_layers": 1}
+    lengths = LENGTHS
+    if not site.gpus:
+        config |= SMALL
+        lengths = SMALL_LENGTHS
+        yield Row("size", f"scaled down without a GPU: hidden 256, {sum(lengths)} tokens")
+    from megatron_dppo.trainer.trainer import Trainer
+
+    checkpoint = random_model(site.folder / "checkpoint", config)
+    policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
+    shape = load_model_shape(checkpoint)
+    job = trainer_job(policy, shape, 1, max(lengths), gpu=site.gpus > 0)
+    if site.gpus:
+        _require_memory(job)
+    trainer = Trainer(policy)
+    batch = random_batch(trainer.shape.vocab_size, lengths)
+    held = _held(trainer, batch, site.gpus)
+    yield from _memory(held, job)
+    yield _time(trainer, batch, lengths)
+    for file in checkpoint.glob("*.safetensors"):
+        file.unlink()  # gigabytes that nobody needs any more
+
+
+def _require_memory(job: TrainerJob) -> None:
+    import torch
+
+    free, _ = torch.cuda.mem_get_info()
+    needed = CONTEXT + round(1.1 * (activation_bytes(job, 0).total + state_bytes(job, 0).total))
+    if free < needed:
+        raise LackingError(f"GPU memory: {gib(free)} free, {gib(needed)} needed by the plan")
+
+
+def _step(trainer: Trainer, batch: PackedBatch) -> None:
+    from megatron_dppo.algorithms.presets import build_algorithm
+    from megatron_dppo.trainer.token_loss import make_token_loss
+
+    loss = make_token_loss(build_algorithm("dppo-binary-tv"))
+    trainer.train_mini_batch([batch], loss, float(batch.num_tokens))
+
+
+def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> Held:
+    import torch
+
+    from megatron_dppo.gpu_check import held_memory
+
+    weights = held_memory.weight_tensors(trainer)
+    with held_memory.saved_for_backward(weights) as saved:
+        _step(trainer, batch)  # also the warm-up: Adam's state is made here
+    peak = None
+    if gpus:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        steady = torch.cuda.memory_allocated()
+        _step(trainer, batch)
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - steady
+    return Held(
+        held_memory.storage_bytes(weights),
+        held_memory.storage_bytes(held_memory.gradient_tensors(trainer)),
+        held_memory.storage_bytes(held_memory.optimizer_tensors(trainer)),
+        saved.peak,
+        peak,
+    )
+
+
+def _memory(held: Held, job: TrainerJob) -> Iterator[Row]:
+    state, live = state_bytes(job, 0), activation_bytes(job, 0, busiest=1.0)
+    yield compared("weights", held.weights, state.weights, STATE_TOLERANCE)
+    yield compared("gradients", held.gradients, state.gradients, STATE_TOLERANCE)
+    yield compared("optimizer", held.optimizer, state.optimizer, STATE_TOLERANCE)
+    yield compared("kept for backward", held.saved, live.saved, SAVED_TOLERANCE)
+    if held.peak is not None:
+        yield compared("peak of a step above its start", held.peak, live.total, SAVED_TOLERANCE)
+
+
+def compared(what: str, measured: int, planned: int, tolerance: float) -> Row:
+    """Bytes against the plan's, which may differ by the share ``tolerance`` of the measured."""
+    off = planned / measured - 1
+    return Row(
+        what,
+        gib(measured),
+        f"{gib(planned)} by the plan ({off:+.1%}), within {tolerance:.0%}",
+        abs(off) <= tolerance,
+        {"measured": measured, "planned": planned},
+    )
+
+
+def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
+    from megatron_dppo.model.flops import BACKWARD_FORWARDS, forward_flops
+    from megatron_dppo.trainer import platform
+
+    cost = forward_flops(trainer.shape)
+    flops = (1 + BACKWARD_FORWARDS) * sum(cost(length) for length in lengths)
+    began = time.perf_counter()
+    for _ in range(STEPS):
+        _step(trainer, batch)  # reads the gradient's norm back: it ends when the GPU has ended
+    seconds = (time.perf_counter() - began) / STEPS
+    rate, peak = flops / seconds, platform.peak_flops()
+    figures: dict[str, Any] = {"seconds": seconds, "flops_per_second": rate}
+    told = f"{seconds:.3g} s, {rate / 1e12:.3g} TFLOP/s"
+    if peak is None:
+        return Row("an optimiser step", told, figures=figures)
+    told += f", MFU {rate / peak:.0%}"
+    return Row("an optimiser step", told, f"the plan assumes {MOE_UTILISATION:.0%}", None, figures)
