@@ -21,6 +21,7 @@ from megatron_dppo.config import (
     load_config,
     resolved_yaml,
 )
+from megatron_dppo.config.allocator import allocator_problems
 from megatron_dppo.config.checkpoint_folder import missing_weights
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.launch.errors import LaunchError
@@ -74,6 +75,8 @@ def start_problems(config: TrainConfig, machine: Machine) -> list[str]:
     from megatron_dppo.planner.here import memory_problems  # loads numpy
 
     problems = [*machine_problems(config, machine), *memory_problems(config, machine)]
+    if machine.gpus:
+        problems += allocator_problems(config, os.environ)
     try:
         local_placement(config, machine)
     except PlacementError as error:

@@ -15,7 +15,12 @@ from typing import TypeVar
 from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
 from megatron_dppo.config.data_checks import data_file_problems, prompt_form_problems
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.forwarded import SGLANG, megatron_problems, replay_problems
+from megatron_dppo.config.forwarded import (
+    SGLANG,
+    expert_kernel_problems,
+    megatron_problems,
+    replay_problems,
+)
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
 from megatron_dppo.config.values import (
@@ -204,6 +209,11 @@ def _router_replay(config: TrainConfig, model: ModelShape) -> Problems:
         )
 
 
+def _expert_kernel(config: TrainConfig, model: ModelShape) -> Problems:
+    if model.is_moe:
+        yield from expert_kernel_problems(config.sglang)
+
+
 def _lengths(config: TrainConfig, model: ModelShape) -> Problems:
     limits = {
         "model's": model.max_position_embeddings,
@@ -260,6 +270,7 @@ CHECKS: tuple[Check, ...] = (
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     *LAYOUT_CHECKS,
     _router_replay,
+    _expert_kernel,
     _lengths,
     engine_split_problems,
     _topk,

@@ -115,6 +115,10 @@ SGLANG_FIXED: Mapping[str, str] = {
 """Field of ServerArgs that nothing sets -> why."""
 
 
+EXPERT_KERNEL = "triton"
+"""SGLang's ``moe_runner_backend`` that leaves unquantised experts as they are loaded."""
+
+
 @dataclass(frozen=True)
 class ForwardedTable:
     """A section whose keys are a library's options.
@@ -157,6 +161,17 @@ def megatron_problems(table: Mapping[str, Any]) -> Iterator[str]:
         yield (
             "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
             "packed micro-batches differ in length between ranks"
+        )
+
+
+def expert_kernel_problems(table: Mapping[str, Any]) -> Iterator[str]:
+    """Kernels of the experts, in the ``sglang:`` table, whose layout of the weights can't be verified."""
+    found = table.get("moe_runner_backend")
+    if found not in (None, EXPERT_KERNEL):
+        yield (
+            f"sglang.moe_runner_backend: got {given(found)}, expected {EXPERT_KERNEL!r}: other kernels keep the "
+            "experts' weights in a layout of their own (auto takes such a one on some GPUs), and their checksums "
+            "match no trainer's"
         )
 
 

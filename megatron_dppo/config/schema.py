@@ -162,11 +162,14 @@ class ParallelConfig(Section):
     interface: str | None = None
     """Network interface (``eth0``, or an address of it) on which ranks listen for each other. Empty:
     loopback where all ranks are on one machine."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """A rank ends, and says what it waited in and for whom, when a collective takes longer. Longer waits are allowed
+    where others generate, start, save or update weights."""
 
     @property
     def sizes(self) -> LayoutSizes:
         """The section as the layout's checks take it."""
-        return LayoutSizes(**self.model_dump(exclude={"interface"}))
+        return LayoutSizes(**self.model_dump(exclude={"interface", "collective_timeout_s"}))
 
     @property
     def data(self) -> int:

@@ -4,14 +4,15 @@ bucket by bucket, in any order, by as many ranks as send.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, dtype, zeros
 
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.tensors import EnginePart, EngineTensors
-from megatron_dppo.engine.tiled_hash import WORD, TiledHash
+from megatron_dppo.engine.tile_sums import WORD
+from megatron_dppo.engine.tiled_hash import Part, TiledHash, add_parts
 from megatron_dppo.model.mapping import hf_tensors
 
 
@@ -34,6 +35,7 @@ class ExpectedChecksums:
         self._shapes = hf_tensors(tensors.shape)
         self._seen: set[str] = set()
         self._hashes: dict[tuple[int, str], TiledHash] = {}
+        self._unfinished: list[Callable[[], None]] = []
         odd = [n for n, ps in tensors.parts.items() if any(self._byte(p) % WORD for p in ps)]
         if odd:
             raise IncompleteWeightsError(
@@ -42,17 +44,23 @@ class ExpectedChecksums:
             )
 
     def add(self, bucket: Iterable[tuple[str, Tensor]]) -> None:
-        """Hash the next bucket.
+        """Start to hash the next bucket, all its parts by one kernel; on a GPU nobody waits for it before ``partial``.
 
         Raises IncompleteWeightsError for an unknown, repeated or misshaped tensor.
         """
+        parts: list[Part] = []
         for name, tensor in bucket:
             self._check(name, tensor)
             for part in self._tensors.parts[name]:
-                self._hash(part.rank, part.tensor).add(part.cut(tensor), self._byte(part))
+                whole = self._hash(part.rank, part.tensor)
+                parts.append((whole, part.cut(tensor), self._byte(part)))
+        self._unfinished.append(add_parts(parts))
 
     def partial(self) -> Any:
         """What ``add`` took so far, as plain JSON values."""
+        for finish in self._unfinished:
+            finish()
+        self._unfinished.clear()
         sums = [[rank, name, h.state()] for (rank, name), h in self._hashes.items()]
         return [sorted(self._seen), sums]
 

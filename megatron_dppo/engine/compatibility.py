@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.options import ServerSections
@@ -125,6 +126,12 @@ def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShap
             )
     if info.get("quantization") is not None:
         raise EngineMismatchError(f"{url}: quantization is {info['quantization']!r}, expected none")
+    kernel = info.get("moe_runner_backend")
+    if shape.is_moe and info["device"] != "cpu" and kernel != EXPERT_KERNEL:
+        raise EngineMismatchError(
+            f"{url}: moe_runner_backend is {kernel!r}, which may keep the experts' weights in a layout of its own; "
+            f"expected {EXPERT_KERNEL!r} (--moe-runner-backend)"
+        )
     served = shape.dtype if info["dtype"] == "auto" else info["dtype"]
     if served != dtype:
         raise EngineMismatchError(

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.schema import (
     DataConfig,
     EngineConfig,
@@ -134,6 +135,8 @@ def server_options(
             "max_total_tokens": cpu_kv_tokens(config),
             "sleep_on_idle": True,
         }
+    elif load_model_shape(config.model.hf_checkpoint).is_moe:
+        options["moe_runner_backend"] = EXPERT_KERNEL
     if config.engine.deterministic:
         options["enable_deterministic_inference"] = True
         if device == "cpu":

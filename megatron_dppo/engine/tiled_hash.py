@@ -14,27 +14,25 @@ SplitMix64's. It finds accidents, not adversaries.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import logging
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.system.cpp_build import KernelBuildError, build_library
+from megatron_dppo.engine.tile_sums import (
+    MASK32,
+    MASK64,
+    WORD,
+    PartSums,
+    Run,
+    closed_sum,
+    run_of,
+    start_sums,
+)
 
-log = logging.getLogger(__name__)
-
-MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
-WORD = 4
-TILE = 8192
-BLOCK_TILES = 2048
-SEED_1 = 0x243F6A88
-SEED_2 = ((SEED_1 * 0x9E3779B1) ^ 0xDEADBEEF) & MASK32
-LANES = ((0x27D4EB2D, SEED_1, 15), (0x165667B1, SEED_2, 13))
-SOURCE = Path(__file__).parent / "kernels" / "tile_sums.cpp"
+Part = tuple["TiledHash", Tensor, int]
+"""The hash of a tensor, a part of it, and the byte at which the part begins."""
 
 
 def tiled_hash(tensor: Tensor) -> str:
@@ -42,6 +40,23 @@ def tiled_hash(tensor: Tensor) -> str:
     whole = TiledHash(tensor.numel() * tensor.element_size())
     whole.add(tensor, 0)
     return whole.hexdigest()
+
+
+def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
+    """Start to hash all of ``parts``, by one kernel; what is returned waits for it and adds the sums.
+
+    The parts may change then, and on a GPU once their stream has gone on. Raises ValueError as
+    ``TiledHash.add``.
+    """
+    runs = [(whole, whole.run(part, start)) for whole, part, start in parts]
+    filled = [(whole, run) for whole, run in runs if run is not None]
+    sums = start_sums([run for _, run in filled])
+
+    def finish() -> None:
+        for (whole, _), found in zip(filled, sums(), strict=True):
+            whole.take(found)
+
+    return finish
 
 
 class TiledHash:
@@ -60,19 +75,22 @@ class TiledHash:
 
         Raises ValueError where they begin within a word, or end within one before the tensor ends.
         """
-        data = part.detach().contiguous().reshape(-1).view(torch.uint8)
-        first, end = start // WORD, -(-(start + data.numel()) // WORD)
-        ragged = -data.numel() % WORD
-        if start % WORD or (ragged and end != self._words):
+        add_parts([(self, part, start)])()
+
+    def run(self, part: Tensor, start: int) -> Run | None:
+        """A part as whole words, or None for an empty one. Raises ValueError as ``add``."""
+        size = part.numel() * part.element_size()
+        first, end = start // WORD, -(-(start + size) // WORD)
+        if start % WORD or (size % WORD and end != self._words):
             raise ValueError(
-                f"tiled hash: {data.numel()} bytes at byte {start} of {WORD * self._words}; parts "
-                f"must begin and end at multiples of {WORD}"
+                f"tiled hash: {size} bytes at byte {start} of {WORD * self._words}; parts must begin and end "
+                f"at multiples of {WORD}"
             )
-        if ragged:
-            data = torch.cat([data, data.new_zeros(ragged)])
-        if data.numel() == 0:
-            return
-        closed, edges = tile_sums(data, first, self._words)
+        return run_of(part, first, self._words) if size else None
+
+    def take(self, sums: PartSums) -> None:
+        """Add the sums of a part."""
+        closed, edges = sums
         self._sum = (self._sum + closed) & MASK64
         for tile, high, low in edges:
             self._add_open(tile, high, low)
@@ -84,9 +102,7 @@ class TiledHash:
     def merge(self, state: list[Any]) -> None:
         """Add what another hash of the same tensor took."""
         total, tiles = state
-        self._sum = (self._sum + total) & MASK64
-        for tile, high, low in tiles:
-            self._add_open(tile, high, low)
+        self.take((total, tiles))
 
     def hexdigest(self) -> str:
         """16 hexadecimal digits of all that was taken; 0 for an empty tensor."""
@@ -94,112 +110,12 @@ class TiledHash:
             return f"{0:016x}"
         total = self._sum
         if self._open:
-            total += _closed(torch.tensor(list(self._open.values())).T, self._words)
+            total += closed_sum(torch.tensor(list(self._open.values())).T, self._words)
         return f"{_splitmix(total & MASK64):016x}"
 
     def _add_open(self, tile: int, high: int, low: int) -> None:
         before = self._open.get(tile, (0, 0))
         self._open[tile] = ((before[0] + high) & MASK32, (before[1] + low) & MASK32)
-
-
-Edge = tuple[int, int, int]
-"""A tile that a part shares with others, and its two inner sums over that part."""
-
-
-def tile_sums(data: Tensor, first: int, total: int) -> tuple[int, list[Edge]]:
-    """What the tiles that ``data`` covers add to the checksum of ``total`` words, and its edges.
-
-    ``data``: whole words as ``uint8``, contiguous, at least one; it begins at word ``first``.
-    """
-    kernel = _kernel() if data.device.type == "cpu" else None
-    if kernel is None:
-        return tile_sums_by_torch(data, first, total)
-    words = data.numel() // WORD
-    sums = (ctypes.c_uint32 * 4)()
-    closed = kernel(data.data_ptr(), words, first, total, sums)
-    return closed, [(tile, sums[at], sums[at + 1]) for tile, at in _edges(first, words, total)]
-
-
-def tile_sums_by_torch(data: Tensor, first: int, total: int) -> tuple[int, list[Edge]]:
-    """``tile_sums`` on any device, in blocks of BLOCK_TILES tiles (memory: a few times 64 MiB)."""
-    words = (data.clone() if data.storage_offset() % WORD else data).view(torch.int32)
-    edges = _edges(first, words.numel(), total)
-    blocks, at = [], first
-    while words.numel():
-        step = TILE - at % TILE
-        if step == TILE and words.numel() > TILE:
-            step = min(words.numel() // TILE, BLOCK_TILES) * TILE
-        blocks.append(_mix(words[:step], at))
-        at += min(step, words.numel())
-        words = words[step:]
-    sums = torch.cat(blocks, dim=1)
-    shared = {tile - first // TILE for tile, _ in edges}
-    covered = [i for i in range(sums.shape[1]) if i not in shared]
-    opened = [(tile, *sums[:, tile - first // TILE].tolist()) for tile, _ in edges]
-    return _closed(sums[:, covered], total), opened
-
-
-def _edges(first: int, words: int, total: int) -> list[tuple[int, int]]:
-    """Tiles that these words share with others; 0 beside the one where they begin, 2 beside a later."""
-    end = first + words
-    edges = []
-    if first % TILE or (end < total and end // TILE == first // TILE):
-        edges.append((first // TILE, 0))
-    if end % TILE and end < total and end // TILE != first // TILE:
-        edges.append((end // TILE, 2))
-    return edges
-
-
-def _closed(sums: Tensor, total: int) -> int:
-    """What tiles of inner sums int64 [2, tiles] add to the checksum of ``total`` words."""
-    high, low = _fmix((sums ^ (WORD * total & MASK32)).to(torch.int32)).to(torch.int64)
-    return ((int((high & MASK32).sum()) << 32) + int((low & MASK32).sum())) & MASK64
-
-
-def _mix(words: Tensor, first: int) -> Tensor:
-    """Words of one tile, or of several whole ones. int32 overflows modulo 2^32."""
-    count = words.numel()
-    index = torch.arange(first, first + count, device=words.device).to(torch.int32)
-    sums = []
-    for multiplier, seed, turn in LANES:
-        position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, turn)
-        mixed = _fmix(words ^ position)
-        tiles = mixed.view(-1, TILE) if count >= TILE else mixed.view(1, count)
-        sums.append(tiles.sum(dim=1, dtype=torch.int64).cpu() & MASK32)
-    return torch.stack(sums)
-
-
-@functools.cache
-def _kernel() -> Any | None:
-    """The compiled loop; None, told once, where there is no compiler."""
-    try:
-        function = build_library(SOURCE).tile_sums
-    except KernelBuildError as error:
-        log.warning("weight checksums run in torch, which is slower: %s", error)
-        return None
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes = [pointer, integer, integer, integer, pointer]
-    function.restype = ctypes.c_uint64
-    return function
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 32) if value >> 31 else value
-
-
-def _shift_right(x: Tensor, by: int) -> Tensor:
-    """Logical shift of int32."""
-    return (x >> by) & ((1 << (32 - by)) - 1)
-
-
-def _rotate_left(x: Tensor, by: int) -> Tensor:
-    return (x << by) | _shift_right(x, 32 - by)
-
-
-def _fmix(x: Tensor) -> Tensor:
-    x = (x ^ _shift_right(x, 16)) * _signed(0x85EBCA6B)
-    x = (x ^ _shift_right(x, 13)) * _signed(0xC2B2AE35)
-    return x ^ _shift_right(x, 16)
 
 
 def _splitmix(x: int) -> int:

@@ -60,6 +60,7 @@ from megatron_dppo.trainer.collectives import any_rank
 from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
+from megatron_dppo.trainer.watchdog import patience
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +140,7 @@ class Run:
             config.rollout.topk_log_probs,
             load_model_shape(config.model.hf_checkpoint).vocab_size,
         )
-        with self.timer("start"):
+        with self.timer("start"), patience("others start"):
             topk = self.topk > 0 or algorithm.needs_recomputed_distribution
             self.trainer = Trainer(config, StatsSpec(topk=topk, entropy=True))
             fence.join()
@@ -184,7 +185,7 @@ class Run:
     def begin(self) -> None:
         """Bring the engine to the trainer's weights and measure where the run starts."""
         if self.engine is not None:
-            with self.timer("start"):
+            with self.timer("start"), patience("waiting for the servers"):
                 self.engine.connect()
         if self.trainer.topology.rank == 0:
             log.info("%s", active_line(self.config, self.algorithm, self.trainer.layout))
@@ -200,7 +201,8 @@ class Run:
     def step(self) -> None:
         """One rollout batch, trained on; the engine then holds the new weights."""
         step = self.state.step + 1
-        batch = self.source.collect(step)
+        with patience("others generate"):
+            batch = self.source.collect(step)
         with self.timer("train"):
             planned = self.learner.plan(batch.trajectories)
             learned = self.learner.learn(planned)
@@ -215,7 +217,8 @@ class Run:
             batch.trajectories, self.data.files, self.config.rollout.group_size
         )
         try:
-            self.source.settle(step)
+            with patience("others generate"):
+                self.source.settle(step)
             measured |= self._update_weights()
             if self._is_due(self.config.evaluation.every):
                 measured |= self._evaluate()
@@ -233,7 +236,7 @@ class Run:
         difference = None
         self.fence.check_together()
         if self.config.checkpoint.export_hf:
-            with self.timer("export"):
+            with self.timer("export"), patience("others export"):
                 difference = export(
                     self.config,
                     self.trainer,
@@ -297,7 +300,7 @@ class Run:
         """Push the weights; what this and recoveries since the last call amount to."""
         if self.engine is None:
             return {}
-        with self.timer("sync"):
+        with self.timer("sync"), patience("others update the engine's weights"):
             report = self.engine.update_weights(self.state.step)
         totals = self.engine.updates, self.engine.verified_updates
         counted, self._counted_updates = self._counted_updates, totals
@@ -310,7 +313,7 @@ class Run:
     def _evaluate(self) -> dict[str, float]:
         if self.engine is None:
             return {}
-        with self.timer("evaluate"):
+        with self.timer("evaluate"), patience("others generate"):
             return evaluate(
                 self.state.step,
                 self.data.held_out,
@@ -346,7 +349,7 @@ class Run:
                 raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error
 
     def _save_checkpoint(self) -> None:
-        with self.timer("checkpoint"):
+        with self.timer("checkpoint"), patience("others save"):
             self.store.save(self.trainer, self.state.step, self.state.to_json())
             on_rank_0(lambda: remember_checkpoint(self.config.run.directory, self.state.step))
         self.saved_step = self.state.step

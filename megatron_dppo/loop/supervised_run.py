@@ -31,6 +31,7 @@ from megatron_dppo.system.lease_files import LeaseError
 from megatron_dppo.system.tcp_store import ListenError
 from megatron_dppo.trainer.errors import NonFiniteLossError
 from megatron_dppo.trainer.trainer import Trainer
+from megatron_dppo.trainer.watchdog import patience
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
 _EXPECTED_ERRORS = (
@@ -67,7 +68,8 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
     pairs = load_pairs(
         config.data.train, tokenizer, apply_chat_template=config.data.apply_chat_template
     )
-    trainer = Trainer(config)
+    with patience("others start"):
+        trainer = Trainer(config)
     fence.join()
     sampler = ProblemSampler(len(pairs), config.run.seed)
     first = last = 0.0
@@ -78,7 +80,8 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
             first = last if step == 0 else first
             bar.update(completed=step + 1, note=f"{last:.3f} nats a token")
     fence.check_together()
-    trainer.export_hf(out)
+    with patience("others export"):
+        trainer.export_hf(out)
     log.info("supervised: %.3f -> %.3f nats a token in %d steps", first, last, config.run.steps)
 
 

@@ -21,8 +21,10 @@ import numpy as np
 import torch
 
 from megatron_dppo.system import gpu_peaks
+from megatron_dppo.trainer import flight_recorder, gpu_environment
 
 log = logging.getLogger(__name__)
+_environment: list[str] = []
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,18 @@ def has_cuda() -> bool:
 
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
+    flight_recorder.switch_on()
+    if any(Path("/dev").glob("nvidia[0-9]*")):  # before CUDA is asked, which reads some of it once
+        _environment.extend(gpu_environment.complete(os.environ))
     if not has_cuda():
         from megatron_dppo.trainer.cpu import megatron_shim
 
         megatron_shim.install()
+
+
+def environment_lines() -> list[str]:
+    """The variables of CUDA and NCCL that this process runs with, a line each; none without a GPU."""
+    return list(_environment)
 
 
 @cache

@@ -20,14 +20,13 @@ from megatron_dppo.system.interfaces import (
 )
 from megatron_dppo.system.tcp_store import listening_store
 from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.watchdog import LONGEST_WAIT_S, Watchdog, client_of
 
 log = logging.getLogger(__name__)
 
-COLLECTIVE_TIMEOUT = timedelta(hours=2)
-"""Must exceed the longest generation, during which the other ranks wait in a collective.
-
-A dead rank is detected by the supervisor, not by this timeout.
-"""
+COLLECTIVE_TIMEOUT = timedelta(seconds=LONGEST_WAIT_S)
+"""torch's own, the last resort: a dead rank is detected by the supervisor, a hung one by the watchdog."""
+_CONNECT = timedelta(seconds=5)
 
 
 @dataclass(frozen=True)
@@ -74,13 +73,16 @@ class Topology:
         return dist.get_global_rank(self.pipeline_group, self.pp_size - 1)
 
 
-def init_distributed(world_size: int, interface: str | None = None) -> None:
+def init_distributed(
+    world_size: int, interface: str | None = None, limit_s: float = LONGEST_WAIT_S
+) -> None:
     """Join the process group given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     Without RANK: a group of this process alone. Every listener that this opens is bound to
     ``interface``; None: the rendezvous to MASTER_ADDR, the others to loopback where that is, else to
-    what gloo and NCCL choose. Raises ValueError if WORLD_SIZE is not ``world_size``, or for an interface that
-    this machine lacks.
+    what gloo and NCCL choose. ``limit_s``: a collective that takes longer ends this process, with a
+    report. Raises ValueError if WORLD_SIZE is not ``world_size``, or for an interface that this machine
+    lacks.
     """
     given = int(os.environ.get("WORLD_SIZE", "1"))
     if given != world_size:
@@ -88,12 +90,18 @@ def init_distributed(world_size: int, interface: str | None = None) -> None:
     if dist.is_initialized():
         return
     backend = platform.current().distributed_backend
+    if os.environ.get("RANK", "0") == "0":
+        for line in platform.environment_lines():
+            log.info("environment: %s", line)
     if "RANK" in os.environ:
         _name_interface(interface)
         rank, store = int(os.environ["RANK"]), _store(given, interface)
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=given, timeout=COLLECTIVE_TIMEOUT
         )
+        if given > 1:
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            Watchdog(rank, limit_s, client_of(*place, _CONNECT)).start()
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 

@@ -88,7 +88,8 @@ class Trainer:
         sizes = config.parallel.sizes
         check_layout(sizes, self.shape, "parallel.")
         self.layout = Layout.of(sizes)
-        init_distributed(config.parallel.world_size, config.parallel.interface)
+        parallel = config.parallel
+        init_distributed(parallel.world_size, parallel.interface, parallel.collective_timeout_s)
         self.topology = init_topology(self.layout, gloo_groups=config.optimizer.distributed)
         platform.seed_everything(config.run.seed)
 

@@ -150,6 +150,10 @@ REFUSED = [
     (["megatron.moe_aux_loss_coeff=0.01"], "megatron.moe_aux_loss_coeff: got 0.01"),
     (["sglang.dp_size=2"], "sglang.dp_size: got 2"),
     (
+        ["sglang.moe_runner_backend=auto"],
+        "sglang.moe_runner_backend: got 'auto' (str), expected 'triton'",
+    ),
+    (
         ["training.prompts_per_mini_batch=3"],
         "training.prompts_per_mini_batch: got 3, expected a divisor of rollout.prompts_per_step = "
         "8",

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine import tiled_hash as engine_hash
+from megatron_dppo.engine import tile_sums
 from megatron_dppo.engine.checksums import ExpectedChecksums, IncompleteWeightsError
 from megatron_dppo.engine.tensors import EngineTensors
-from megatron_dppo.engine.tiled_hash import TiledHash, tile_sums, tile_sums_by_torch, tiled_hash
+from megatron_dppo.engine.tile_sums import run_of, sums_by_torch, sums_on_cpu
+from megatron_dppo.engine.tiled_hash import TiledHash, add_parts, tiled_hash
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.cpp_build import KernelBuildError
+from tests.ranks import run_ranks
 
 
 def model_shape(family: str = "qwen3_moe", *, tied: bool = False, vocab: int = 100) -> ModelShape:
@@ -252,7 +255,7 @@ def test_tiled_hash_is_the_cuda_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not kernel:
-        monkeypatch.setattr(engine_hash, "_kernel", lambda: None)
+        monkeypatch.setattr(tile_sums, "_kernel", lambda: None)
     tensor = (torch.arange(count) * 2654435761 % 65521).to(dtype)
     step = max(2, count // pieces // 2 * 2)
     starts = list(range(0, count, step))
@@ -266,14 +269,14 @@ def test_tiled_hash_is_the_cuda_engines(
 
 
 def test_kernel_and_torch_agree_on_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_hash, "BLOCK_TILES", 2)
+    monkeypatch.setattr(tile_sums, "BLOCK_TILES", 2)
     data = torch.arange(50_001, dtype=torch.int32).view(torch.uint8)
     for first in (0, 1, 8191, 8192, 100_000):
         for count in (1, 100, 8191, 8192, 8193, 50_001):
             for total in (first + count, first + count + 9, 1 << 20):
-                part = data[: 4 * count]
-                got = tile_sums(part, first, total)
-                assert got == tile_sums_by_torch(part, first, total)
+                run = run_of(data[: 4 * count], first, total)
+                (got,) = sums_on_cpu([run])
+                assert got == sums_by_torch(run)
                 assert all(0 <= x < 1 << 32 for _, *sums in got[1] for x in sums)
 
 
@@ -281,7 +284,78 @@ def test_torch_reads_words_that_begin_anywhere_in_memory() -> None:
     data = torch.arange(20, dtype=torch.uint8)
     for offset in range(8):
         part = data[offset : offset + 12]
-        assert tile_sums_by_torch(part, 5, 99) == tile_sums_by_torch(part.clone(), 5, 99)
+        assert sums_by_torch(run_of(part, 5, 99)) == sums_by_torch(run_of(part.clone(), 5, 99))
+
+
+BLOCKS = {
+    "a row of tiles": lambda t: t,
+    "rows of a matrix": lambda t: t[20:700],
+    "columns of a matrix": lambda t: t[:, 64:192],
+    "columns of a stack": lambda t: t.view(4, 250, 256)[:, :, 128:],
+    "a block in the middle of three": lambda t: t.view(10, 100, 256)[:, 30:60],
+    "a transpose, which is no block": lambda t: t.T,
+    "a part of each dimension": lambda t: t.view(10, 100, 256)[:7, 30:60, :128],
+    "an odd number of values": lambda t: t[:, :3],
+    "a row": lambda t: t[5],
+    "a column": lambda t: t[:, 4:6],
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS.keys())
+def test_blocks_of_tensors_are_hashed_where_they_lie(block: Any) -> None:
+    whole = (torch.arange(1000 * 256) * 40503 % 4099).to(torch.bfloat16).view(1000, 256)
+    part = block(whole)
+    copy = part.contiguous()
+    assert tiled_hash(part) == tiled_hash(copy)
+    is_view = run_of(part, 0, -(-part.numel() // 2)).data.data_ptr() == part.data_ptr()
+    assert is_view == (
+        part.shape[-1] % 2 == 0 and "no block" not in _name(block) and "each" not in _name(block)
+    )
+
+
+def _name(block: Any) -> str:
+    return next(name for name, each in BLOCKS.items() if each is block)
+
+
+def test_parts_of_many_tensors_are_hashed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    kernel = tile_sums._kernel()
+    monkeypatch.setattr(tile_sums, "_kernel", lambda: lambda *a: calls.append(a[0]) or kernel(*a))
+    tensors = [torch.randn(n, 256) for n in (1, 33, 400)]
+    hashes = [TiledHash(t.nbytes) for t in tensors]
+    halves = [(h, t[: len(t) // 2 or 1], 0) for h, t in zip(hashes, tensors, strict=True)]
+    rest = [
+        (h, t[len(t) // 2 :], len(t) // 2 * 1024)
+        for h, t in zip(hashes, tensors, strict=True)
+        if len(t) > 1
+    ]
+    finish = add_parts([*halves, *rest, (hashes[0], torch.empty(0), 0)])
+    assert calls == [5]
+    finish()
+    monkeypatch.undo()
+    assert [h.hexdigest() for h in hashes] == [tiled_hash(t) for t in tensors]
+
+
+def interpreted() -> list[bool]:
+    """Worker: whether the Triton kernel's sums are the C++ loop's, for parts at every kind of place."""
+    from megatron_dppo.engine.kernels.tile_sums_triton import start
+
+    matrix = torch.arange(300 * 128, dtype=torch.int32).view(300, 128) * -1640531527
+    parts = [matrix.view(-1)[:1], matrix.view(-1)[:8192], matrix, matrix[:, 5:70], matrix[7:9, 1:2]]
+    runs = [
+        run_of(part, first, first + part.numel() + beyond)
+        for part in parts
+        for first in (0, 8191, 8192 * 3 + 17)
+        for beyond in (0, 20_000)
+    ]
+    got, expected = start(runs)(), sums_on_cpu(runs)
+    return [a == b for a, b in zip(got, expected, strict=True)]
+
+
+def test_the_triton_kernel_agrees_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (same,) = run_ranks("tests.unit.test_engine_checksums:interpreted", 1)
+    assert same == [True] * 30
 
 
 def test_tiled_hash_takes_whole_words_but_for_the_end() -> None:
@@ -328,7 +402,7 @@ def test_on_a_cpu_the_compiled_loop_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     def slower(*arguments: object) -> None:
         raise AssertionError("torch was used")
 
-    monkeypatch.setattr(engine_hash, "tile_sums_by_torch", slower)
+    monkeypatch.setattr(tile_sums, "sums_by_torch", slower)
     assert len(tiled_hash(torch.ones(3))) == 16
 
 
@@ -338,6 +412,6 @@ def test_a_missing_compiler_is_told_and_survived(
     def fail(source: object) -> None:
         raise KernelBuildError("not found on PATH: g++")
 
-    monkeypatch.setattr(engine_hash, "build_library", fail)
-    assert engine_hash._kernel.__wrapped__() is None
+    monkeypatch.setattr(tile_sums, "build_library", fail)
+    assert tile_sums._kernel.__wrapped__() is None
     assert "run in torch, which is slower: not found on PATH: g++" in caplog.text

@@ -46,6 +46,13 @@ MODEL = {
 }
 
 
+DENSE = {
+    **{name: value for name, value in MODEL.items() if "expert" not in name and "moe" not in name},
+    "model_type": "qwen3",
+    "architectures": ["Qwen3ForCausalLM"],
+}
+
+
 def run_config(folder: Path, **sections) -> TrainConfig:
     (folder / "config.json").write_text(json.dumps(MODEL))
     given = {
@@ -85,6 +92,18 @@ def test_options_of_a_gpu_server_leave_its_memory_and_kernels_to_sglang(tmp_path
     assert options["enable_return_routed_experts"] is True
     assert not {"attention_backend", "max_total_tokens", "sleep_on_idle"} & set(options)
     assert "SGLANG_PLATFORM" not in server_environment(config)
+
+
+def test_experts_on_a_gpu_get_the_kernel_that_leaves_their_layout(tmp_path):
+    def kernel(**given) -> object:
+        config = sections(tmp_path, **given)
+        return server_options(config, host="h", port=1, seed=1).get("moe_runner_backend")
+
+    assert kernel(engine={"device": "cpu"}) is None
+    assert kernel(engine={"device": "cuda"}) == "triton"
+    config = sections(tmp_path, engine={"device": "cuda"})
+    (tmp_path / "config.json").write_text(json.dumps(DENSE))
+    assert "moe_runner_backend" not in server_options(config, host="h", port=1, seed=1)
 
 
 def test_a_server_takes_the_devices_that_it_is_given(tmp_path):

@@ -119,6 +119,11 @@ def connect(engine: Engine, runner: AsyncRunner) -> Iterator[Callable[..., Contr
         ({"ep_size": 2}, "ep_size is 2; .* expected 1"),
         ({"dp_size": 4}, "dp_size is 4"),
         ({"quantization": "fp8"}, "quantization is 'fp8', expected none"),
+        ({"device": "cuda"}, "moe_runner_backend is None, .* expected 'triton'"),
+        (
+            {"device": "cuda", "moe_runner_backend": "flashinfer_trtllm"},
+            "'flashinfer_trtllm', which may keep",
+        ),
         ({"dtype": "bfloat16"}, "the engine's weights are bfloat16, the trainer's float32"),
     ],
 )

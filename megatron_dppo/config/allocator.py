@@ -1,0 +1,28 @@
+"""What the environment has torch's allocator of GPU memory do, as far as a run depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from megatron_dppo.config.schema import TrainConfig
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def allocator_problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[str]:
+    """Expandable segments, which CUDA IPC does not hand to SGLang, with ``weight_sync.strategy`` tensor."""
+    found = expandable_segments(environment)
+    if found is not None and config.weight_sync.strategy == "tensor":
+        yield (
+            f"{found}: got {environment[found]!r} with weight_sync.strategy tensor, expected no "
+            "expandable_segments: an engine can't open such memory by a CUDA IPC handle"
+        )
+
+
+def expandable_segments(environment: Mapping[str, str]) -> str | None:
+    """The variable that has torch allocate expandable segments; None where none does."""
+    for name in ALLOCATOR_VARIABLES:
+        words = environment.get(name, "").lower().replace(" ", "").split(",")
+        if "expandable_segments:true" in words:
+            return name
+    return None

@@ -1,0 +1,115 @@
+"""``tile_sums`` of many parts in one Triton kernel: on a GPU, or in Triton's interpreter.
+
+Written from SGLang's own kernel of the same sums; checked in the interpreter, not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from megatron_dppo.engine.tile_sums import SEED_1, SEED_2, TILE, WORD, PartSums, Run, collect
+
+BLOCK = 1024
+
+
+def start(runs: Sequence[Run]) -> Callable[[], list[PartSums]]:
+    """Launch the kernel over all tiles of ``runs``; what is returned waits for it and reads the results.
+
+    Two copies to the device and one back for all parts together.
+    """
+    device = runs[0].data.device
+    counts = [-(-(run.first % TILE + run.words) // TILE) for run in runs]
+    shapes = torch.tensor(
+        [
+            (
+                run.data.data_ptr(),
+                run.words,
+                run.data.shape[1] // WORD,
+                run.data.stride(0) // WORD,
+                run.first,
+                run.total,
+            )
+            for run in runs
+        ],
+        dtype=torch.int64,
+    ).to(device)
+    ends = np.cumsum(counts)
+    programs = np.stack(
+        [
+            np.repeat(np.arange(len(runs)), counts),
+            np.arange(ends[-1]) - np.repeat(ends - counts, counts),
+        ]
+    )
+    where = torch.from_numpy(programs.astype(np.int32)).to(device)
+    out = torch.zeros(len(runs), 5, dtype=torch.int64, device=device)
+    tile_sums_kernel[(int(ends[-1]),)](
+        shapes, where, where[1], out, SEED_1=SEED_1, SEED_2=SEED_2, TILE=TILE, BLOCK=BLOCK
+    )
+    edges = [run.edges for run in runs]  # not the runs, whose memory may be used again
+
+    def finish() -> list[PartSums]:
+        found = out.cpu().numpy()
+        closed = np.ascontiguousarray(found[:, 0]).view(np.uint64)
+        return collect(edges, closed.tolist(), found[:, 1:].tolist())
+
+    return finish
+
+
+@triton.jit
+def fmix(x):
+    """MurmurHash3's finaliser of uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def tile_sums_kernel(
+    shapes,
+    parts,
+    tiles,
+    out,
+    SEED_1: tl.constexpr,  # noqa: N803
+    SEED_2: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    """One tile of one part: added to its part's sum where the part covers it, else stored as its edge."""
+    program = tl.program_id(0)
+    part = tl.load(parts + program).to(tl.int64)
+    tile = tl.load(tiles + program).to(tl.int64)
+    shape = shapes + part * 6
+    data = tl.load(shape).to(tl.pointer_type(tl.uint32))
+    words, row = tl.load(shape + 1), tl.load(shape + 2)
+    stride, first, total = tl.load(shape + 3), tl.load(shape + 4), tl.load(shape + 5)
+    begin = (first // TILE + tile) * TILE
+    low = tl.maximum(begin, first)
+    high = tl.minimum(begin + TILE, first + words)
+    sum_1 = tl.zeros((), tl.uint32)
+    sum_2 = tl.zeros((), tl.uint32)
+    for block in range(0, TILE, BLOCK):
+        at = begin + block + tl.arange(0, BLOCK)
+        inside = (at >= low) & (at < high)
+        place = at - first
+        word = tl.load(data + (place // row) * stride + place % row, mask=inside, other=0)
+        index = at.to(tl.uint32)
+        turned_1 = (index << 15) | (index >> 17)
+        turned_2 = (index << 13) | (index >> 19)
+        mixed_1 = fmix(word ^ (index * 0x27D4EB2D + SEED_1) ^ turned_1)
+        mixed_2 = fmix(word ^ (index * 0x165667B1 + SEED_2) ^ turned_2)
+        sum_1 += tl.sum(tl.where(inside, mixed_1, 0), axis=0).to(tl.uint32)
+        sum_2 += tl.sum(tl.where(inside, mixed_2, 0), axis=0).to(tl.uint32)
+    result = out + part * 5
+    if (low == begin) & ((high == begin + TILE) | (high == total)):
+        size = (total * 4).to(tl.uint32)
+        closed = (fmix(size ^ sum_1).to(tl.uint64) << 32) + fmix(size ^ sum_2).to(tl.uint64)
+        tl.atomic_add(result, closed.to(tl.int64, bitcast=True))
+    else:
+        edge = tl.where(tile == 0, 1, 3)
+        tl.store(result + edge, sum_1.to(tl.int64))
+        tl.store(result + edge + 1, sum_2.to(tl.int64))

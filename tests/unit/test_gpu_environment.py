@@ -1,0 +1,61 @@
+"""Variables of CUDA, NCCL and torch's allocator: what is set, what stays, what is refused."""
+
+import pytest
+
+from megatron_dppo.config.allocator import allocator_problems, expandable_segments
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.trainer.gpu_environment import complete
+
+
+def test_what_is_missing_is_set():
+    environment = {"HOME": "/h"}
+    lines = complete(environment)
+    assert environment == {
+        "HOME": "/h",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "NCCL_CUMEM_ENABLE": "0",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+    assert lines == ["CUDA_DEVICE_MAX_CONNECTIONS=1", "NCCL_CUMEM_ENABLE=0", "NCCL_NVLS_ENABLE=0"]
+
+
+def test_what_the_user_set_stays_and_is_said():
+    environment = {"NCCL_CUMEM_ENABLE": "1", "NCCL_NVLS_ENABLE": "0"}
+    lines = complete(environment)
+    assert environment["NCCL_CUMEM_ENABLE"] == "1"
+    assert lines[1].startswith("NCCL_CUMEM_ENABLE=1, as you set it; 0 is usual: SGLang sets it so")
+    assert lines[2] == "NCCL_NVLS_ENABLE=0"
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, None),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments:True"},
+            "PYTORCH_ALLOC_CONF",
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, None),
+    ],
+)
+def test_expandable_segments_are_refused_where_memory_is_shared(environment, found):
+    assert expandable_segments(environment) == found
+    for strategy in ("tensor", "distributed"):
+        problems = list(allocator_problems(config(strategy), environment))
+        assert len(problems) == (found is not None and strategy == "tensor")
+        assert all(line.startswith(f"{found}: got ") for line in problems)
+
+
+def config(strategy: str) -> TrainConfig:
+    return TrainConfig.model_validate(
+        {
+            "run": {"directory": "runs/x", "steps": 1},
+            "model": {"hf_checkpoint": "none"},
+            "data": {"train": "none.jsonl"},
+            "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 8},
+            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 16},
+            "optimizer": {"lr": 1e-5},
+            "weight_sync": {"strategy": strategy},
+        }
+    )

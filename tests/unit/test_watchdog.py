@@ -1,0 +1,118 @@
+"""What the watchdog says of a hanging collective, from a recorded dump and from made-up ranks."""
+
+import time
+
+import torch.distributed as dist
+
+from megatron_dppo.trainer.flight_recorder import Pending, read_trace
+from megatron_dppo.trainer.watchdog import Watchdog, describe, patience
+
+SECOND = 10**9
+
+
+def entry(**changes):
+    """As torch 2.13's recorder dumps one, less what is not read."""
+    return {
+        "frames": [
+            {
+                "name": "all_reduce",
+                "filename": "/v/site-packages/torch/distributed/c10d.py",
+                "line": 1,
+            },
+            {"name": "reduce", "filename": "/v/site-packages/megatron/core/x.py", "line": 2},
+            {"name": "agree", "filename": "/home/megatron_dppo/trainer/collectives.py", "line": 71},
+            {"name": "main", "filename": "/home/run.py", "line": 3},
+        ],
+        "process_group": ("3", "DATA_PARALLEL"),
+        "profiling_name": "gloo:all_reduce",
+        "collective_seq_id": 41,
+        "p2p_seq_id": 7,
+        "is_p2p": False,
+        "time_created_ns": 5 * SECOND,
+        "retired": False,
+        **changes,
+    }
+
+
+HUNG = Pending("3 (DATA_PARALLEL)", (0, 2), "gloo:all_reduce", 41, "trainer/x.py:1 (f)", 5 * SECOND)
+
+
+def test_what_is_not_retired_is_pending_oldest_first():
+    late = entry(
+        process_group=("0", "default_pg"),
+        is_p2p=True,
+        profiling_name="nccl:send",
+        time_created_ns=6 * SECOND,
+    )
+    trace = {"entries": [late, entry(retired=True), entry()]}
+    first, second = read_trace(trace, {"3": (0, 2)})
+    assert first == Pending(
+        "3 (DATA_PARALLEL)",
+        (0, 2),
+        "gloo:all_reduce",
+        41,
+        "trainer/collectives.py:71 (agree)",
+        5 * SECOND,
+    )
+    assert (second.name, second.number, second.ranks) == ("nccl:send", 7, ())
+    assert Pending.from_json(first.to_json()) == first
+
+
+def test_libraries_alone_are_named_by_their_outermost_line():
+    frames = entry()["frames"][:2]
+    (found,) = read_trace({"entries": [entry(frames=frames)]}, {})
+    assert found.caller == "/v/site-packages/megatron/core/x.py:2"
+    (bare,) = read_trace({"entries": [entry(frames=[])]}, {})
+    assert bare.caller == "unknown"
+
+
+def test_where_another_rank_is():
+    other = Pending("0", (0, 2), "gloo:broadcast", 3, "loop/y.py:2 (g)", 0)
+    assert describe(2, HUNG, {}).startswith("rank 2 waits in no collective")
+    assert describe(2, HUNG, {2: [HUNG]}) == "rank 2 waits in the same"
+    assert describe(2, HUNG, {2: [other]}) == (
+        "rank 2 waits in gloo:broadcast, number 3 of group 0 (ranks 0, 2), asked for at loop/y.py:2 (g)"
+    )
+    assert describe(2, HUNG, {2: []}) == "rank 2 has gone on"
+
+
+def watchdog(reports, limit_s=2.0, store=None):
+    return Watchdog(0, limit_s, lambda: store, reports.append, lambda: [HUNG])
+
+
+def test_a_collective_is_overdue_beyond_the_limit_of_the_moment():
+    dog = watchdog([])
+    assert dog.overdue(7 * SECOND) is None
+    assert dog.overdue(7 * SECOND + 1) == HUNG
+    with patience("others generate", 10.0):
+        assert dog.overdue(15 * SECOND) is None
+        with patience("less", 1.0):
+            assert dog.overdue(15 * SECOND) is None
+        assert dog.overdue(15 * SECOND + 1) == HUNG
+    assert dog.overdue(7 * SECOND + 1) == HUNG
+
+
+def wait_for(reports):
+    deadline = time.monotonic() + 20
+    while not reports and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return reports
+
+
+def test_the_report_names_the_collective_its_caller_and_who_is_missing():
+    reports = []
+    watchdog(reports, 0.05, dist.HashStore()).start()
+    (report,) = wait_for(reports)
+    assert report == (
+        "rank 0 has waited for 0 s in gloo:all_reduce, number 41 of group 3 (DATA_PARALLEL) (ranks 0, 2); "
+        "asked for at trainer/x.py:1 (f); "
+        "rank 2 waits in no collective: it is stopped, or busy with something else"
+    )
+
+
+def test_a_rendezvous_that_does_not_answer_is_said(monkeypatch):
+    monkeypatch.setattr("megatron_dppo.trainer.watchdog._STORE_S", 0.05)
+    reports = []
+    dog = Watchdog(0, 0.05, lambda: time.sleep(60), reports.append, lambda: [HUNG])
+    dog.start()
+    assert wait_for(reports)[0].endswith("which rank 0 or its launcher hosts, does not answer")
