@@ -36,7 +36,6 @@ class Rows(Enum):
 class Reach(Enum):
     """Which ranks hold a column once a batch has been exchanged."""
 
-    ALL_RANKS = "all ranks"
     TRAINING_REPLICA = "the replica that trains on the trajectory"
     SAVED = "no rank; saved batches have it"
 
@@ -202,9 +201,9 @@ TOPK_LOG_PROBS = declare(
 """Natural log mu at ``topk_ids``."""
 
 WEIGHT_VERSION = declare(
-    Column("weight_version", ("int32",), Rows.SAMPLED, Reach.ALL_RANKS, packed=False)
+    Column("weight_version", ("int32",), Rows.SAMPLED, Reach.TRAINING_REPLICA, packed=False)
 )
-"""The weights that sampled each token."""
+"""The weights that sampled each token; every rank knows its runs (``data/outline.py``)."""
 
 ROUTED_EXPERTS = declare(
     Column(

@@ -7,7 +7,7 @@ tokens of the trajectory, L = mixture-of-experts layers, E = experts a token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -28,9 +28,16 @@ def check_recording(routed: np.ndarray, experts: int) -> None:
         raise ValueError(f"routed expert outside 0..{experts - 1}")
     if routed.shape[-1] > 1 and not routed.any():
         raise ValueError("routed experts are all 0: the engine recorded nothing")
-    ordered = np.sort(routed, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
+    if has_repeats(routed):
         raise ValueError("a token is routed to the same expert twice")
+
+
+def has_repeats(routed: np.ndarray) -> bool:
+    """Whether an entry [..., E] has one number twice. Pairs are compared: a sort of so short rows takes
+    ten times as long."""
+    size = routed.shape[-1]
+    choices = np.ascontiguousarray(routed.reshape(-1, size).T)
+    return any((choices[i + 1 :] == choices[i]).any() for i in range(size - 1))
 
 
 def check_stored(routed: np.ndarray) -> None:
@@ -55,3 +62,11 @@ def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.
     if versions is not None and len(versions):
         rows[np.flatnonzero(loss_mask)[versions != versions[-1]] - 1] = False
     return rows
+
+
+def discarded_rows(version_spans: Sequence[tuple[int, int, int]]) -> int:
+    """Rows that ``usable_rows`` leaves out, from the runs (version, start, end) of the sampled tokens."""
+    if not version_spans:
+        return 0
+    last = version_spans[-1][0]
+    return sum(end - start for version, start, end in version_spans if version != last)

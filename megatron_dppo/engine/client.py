@@ -7,14 +7,19 @@ in time): the server is; AbortedError: only this response is. Nothing is retried
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.answer_parsing.here import AnswerParser, ParsesHere
 from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
 from megatron_dppo.engine.http_client import HttpClient
-from megatron_dppo.engine.protocol import parse_answers, request_body, request_ids
+from megatron_dppo.engine.protocol import request_body, request_ids
+from megatron_dppo.engine.recordings.fetching import Way, download
 from megatron_dppo.engine.requests import GenerationRequest
+
+log = logging.getLogger(__name__)
 
 _WATCH_SECONDS = 5.0
 _LATE_SECONDS = 1.5
@@ -22,9 +27,14 @@ _LATE_SECONDS = 1.5
 
 
 class EngineClient(HttpClient):
-    """Generation on the server at ``url``, and its state; see HttpClient for keys and errors."""
+    """Generation on the server at ``url``, and its state; see HttpClient for keys and errors.
+
+    ``parser``: makes trajectories of answers.
+    """
 
     _last_life = 0.0
+    _ways: frozenset[Way] = frozenset()
+    parser: AnswerParser = ParsesHere()
 
     # --- generation
 
@@ -41,7 +51,25 @@ class EngineClient(HttpClient):
             "POST", "/generate", request_body(requests, rid), timeout_s=None
         )
         self.note_life()
-        return parse_answers(payload, requests, version)
+        return await self.parse(payload, requests, version)
+
+    async def parse(
+        self, payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
+    ) -> list[Trajectory]:
+        """Trajectories of this server's answer to one call, with what it keeps beside the JSON.
+
+        Raises AbortedError, EngineAnswerError, StaleWeightsError and ``request``'s errors.
+        """
+        downloaded: dict[str, bytes] = {}
+        parsed = await self.parser.parse(payload, requests, version, downloaded)
+        if parsed.missing:
+            for notice in parsed.missing:
+                downloaded[notice.id] = await download(self, notice)
+            parsed = await self.parser.parse(payload, requests, version, downloaded)
+        if parsed.ways - self._ways:
+            self._ways = parsed.ways
+            log.info("%s: recorded routing comes through %s", self.url, " and ".join(parsed.ways))
+        return parsed.trajectories
 
     async def abort(self, rid: str, count: int = 1) -> None:
         """End the call ``rid`` of ``count`` requests early; it raises AbortedError then. Unknown

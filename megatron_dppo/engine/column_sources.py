@@ -7,7 +7,8 @@ What the fields mean, as measured on the real server:
   distribution, so training samples with top_p = 1 and top_k = -1.
 * ``weight_versions`` are spans over the output tokens.
 * ``routed_experts`` is int32 ``[prompt + output - 1, hidden layers, top-k]`` (the last token is
-  never fed back). With one expert a token, zeros alone count as no recording.
+  never fed back), in base64; of a server with this project's plugin, an array that was fetched
+  (``recordings/fetching.py``). With one expert a token, zeros alone count as no recording.
 
 Shapes: R = response tokens, K = Top-K log-probabilities.
 """
@@ -156,10 +157,14 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
     tokens = answered.prompt_tokens + len(answered.response_ids) - 1
     recorded = (tokens, shape.hidden_layers, shape.top_k)
-    captured = decode_base64(meta["routed_experts"], "<i4", recorded)
-    routed = np.ascontiguousarray(captured[:, list(shape.moe_layers)])
-    check_recording(routed, shape.experts)
-    return {} if is_unwritten(routed) else {"routed_experts": routed.astype(shape.dtype)}
+    found = meta["routed_experts"]
+    captured = found if isinstance(found, np.ndarray) else decode_base64(found, "<i4", recorded)
+    if len(shape.moe_layers) < shape.hidden_layers:
+        captured = np.ascontiguousarray(captured[:, list(shape.moe_layers)])
+    check_recording(captured, shape.experts)
+    if is_unwritten(captured):
+        return {}
+    return {"routed_experts": captured.astype(shape.dtype, copy=False)}
 
 
 provide("rollout_log_probs", ColumnSource(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 import aiohttp
 import orjson
@@ -22,6 +22,7 @@ CONTROL_TIMEOUT_S = 60.0
 """Longest wait for an answer that needs neither weights nor generation."""
 _KEEP_ALIVE_SECONDS = 3.0  # below the 5 s after which a stock SGLang closes an idle connection
 _CONNECT_SECONDS = 30.0
+_PIECE_BYTES = 1 << 20
 _JSON = {"Content-Type": "application/json"}
 
 
@@ -138,11 +139,42 @@ class HttpClient:
         """
         answer = await self.exchange(method, path, body, admin=admin, timeout_s=timeout_s)
         if answer.status >= 300:
-            what = f"{self.url}{path} answered {answer.status}: {answer.reason}"
-            if answer.status >= 500:
-                raise EngineLostError(what)
-            raise EngineRequestError(answer.status, what)
+            self._raise(path, answer)
         return answer.body
+
+    async def download(self, path: str, size: int, *, timeout_s: float) -> bytes:
+        """The ``size`` bytes that a GET answers, read in pieces and no further.
+
+        Raises what ``request`` raises, and EngineAnswerError for another number of bytes.
+        """
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SECONDS)
+        try:
+            async with self._open_session().get(
+                self.url + path, headers=self._api_headers, timeout=limits, allow_redirects=False
+            ) as answer:
+                if answer.status >= 300:
+                    reason = Answer(answer.status, answer.headers, await answer.read())
+                    self._raise(path, reason)
+                content = bytearray()
+                async for piece in answer.content.iter_chunked(_PIECE_BYTES):
+                    content += piece
+                    if len(content) > size:
+                        break
+        except TimeoutError as error:
+            raise EngineLostError(f"{self.url}{path}: no answer within {timeout_s} s") from error
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise EngineLostError(f"{self.url}{path}: {error or type(error).__name__}") from error
+        if len(content) != size:
+            found = "more" if len(content) > size else str(len(content))
+            raise EngineAnswerError(f"{self.url}{path}: {found} bytes, expected {size}")
+        return bytes(content)
+
+    def _raise(self, path: str, answer: Answer) -> NoReturn:
+        """The error for an answer that is no 2xx."""
+        what = f"{self.url}{path} answered {answer.status}: {answer.reason}"
+        if answer.status >= 500:
+            raise EngineLostError(what)
+        raise EngineRequestError(answer.status, what)
 
     async def get_json(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
         """The JSON object that an information endpoint answers.

@@ -30,6 +30,8 @@ from megatron_dppo.engine.private_server import (
     name_shared_memory,
     private_place,
 )
+from megatron_dppo.engine.recordings.sglang_plugin import offer
+from megatron_dppo.engine.recordings.store import recordings_folder
 from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE, PATIENCE_VARIABLE, when_it_stops
 from megatron_dppo.system.processes import die_with_parent
 
@@ -96,11 +98,11 @@ def main() -> None:
     """Read the keys, parse SGLang's flags, run its server until it is told to stop."""
     start = json.load(sys.stdin)
     os.environ[_PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
-    with private_place():
-        _run(start)
+    with private_place(), recordings_folder() as recordings:
+        _run(start, recordings)
 
 
-def _run(start: dict[str, Any]) -> None:
+def _run(start: dict[str, Any], recordings: Path | None) -> None:
     name_shared_memory()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -115,6 +117,8 @@ def _run(start: dict[str, Any]) -> None:
         setattr(server_args, name, start[name])
     listen_where(server_args.host, several=bool(flags))
     _change_sglang()
+    if recordings is not None:
+        offer(recordings)
     try:
         run_server(server_args)
     finally:

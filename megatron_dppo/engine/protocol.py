@@ -53,10 +53,18 @@ def request_body(
 def parse_answers(
     payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
 ) -> list[Trajectory]:
-    """Trajectories of one call, in the order of ``requests``.
+    """``read_answers`` and ``parse_answer``, where nothing is beside the JSON."""
+    answers = read_answers(payload, requests, version)
+    return [parse_answer(a, request) for a, request in zip(answers, requests, strict=True)]
 
-    ``version``: the weight version that every token must come from. Raises AbortedError,
-    EngineAnswerError, and StaleWeightsError where a token comes from other weights.
+
+def read_answers(
+    payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
+) -> list[dict[str, Any]]:
+    """The answers of one call, in the order of ``requests``.
+
+    ``version``: the weight version that every token must come from. Raises EngineAnswerError, and
+    StaleWeightsError where a token comes from other weights.
     """
     try:
         answers = orjson.loads(payload)
@@ -75,9 +83,7 @@ def parse_answers(
             raise EngineAnswerError(f"request {request.key}: meta_info is no object")
         if version is not None:
             _check_version(answer.get("meta_info", {}), request, version)
-    return [
-        parse_answer(answer, request) for answer, request in zip(answers, requests, strict=True)
-    ]
+    return answers
 
 
 def _check_version(meta: dict[str, Any], request: GenerationRequest, version: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.answer_parsing.here import AnswerParser
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineError,
@@ -23,7 +24,7 @@ from megatron_dppo.engine.errors import (
     StaleWeightsError,
 )
 from megatron_dppo.engine.http_client import Answer
-from megatron_dppo.engine.protocol import parse_answers, request_body
+from megatron_dppo.engine.protocol import request_body
 from megatron_dppo.engine.requests import GenerationRequest
 from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.http_router_client import SERVED_BY
@@ -46,12 +47,17 @@ class FleetClient:
     Args:
         on_lost: called with a server, or the HTTP router, that must be replaced.
         router: the connection to the HTTP router where the run has one.
+        parser: of answers; None: this process.
     """
 
     def __init__(
-        self, on_lost: Callable[[Server], None], router: HttpRouterLink | None = None
+        self,
+        on_lost: Callable[[Server], None],
+        router: HttpRouterLink | None = None,
+        parser: AnswerParser | None = None,
     ) -> None:
         self._on_lost = on_lost
+        self._parser = parser
         self._router = router
         self._servers: list[ActiveServer] = []
         self._routed: set[asyncio.Task[Any]] = set()
@@ -71,7 +77,8 @@ class FleetClient:
             if active.member not in kept:
                 await active.client.close()
         self._servers = [
-            ActiveServer(m, kept[m].client if m in kept else client_of(m)) for m in members
+            ActiveServer(m, kept[m].client if m in kept else client_of(m, self._parser))
+            for m in members
         ]
         self._version = version
         if self._router is not None:
@@ -165,15 +172,17 @@ class FleetClient:
         if answer.status >= 400:
             what = f"{router.url}/generate answered {answer.status}: {answer.reason}"
             raise await self._refused(router, answer, what)
-        active = self._server_at(answer.headers.get(SERVED_BY, ""))
+        served_by = answer.headers.get(SERVED_BY, "")
+        active = self._server_at(served_by)
+        if active is None:
+            raise AbortedError(f"an answer from {served_by or 'a server'} that is no member")
         try:
-            results = parse_answers(answer.body, requests, self._version)
+            results = await active.client.parse(answer.body, requests, self._version)
         except StaleWeightsError as error:
-            if active is None:
-                raise AbortedError(f"{error}; from a server that is no member") from error
             raise self._suspend(active, str(error)) from error
-        if active is not None:
-            active.client.note_life()
+        except EngineLostError as error:  # it has answered, but not handed out its recording
+            raise self._suspend(active, str(error)) from error
+        active.client.note_life()
         return results
 
     async def _refused(self, router: HttpRouterLink, answer: Answer, what: str) -> EngineError:

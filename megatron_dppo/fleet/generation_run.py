@@ -43,6 +43,10 @@ _MAX_LOSSES = 20
 _REDRAW_SECONDS = 0.2
 
 
+OnResponse = Callable[[Hashable, Trajectory], None]
+"""Called with the key of a request and its response, once each."""
+
+
 class Outcome(IntEnum):
     """How a rank's share of a generation ended; the worst of all ranks counts."""
 
@@ -58,6 +62,7 @@ class Generation:
 
     job: GenerationJob
     description: str
+    on_response: OnResponse | None = None
     done: dict[Hashable, Trajectory] = field(default_factory=dict)
     running: Future[Results] | None = None
     latest: GenerationProgress | None = None
@@ -87,7 +92,14 @@ class Generation:
         if not requests:
             self.running = None
             return
-        work = generate_many(client, requests, limits, on_progress=self._report, stop=stop)
+        work = generate_many(
+            client,
+            requests,
+            limits,
+            on_progress=self._report,
+            stop=stop,
+            on_response=self.on_response,
+        )
         self.running = runner.submit(self._timed(work))
 
     def wait(self, stop: Callable[[], bool]) -> tuple[Outcome, str]:
@@ -129,18 +141,20 @@ async def generate_many(
     *,
     on_progress: Callable[[GenerationProgress], None] | None = None,
     stop: Callable[[], bool] | None = None,
+    on_response: OnResponse | None = None,
 ) -> Results:
     """Results by key, in the order of ``requests`` whatever the order of completion.
 
     Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
     StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as
     they come. In every case nothing of this call is left running on a server. ``on_progress`` and
-    ``stop`` are called a few times a second.
+    ``stop`` are called a few times a second, ``on_response`` with each response as it comes; none of
+    them may block.
     """
     keys = [request.key for request in requests]
     if len(set(keys)) != len(keys):
         raise ValueError("two generation requests have the same key")
-    run = _Generation(client, requests, limits)
+    run = _Generation(client, requests, limits, on_response)
     try:
         await run.wait(on_progress, stop)
     except EngineLostError as error:
@@ -156,8 +170,10 @@ class _Generation:
         client: GenerationClient,
         requests: Sequence[GenerationRequest],
         limits: GenerationLimits,
+        on_response: OnResponse | None,
     ) -> None:
         self._client = client
+        self._on_response = on_response
         self._requests = requests
         self._limits = limits
         self._prefix = uuid.uuid4().hex[:12]
@@ -238,6 +254,8 @@ class _Generation:
         for request, trajectory in zip(requests, results, strict=True):
             self._results[request.key] = trajectory
             self._tokens += trajectory.sampled
+            if self._on_response is not None:
+                self._on_response(request.key, trajectory)
 
     def _progress(self) -> GenerationProgress:
         seconds = self._clock() - self._started

@@ -7,6 +7,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from megatron_dppo.engine.answer_parsing.here import AnswerParser
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import ServerLostError
 from megatron_dppo.fleet.folder import Keys, Server
@@ -54,6 +55,9 @@ async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]])
         calls.discard(task)
 
 
-def client_of(member: Member) -> EngineClient:
-    """A client of one server; ``close`` it."""
-    return EngineClient(member.server.url, member.keys.api, member.keys.admin, member.ca_file)
+def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClient:
+    """A client of one server; ``close`` it. ``parser``: of its answers; None: this process."""
+    client = EngineClient(member.server.url, member.keys.api, member.keys.admin, member.ca_file)
+    if parser is not None:
+        client.parser = parser
+    return client

@@ -9,6 +9,7 @@ from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.data.balancing import idle_share, plan_mini_batch
 from megatron_dppo.data.columns import Form
+from megatron_dppo.data.outline import Known
 from megatron_dppo.data.packing import PackedBatch, pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.model.flops import TOKENS, SequenceCost
@@ -57,13 +58,13 @@ class MiniBatch:
     denominator: float
 
 
-def trains(trajectory: Trajectory, config: AlgorithmConfig) -> bool:
+def trains(trajectory: Known, config: AlgorithmConfig) -> bool:
     """Whether the response has a gradient: all do, unless truncated ones are dropped by the configuration."""
     return not (trajectory.truncated and config.truncated_responses == "drop")
 
 
 def plan_mini_batches(
-    batch: Sequence[Trajectory], config: TrainConfig, layout: BatchLayout
+    batch: Sequence[Known], config: TrainConfig, layout: BatchLayout
 ) -> list[MiniBatchPlan]:
     """Cut a batch, groups adjacent, into optimiser steps. Reads no columns.
 
@@ -95,13 +96,16 @@ def plan_mini_batches(
 
 
 def pack_mini_batch(
-    batch: Sequence[Trajectory],
+    batch: Mapping[int, Trajectory] | Sequence[Trajectory],
     plan: MiniBatchPlan,
     layout: BatchLayout,
     algorithm: AlgorithmConfig,
     forms: Mapping[str, Form],
 ) -> MiniBatch:
-    """This rank's share of ``plan``. ``forms``: of the columns of ``batch``, which is all ranks' batch."""
+    """This rank's share of ``plan``.
+
+    ``batch``: by position, at least this rank's. ``forms``: of the columns of all ranks' batch.
+    """
     packed = [
         pack(
             [batch[i] for i in rows],

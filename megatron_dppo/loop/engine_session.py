@@ -18,6 +18,7 @@ import torch
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.answer_parsing.process import ParsingProcess
 from megatron_dppo.engine.compatibility import check_engine
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.http_client import HttpClient
@@ -27,7 +28,7 @@ from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
-from megatron_dppo.fleet.generation_run import Generation, Outcome
+from megatron_dppo.fleet.generation_run import Generation, OnResponse, Outcome
 from megatron_dppo.fleet.http_router_link import HttpRouterLink
 from megatron_dppo.fleet.members import Member, client_of
 from megatron_dppo.fleet.membership import (
@@ -84,7 +85,8 @@ class EngineSession:
         router = None
         if config.engine.uses_router:
             router = HttpRouterLink(self._find_router, registers=trainer.topology.rank == 0)
-        self._fleet = FleetClient(self._report_lost, router)
+        self._parser = ParsingProcess()
+        self._fleet = FleetClient(self._report_lost, router, self._parser)
         self._membership: FleetMembership | None = None
         if trainer.topology.rank == 0:
             self._membership = FleetMembership(
@@ -118,6 +120,7 @@ class EngineSession:
         self._updater.close(at_once=kind is not None)
         self._runner.cancel_all()  # while there are clients that can abort it on the servers
         self._runner.run(self._fleet.close())
+        self._parser.close()
         self._runner.close()
         if self._endpoint is not None:
             self._endpoint.stop()
@@ -169,12 +172,15 @@ class EngineSession:
         """
         return self.finish(self.start(job, description))
 
-    def start(self, job: GenerationJob, description: str) -> Generation:
+    def start(
+        self, job: GenerationJob, description: str, on_response: OnResponse | None = None
+    ) -> Generation:
         """Ask for the responses of ``job`` and return at once; they come while this rank does other work.
 
+        ``on_response`` is called, in another thread, with each response once, as soon as it is there.
         Until ``finish``, weights must not be updated: an update waits for running requests. Not collective.
         """
-        generation = Generation(job, description)
+        generation = Generation(job, description, on_response)
         self._resume(generation)
         return generation
 

@@ -2,21 +2,52 @@
 
 from __future__ import annotations
 
+import base64
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory_codec import decode, encode
 from megatron_dppo.loop.batches import BatchLayout
 from megatron_dppo.loop.export_check import max_log_prob_difference
 from megatron_dppo.metrics.history import EXPORT_FOLDER
-from megatron_dppo.trainer.collectives import any_rank
+from megatron_dppo.trainer.collectives import all_gather_json, any_rank
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.types import Problem
 
 SEQUENCES_TO_CHECK = 16
 """Number of examples that the check compares."""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """The first trajectories of a batch that are on this rank, by position, without columns."""
+
+    trajectories: Mapping[int, Trajectory]
+
+    @classmethod
+    def of(cls, trajectories: Mapping[int, Trajectory]) -> Self:
+        """Copies: of a batch that goes."""
+        kept = range(SEQUENCES_TO_CHECK)
+        return cls({p: bare(trajectories[p]) for p in kept if p in trajectories})
+
+    def gather(self) -> list[Trajectory]:
+        """Those of all ranks, in order, on every rank. Collective."""
+        blob = base64.b64encode(encode(list(self.trajectories.values()))).decode()
+        found: dict[int, Trajectory] = {}
+        for positions, part in all_gather_json([list(self.trajectories), blob]):
+            found |= zip(positions, decode(base64.b64decode(part)), strict=True)
+        return [found[position] for position in sorted(found)]
+
+
+def bare(t: Trajectory) -> Trajectory:
+    """A copy of the tokens and the loss mask alone."""
+    light = t.without(*t.columns)
+    return replace(light, token_ids=t.token_ids.copy(), loss_mask=t.loss_mask.copy())
 
 
 def export(

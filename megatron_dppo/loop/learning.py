@@ -25,9 +25,11 @@ from megatron_dppo.loop.batches import (
     plan_mini_batches,
 )
 from megatron_dppo.loop.loss_record import LossColumns, LossRecord
-from megatron_dppo.loop.rollouts.column_directory import ExchangeError
 from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery
 from megatron_dppo.loop.rollouts.figures import routing_figures
+from megatron_dppo.loop.rollouts.part_directory import ExchangeError
+from megatron_dppo.loop.rollouts.parts import Stages
+from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts
@@ -40,10 +42,13 @@ from megatron_dppo.trainer.router_replay import RECORDING
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.trainer.trainer import Trainer
 
+Columns = dict[str, torch.Tensor]
+"""Further columns of one micro-batch, by name."""
+
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """A batch with the columns that this rank needs of it, and who trains on what.
+    """A batch as this rank needs it, and who trains on what.
 
     ``figures``: metrics of the recorded routing, empty where none is replayed.
     """
@@ -53,8 +58,8 @@ class PlannedBatch:
     figures: dict[str, float]
 
     @property
-    def trajectories(self) -> Sequence[Trajectory]:
-        """The batch; on global rank 0 with all columns where ``rollout.save`` wants it whole."""
+    def trajectories(self) -> Mapping[int, Trajectory]:
+        """Those that this rank needs; all on global rank 0 where ``rollout.save`` wants them."""
         return self.delivery.trajectories
 
 
@@ -91,28 +96,37 @@ class Learner:
         self._topk = topk
         shape = trainer.shape
         sizes = {"moe_layers": len(shape.moe_layers), "experts_per_token": shape.experts_per_token}
-        self._exchange = ColumnExchange(trainer.topology, sizes if config.router_replay else {})
+        self._exchange = ColumnExchange(
+            trainer.topology,
+            sizes if config.router_replay else {},
+            stages_of(trainer) if config.router_replay else Stages(),
+        )
 
-    def plan(self, batch: Sequence[Trajectory]) -> PlannedBatch:
-        """Who trains on what, and each column with those who need it. Collective.
+    def plan(self, batch: RolloutBatch) -> PlannedBatch:
+        """Who trains on what, and each trajectory with those who need it. Collective.
 
+        ``batch`` is left without its own trajectories: nothing is in memory twice.
         Raises ExchangeError where a column is missing, another model's, or changed on its way, and
         BatchFormatError where the batch carries another number of Top-K ids than the run asks for.
         """
-        plans = plan_mini_batches(batch, self._config, self.layout)
+        outlines = batch.outlines
+        plans = plan_mini_batches(outlines, self._config, self.layout)
         needed = [
             set[int]().union(*(plan.of_rank(rank) for plan in plans))
             for rank in range(self.layout.dp_size)
         ]
-        delivery = self._exchange.deliver(batch, needed, gather=self._config.rollout.save)
+        delivery = self._exchange.deliver(
+            outlines, batch.own, needed, gather=self._config.rollout.save
+        )
+        batch.own.clear()
         check_carried_topk(delivery.forms, self._topk)
         if not self._config.router_replay:
             return PlannedBatch(delivery, plans, {})
-        if batch and RECORDING not in delivery.held:
+        if outlines and RECORDING not in delivery.held:
             raise ExchangeError(
                 "rollout.router_replay is true, but no response of the batch has recorded routing"
             )
-        figures = routing_figures(batch, delivery.held[RECORDING], delivery.forms[RECORDING])
+        figures = routing_figures(outlines, delivery.held[RECORDING], delivery.forms[RECORDING])
         return PlannedBatch(delivery, plans, figures)
 
     def learn(self, batch: PlannedBatch) -> dict[str, float]:
@@ -124,10 +138,11 @@ class Learner:
         ones are none.
         """
         began = time.perf_counter()
-        mini_batches = [self._recomputed(mini) for mini in self._mini_batches(batch)]
+        recomputed = [self._recomputed(self._packed(batch, plan)) for plan in batch.plans]
         self._masked.clear()
         total, first, grad_norms, lr = MetricSums(), None, [], 0.0
-        for mini in mini_batches:
+        for plan, further in zip(batch.plans, recomputed, strict=True):
+            mini = _with_columns(self._packed(batch, plan), further)
             result = self._trainer.train_mini_batch(
                 mini.micro_batches, self._loss, mini.denominator
             )
@@ -147,7 +162,7 @@ class Learner:
             names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
             "optimizer/grad_norm_max": max(grad_norms),
             "optimizer/lr": lr,
-            "optimizer/steps": len(mini_batches),
+            "optimizer/steps": len(batch.plans),
             names.IDLE_SHARE: sum(plan.idle for plan in batch.plans) / len(batch.plans),
             **self._speed(batch, time.perf_counter() - began),
         }
@@ -165,31 +180,49 @@ class Learner:
         if sums.blocked is not None:
             self._masked.add(batch.target_ids, batch.advantages, sums.blocked)
 
-    def _mini_batches(self, batch: PlannedBatch) -> list[MiniBatch]:
-        """This rank's share of each optimiser step."""
+    def _packed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> MiniBatch:
+        """This rank's share of one optimiser step. Packs are made anew when they are used: those of a
+        whole step would take as much memory as the step's columns."""
         replayed, delivery = self._config.router_replay, batch.delivery
-        trained = [t if replayed else t.without(RECORDING) for t in delivery.trajectories]
-        return [
-            pack_mini_batch(trained, plan, self.layout, self._config.algorithm, delivery.forms)
-            for plan in batch.plans
-        ]
+        own = plan.of_rank(self.layout.dp_rank)
+        trained = {p: delivery.trajectories[p] for p in own}
+        if not replayed:
+            trained = {p: t.without(RECORDING) for p, t in trained.items()}
+        return pack_mini_batch(trained, plan, self.layout, self._config.algorithm, delivery.forms)
 
-    def _recomputed(self, mini: MiniBatch) -> MiniBatch:
-        """With what the algorithm needs of the policy at the rollout's weights and the engine doesn't say."""
+    def _recomputed(self, mini: MiniBatch) -> list[Columns]:
+        """By micro-batch, what the algorithm needs of the policy at the rollout's weights and the engine
+        doesn't say."""
         batches = mini.micro_batches
+        found: list[Columns] = [{} for _ in batches]
         if self._algorithm.needs_recomputed:
-            batches = [
-                b.with_columns(recomputed_log_probs=_where_trained(b, p))
-                for b, p in zip(batches, self._trainer.log_probs(batches), strict=True)
-            ]
+            for b, p, columns in zip(batches, self._trainer.log_probs(batches), found, strict=True):
+                columns["recomputed_log_probs"] = _where_trained(b, p)
         if self._algorithm.needs_recomputed_distribution:
             size = self._trainer.shape.vocab_size
             asking = [_with_whole_vocabulary(b, size) for b in batches]
-            batches = [
-                b.with_columns(topk_log_probs=p.cpu())
-                for b, p in zip(asking, self._trainer.topk_log_probs(asking), strict=True)
-            ]
-        return MiniBatch(batches, mini.denominator)
+            told = self._trainer.topk_log_probs(asking)
+            for b, p, columns in zip(asking, told, found, strict=True):
+                columns |= {"topk_ids": b.column("topk_ids"), "topk_log_probs": p.cpu()}
+        return found
+
+
+def stages_of(trainer: Trainer) -> Stages:
+    """Which layers of a recording each pipeline stage replays. Collective."""
+    topology = trainer.topology
+    if topology.pp_size == 1:
+        return Stages()
+    told = {
+        stage: layers
+        for stage, layers in all_gather_json([topology.pp_rank, trainer.replayed_layers])
+    }
+    return Stages([told[stage] for stage in range(topology.pp_size)])
+
+
+def _with_columns(mini: MiniBatch, further: Sequence[Columns]) -> MiniBatch:
+    """The mini-batch with ``further`` columns of each micro-batch."""
+    batches = [b.with_columns(**c) for b, c in zip(mini.micro_batches, further, strict=True)]
+    return MiniBatch(batches, mini.denominator)
 
 
 def arithmetic_speed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,15 @@ from megatron_dppo.logging import fatal, note_failure
 from megatron_dppo.loop.active import active_line
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
-from megatron_dppo.loop.exporting import SEQUENCES_TO_CHECK, export
+from megatron_dppo.loop.exporting import Examples, export
 from megatron_dppo.loop.fencing import RunFence, run_fence
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
-from megatron_dppo.loop.rollouts.column_directory import ExchangeError
 from megatron_dppo.loop.rollouts.figures import file_figures
 from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
+from megatron_dppo.loop.rollouts.part_directory import ExchangeError
 from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
 from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutSource
 from megatron_dppo.loop.rollouts.staleness import STALE_ANCHOR, StalenessError, with_gap_named
@@ -177,7 +177,7 @@ class Run:
         rank = self.trainer.topology.rank
         self.profiler = StepProfiler(config.profile, config.run.directory, rank)
         self._counted_failures = (0, 0)
-        self.examples: list[Trajectory] = []
+        self.examples = Examples({})
         self._counted_updates = (0, 0)
 
     # --- the run's story
@@ -204,18 +204,17 @@ class Run:
         with patience("others generate"):
             batch = self.source.collect(step)
         with self.timer("train"):
-            planned = self.learner.plan(batch.trajectories)
+            planned = self.learner.plan(batch)
             learned = self.learner.learn(planned)
         self.state.step = step
         self.state.sampler = batch.sampler
-        self.examples = [t.without(*t.columns) for t in batch.trajectories[:SEQUENCES_TO_CHECK]]
+        self.examples = Examples.of(planned.trajectories)
         self.fence.check_together()
         self._save_batch(step, planned.trajectories)
+        del planned  # before the next batch is received
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
-        measured |= file_figures(
-            batch.trajectories, self.data.files, self.config.rollout.group_size
-        )
+        measured |= file_figures(batch.outlines, self.data.files, self.config.rollout.group_size)
         try:
             with patience("others generate"):
                 self.source.settle(step)
@@ -241,7 +240,7 @@ class Run:
                     self.config,
                     self.trainer,
                     self.learner.layout,
-                    self.examples or self.data.train.problems,
+                    self.examples.gather() or self.data.train.problems,
                 )
         self.recorder.finish(difference)
 
@@ -337,14 +336,13 @@ class Run:
     def _is_due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.config.run.steps
 
-    def _save_batch(self, step: int, batch: Sequence[Trajectory]) -> None:
+    def _save_batch(self, step: int, batch: Mapping[int, Trajectory]) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
             seen = self.learner.loss_columns
             try:
-                save_batch(
-                    folder, step, [t.with_columns(**seen.get(i, {})) for i, t in enumerate(batch)]
-                )
+                whole = [t.with_columns(**seen.get(i, {})) for i, t in sorted(batch.items())]
+                save_batch(folder, step, whole)
             except OSError as error:
                 raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error
 

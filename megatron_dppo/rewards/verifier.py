@@ -98,13 +98,17 @@ class Verifier:
         [0, 1]: that is a fault of the program or of the data, no wrong answer.
         """
         scores = self.check(pairs)
+        self.require(scores, pairs)
+        return scores
+
+    def require(self, scores: Sequence[Score], pairs: Sequence[tuple[str, str]]) -> None:
+        """Raise VerifierError where a score is a refusal, as ``score`` does."""
         for score, (response, answer) in zip(scores, pairs, strict=True):
             if score.refusal is not None:
                 raise VerifierError(
                     f"reward {self._name}: {score.refusal}; response {_shorten(response)}, "
                     f"answer {_shorten(answer)}"
                 )
-        return scores
 
     def check(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         """As ``score``, but where the reward refuses a pair its ``Score`` says why."""

@@ -108,6 +108,9 @@ class LayerReplay(RouterReplay):
 class ModelReplay:
     """Replays recordings through every router of this rank's model chunks.
 
+    ``layers``: places, among the model's layers that route, of those of this rank. A recording has all
+    of the model's layers or these alone.
+
     Raises ValueError where the model routes nothing. Not collective but for ``agreement``.
     """
 
@@ -132,6 +135,7 @@ class ModelReplay:
             attach(chunk, state, shape.moe_layers)
             for chunk, state in zip(chunks, self._states, strict=True)
         ]
+        self.layers = sorted(column for columns in self._columns for column in columns)
         self._recordings: list[list[Recording | None]] = [[] for _ in chunks]
         # Nobody may switch these by Megatron-Core's global functions.
         RouterReplay.clear_global_router_replay_instances()
@@ -183,7 +187,10 @@ class ModelReplay:
         if RECORDING not in batch.columns:
             return None
         size, rank = self._split
-        experts = batch.columns[RECORDING].chunk(size)[rank][:, list(columns)]
+        recorded = batch.columns[RECORDING]
+        if recorded.shape[1] != len(self._shape.moe_layers):
+            columns = [self.layers.index(column) for column in columns]
+        experts = recorded.chunk(size)[rank][:, list(columns)]
         valid = batch.valid[RECORDING].chunk(size)[rank]
         return Recording(experts.to(self._device), valid.to(self._device))
 
@@ -193,12 +200,12 @@ class ModelReplay:
         recorded = batch.columns[RECORDING]
         expected = (len(self._shape.moe_layers), self._shape.experts_per_token)
         found = tuple(recorded.shape[1:])
-        if found != expected:
+        if found not in (expected, (len(self.layers), expected[1])):
             raise ValueError(
                 f"recorded routing of {found} layers x experts a token, expected {expected}: "
                 "it is another model's"
             )
-        largest = int(recorded.numpy().max())
+        largest = int(recorded.numpy().max(initial=0))
         if largest >= self._shape.num_experts:
             raise ValueError(
                 f"recorded routing to expert {largest}, expected 0..{self._shape.num_experts - 1}"

@@ -209,6 +209,11 @@ class Trainer:
         if bad_rows:
             raise NonFiniteLogProbsError(f"{describe(counts.cpu())}; nothing was trained on them")
 
+    @property
+    def replayed_layers(self) -> list[int]:
+        """Places, among the model's layers that route, of those that this rank replays."""
+        return self._replay.layers if self._replay else []
+
     def routing_agreement(self) -> MetricSums:
         """``r3/`` sums of the last micro-batches, reduced over all ranks; empty without router replay.
 

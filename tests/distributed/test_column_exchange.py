@@ -18,6 +18,7 @@ from tests.trajectories import same
 
 MODULE = "tests.distributed.test_column_exchange"
 GROUP, GROUPS, LAYERS, TOP_K = 4, 6, 3, 2
+LAYERS_OF_STAGES = [[1], [0, 2]]
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "DP2": (2, {"data": 2}),
     "TP2": (2, {"tensor": 2}),
@@ -72,25 +73,41 @@ def topology_of(sizes: dict[str, int]):
     return init_topology(layout)
 
 
-def shared(whole: list, topology) -> list:
-    """The batch on this rank once leaders have shared their groups, as a run does it."""
-    from megatron_dppo.loop.rollouts.exchange import share
+def announced(whole: list, topology) -> tuple[list, dict]:
+    """The batch on this rank once leaders have announced their groups, as a run does it."""
+    from megatron_dppo.loop.rollouts.exchange import announce
 
     own = [t for i, t in enumerate(whole) if (i // GROUP) % topology.dp_size == topology.dp_rank]
-    return share(own if topology.is_leader else [], topology, GROUP, range(GROUPS))
+    return announce(own if topology.is_leader else [], topology, GROUP, range(GROUPS))
 
 
-def share_problems(whole: list, got: list, topology) -> list[int]:
-    """Positions that are not as they should be: whole on their leader, light elsewhere."""
-    from megatron_dppo.loop.rollouts.exchange import held_back
+def announce_problems(whole: list, outlines: list, own: dict, topology) -> list[int]:
+    """Positions that are not as they should be: an outline everywhere, whole on their leader."""
+    from megatron_dppo.data.outline import Outline
 
-    def expected(position: int):
+    def is_right(position: int) -> bool:
         mine = (position // GROUP) % topology.dp_size == topology.dp_rank
         if topology.is_leader and mine:
-            return whole[position]
-        return whole[position].without(*held_back())
+            return same(own[position], whole[position])
+        return position not in own
 
-    return [i for i, t in enumerate(got) if not same(t, expected(i))]
+    expected = [Outline.of(t) for t in whole]
+    return [i for i in range(len(whole)) if outlines[i] != expected[i] or not is_right(i)]
+
+
+def stages_of(topology):
+    """Three layers: the first stage has the second one, the second stage the others."""
+    from megatron_dppo.loop.rollouts.parts import Stages
+
+    return Stages(LAYERS_OF_STAGES) if topology.pp_size > 1 else Stages()
+
+
+def needed_by(t, topology):
+    """A trajectory as a rank of this stage gets it."""
+    recorded = t.columns.get("routed_experts")
+    if topology.pp_size == 1 or recorded is None:
+        return t
+    return t.with_columns(routed_experts=recorded[:, LAYERS_OF_STAGES[topology.pp_rank]])
 
 
 def run_config():
@@ -112,29 +129,32 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
     """Deliver by the plan of a real step; what is wrong on this rank."""
     from megatron_dppo.data.columns import Form
     from megatron_dppo.loop.batches import BatchLayout, pack_mini_batch, plan_mini_batches
-    from megatron_dppo.loop.rollouts.exchange import ColumnExchange, held_back
+    from megatron_dppo.loop.rollouts.exchange import ColumnExchange
     from megatron_dppo.loop.rollouts.figures import routing_figures
 
     whole, config = whole_batch(experts), run_config()
-    own = shared(whole, topology)
-    wrong = share_problems(whole, own, topology)
+    outlines, own = announced(whole, topology)
+    wrong = announce_problems(whole, outlines, own, topology)
     layout = BatchLayout(topology.dp_rank, topology.dp_size, pad_multiple=topology.tp_size)
-    plans = plan_mini_batches(own, config, layout)
+    plans = plan_mini_batches(outlines, config, layout)
     needed = [set().union(*(p.of_rank(r) for p in plans)) for r in range(topology.dp_size)]
-    delivery = ColumnExchange(topology, sizes()).deliver(own, needed, gather=gather)
+    exchange = ColumnExchange(topology, sizes(), stages_of(topology))
+    delivery = exchange.deliver(outlines, own, needed, gather=gather)
     everything = gather and topology.rank == 0
-    for position, got in enumerate(delivery.trajectories):
-        kept = everything or position in needed[topology.dp_rank]
-        expected = whole[position] if kept else whole[position].without(*held_back())
-        if not same(got, expected):
-            wrong.append(position)
-    wrong += share_problems(whole, own, topology)  # what was given has not changed
+    expected = {
+        position: t if everything else needed_by(t, topology)
+        for position, t in enumerate(whole)
+        if everything or position in needed[topology.dp_rank]
+    }
+    if delivery.trajectories.keys() != expected.keys():
+        wrong.append(-3)
+    wrong += [p for p, t in delivery.trajectories.items() if not same(t, expected[p])]
     for plan in plans:
-        got, expected = (
+        got, dense = (
             pack_mini_batch(batch, plan, layout, config.algorithm, delivery.forms)
-            for batch in (delivery.trajectories, whole)
+            for batch in (delivery.trajectories, expected)
         )
-        for a, b in zip(got.micro_batches, expected.micro_batches, strict=True):
+        for a, b in zip(got.micro_batches, dense.micro_batches, strict=True):
             for x, y in ((a.columns, b.columns), (a.valid, b.valid)):
                 if x.keys() != y.keys() or not all(torch.equal(x[n], y[n]) for n in x):
                     wrong.append(-1)
@@ -148,21 +168,27 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
     }:
         wrong.append(-2)
     recorded = delivery.held["routed_experts"]
-    figures = routing_figures(own, recorded, delivery.forms["routed_experts"])
+    figures = routing_figures(outlines, recorded, delivery.forms["routed_experts"])
     return {"wrong": wrong, "figures": figures, "needed": len(needed[topology.dp_rank])}
 
 
-def delivery_worker(layouts: dict[str, dict[str, int]], piece_bytes: int) -> dict[str, Any]:
-    from megatron_dppo.loop.rollouts import column_bytes
+def delivery_worker(
+    layouts: dict[str, dict[str, int]], piece_bytes: int, free_bytes: int
+) -> dict[str, Any]:
+    from megatron_dppo.loop.rollouts import hosts, transfers
+    from megatron_dppo.system.runtime_directory import private_name
+    from megatron_dppo.system.shared_buffer import SHARED_MEMORY
     from megatron_dppo.trainer.topology import destroy_topology
 
-    column_bytes.PIECE_BYTES = piece_bytes
+    transfers.PIECE_BYTES = piece_bytes
+    hosts.free_bytes = lambda: free_bytes
     out = {}
     for name, layout in layouts.items():
         topology = topology_of(layout)
         for experts, gather in ((8, False), (300, True)):
             out[f"{name}, {experts} experts"] = check_delivery(topology, experts, gather=gather)
         destroy_topology()
+    assert not list(SHARED_MEMORY.glob(f"{private_name()}buffer-*"))
     return out
 
 
@@ -181,13 +207,17 @@ def expected_figures(experts: int) -> dict[str, float]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world_size", "piece_bytes"), [(2, 100), (2, 2**28), (4, 100)])
+@pytest.mark.parametrize(
+    ("world_size", "piece_bytes", "free_bytes"),
+    [(2, 100, 2**30), (2, 2**28, 2**30), (4, 100, 2**30), (4, 100, 0)],
+)
 def test_every_rank_has_what_it_trains_on_and_nothing_else(
-    world_size: int, piece_bytes: int
+    world_size: int, piece_bytes: int, free_bytes: int
 ) -> None:
+    """Ranks of a host share one copy, or, where its memory has no room, receive each for itself."""
     layouts = {n: layout for n, (world, layout) in LAYOUTS.items() if world == world_size}
     worker = f"{MODULE}:delivery_worker"
-    for rank, found in enumerate(run_ranks(worker, world_size, layouts, piece_bytes)):
+    for rank, found in enumerate(run_ranks(worker, world_size, layouts, piece_bytes, free_bytes)):
         assert found
         for name, report in found.items():
             assert report["wrong"] == [], (rank, name)
@@ -213,12 +243,13 @@ def fault_worker() -> dict[str, str]:
 
 
 def error_of(fault: str, topology) -> str:
-    from megatron_dppo.loop.rollouts import exchange
-    from megatron_dppo.loop.rollouts.column_bytes import ColumnBytes
+    from megatron_dppo.data.outline import Outline
+    from megatron_dppo.loop.rollouts import exchange, hosts, transfers
 
-    class FlippingBytes(ColumnBytes):
-        def split(self, keys, buffer):
-            return super().split(keys, buffer ^ (torch.arange(len(buffer)) == 9))
+    def flipping(directory, rooms, local, into, rank):
+        transfers.transfer(directory, rooms, local, into, rank)
+        part = next(part for part in into if part.name == "rollout_log_probs")
+        into[part].reshape(-1).view(np.uint8)[1] ^= 1
 
     whole = whole_batch(8)
     flips = fault == "a bit flipped on its way" and topology.rank == 3  # which leads nobody
@@ -228,10 +259,15 @@ def error_of(fault: str, topology) -> str:
         whole[4] = whole[4].with_columns(routed_experts=whole[4].columns["routed_experts"][:, :2])
     if fault == "another K":
         whole[4] = whole[4].with_columns(topk_ids=whole[4].columns["topk_ids"][:, :2])
-    own = [t if topology.is_leader else t.without(*t.columns) for t in whole]
+    outlines, own = [Outline.of(t) for t in whole], dict(enumerate(whole))
     try:
-        with patch.object(exchange, "ColumnBytes", FlippingBytes if flips else ColumnBytes):
-            exchange.ColumnExchange(topology, sizes()).deliver(own, [range(4), range(4, 24)])
+        with (
+            patch.object(hosts, "free_bytes", lambda: 0),  # each rank receives for itself
+            patch.object(exchange, "transfer", flipping if flips else transfers.transfer),
+        ):
+            exchange.ColumnExchange(topology, sizes()).deliver(
+                outlines, own, [range(4), range(4, 24)]
+            )
     except exchange.ExchangeError as error:
         return str(error)
     return "no error"

@@ -23,18 +23,19 @@ class ScriptedEngine:
     def __init__(self, flat: int) -> None:
         self.version, self.events, self._flat = 0, [], flat
 
-    def start(self, job, description: str):
+    def start(self, job, description: str, on_response):
         self.events.append(f"start {description}")
         return SimpleNamespace(
-            job=job, description=description, version=self.version, seconds=0.5, is_finished=False
-        )
+            job=job, description=description, version=self.version, seconds=0.5,
+            on_response=on_response,
+        )  # fmt: skip
 
     def finish(self, generation, held: int):
         from megatron_dppo.data.trajectory import Trajectory
 
         self.events.append(f"finish {generation.description} held {held}")
-        return [
-            Trajectory.of_response(
+        answers = {
+            (i, s): Trajectory.of_response(
                 p.prompt_ids,
                 [3, 4],
                 problem_id=p.problem_id,
@@ -45,9 +46,12 @@ class ScriptedEngine:
                     "weight_version": [generation.version] * 2,
                 },
             )
-            for p in generation.job.problems
+            for i, p in enumerate(generation.job.problems)
             for s in range(generation.job.group_size)
-        ]
+        }
+        for key, trajectory in reversed(answers.items()):  # in whatever order they come
+            generation.on_response(key, trajectory)
+        return list(answers.values())
 
 
 def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: dict[str, Any]):
@@ -109,11 +113,9 @@ def steps(
                 sampler.load_state_dict(batches[-1].sampler)
                 source = source_of(folder, engine, verifier, sampler, changes)
     return {
-        "problems": [[t.problem_id for t in b.trajectories[::GROUP]] for b in batches],
-        "samples": [[t.sample_index for t in b.trajectories] for b in batches],
-        "versions": [
-            [int(t.columns["weight_version"][0]) for t in b.trajectories] for b in batches
-        ],
+        "problems": [[t.problem_id for t in b.outlines[::GROUP]] for b in batches],
+        "samples": [[t.sample_index for t in b.outlines] for b in batches],
+        "versions": [[t.version_spans[0].weight_version for t in b.outlines] for b in batches],
         "figures": [b.figures for b in batches],
         "samplers": [b.sampler for b in batches],
         "events": engine.events,

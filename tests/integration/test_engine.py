@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -38,6 +39,7 @@ from megatron_dppo.engine.errors import (
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.protocol import request_body
+from megatron_dppo.engine.recordings import fetching
 from megatron_dppo.engine.requests import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import (
     GenerationJob,
@@ -49,6 +51,7 @@ from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.runtime_directory import SHARED_MEMORY
 from megatron_dppo.types import Problem
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
@@ -254,6 +257,38 @@ def test_binary_topk_equals_the_list_form_and_transformers(runner, client, refer
     assert binary.columns["topk_ids"].tolist() == [[entry[1] for entry in row] for row in listed]
     expected = [[entry[0] for entry in row] for row in listed]
     np.testing.assert_allclose(binary.columns["topk_log_probs"], expected, atol=1e-5, rtol=0)
+
+
+def test_recorded_routing_is_the_same_by_each_way(runner, engine, model, monkeypatch, caplog):
+    """Through shared memory, by binary HTTP answers, and in the JSON, where the server can't store it."""
+    caplog.set_level(logging.INFO)
+    shape = RoutedShape.of_model(load_model_shape(model))
+    greedy = ask(3, max_new_tokens=8, temperature=0.0, ignore_eos=True, routed_experts=shape)
+
+    def recorded() -> list[list]:
+        client = EngineClient(engine.url, API_KEY, ADMIN_KEY)
+        results = generate(runner, client, greedy)
+        runner.run(client.close())
+        return [result.columns["routed_experts"].tolist() for result in results.values()]
+
+    ways = ["shared memory", "binary HTTP answers", "base64 in the JSON"]
+    found = [recorded()]
+    (folder,) = SHARED_MEMORY.glob(f"mdppo-*-{engine.pid}-*routing-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(fetching, "is_private", lambda folder: False)
+    found.append(recorded())
+    stranger, path = EngineClient(engine.url, "wrong"), f"/routed_experts/{'0' * 32}"
+    with pytest.raises(EngineRequestError, match=r"routed_experts/0+ answered 401"):
+        runner.run(stranger.download(path, 1, timeout_s=5))
+    runner.run(stranger.close())
+    assert list(folder.iterdir()) == []
+    away = folder.rename(folder.with_name(folder.name + "away"))
+    try:
+        found.append(recorded())
+    finally:
+        away.rename(folder)
+    assert found[0] == found[1] == found[2]
+    assert [w for w in ways if f"recorded routing comes through {w}" in caplog.text] == ways
 
 
 def test_routed_experts_agree_with_transformers(runner, client, reference, model):

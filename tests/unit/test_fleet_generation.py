@@ -93,6 +93,25 @@ def test_results_keep_the_order_of_the_requests():
     assert (seen[-1].done, seen[-1].total, seen[-1].tokens) == (8, 8, 8)
 
 
+def test_each_response_is_told_once_as_it_comes():
+    """Attempts that were given up are none; a response in a shared call has its own key."""
+
+    async def abort_first_then_last_first(key: int, attempt: int) -> None:
+        if key == 2 and attempt == 0:
+            raise AbortedError("paused")
+        await asyncio.sleep(0.01 * (6 - key))
+
+    told: list[tuple[int, list[int]]] = []
+    run(
+        ScriptedClient(abort_first_then_last_first),
+        6,
+        GenerationLimits(concurrency=6),
+        on_response=lambda key, t: told.append((key, t.response_ids.tolist())),
+    )
+    assert sorted(told) == [(i, [i]) for i in range(6)]
+    assert told[0][0] == 5
+
+
 def test_responses_can_share_a_call():
     client = ScriptedClient(answer_at_once)
     results = run(client, 7, GenerationLimits(concurrency=6, responses_per_call=3))

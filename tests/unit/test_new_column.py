@@ -111,7 +111,7 @@ def test_a_name_is_taken_once():
 
 def exchange_worker() -> dict[str, Any]:
     """Each of two leaders generates one trajectory and trains on the other's."""
-    from megatron_dppo.loop.rollouts.exchange import ColumnExchange, share
+    from megatron_dppo.loop.rollouts.exchange import ColumnExchange, announce
     from megatron_dppo.model.layout import Layout
     from megatron_dppo.trainer.topology import init_distributed, init_topology
 
@@ -120,14 +120,14 @@ def exchange_worker() -> dict[str, Any]:
     init_distributed(layout.world_size)
     topology = init_topology(layout)
     own = batch()[topology.dp_rank]
-    shared = share([own], topology, 1, range(2))
-    delivery = ColumnExchange(topology, {"width": WIDTH}).deliver(shared, [{1}, {0}])
+    outlines, held = announce([own], topology, 1, range(2))
+    delivery = ColumnExchange(topology, {"width": WIDTH}).deliver(outlines, held, [{1}, {0}])
     other = 1 - topology.dp_rank
     expected = batch()[other].columns["hidden"]
     packed = pack([delivery.trajectories[other]], indices=[other], forms=delivery.forms)
     return {
-        "before": ["hidden" in t.columns for t in shared],
-        "after": ["hidden" in t.columns for t in delivery.trajectories],
+        "before": list(held),
+        "after": list(delivery.trajectories),
         "unchanged": same_column(delivery.trajectories[other].columns["hidden"], expected),
         "form": [delivery.forms["hidden"].dtype, list(delivery.forms["hidden"].trailing)],
         "packed": packed.columns["hidden"],
@@ -137,8 +137,8 @@ def exchange_worker() -> dict[str, Any]:
 @pytest.mark.distributed
 def test_through_the_exchange_to_the_replica_that_trains():
     first, second = run_ranks(f"{MODULE}:exchange_worker", 2)
-    assert (first["before"], second["before"]) == ([True, False], [False, True])
-    assert (first["after"], second["after"]) == ([False, True], [True, False])
+    assert (first["before"], second["before"]) == ([0], [1])
+    assert (first["after"], second["after"]) == ([1], [0])
     for found in (first, second):
         assert found["unchanged"]
         assert found["form"] == ["float16", [WIDTH]]

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from megatron_dppo.rewards import Score, Verifier, VerifierError
+from megatron_dppo.rewards.arrivals import ArrivalScorer
 
 
 def planted(function: str) -> str:
@@ -215,3 +216,35 @@ def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
     while any(runs(p.pid) for p in workers) or children_of(noted):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_what_arrives_is_scored_while_nobody_waits():
+    with Verifier("exact_integer", timeout_s=5, workers=1) as verifier:
+        scorer = ArrivalScorer(verifier)
+        futures = [scorer.add((str(i), "3")) for i in range(5)]
+        assert [f.result(timeout=5).value for f in futures] == [0, 0, 0, 1, 0]
+        assert scorer.add(("3", "3")).result(timeout=5).value == 1  # its thread has ended before
+
+
+def test_an_error_reaches_who_waits_and_later_responses_are_scored():
+    class Failing:
+        def __init__(self) -> None:
+            self.calls: list = []
+
+        def check(self, pairs):
+            self.calls.append(list(pairs))
+            if len(self.calls) == 1:
+                raise VerifierError("no worker")
+            return [Score(1.0)] * len(pairs)
+
+    scorer = ArrivalScorer(Failing())  # type: ignore[arg-type]
+    with pytest.raises(VerifierError, match="no worker"):
+        scorer.add(("a", "b")).result(timeout=5)
+    assert scorer.add(("c", "d")).result(timeout=5) == Score(1.0)
+
+
+def test_a_refusal_that_came_early_is_an_error_where_it_is_used():
+    verifier = Verifier("exact_integer", timeout_s=5, workers=1)
+    verifier.require([Score(1.0)], [("1", "1")])
+    with pytest.raises(VerifierError, match="reward exact_integer: no; response 'r', answer 'a'"):
+        verifier.require([Score(0.0, refusal="no")], [("r", "a")])

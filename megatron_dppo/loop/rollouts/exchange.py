@@ -1,180 +1,166 @@
 """A batch's way from the leaders that generate it to the ranks that train on it.
 
-``share`` gives every rank the tokens, the scores and the columns that all ranks need. The others are
-far larger (recorded routing alone takes 384 bytes a token for Qwen3-30B-A3B) and stay with the leader
-that generated the trajectory. Once the plan of the step says which replica trains on what,
-``ColumnExchange`` sends each column to that replica's leader, which shares it with its ranks. Every
-receiver compares a hash with the owner's.
+``announce`` tells every rank the outlines of all trajectories: lengths, scores, weight versions. Tokens
+and columns stay with the leader that generated them (recorded routing alone takes 384 bytes a token for
+Qwen3-30B-A3B). Once the plan of the step says which replica trains on what, ``ColumnExchange`` sends
+each array once to every host of that replica, into memory that the replica's ranks there share, and
+every receiver compares a hash with the owner's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import zip_longest
+from dataclasses import dataclass, field
 
 import numpy as np
-import torch.distributed as dist
 
-from megatron_dppo.data.columns import COLUMNS, Form, Reach
-from megatron_dppo.data.trajectory import Trajectory, forms_of
-from megatron_dppo.data.trajectory_codec import decode, encode
-from megatron_dppo.loop.rollouts.column_bytes import ColumnBytes
-from megatron_dppo.loop.rollouts.column_directory import ColumnDirectory, ExchangeError, Key
+from megatron_dppo.data.columns import Form
+from megatron_dppo.data.outline import Outline
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.loop.rollouts.hosts import Site, Sites
+from megatron_dppo.loop.rollouts.part_directory import ExchangeError, PartDirectory
+from megatron_dppo.loop.rollouts.parts import Part, PartShapes, Room, Stages
 from megatron_dppo.loop.rollouts.sources import owner
-from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadcast_bytes
+from megatron_dppo.loop.rollouts.transfers import transfer
+from megatron_dppo.system.shared_buffer import SharedBuffer, mapped
+from megatron_dppo.trainer.collectives import all_gather_json, any_rank
 from megatron_dppo.trainer.topology import Topology
 
 
-def held_back() -> list[str]:
-    """The columns that ``share`` leaves where they are."""
-    return [name for name, c in COLUMNS.items() if c.reach is Reach.TRAINING_REPLICA]
+def announce(
+    own: Sequence[Trajectory], topology: Topology, group_size: int, positions: Sequence[int]
+) -> tuple[list[Outline], dict[int, Trajectory]]:
+    """Outlines of all leaders' trajectories, and this rank's ``own`` by position. Collective.
 
-
-def share(
-    trajectories: Sequence[Trajectory],
-    topology: Topology,
-    group_size: int,
-    positions: Sequence[int],
-) -> list[Trajectory]:
-    """All leaders' trajectories on every rank, groups in the order of ``positions``. Collective.
-
-    ``positions``: of the groups in the batch as generated, which say who has them. Every rank
-    decodes the same bytes, its own included, so that all see the same values. Columns for the
-    training replica stay with their leader.
+    Groups are in the order of ``positions``: those of the groups in the batch as generated, which say
+    who has them.
     """
-    kept = held_back()
-    blob = encode([t.without(*kept) for t in trajectories]) if topology.is_leader else b""
-    shares = [decode(broadcast_bytes(blob, leader)) for leader in topology.leaders]
-    if topology.is_leader:
-        shares[topology.dp_rank] = [
-            light.with_columns(**{n: own.columns[n] for n in kept if n in own.columns})
-            for light, own in zip(shares[topology.dp_rank], trajectories, strict=True)
-        ]
-    groups = [
-        iter([part[i : i + group_size] for i in range(0, len(part), group_size)]) for part in shares
-    ]
-    return [t for p in positions for t in next(groups[owner(p, topology)])]
+    told = all_gather_json([Outline.of(t).to_json() for t in own])
+    rows = {leader: iter(told[leader]) for leader in topology.leaders}
+    mine = iter(own if topology.is_leader else ())
+    outlines: list[Outline] = []
+    kept: dict[int, Trajectory] = {}
+    for position in positions:
+        leader = topology.leaders[owner(position, topology)]
+        for _ in range(group_size):
+            outlines.append(Outline.from_json(next(rows[leader])))
+            if leader == topology.rank:
+                kept[len(outlines) - 1] = next(mine)
+    return outlines, kept
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """A batch in which this rank has the columns it needs.
+    """A batch as this rank has it.
 
-    ``forms``: of all columns of the batch, the same on every rank. ``held``: by column that was
-    delivered, the positions of the trajectories that have it, wherever that is.
+    ``trajectories``: by position, those that it needs; recorded routing of the layers of its pipeline
+    stage. ``forms``: of all columns of the batch, whole, the same on every rank. ``held``: by column,
+    the positions of the trajectories that have it, wherever that is.
     """
 
-    trajectories: list[Trajectory]
+    outlines: Sequence[Outline]
+    trajectories: Mapping[int, Trajectory]
     forms: Mapping[str, Form]
     held: Mapping[str, frozenset[int]]
 
 
 @dataclass(frozen=True)
+class _Needs:
+    """Which parts ranks need. ``positions``: by replica. ``gather``: global rank 0 needs all."""
+
+    directory: PartDirectory
+    positions: Sequence[frozenset[int]]
+    stages: Stages
+    gather: bool
+
+    def of(self, ranks: Sequence[int], replica: int, stages: Collection[int]) -> list[Part]:
+        """What the ``ranks`` of a replica, in these pipeline ``stages``, need together; in order."""
+        if self.gather and 0 in ranks:
+            return sorted(self.directory.holders)
+        return sorted(
+            part
+            for part in self.directory.holders
+            if part.position in self.positions[replica]
+            and any(self.stages.needs(part, stage) for stage in stages)
+        )
+
+
+@dataclass(frozen=True)
 class ColumnExchange:
-    """Moves columns between the replicas of ``topology``.
+    """Moves trajectories between the replicas of ``topology``.
 
     ``sizes``: what trailing sizes of columns must be, by their declared names; others are free.
+    ``stages``: which layers of a recording each pipeline stage replays.
     """
 
     topology: Topology
     sizes: Mapping[str, int]
+    stages: Stages = field(default_factory=Stages)
 
     def deliver(
         self,
-        trajectories: Sequence[Trajectory],
+        outlines: Sequence[Outline],
+        own: Mapping[int, Trajectory],
         needed: Sequence[Collection[int]],
         *,
         gather: bool = False,
     ) -> Delivery:
-        """The batch with the columns of the trajectories that this rank needs, and no others'.
+        """The batch with the trajectories that this rank needs, and no others. Collective.
 
-        Collective; ``trajectories`` are the same on all ranks but for the columns that ``share``
-        left with the leaders. ``needed``: positions by data-parallel rank. ``gather``: global rank
-        0 gets all. Raises ExchangeError, on all ranks, naming the trajectory.
+        ``own``: by position, what this rank holds if it is a leader. ``needed``: positions by
+        data-parallel rank. ``gather``: global rank 0 gets all. Raises ExchangeError, on all ranks,
+        naming the trajectory.
         """
-        at, moved = self.topology, held_back()
-        arrays = {
-            (position, name): t.columns[name]
-            for position, t in enumerate(trajectories)
-            for name in moved
-            if at.is_leader and name in t.columns
+        at = self.topology
+        held = own if at.is_leader else {}
+        local: dict[Part, np.ndarray] = {}
+        for position, trajectory in held.items():
+            local |= self.stages.split(position, trajectory)
+        directory = PartDirectory.gather(outlines, held, local, at, self.stages, self.sizes)
+        needs = _Needs(directory, [frozenset(part) for part in needed], self.stages, gather)
+        shapes = PartShapes(outlines, directory.forms, self.stages)
+
+        def rooms_of(sites: Sites) -> dict[int, Room]:
+            return {s.head: Room(shapes, needs.of(s.ranks, s.replica, s.stages)) for s in sites.all}
+
+        sites = Sites.gather(at)
+        sizes = {head: room.size for head, room in rooms_of(sites).items()}
+        sites = sites.within(sizes, all_gather_json(at.pp_rank))
+        arrays = self._received(sites.at(at.rank), rooms_of(sites), directory, local)
+        by_position: dict[int, dict[Part, np.ndarray]] = {}
+        for part in needs.of([at.rank], at.dp_rank, [at.pp_rank]):
+            by_position.setdefault(part.position, {})[part] = arrays[part]
+        delivered = {
+            position: self.stages.trajectory(outlines[position], found)
+            for position, found in by_position.items()
         }
-        directory = ColumnDirectory.gather(trajectories, arrays, at, self.sizes)
-        wanted = [sorted(k for k in directory.holders if k[0] in part) for part in needed]
-        by_leader = list(wanted)
-        if gather:  # rank 0 leads replica 0
-            by_leader[0] = sorted(directory.holders)
-        wire = ColumnBytes(trajectories, directory.forms)
-        received = self._between_leaders(wire, directory, by_leader, arrays)
-        arrays |= received
-        received |= self._within_replica(wire, wanted[at.dp_rank], arrays)
-        arrays |= received
-        self._verify(directory, received, trajectories)
-        columns: list[dict[str, np.ndarray]] = [{} for _ in trajectories]
-        for position, name in by_leader[0] if at.rank == 0 else wanted[at.dp_rank]:
-            columns[position][name] = arrays[position, name]
-        light = [t.without(*moved) for t in trajectories]
-        delivered = [t.with_columns(**c) for t, c in zip(light, columns, strict=True)]
-        return Delivery(delivered, {**forms_of(light), **directory.forms}, directory.held)
+        return Delivery(outlines, delivered, directory.forms, directory.held)
 
-    def _between_leaders(
+    def _received(
         self,
-        wire: ColumnBytes,
-        directory: ColumnDirectory,
-        wanted: Sequence[Sequence[Key]],
-        local: Mapping[Key, np.ndarray],
-    ) -> dict[Key, np.ndarray]:
-        """In rounds: every leader sends to the one ``distance`` further on."""
-        at, received = self.topology, dict[Key, np.ndarray]()
-        if not at.is_leader:
-            return received
-
-        def sent(source: int, target: int) -> list[list[Key]]:
-            return wire.pieces(
-                key
-                for key in wanted[target]
-                if target not in directory.holders[key] and min(directory.holders[key]) == source
-            )
-
-        for distance in range(1, at.dp_size):
-            to, origin = (at.dp_rank + distance) % at.dp_size, (at.dp_rank - distance) % at.dp_size
-            outgoing, incoming = sent(at.dp_rank, to), sent(origin, at.dp_rank)
-            for out, into in zip_longest(outgoing, incoming, fillvalue=()):
-                operations, buffer = [], wire.empty(into)
-                if out:
-                    payload = wire.joined(out, local)
-                    operations.append(dist.P2POp(dist.isend, payload, at.leaders[to]))
-                if into:
-                    operations.append(dist.P2POp(dist.irecv, buffer, at.leaders[origin]))
-                for work in dist.batch_isend_irecv(operations):
-                    work.wait()
-                received |= wire.split(into, buffer)
-        return received
-
-    def _within_replica(
-        self, wire: ColumnBytes, keys: Sequence[Key], arrays: Mapping[Key, np.ndarray]
-    ) -> dict[Key, np.ndarray]:
-        """From the leader to the other ranks that hold the replica's model."""
-        at, received = self.topology, dict[Key, np.ndarray]()
-        if at.tp_size * at.pp_size == 1:
-            return received
-        for piece in wire.pieces(keys):
-            if at.is_leader:
-                dist.broadcast(wire.joined(piece, arrays), at.rank, at.model_group)
-            else:
-                buffer = wire.empty(piece)
-                dist.broadcast(buffer, at.leader, at.model_group)
-                received |= wire.split(piece, buffer)
-        return received
-
-    def _verify(
-        self,
-        directory: ColumnDirectory,
-        received: Mapping[Key, np.ndarray],
-        trajectories: Sequence[Trajectory],
-    ) -> None:
-        changed = directory.changed(received, trajectories, self.topology)
-        if any_rank(bool(changed)):
-            told = [line for part in all_gather_json(changed) for line in part]
-            raise ExchangeError("\n".join(told))
+        site: Site,
+        rooms: Mapping[int, Room],
+        directory: PartDirectory,
+        local: Mapping[Part, np.ndarray],
+    ) -> dict[Part, np.ndarray]:
+        """The arrays of this rank's site, checked by its head."""
+        at, room = self.topology, rooms[site.head]
+        shared = SharedBuffer(room.size) if at.rank == site.head and len(site.ranks) > 1 else None
+        try:
+            buffer = np.empty(0, np.uint8)
+            if at.rank == site.head:
+                buffer = np.empty(room.size, np.uint8) if shared is None else shared.array
+            views = room.views(buffer) if at.rank == site.head else {}
+            transfer(directory, rooms, local, views, at.rank)
+            changed = directory.changed(views, room.shapes.outlines, at.rank)
+            if any_rank(bool(changed)):
+                told = [line for part in all_gather_json(changed) for line in part]
+                raise ExchangeError("\n".join(told))
+            paths = all_gather_json(None if shared is None else str(shared.path))
+            if at.rank != site.head:
+                views = room.views(mapped(paths[site.head], room.size))
+            any_rank(False)  # all have it mapped
+        finally:
+            if shared is not None:
+                shared.hide()
+        return views

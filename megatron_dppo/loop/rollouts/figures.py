@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.mixture import TrainingFiles
-from megatron_dppo.data.routing import usable_rows
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.outline import Known
+from megatron_dppo.data.routing import discarded_rows
 from megatron_dppo.loop.rollouts.zero_variance import Selection
 from megatron_dppo.metrics import names
 
@@ -23,7 +23,7 @@ class GroupRow(NamedTuple):
     truncated: int
 
     @classmethod
-    def of(cls, group: Sequence[Trajectory]) -> GroupRow:
+    def of(cls, group: Sequence[Known]) -> GroupRow:
         """Of one group, once it is verified."""
         return cls(
             responses=len(group),
@@ -34,7 +34,7 @@ class GroupRow(NamedTuple):
         )
 
 
-def rows_of(batch: Sequence[Trajectory], group_size: int) -> list[GroupRow]:
+def rows_of(batch: Sequence[Known], group_size: int) -> list[GroupRow]:
     """A row for each group of a batch, groups adjacent."""
     return [GroupRow.of(batch[i : i + group_size]) for i in range(0, len(batch), group_size)]
 
@@ -51,9 +51,7 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
     }
 
 
-def file_figures(
-    batch: Sequence[Trajectory], files: TrainingFiles, group_size: int
-) -> dict[str, float]:
+def file_figures(batch: Sequence[Known], files: TrainingFiles, group_size: int) -> dict[str, float]:
     """The trained prompts of each training file and what they earned; nothing where there is one file.
 
     A file that no prompt of the batch is from has 0 prompts and no reward.
@@ -93,13 +91,13 @@ def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, flo
 
 
 def routing_figures(
-    batch: Sequence[Trajectory], recorded: Collection[int], form: Form
+    batch: Sequence[Known], recorded: Collection[int], form: Form
 ) -> dict[str, float]:
     """The recorded routing of a batch. ``recorded``: positions with a recording, wherever it lies."""
     with_routing = [batch[position] for position in recorded]
     rows = sum(t.length - 1 for t in batch)
     recorded_rows = sum(t.length - 1 for t in with_routing)
-    usable = sum(int(usable_rows(t.loss_mask, t.columns).sum()) for t in with_routing)
+    usable = recorded_rows - sum(discarded_rows(t.version_spans) for t in with_routing)
     tokens = sum(t.length for t in with_routing)
     return {
         names.ROUTING_BYTES_PER_TOKEN: recorded_rows * form.row_bytes / tokens,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.generation_run import Generation
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.rollouts.exchange import share
+from megatron_dppo.loop.rollouts.exchange import announce
 from megatron_dppo.loop.rollouts.figures import (
     GroupRow,
     generated_figures,
@@ -32,7 +33,8 @@ from megatron_dppo.loop.rollouts.staleness import check_staleness, staleness_fig
 from megatron_dppo.loop.rollouts.zero_variance import GroupQuota, Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.timing import PhaseTimer
-from megatron_dppo.rewards import Verifier
+from megatron_dppo.rewards import Score, Verifier
+from megatron_dppo.rewards.arrivals import ArrivalScorer
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
@@ -45,7 +47,8 @@ class _Draft:
     """A batch in the making. Groups are counted in the order in which their problems were drawn.
 
     ``problems``, ``rows``: of all leaders, the same on every rank; a row follows when its group is judged.
-    ``own``: this rank's groups by position. ``generation``: this rank's part of the round that runs.
+    ``own``: this rank's groups by position. ``generation``: this rank's part of the round that runs, and
+    ``scores`` of its responses by the request's key.
     """
 
     step: int
@@ -54,6 +57,7 @@ class _Draft:
     own: dict[int, list[Trajectory]] = field(default_factory=dict)
     rounds: int = 0
     generation: Generation | None = None
+    scores: dict[Hashable, Future[Score]] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     waited: float = 0.0
@@ -89,6 +93,7 @@ class GeneratedRollouts:
         self._topology = topology
         self._engine = engine
         self._verifier = verifier
+        self._scorer = ArrivalScorer(verifier)
         self._job = job
         self._feed = feed
         self._timer = timer
@@ -153,7 +158,13 @@ class GeneratedRollouts:
             seeds=seeds_of(self._config, f"step {draft.step}", positions),
         )
         again = f", round {draft.rounds}" if draft.rounds > 1 else ""
-        draft.generation = self._engine.start(job, f"step {draft.step}: generate{again}")
+        draft.scores = scores = {}
+
+        def arrived(key: Hashable, t: Trajectory) -> None:
+            scores[key] = self._scorer.add((t.text, job.problems[key[0]].answer))  # type: ignore[index]
+
+        what = f"step {draft.step}: generate{again}"
+        draft.generation = self._engine.start(job, what, arrived)
 
     def _receive(self, draft: _Draft, version: int) -> None:
         """Wait for the round's responses. ``version``: of the weights that the trainer holds."""
@@ -168,7 +179,7 @@ class GeneratedRollouts:
 
     def _judge(self, draft: _Draft) -> None:
         """Verify this rank's new groups, and tell every rank how all of them did."""
-        new = own_positions(draft.unjudged, self._topology)
+        new, samples = own_positions(draft.unjudged, self._topology), range(self._job.group_size)
         with self._timer("reward"):
             answers = [t for p in new for t in draft.own[p]]
             problems = [draft.problems[p] for p in new]
@@ -178,6 +189,7 @@ class GeneratedRollouts:
                 self._job.group_size,
                 self._config.algorithm,
                 self._verifier,
+                [draft.scores[i, s].result() for i, _ in enumerate(new) for s in samples],
             )
             draft.own |= dict(zip(new, self._groups(scored), strict=True))
             assert draft.generation is not None
@@ -195,14 +207,14 @@ class GeneratedRollouts:
         selection = self._quota.choose(draft.flat)
         kept = [t for p in selection.kept if p in draft.own for t in draft.own[p]]
         with self._timer("exchange"):
-            batch = share(kept, self._topology, self._job.group_size, selection.kept)
+            batch, own = announce(kept, self._topology, self._job.group_size, selection.kept)
         check_staleness(batch, draft.step, self._config.rollout.max_staleness)
         figures = generated_figures(draft.rows) | staleness_figures(batch, draft.step)
         figures |= speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
         if self._quota.filtering:
             figures |= selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
-        return RolloutBatch(batch, figures, draft.sampler)
+        return RolloutBatch(batch, own, figures, draft.sampler)
 
     def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
         if selection.filled:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.columns import LOSS_COLUMNS
+from megatron_dppo.data.outline import Outline
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import BatchFormatError, load_batch
 from megatron_dppo.loop.rollouts.figures import generated_figures, rows_of
@@ -51,7 +52,8 @@ class ReplayedRollouts:
             # What a filter replaced depends on rewards of responses that are not in the file.
             self._check_order(step, batch, wanted)
         figures = generated_figures(rows_of(batch, size)) | staleness_figures(batch, step)
-        return RolloutBatch(batch, figures, self._feed.position())
+        outlines = [Outline.of(t) for t in batch]
+        return RolloutBatch(outlines, dict(enumerate(batch)), figures, self._feed.position())
 
     def settle(self, version: int) -> None:
         """Nothing generates."""

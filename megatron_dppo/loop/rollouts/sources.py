@@ -8,23 +8,27 @@ from typing import Any, Protocol
 
 from megatron_dppo.algorithms.advantages import group_relative
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
+from megatron_dppo.data.outline import Outline
 from megatron_dppo.data.sampler import Sampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
-from megatron_dppo.rewards import Verifier
+from megatron_dppo.rewards import Score, Verifier
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """What a step trains on, the same on every rank but for columns that a leader still holds.
+    """What a step trains on.
 
-    ``trajectories``: groups adjacent. ``figures``: metrics of the batch and of how it came about.
+    ``outlines``: of all trajectories, groups adjacent, the same on every rank. ``own``: by position, the
+    trajectories that this rank holds as a leader; a learner takes them out as it delivers them.
+    ``figures``: metrics of the batch and of how it came about.
     ``sampler``: the data's position right after this batch, where a run resumed after this step goes on.
     """
 
-    trajectories: list[Trajectory]
+    outlines: list[Outline]
+    own: dict[int, Trajectory]
     figures: dict[str, float]
     sampler: dict[str, Any]
 
@@ -81,13 +85,17 @@ def verify(
     group_size: int,
     algorithm: AlgorithmConfig,
     verifier: Verifier,
+    scores: Sequence[Score] | None = None,
 ) -> list[Trajectory]:
-    """The same with their rewards and advantages; groups of ``group_size`` in the order of ``problems``."""
+    """The same with their rewards and advantages; groups of ``group_size`` in the order of ``problems``.
+
+    ``scores``: of the verifier, where it has checked them already.
+    """
     if not trajectories:
         return []
-    scores = verifier.score(
-        [(t.text, problems[i // group_size].answer) for i, t in enumerate(trajectories)]
-    )
+    pairs = [(t.text, problems[i // group_size].answer) for i, t in enumerate(trajectories)]
+    scores = verifier.check(pairs) if scores is None else scores
+    verifier.require(scores, pairs)
     zeroed = algorithm.truncated_responses == "zero-reward"
     rewards = [
         0.0 if zeroed and t.truncated else score.value

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.outline import Known
 from megatron_dppo.metrics import names
 
 STALE_ANCHOR = (
@@ -24,13 +24,16 @@ class StalenessError(RuntimeError):
     """A response was sampled by weights that a batch of this step may not come from."""
 
 
-def staleness_figures(batch: Sequence[Trajectory], step: int) -> dict[str, float]:
+def staleness_figures(batch: Sequence[Known], step: int) -> dict[str, float]:
     """Mean and largest staleness over the response tokens of the batch of ``step``, in weight versions."""
-    staleness = step - 1 - np.concatenate([t.column("weight_version") for t in batch])
-    return {names.STALENESS: float(staleness.mean()), names.STALENESS_MAX: int(staleness.max())}
+    spans = [span for t in batch for span in t.version_spans]
+    staleness = np.array([step - 1 - span.weight_version for span in spans])
+    tokens = np.array([span.end - span.start for span in spans])
+    mean = float((staleness * tokens).sum() / tokens.sum())
+    return {names.STALENESS: mean, names.STALENESS_MAX: int(staleness.max())}
 
 
-def check_staleness(batch: Sequence[Trajectory], step: int, max_staleness: int) -> None:
+def check_staleness(batch: Sequence[Known], step: int, max_staleness: int) -> None:
     """Raise StalenessError unless every token's staleness is from 0 to ``max_staleness``."""
     for trajectory in batch:
         for span in trajectory.version_spans:

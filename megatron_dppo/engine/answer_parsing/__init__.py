@@ -1,0 +1,1 @@
+"""Answers of servers as trajectories: parsed in this process (``here``), or in one beside it (``process``)."""

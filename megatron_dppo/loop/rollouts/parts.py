@@ -1,0 +1,163 @@
+"""What travels between ranks: tokens, loss masks and columns of single trajectories, in parts.
+
+A part is one array. Recorded routing has a part for each pipeline stage, which needs no other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_dppo.data.columns import Form, declared
+from megatron_dppo.data.outline import Outline, rows_of_column
+from megatron_dppo.data.trajectory import Trajectory
+
+TOKENS = {"token_ids": Form("int32", ()), "loss_mask": Form("bool", ())}
+"""What a trajectory has beside columns; a row a token."""
+LAYERS = "moe_layers"
+"""The trailing size of columns that are cut by pipeline stage."""
+
+
+class Part(NamedTuple):
+    """``stage``: the pipeline stage that needs it; 0 of what every stage needs."""
+
+    position: int
+    name: str
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Which layers of a recording each pipeline stage replays: places in the recording, by stage."""
+
+    layers: Sequence[Sequence[int]] = ()
+
+    def cuts(self, name: str) -> bool:
+        """Whether the column has a part for each stage."""
+        return len(self.layers) > 1 and name not in TOKENS and LAYERS in declared(name).trailing[:1]
+
+    def of(self, position: int, name: str) -> list[Part]:
+        """All parts of a trajectory's column."""
+        count = len(self.layers) if self.cuts(name) else 1
+        return [Part(position, name, stage) for stage in range(count)]
+
+    def needs(self, part: Part, stage: int) -> bool:
+        """Whether the ranks of ``stage`` need it."""
+        return not self.cuts(part.name) or part.stage == stage
+
+    def form(self, part: Part, forms: Mapping[str, Form]) -> Form:
+        """Type and trailing shape of the part's array."""
+        form = TOKENS.get(part.name) or forms[part.name]
+        if not self.cuts(part.name):
+            return form
+        return form._replace(trailing=(len(self.layers[part.stage]), *form.trailing[1:]))
+
+    def split(self, position: int, trajectory: Trajectory) -> dict[Part, np.ndarray]:
+        """The arrays of a whole trajectory."""
+        arrays: dict[Part, np.ndarray] = {
+            Part(position, "token_ids"): trajectory.token_ids,
+            Part(position, "loss_mask"): trajectory.loss_mask,
+        }
+        for name, array in trajectory.columns.items():
+            for part in self.of(position, name):
+                cut = array[:, list(self.layers[part.stage])] if self.cuts(name) else array
+                arrays[part] = np.ascontiguousarray(cut)
+        return arrays
+
+    def joined(self, name: str, arrays: Mapping[int, np.ndarray]) -> np.ndarray:
+        """A column from its parts by stage: the one there is, or all layers in their places."""
+        if len(arrays) == 1:
+            return next(iter(arrays.values()))
+        first = next(iter(arrays.values()))
+        whole = np.empty((len(first), sum(map(len, self.layers)), *first.shape[2:]), first.dtype)
+        for stage, array in arrays.items():
+            whole[:, list(self.layers[stage])] = array
+        return whole
+
+    def trajectory(self, outline: Outline, arrays: Mapping[Part, np.ndarray]) -> Trajectory:
+        """The trajectory of these parts."""
+        columns: dict[str, dict[int, np.ndarray]] = {}
+        for part, array in arrays.items():
+            columns.setdefault(part.name, {})[part.stage] = array
+        return Trajectory(
+            problem_id=outline.problem_id,
+            sample_index=outline.sample_index,
+            token_ids=columns.pop("token_ids")[0],
+            loss_mask=columns.pop("loss_mask")[0],
+            columns={name: self.joined(name, found) for name, found in columns.items()},
+            finish_reason=outline.finish_reason,
+            reward=outline.reward,
+            advantage=outline.advantage,
+        )
+
+
+@dataclass(frozen=True)
+class PartShapes:
+    """Every rank knows the shape of every part: the rows by its outline, the rest by ``forms``."""
+
+    outlines: Sequence[Outline]
+    forms: Mapping[str, Form]
+    stages: Stages
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        """Of the part's array."""
+        outline = self.outlines[part.position]
+        tokens = part.name in TOKENS
+        rows = outline.length if tokens else rows_of_column(declared(part.name), outline)
+        return (rows, *self.stages.form(part, self.forms).trailing)
+
+    def size(self, part: Part) -> int:
+        """Bytes of the part's array."""
+        form = self.stages.form(part, self.forms)
+        return self.shape(part)[0] * form.row_bytes
+
+    def view(self, part: Part, flat: np.ndarray) -> np.ndarray:
+        """The part's array in its bytes."""
+        form = self.stages.form(part, self.forms)
+        return flat.view(form.dtype).reshape(self.shape(part))
+
+
+ALIGNMENT = 64
+"""Where arrays begin in a buffer: a multiple of it."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """One buffer with a place for each of ``parts``, in order; whoever knows them knows the places."""
+
+    shapes: PartShapes
+    parts: Sequence[Part]
+
+    @property
+    def size(self) -> int:
+        """Bytes of the buffer."""
+        return sum(map(self._place, self.parts))
+
+    def views(self, buffer: np.ndarray) -> dict[Part, np.ndarray]:
+        """The arrays in a ``buffer`` of uint8 [size]; writing to them writes to it."""
+        views, start = {}, 0
+        for part in self.parts:
+            flat = buffer[start : start + self.shapes.size(part)]
+            views[part] = self.shapes.view(part, flat)
+            start += self._place(part)
+        return views
+
+    def pieces(self, limit: int) -> Iterable[list[Part]]:
+        """The parts in order, in runs of at most ``limit`` bytes, or of one."""
+        run: list[Part] = []
+        filled = 0
+        for part in self.parts:
+            size = self.shapes.size(part)
+            if run and filled + size > limit:
+                yield run
+                run, filled = [], 0
+            run.append(part)
+            filled += size
+        if run:
+            yield run
+
+    def _place(self, part: Part) -> int:
+        return -(-self.shapes.size(part) // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,170 @@
+"""Answers parsed in a process beside the trainer's: the same trajectories, errors and end."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import numpy as np
+import orjson
+import pytest
+
+from megatron_dppo.engine.answer_parsing import child
+from megatron_dppo.engine.answer_parsing.child import answer as reply_to
+from megatron_dppo.engine.answer_parsing.here import ParsesHere
+from megatron_dppo.engine.answer_parsing.process import ParserLostError, ParsingProcess
+from megatron_dppo.engine.answer_parsing.wire import (
+    buffer_size,
+    fill,
+    read_frame,
+    request_from_json,
+    request_to_json,
+    trajectories_from_wire,
+    trajectories_to_wire,
+    write_frame,
+)
+from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
+from megatron_dppo.engine.recordings.notice import Notice, content_hash
+from megatron_dppo.system.runtime_directory import SHARED_MEMORY
+from megatron_dppo.system.shared_buffer import SharedBuffer, free_bytes, mapped, memory_name
+from tests.trajectories import same, trajectory
+from tests.unit.test_engine_protocol import ROUTED, answer, b64, request
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ParsingProcess]:
+    made = ParsingProcess()
+    yield made
+    made.close()
+
+
+def parsed(parser, payload: object, requests: list, version=None, downloaded=None):
+    body = orjson.dumps(payload)
+    return asyncio.run(parser.parse(body, requests, version, downloaded or {}))
+
+
+def test_the_process_parses_as_this_one_does(process):
+    both = [request(problem_id=9, sample_index=s) for s in (3, 4)]
+    told = [answer(), answer(output_token_logprobs=[[-1.5, 7, None], [-0.125, 2, None]])]
+    here, there = (parsed(p, told, both) for p in (ParsesHere(), process))
+    assert len(there.trajectories) == 2
+    assert all(same(a, b) for a, b in zip(here.trajectories, there.trajectories, strict=True))
+    assert there.ways == here.ways == {"base64 in the JSON"}
+    assert not any(a.flags.writeable for a in there.trajectories[0].columns.values())
+    assert process._process is not None
+    left = f"mdppo-{os.getuid()}-*-{process._process.pid}-*buffer-*"
+    assert list(SHARED_MEMORY.glob(left)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "version", "error", "message"),
+    [
+        ({"finish_reason": {"type": "abort"}}, None, AbortedError, r"request \(0, 0\): aborted"),
+        ({"output_token_logprobs": []}, None, EngineAnswerError, r"request \(0, 0\): 0 log-prob"),
+        ({}, 4, StaleWeightsError, r"request \(0, 0\): drawn from weights 3, 4"),
+    ],
+)
+def test_errors_of_parsing_come_back_as_they_are(process, changes, version, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        parsed(process, answer(**changes), [request()], version)
+
+
+def test_a_recording_on_another_host_is_named_and_then_brought(process):
+    content = np.array(ROUTED, np.uint8).tobytes()
+    digest = content_hash(np.frombuffer(content, np.uint8))
+    notice = Notice("0" * 32, "/dev/shm/elsewhere", "uint8", (4, 2, 2), digest)
+    told = answer(routed_experts=b64(list(notice.encode()), "u1"))
+    first = parsed(process, told, [request()])
+    assert (first.missing, first.trajectories) == ([notice], [])
+    second = parsed(process, told, [request()], downloaded={notice.id: content})
+    assert second.missing == []
+    assert second.ways == {"binary HTTP answers"}
+    assert same(second.trajectories[0], parsed(ParsesHere(), answer(), [request()]).trajectories[0])
+    with pytest.raises(EngineAnswerError, match=r"request \(0, 0\): a recording with the hash"):
+        parsed(process, told, [request()], downloaded={notice.id: bytes(16)})
+
+
+def test_the_end_of_the_process_is_told_at_once():
+    process = ParsingProcess()
+    assert parsed(process, answer(), [request()]).trajectories
+    assert process._process is not None
+    os.kill(process._process.pid, signal.SIGKILL)
+    with pytest.raises(ParserLostError, match=r"process that parses answers was killed by SIGKILL"):
+        parsed(process, answer(), [request()])
+    process.close()
+    process.close()
+    with pytest.raises(ParserLostError, match="was closed"):
+        parsed(ParsingProcess_closed(), answer(), [request()])
+
+
+def ParsingProcess_closed() -> ParsingProcess:  # noqa: N802
+    process = ParsingProcess()
+    process.close()
+    return process
+
+
+def test_without_room_in_shared_memory_arrays_follow_in_the_frame(monkeypatch):
+    def full(size: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(child, "SharedBuffer", full)
+    body = orjson.dumps(answer())
+    told = {
+        "requests": [request_to_json(request())],
+        "version": None,
+        "payload": len(body),
+        "downloaded": [],
+    }
+    reply, content = reply_to(orjson.loads(orjson.dumps(told)), body)
+    assert reply["path"] is None
+    (found,) = trajectories_from_wire(reply["rows"], np.frombuffer(content, np.uint8))
+    assert same(found, parsed(ParsesHere(), answer(), [request()]).trajectories[0])
+
+
+def test_trajectories_and_requests_survive_the_wire():
+    bare = {"advantage": 0.0, "rollout_log_probs": None}
+    whole = [trajectory([1], [2, 3], advantage=0.0), trajectory([1, 2], [], **bare)]
+    whole[0] = replace(whole[0], text="é", finish_reason="length")
+    rows, arrays = trajectories_to_wire(whole)
+    buffer = np.zeros(buffer_size(arrays), np.uint8)
+    fill(buffer, arrays)
+    found = trajectories_from_wire(orjson.loads(orjson.dumps(rows)), buffer)
+    assert all(same(a, b) for a, b in zip(found, whole, strict=True))
+    sent = request_to_json(request(problem_id=3))
+    got = request_from_json(orjson.loads(orjson.dumps(sent)))
+    assert got.columns == request().columns
+    assert asdict(got.sampling).keys() == asdict(request().sampling).keys()
+    assert (got.key, got.problem_id, list(got.prompt_ids)) == ("(0, 0)", 3, [4, 5, 6])
+
+
+def test_a_frame_that_ends_early_is_told():
+    pipe = io.BytesIO()
+    write_frame(pipe, {"a": 1}, b"content")
+    whole = pipe.getvalue()
+    assert read_frame(io.BytesIO(whole)) == ({"a": 1}, b"content")
+    assert read_frame(io.BytesIO()) is None
+    with pytest.raises(EOFError, match="3 of 7 bytes"):
+        read_frame(io.BytesIO(whole[:-4]))
+
+
+def test_a_shared_buffer_outlives_its_name():
+    buffer = SharedBuffer(5)
+    assert buffer.path.stat().st_mode & 0o777 == 0o600
+    buffer.array[:] = [1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match=r"5 bytes, expected 6"):
+        mapped(str(buffer.path), 6)
+    other = mapped(str(buffer.path), 5)
+    buffer.hide()
+    buffer.hide()
+    assert other.tolist() == [1, 2, 3, 4, 5]
+    assert not other.flags.writeable
+    empty = SharedBuffer(0)
+    assert mapped(str(empty.path), 0).size == 0
+    empty.hide()
+    with pytest.raises(OSError, match="No space left"):
+        SharedBuffer(free_bytes() + 2**40)
+    assert memory_name() == memory_name()

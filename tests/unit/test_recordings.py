@@ -1,0 +1,259 @@
+"""Recorded routing beside the JSON: notices, the server's files, and both ways to fetch them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from aiohttp import web
+
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.errors import AbortedError, EngineAnswerError
+from megatron_dppo.engine.recordings import fetching
+from megatron_dppo.engine.recordings.fetching import download, is_private, place, take
+from megatron_dppo.engine.recordings.notice import MAGIC, Notice
+from megatron_dppo.engine.recordings.store import (
+    FOLDER_VARIABLE,
+    RecordingStore,
+    narrowed,
+    recordings_folder,
+)
+from megatron_dppo.engine.requests import GenerationRequest, RoutedShape, SamplingParams
+
+ROUTED = np.arange(24, dtype=np.int32).reshape(3, 2, 4)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with recordings_folder() as made:
+        assert made is not None
+        assert os.environ[FOLDER_VARIABLE] == str(made)
+        yield made
+    assert not made.exists()
+    assert FOLDER_VARIABLE not in os.environ
+
+
+def request_of(shape: RoutedShape) -> GenerationRequest:
+    return GenerationRequest("r", (1, 2), SamplingParams(4), {"routed_experts": shape})
+
+
+REQUEST = request_of(RoutedShape(2, (0, 1), 4, 32))
+
+
+def answer_with(content: bytes, tokens: int = 2) -> dict:
+    text = base64.b64encode(content).decode()
+    return {"output_ids": [5] * tokens, "meta_info": {"routed_experts": text}}
+
+
+def fetched(answer: dict, way: str = "shared memory"):
+    assert take(answer, REQUEST) == way
+    return answer["meta_info"]["routed_experts"]
+
+
+# --- notices and files
+
+
+@pytest.mark.parametrize(("largest", "dtype"), [(255, "uint8"), (256, "uint16"), (65535, "uint16")])
+def test_the_narrowest_type_that_names_the_largest_expert(folder, largest, dtype):
+    routed = ROUTED.copy()
+    routed[2, 1, 3] = largest
+    notice = RecordingStore(folder).put(routed)
+    assert (notice.dtype, notice.shape) == (dtype, (3, 2, 4))
+    assert notice.size == 24 * np.dtype(dtype).itemsize == (folder / notice.id).stat().st_size
+    content = (folder / notice.id).read_bytes()
+    assert notice.array(content, (3, 2, 4)).tolist() == routed.tolist()
+    assert (folder / notice.id).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("value", [-1, 65536])
+def test_what_is_no_expert_stays_in_the_answer(folder, value):
+    routed = ROUTED.copy()
+    routed[0, 0, 0] = value
+    assert narrowed(routed) is None
+    assert RecordingStore(folder).put(routed) is None
+    assert list(folder.iterdir()) == []
+
+
+def test_a_prompt_of_one_token_answered_by_one_has_one_row_and_an_empty_one_none(folder):
+    for rows in (0, 1):
+        notice = RecordingStore(folder).put(ROUTED[:rows])
+        array = notice.array((folder / notice.id).read_bytes(), (rows, 2, 4))
+        assert array.shape == (rows, 2, 4)
+
+
+def test_what_nobody_fetches_goes_after_its_time(folder):
+    now = [0.0]
+    store = RecordingStore(folder, kept_s=10, clock=lambda: now[0])
+    first = store.put(ROUTED)
+    now[0] = 10.0
+    second = store.put(ROUTED)
+    assert {p.name for p in folder.iterdir()} == {first.id, second.id}
+    now[0] = 10.1
+    third = store.put(ROUTED)
+    assert {p.name for p in folder.iterdir()} == {second.id, third.id}
+
+
+def test_a_full_memory_or_a_missing_folder_leaves_the_recording_in_the_answer(folder, monkeypatch):
+    class Space:
+        f_bavail, f_frsize = 48, 1
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Space)
+    assert RecordingStore(folder).put(ROUTED) is None  # 24 bytes: half of it, not less
+    Space.f_bavail = 49
+    assert RecordingStore(folder).put(ROUTED) is not None
+    monkeypatch.undo()
+    assert RecordingStore(folder / "none").put(ROUTED) is None
+
+
+def test_a_notice_survives_its_encoding_and_a_broken_one_is_refused():
+    notice = Notice("0" * 32, "/dev/shm/x", "uint8", (3, 2, 4), "f" * 32)
+    assert Notice.decode(notice.encode()) == notice
+    assert Notice.decode(ROUTED.tobytes()) is None
+    for broken in (
+        replace(notice, id="../../etc/passwd"),
+        replace(notice, hash="f"),
+        replace(notice, dtype="float32"),
+        replace(notice, shape=(3, -2, 4)),
+        replace(notice, shape=(3, 2)),
+        replace(notice, shape=(3, 2, True)),
+    ):
+        with pytest.raises(ValueError, match="a broken notice of a recording"):
+            Notice.decode(broken.encode())
+    with pytest.raises(ValueError, match="a broken notice of a recording"):
+        Notice.decode(MAGIC + b"{")
+
+
+# --- fetching
+
+
+def test_a_recording_comes_through_shared_memory_and_its_file_goes(folder):
+    notice = RecordingStore(folder).put(ROUTED)
+    array = fetched(answer_with(notice.encode()))
+    assert array.dtype == np.uint8
+    assert array.tolist() == ROUTED.tolist()
+    assert list(folder.iterdir()) == []
+
+
+def test_a_recording_in_the_json_stays_as_it_is():
+    told = fetched(answer_with(ROUTED.tobytes()), "base64 in the JSON")
+    assert base64.b64decode(told) == ROUTED.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda b: b[:-1], "23 bytes of a recording, expected 24"),
+        (lambda b: b + b"x", "25 bytes of a recording, expected 24"),
+        (lambda b: b[:7] + bytes([b[7] ^ 1]) + b[8:], "a recording with the hash"),
+    ],
+)
+def test_damage_is_told(folder, damage, message):
+    notice = RecordingStore(folder).put(ROUTED)
+    path = folder / notice.id
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(EngineAnswerError, match=f"request r: {message}"):
+        fetched(answer_with(notice.encode()))
+
+
+def test_another_responses_recording_is_refused_before_it_is_read(folder):
+    notice = RecordingStore(folder).put(ROUTED)
+    message = r"request r: a recording of shape \(3, 2, 4\), expected \(4, 2, 4\)"
+    with pytest.raises(EngineAnswerError, match=message):
+        fetched(answer_with(notice.encode(), tokens=3))
+
+
+def test_one_that_is_gone_is_asked_for_again(folder):
+    notice = RecordingStore(folder).put(ROUTED)
+    (folder / notice.id).unlink()
+    with pytest.raises(AbortedError, match=f"request r: the recorded routing {notice.id} is no"):
+        fetched(answer_with(notice.encode()))
+
+
+def test_no_file_outside_of_a_servers_folder_is_read(tmp_path, folder):
+    assert is_private(folder)
+    assert not is_private(tmp_path)
+    assert not is_private(folder / "..")
+    link = folder.with_name(folder.name + "link")
+    link.symlink_to(tmp_path)
+    try:
+        assert not is_private(link)
+    finally:
+        link.unlink()
+
+
+class BinaryServer:
+    """``/routed_experts`` of one file, under the API key."""
+
+    def __init__(self, content: bytes, status: int = 200) -> None:
+        self.content, self.status, self.removed = content, status, 0
+
+    async def __aenter__(self) -> str:
+        app = web.Application()
+        app.router.add_get("/routed_experts/{id}", self._get)
+        app.router.add_delete("/routed_experts/{id}", self._delete)
+        self._runner = web.AppRunner(app)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._runner.cleanup()
+
+    async def _get(self, request: web.Request) -> web.Response:
+        assert request.headers["Authorization"] == "Bearer key"
+        return web.Response(body=self.content, status=self.status)
+
+    async def _delete(self, request: web.Request) -> web.Response:
+        self.removed += 1
+        return web.Response(status=204)
+
+
+def by_http(server: BinaryServer, notice: Notice) -> np.ndarray:
+    async def fetch() -> np.ndarray:
+        async with server as url, EngineClient(url, "key") as client:
+            told = answer_with(notice.encode())
+            missing = take(told, REQUEST)
+            assert missing == notice
+            place(told, REQUEST, notice, await download(client, notice))
+            return told["meta_info"]["routed_experts"]
+
+    return asyncio.run(fetch())
+
+
+@pytest.fixture
+def far(folder, monkeypatch) -> tuple[Notice, bytes]:
+    """A notice of a server whose memory this host does not share, and the bytes it has."""
+    notice = RecordingStore(folder).put(ROUTED)
+    monkeypatch.setattr(fetching, "is_private", lambda folder: False)
+    return notice, (folder / notice.id).read_bytes()
+
+
+def test_another_hosts_recording_comes_by_http_and_is_removed_there(far):
+    notice, content = far
+    server = BinaryServer(content)
+    assert by_http(server, notice).tolist() == ROUTED.tolist()
+    assert server.removed == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bytes(25), "more bytes, expected 24"),
+        (bytes(23), "23 bytes, expected 24"),
+        (bytes(24), "hash"),
+    ],
+)
+def test_what_http_brings_is_bounded_and_checked(far, content, message):
+    with pytest.raises(EngineAnswerError, match=message):
+        by_http(BinaryServer(content), far[0])
+
+
+def test_one_that_is_gone_there_is_asked_for_again(far):
+    with pytest.raises(AbortedError, match="is no longer there"):
+        by_http(BinaryServer(b"", status=404), far[0])

@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""What a step's data costs on its way from the engine to the ranks, with synthetic responses of full size.
+
+    python tools/bench_data_plane.py --responses 64 --json after.json --beside before.json
+
+A process answers ``/generate`` as SGLang does; the leaders' client reads and checks the answers; all
+ranks exchange them by the plan of a step. The code is the run's own; only the tokens are made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from data_plane_benchmark.report import FORMULAS, figures, table
+from data_plane_benchmark.synthetic import Size
+
+from megatron_dppo.system.ports import free_port
+
+TOOLS = Path(__file__).resolve().parent
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--responses", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=16_384, help="of the longest response")
+    parser.add_argument("--group", type=int, default=8, help="responses to a prompt")
+    parser.add_argument("--topk", type=int, default=20)
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--experts-per-token", type=int, default=8)
+    parser.add_argument("--tensor", type=int, default=2, help="ranks of a replica")
+    parser.add_argument("--data", type=int, default=2, help="replicas")
+    parser.add_argument(
+        "--routing",
+        choices=["beside", "inside"],
+        default="beside",
+        help="the JSON, as of a stock server",
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--beside", type=Path, help="figures of another run, shown beside")
+    return parser.parse_args()
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """This process's, with the tools to be imported and one thread each."""
+    path = f"{TOOLS}{os.pathsep}{TOOLS.parent}"
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+
+
+def run(size: Size, routing: str) -> dict[str, float]:
+    """Start the processes, wait for them, and make figures of what they measured."""
+    module, argument = [sys.executable, "-m"], json.dumps(asdict(size))
+    with tempfile.TemporaryDirectory() as folder:
+        engine = subprocess.Popen(
+            [*module, "data_plane_benchmark.engine_side", argument, routing],
+            env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        try:
+            assert engine.stdout is not None
+            url = engine.stdout.readline().split()[1]
+            ranks = start_ranks([*module, "data_plane_benchmark.rank", argument, url, folder], size)
+            if any([rank.wait() for rank in ranks]):
+                sys.exit("a rank failed")
+            with urllib.request.urlopen(f"{url}/figures") as answer:
+                told: dict[str, Any] = json.load(answer)
+        finally:
+            engine.kill()
+        results = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.json"))]
+    return figures(told, results)
+
+
+def start_ranks(command: list[str], size: Size) -> list[subprocess.Popen[bytes]]:
+    """One process a rank."""
+    world, port = str(size.layout.world_size), str(free_port())
+    return [
+        subprocess.Popen(
+            command,
+            env=environment(
+                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=world,
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+            ),
+        )
+        for rank in range(size.layout.world_size)
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Print the figures, and write them."""
+    words = parse()
+    size = Size(
+        **{name: value for name, value in vars(words).items() if name in Size.__annotations__}
+    )
+    found = run(size, words.routing)
+    runs = {"now": found}
+    if words.beside is not None:
+        runs = {"before": json.loads(words.beside.read_text()), **runs}
+    print(FORMULAS, "", table(runs), sep="\n")
+    if words.json is not None:
+        words.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""A trainer rank of the benchmark: generates where it leads a replica, exchanges, and has what it needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from data_plane_benchmark.meters import Meter, ReceivedBytes
+from data_plane_benchmark.synthetic import Size
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.fleet.generation import GenerationLimits
+from megatron_dppo.fleet.generation_run import generate_many
+from megatron_dppo.loop.batches import (
+    BatchLayout,
+    MiniBatchPlan,
+    pack_mini_batch,
+    plan_mini_batches,
+)
+from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, announce
+from megatron_dppo.loop.rollouts.sources import own_positions, verify
+from megatron_dppo.rewards import Verifier
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.trainer.topology import Topology, init_distributed, init_topology
+from megatron_dppo.types import Problem
+
+IN_FLIGHT = 8
+
+
+def generate(size: Size, url: str, positions: list[int]) -> list[Trajectory]:
+    """Responses of the groups at ``positions``, checked."""
+    indices = [p * size.group + sample for p in positions for sample in range(size.group)]
+    with AsyncRunner() as runner:
+        client = EngineClient(url)
+        requests = [size.request(i) for i in indices]
+        done = runner.run(generate_many(client, requests, GenerationLimits(IN_FLIGHT)))
+        runner.run(client.close())
+    return list(done.values())
+
+
+def score(size: Size, positions: list[int], own: list[Trajectory]) -> list[Trajectory]:
+    """With rewards and advantages."""
+    problems = [Problem(p, "", "42", (7,)) for p in positions]
+    with Verifier("exact_integer", 10, 1) as verifier:
+        return verify(own, problems, size.group, size.config().algorithm, verifier)
+
+
+def pack_first(
+    size: Size, delivery: Delivery, plans: Sequence[MiniBatchPlan], layout: BatchLayout
+) -> None:
+    """What an optimiser step holds beside the columns."""
+    algorithm = size.config().algorithm
+    pack_mini_batch(delivery.trajectories, plans[0], layout, algorithm, delivery.forms)
+
+
+def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
+    """Run a step's data through this rank."""
+    meter, received = Meter(), ReceivedBytes()
+    groups = range(size.responses // size.group)
+    positions = own_positions(groups, topology)
+    with meter("generate"):
+        own = generate(size, url, positions)
+    dist.barrier()
+    before = received.total
+    with meter("exchange"):
+        own = score(size, positions, own)
+        generated = sum(t.sampled for t in own)
+        outlines, held = announce(own, topology, size.group, groups)
+        del own
+        layout = BatchLayout(topology.dp_rank, topology.dp_size, pad_multiple=topology.tp_size)
+        plans = plan_mini_batches(outlines, size.config(), layout)
+        needed = [set().union(*(p.of_rank(r) for p in plans)) for r in range(topology.dp_size)]
+        sizes = {"moe_layers": size.layers, "experts_per_token": size.experts_per_token}
+        delivery = ColumnExchange(topology, sizes).deliver(outlines, held, needed)
+        held.clear()
+        dist.barrier()
+    mine = list(delivery.trajectories.values())
+    with meter("pack"):
+        pack_first(size, delivery, plans, layout)
+    columns = sum(
+        t.token_ids.nbytes + t.loss_mask.nbytes + sum(a.nbytes for a in t.columns.values())
+        for t in mine
+    )
+    return {
+        **meter.phases,
+        "leader": topology.is_leader,
+        "generated": generated,
+        "trained": sum(t.sampled for t in mine),
+        "received": received.total - before,
+        "needed": columns,
+    }
+
+
+def main() -> None:
+    """``rank.py SIZE URL FOLDER``: writes ``FOLDER/<rank>.json``."""
+    size, url, folder = Size(**json.loads(sys.argv[1])), sys.argv[2], Path(sys.argv[3])
+    init_distributed(size.layout.world_size)
+    topology = init_topology(size.layout)
+    result = measured(size, url, topology)
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Figures of the benchmark, extrapolated to a step of full size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+STEP_TOKENS = 256 * 16 * 16_384
+RATE = 40_000
+REPLICAS, NODES, NODE_RANKS = 8, 4, 8
+FORMULAS = f"""Full size: {STEP_TOKENS / 1e6:.0f} M tokens on {NODES} nodes of {NODE_RANKS} ranks, {REPLICAS} replicas.
+client: CPU seconds a generated token of all that reads answers, x {RATE} tokens/s = cores.
+after the last response: CPU seconds of the busiest rank a token that it trains on, x full size / {REPLICAS};
+every rank has a core of its own there, here they share this machine's.
+received: bytes that came to all ranks over those that they train on.
+memory: peaks over the start of the phase, of all ranks, a token trained on, x {NODE_RANKS} ranks' tokens; memory that
+ranks share is not private. Columns a node: as if every rank had its own."""
+
+
+def figures(engine: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """By name, from what the engine's side and the ranks measured."""
+    generated = sum(r["generated"] for r in ranks)
+    trained = sum(r["trained"] for r in ranks)
+    client = sum(r["generate"]["cpu"] for r in ranks if r["leader"])
+    busiest = max(r["exchange"]["cpu"] / r["trained"] for r in ranks)
+    peak = sum(r["exchange"]["peak"] for r in ranks) / trained
+    packs = sum(r["pack"]["peak"] for r in ranks) / trained
+    a_rank = STEP_TOKENS / REPLICAS
+    return {
+        "wire bytes a token": engine["bytes"] / engine["tokens"],
+        "engine us a token": engine["seconds"] / engine["tokens"] * 1e6,
+        "client us a token": client / generated * 1e6,
+        f"client cores at {RATE} tokens/s": client / generated * RATE,
+        "exchange wall s here": max(r["exchange"]["wall"] for r in ranks),
+        "exchange CPU s here": sum(r["exchange"]["cpu"] for r in ranks),
+        "after the last response, s at full size": busiest * a_rank,
+        "received / needed": sum(r["received"] for r in ranks) / sum(r["needed"] for r in ranks),
+        "columns a node, GB": sum(r["needed"] for r in ranks) / trained * a_rank * NODE_RANKS / 1e9,
+        "private memory of the exchange a node, GB": peak * a_rank * NODE_RANKS / 1e9,
+        "packs a node, GB": packs * a_rank * NODE_RANKS / 1e9,
+    }
+
+
+def table(runs: Mapping[str, Mapping[str, float]]) -> str:
+    """A Markdown table, a column for each run."""
+    lines = [f"| | {' | '.join(runs)} |", f"|---|{'---:|' * len(runs)}"]
+    for name in next(iter(runs.values())):
+        values = [f"{run[name]:.3g}" if name in run else "" for run in runs.values()]
+        lines.append(f"| {name} | {' | '.join(values)} |")
+    return "\n".join(lines)
