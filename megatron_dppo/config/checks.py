@@ -17,6 +17,7 @@ from megatron_dppo.config.data_checks import data_file_problems, prompt_form_pro
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.forwarded import SGLANG, megatron_problems, replay_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
+from megatron_dppo.config.lora import lora_problems
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
 from megatron_dppo.config.values import (
     engine_split_problems,
@@ -60,7 +61,7 @@ def check_supervised_config(config: SupervisedConfig, source: str = "configurati
             f"training.sequences_per_step: got {config.training.sequences_per_step}, expected at "
             f"least one for each of the {config.parallel.data} data-parallel ranks"
         )
-    _checked_model(config, LAYOUT_CHECKS, problems, source)
+    _checked_model(config, (*LAYOUT_CHECKS, lora_problems), problems, source)
 
 
 def _checked_model(
@@ -259,6 +260,7 @@ CHECKS: tuple[Check, ...] = (
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     *LAYOUT_CHECKS,
+    lora_problems,
     _router_replay,
     _lengths,
     engine_split_problems,

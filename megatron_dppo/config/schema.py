@@ -45,6 +45,35 @@ class ModelConfig(Section):
     """Parameters' and activations' type in the trainer; the optimizer's master weights are fp32."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA) on a frozen model; docs/lora.md."""
+
+    rank: int = Field(default=0, ge=0)
+    """Inner dimension of every adapter; 0: off, the whole model is trained."""
+    alpha: float | None = Field(default=None, gt=0)
+    """Adapters are multiplied by alpha / rank. Empty: twice the rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that training leaves out. Above 0, pi of a training pass differs from
+    that of the policy that was sampled."""
+    target_modules: list[str] = Field(default_factory=lambda: ["all-linear"])
+    """Adapted matrices, by the last name they have in the checkpoint (``q_proj``, ...), or groups of
+    them: ``attention``, ``mlp`` (dense), ``experts``, ``all-linear``."""
+    experts: Literal["each", "shared"] = "each"
+    """``each``: every expert has adapters of its own. ``shared``: the experts of a layer share them."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How A starts, as PEFT has it: uniform within 1/sqrt(inputs), or normal of deviation 1/rank. B
+    starts at zero."""
+    start_from: str | None = None
+    """Folder of adapters in PEFT's format to start from, of the same model, rank and modules."""
+    train_router: bool = False
+    """Train the routers' own weights too."""
+
+    @property
+    def scale_alpha(self) -> float:
+        """``alpha`` with its default filled in."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
 class RolloutConfig(Section):
     """Sampling of training responses."""
 
@@ -338,6 +367,7 @@ class PolicyConfig(Section):
 
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     training: StepConfig
     optimizer: OptimizerConfig
