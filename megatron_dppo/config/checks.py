@@ -17,7 +17,7 @@ from megatron_dppo.config.data_checks import data_file_problems, prompt_form_pro
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.forwarded import SGLANG, megatron_problems, replay_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
-from megatron_dppo.config.lora import lora_problems
+from megatron_dppo.config.lora import engine_adapter_problems, lora_problems
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
 from megatron_dppo.config.values import (
     engine_split_problems,
@@ -257,6 +257,7 @@ CHECKS: tuple[Check, ...] = (
     _deterministic,
     _certificates,
     _forwarded,
+    engine_adapter_problems,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     *LAYOUT_CHECKS,

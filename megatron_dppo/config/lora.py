@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dppo.config.schema import LoraConfig, PolicyConfig
+from megatron_dppo.config.expectations import given
+from megatron_dppo.config.schema import LoraConfig, PolicyConfig, TrainConfig
 from megatron_dppo.model.adapters import (
     EXPERTS,
     AdapterError,
@@ -52,6 +53,16 @@ def lora_problems(config: PolicyConfig, shape: ModelShape) -> Problems:
         found = adapter_problems(adapters, shape, Layout.of(sizes))
         yield from (f"lora: {problem}" for problem in found)
     yield from _folder(lora)
+
+
+def engine_adapter_problems(config: TrainConfig) -> Problems:
+    """Keys of the ``sglang:`` table that would give the engine adapters of its own."""
+    for key, value in config.sglang.items():
+        if "lora" in key:
+            yield (
+                f"sglang.{key}: got {given(value)}, expected nothing: engines are sent merged weights, "
+                "and updates of adapters alone are not offered"
+            )
 
 
 def _without_adapters(lora: LoraConfig) -> Problems:

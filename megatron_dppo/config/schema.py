@@ -154,6 +154,10 @@ class AlgorithmConfig(Section):
     first (GSPO's objective)."""
     aggregation_constant: float | None = Field(default=None, gt=0)
     """Tokens; the constant above. Empty: ``rollout.max_response_tokens``."""
+    reference_kl: float = Field(default=0.0, ge=0)
+    """Factor of an estimate (k3) of KL(pi || reference) that is added to every trained token's loss; the
+    reference is ``model.hf_checkpoint``. Above 0 it costs a forward pass, and without adapters a copy
+    of the weights."""
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
     """What a response that hit the length limit earns; ``drop``: no gradient, but it stays in the
     baseline."""
@@ -384,6 +388,11 @@ class PolicyConfig(Section):
         """Whether routers take their choices from the engine's recording."""
         return False
 
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the trainer must be able to compute with the weights that it started from."""
+        return False
+
 
 class TrainConfig(PolicyConfig):
     """A whole run of reinforcement learning."""
@@ -410,6 +419,11 @@ class TrainConfig(PolicyConfig):
     def router_replay(self) -> bool:
         """R3, as configured for the rollouts."""
         return self.rollout.router_replay
+
+    @property
+    def keeps_reference(self) -> bool:
+        """For the penalty on leaving them."""
+        return self.algorithm.reference_kl > 0
 
 
 class SupervisedDataConfig(Section):

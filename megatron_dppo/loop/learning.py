@@ -78,6 +78,7 @@ class Learner:
             algorithm,
             config.algorithm.aggregation,
             [self._count_masked, *([self._seen.add] if self._seen else ())],
+            config.algorithm.reference_kl,
         )
         self.most_masked: list[MaskedToken] = []
         self.loss_columns: LossColumns = {}
@@ -119,7 +120,8 @@ class Learner:
         """Train on a batch; its metrics as means over all its tokens. Collective.
 
         Log-probabilities at the rollout's weights are recomputed before the first update, and only where the
-        algorithm needs them: as its anchor, or of the whole vocabulary (fp32 [tokens, V] in memory). Raises
+        algorithm needs them: as its anchor, or of the whole vocabulary (fp32 [tokens, V] in memory); likewise the
+        reference policy's. Raises
         NonFiniteLossError before the step that would have applied it, and NonFiniteLogProbsError where recomputed
         ones are none.
         """
@@ -188,6 +190,11 @@ class Learner:
             batches = [
                 b.with_columns(topk_log_probs=p.cpu())
                 for b, p in zip(asking, self._trainer.topk_log_probs(asking), strict=True)
+            ]
+        if self._config.keeps_reference:
+            batches = [
+                b.with_columns(reference_log_probs=_where_trained(b, p))
+                for b, p in zip(batches, self._trainer.reference_log_probs(batches), strict=True)
             ]
         return MiniBatch(batches, mini.denominator)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,7 @@ from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
 from megatron_dppo.trainer.model import build_chunks, wrap_chunks
 from megatron_dppo.trainer.optimizer import apply_step, build_optimizer, prepare_step
 from megatron_dppo.trainer.reduction import reduce_metrics
+from megatron_dppo.trainer.reference import ReferenceWeights
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.step import (
     MicroBatchResults,
@@ -105,6 +107,7 @@ class Trainer:
             self.adapted = AdaptedPolicy(
                 config, self.shape, self.topology, self.layout, transformer, self.chunks
             )
+        self._reference = ReferenceWeights(self.chunks) if config.keeps_reference else None
         is_sequence_parallel = sizes.sequence_parallel(self.shape)
         self._replay: ModelReplay | None = None
         if config.router_replay:
@@ -179,6 +182,17 @@ class Trainer:
             ValueError: a token id lies outside the vocabulary.
         """
         return self._log_probs(micro_batches, temperature, topk=False)
+
+    def reference_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
+        """As ``log_probs``, under the weights that training started from: without adapters, where it has some.
+
+        Raises ValueError where the configuration asks for no reference.
+        """
+        if self._reference is None:
+            raise ValueError("algorithm.reference_kl is 0: no reference policy is kept")
+        adapters = nullcontext() if self.adapted is None else self.adapted.frozen()
+        with self._reference.in_place(), adapters:
+            return self.log_probs(micro_batches)
 
     def topk_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
         """As ``log_probs``, of the ids in each micro-batch's column ``topk_ids``: fp32 [T, K]."""

@@ -68,5 +68,12 @@ def test_refused(problems, overrides, model, words):
     assert any(problem.startswith(words) for problem in found), found
 
 
+def test_an_engine_with_adapters_of_its_own_is_refused(problems):
+    assert problems("sglang.enable_lora=true") == [
+        "sglang.enable_lora: got true, expected nothing: engines are sent merged weights, and updates "
+        "of adapters alone are not offered"
+    ]
+
+
 def test_a_rank_may_be_the_smallest_dimension(problems):
     assert problems("lora.rank=32") == []
