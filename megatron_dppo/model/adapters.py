@@ -9,6 +9,7 @@ without asking another.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,6 +26,8 @@ ALL = "all-linear"
 ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
 ANY_EXPERT = "*"
 """Stands for an expert's number in the name of an adapter that all experts of a layer share."""
+CHECKPOINT_PREFIX = "adapters."
+_EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
 LORA_A, LORA_B = "lora_A", "lora_B"
 CHILD = "adapter"
 """What the module of the adapters is called in its Megatron linear."""
@@ -182,6 +185,16 @@ def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
         for part in linear.parts
         for which in (LORA_A, LORA_B)
     }
+
+
+def checkpoint_place(name: str, adapters: Adapters) -> tuple[str, int | None]:
+    """Where a training checkpoint holds the tensor ``name`` of ``adapter_tensors``: its key there, and, where the
+    experts of a layer are stacked along a first axis, the expert's index in it."""
+    expert = _EXPERT_NUMBER.search(name)
+    if expert is None:
+        return f"{CHECKPOINT_PREFIX}{name}", None
+    stacked = name[: expert.start(1)] + ANY_EXPERT + name[expert.end(1) :]
+    return f"{CHECKPOINT_PREFIX}{stacked}", int(expert[1])
 
 
 def adapter_parameters(

@@ -115,10 +115,12 @@ def export_worker(folder: str, world_size: int) -> dict[str, Any]:
     step(trainer)
     trainer.export_hf(Path(folder) / "merged")
     trainer.export_peft(Path(folder) / "peft")
+    buckets = trainer.hf_buckets(50_000)
+    moved = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     batch = pack([Trajectory.of_response(PROMPT[:1], PROMPT[1:])], pad_multiple=2)
     log_probs = trainer.log_probs([batch])[0][batch.loss_mask]
     trainer.close()
-    return {"log_probs": log_probs}
+    return {"log_probs": log_probs, "moved": moved.get(MOVED)}
 
 
 PROMPT = [5, 77, 300, 12, 8, 411, 90, 33, 250, 2]
@@ -143,6 +145,7 @@ def test_every_layout_is_resumed_by_one_process_and_other_bases_are_refused(fold
     at = "tests.distributed.test_lora_checkpoint"
     saved, *_ = run_ranks(f"{at}:save_worker", 2, str(folder), 2)
     (resumed,) = run_ranks(f"{at}:resume_worker", 1, str(folder), list(LAYOUTS))
+    converted_by_the_tool(folder)
     for name in LAYOUTS:
         rough = "bf16" in name
         assert resumed[name] == pytest.approx(saved[name], rel=2e-2 if rough else 1e-5), name
@@ -150,6 +153,31 @@ def test_every_layout_is_resumed_by_one_process_and_other_bases_are_refused(fold
     assert len(json.loads(stored.read_text())["model"]["base_sha256"]) == 64
     weights = sum(p.stat().st_size for p in stored.parent.glob("*.distcp"))
     assert weights < (folder / MOE / "model.safetensors").stat().st_size
+
+
+def converted_by_the_tool(folder: Path) -> None:
+    """A checkpoint of each kind of experts -> PEFT -> merged; refused for another base and for routers."""
+    from megatron_dppo import convert
+    from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+
+    for name in ("EP2", "shared TP2 EP2", "TP2 ETP2 distributed optimizer"):
+        (step_folder,) = (p.parent for p in (folder / name).glob("*/manifest.json"))
+        base, peft = str(folder / MOE), str(folder / f"{name} peft")
+        tool = ["adapters-to-peft", "--checkpoint", str(step_folder), "--out", peft, "--hf"]
+        assert convert.main([*tool, str(folder / "other")]) == 2
+        assert convert.main([*tool, base]) == 0
+        merged = str(folder / f"{name} merged")
+        tool = ["merge-adapters", "--hf", base, "--adapters", peft, "--out", merged]
+        assert convert.main(tool) == 0
+        with open_checkpoint(merged) as reader, open_checkpoint(base) as plain:
+            for weight, changes in ((MOVED, True), (KEPT, False)):
+                assert torch.equal(reader.read(weight), plain.read(weight)) is not changes
+    (routers,) = (p.parent for p in (folder / "PP2 VPP2 router").glob("*/manifest.json"))
+    tool = ["--checkpoint", str(routers), "--hf", base, "--out", str(folder / "routers")]
+    assert convert.main(["adapters-to-peft", *tool]) == 2
+
+
+MOVED, KEPT = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.gate.weight"
 
 
 @pytest.mark.distributed
@@ -163,5 +191,11 @@ def test_exports_are_loaded_by_transformers_and_peft(folder: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(folder / MOE)
     plain = transformers_log_probs(base)
     assert not torch.allclose(plain, found["log_probs"], atol=1e-3)
+    from megatron_dppo.checkpoint_conversion.adapters import merge_adapters
+    from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+
+    merge_adapters(folder / MOE, folder / "peft", folder / "by tool", lambda count: None)
+    with open_checkpoint(folder / "by tool") as reader:
+        assert torch.allclose(reader.read(MOVED), found["moved"], atol=1e-7)
     adapted = PeftModel.from_pretrained(base, folder / "peft")
     assert torch.allclose(transformers_log_probs(adapted), found["log_probs"], atol=2e-5)

@@ -13,7 +13,14 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_dppo.model.adapters import ANY_EXPERT, CHILD, LORA_A, LORA_B, AdapterPart
+from megatron_dppo.model.adapters import (
+    ANY_EXPERT,
+    CHECKPOINT_PREFIX,
+    CHILD,
+    LORA_A,
+    LORA_B,
+    AdapterPart,
+)
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout, local_layers
 from megatron_dppo.model.mapping import LocalParameter
@@ -134,7 +141,7 @@ def _sharded(
     adapter: LinearAdapter, part: AdapterPart, which: str, tensor: Parameter, layout: Layout
 ) -> ShardedTensor:
     linear = adapter.linear
-    key = f"adapters.{part.module.format(expert=ANY_EXPERT)}.{which}"
+    key = f"{CHECKPOINT_PREFIX}{part.module.format(expert=ANY_EXPERT)}.{which}"
     offsets = []
     is_cut = part.is_cut(which) and not (linear.of_experts and not linear.experts)
     if linear.experts:
