@@ -72,6 +72,21 @@ def parser() -> argparse.ArgumentParser:
             "prove a layout's resharding and count its bytes; needs no weights",
         )
     )
+    merge = _command(
+        commands,
+        "merge-adapters",
+        _merge_adapters,
+        "a PEFT folder and its base -> Hugging Face shards",
+    )
+    merge.add_argument("--hf", type=Path, required=True, help="the base")
+    merge.add_argument("--adapters", type=Path, required=True, help="folder in PEFT's format")
+    merge.add_argument("--out", type=Path, required=True, help="new or empty folder")
+    extract = _command(
+        commands, "adapters-to-peft", _adapters_to_peft, "a run's checkpoint -> a PEFT folder"
+    )
+    extract.add_argument("--checkpoint", type=Path, required=True, help="a step's folder of a run")
+    extract.add_argument("--hf", type=Path, required=True, help="the base, compared by its SHA-256")
+    extract.add_argument("--out", type=Path, required=True, help="new or empty folder")
     return top
 
 
@@ -189,6 +204,23 @@ def _verify(arguments: argparse.Namespace) -> int:
     with _bytes_progress("verifying", _stored_bytes(arguments.megatron, arguments.hf)) as progress:
         result = verify(arguments.hf, arguments.megatron, progress=progress)
     print(f"identical: {result.tensors} tensors, {result.bytes:,} bytes, hashes as recorded")
+    return 0
+
+
+def _merge_adapters(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.checkpoint_conversion.adapters import merge_adapters
+
+    with _bytes_progress("merging", _stored_bytes(arguments.hf)) as progress:
+        result = merge_adapters(arguments.hf, arguments.adapters, arguments.out, progress)
+    print(f"{arguments.out}: {len(result.tensors)} tensors, {result.dtype}, adapters merged")
+    return 0
+
+
+def _adapters_to_peft(arguments: argparse.Namespace) -> int:
+    from megatron_dppo.checkpoint_conversion.adapters import checkpoint_to_peft
+
+    found = checkpoint_to_peft(arguments.checkpoint, arguments.hf, arguments.out)
+    print(f"{arguments.out}: rank {found.rank}, {', '.join(found.modules)}; base as recorded")
     return 0
 
 

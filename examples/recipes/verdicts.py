@@ -22,6 +22,7 @@ MODELS = HERE.parent / "model_configs"
 NODES = {
     "qwen3_30b_a3b_base": 4,
     "qwen3_30b_a3b_base_r3": 4,
+    "qwen3_30b_a3b_base_lora": 4,
     "qwen3_30b_a3b": 4,
     "qwen3_30b_a3b_r3": 4,
     "qwen3_8b_base": 2,

@@ -22,6 +22,7 @@ from megatron_dppo.config.forwarded import (
     replay_problems,
 )
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
+from megatron_dppo.config.lora import engine_adapter_problems, lora_problems
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
 from megatron_dppo.config.values import (
     engine_split_problems,
@@ -65,7 +66,7 @@ def check_supervised_config(config: SupervisedConfig, source: str = "configurati
             f"training.sequences_per_step: got {config.training.sequences_per_step}, expected at "
             f"least one for each of the {config.parallel.data} data-parallel ranks"
         )
-    _checked_model(config, LAYOUT_CHECKS, problems, source)
+    _checked_model(config, (*LAYOUT_CHECKS, lora_problems), problems, source)
 
 
 def _checked_model(
@@ -266,9 +267,11 @@ CHECKS: tuple[Check, ...] = (
     _deterministic,
     _certificates,
     _forwarded,
+    engine_adapter_problems,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     *LAYOUT_CHECKS,
+    lora_problems,
     _router_replay,
     _expert_kernel,
     _lengths,

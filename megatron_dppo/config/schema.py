@@ -45,6 +45,35 @@ class ModelConfig(Section):
     """Parameters' and activations' type in the trainer; the optimizer's master weights are fp32."""
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA) on a frozen model; docs/lora.md."""
+
+    rank: int = Field(default=0, ge=0)
+    """Inner dimension of every adapter; 0: off, the whole model is trained."""
+    alpha: float | None = Field(default=None, gt=0)
+    """Adapters are multiplied by alpha / rank. Empty: twice the rank."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's inputs that training leaves out. Above 0, pi of a training pass differs from
+    that of the policy that was sampled."""
+    target_modules: list[str] = Field(default_factory=lambda: ["all-linear"])
+    """Adapted matrices, by the last name they have in the checkpoint (``q_proj``, ...), or groups of
+    them: ``attention``, ``mlp`` (dense), ``experts``, ``all-linear``."""
+    experts: Literal["each", "shared"] = "each"
+    """``each``: every expert has adapters of its own. ``shared``: the experts of a layer share them."""
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    """How A starts, as PEFT has it: uniform within 1/sqrt(inputs), or normal of deviation 1/rank. B
+    starts at zero."""
+    start_from: str | None = None
+    """Folder of adapters in PEFT's format to start from, of the same model, rank and modules."""
+    train_router: bool = False
+    """Train the routers' own weights too."""
+
+    @property
+    def scale_alpha(self) -> float:
+        """``alpha`` with its default filled in."""
+        return 2.0 * self.rank if self.alpha is None else self.alpha
+
+
 class RolloutConfig(Section):
     """Sampling of training responses."""
 
@@ -125,6 +154,10 @@ class AlgorithmConfig(Section):
     first (GSPO's objective)."""
     aggregation_constant: float | None = Field(default=None, gt=0)
     """Tokens; the constant above. Empty: ``rollout.max_response_tokens``."""
+    reference_kl: float = Field(default=0.0, ge=0)
+    """Factor of an estimate (k3) of KL(pi || reference) that is added to every trained token's loss; the
+    reference is ``model.hf_checkpoint``. Above 0 it costs a forward pass, and without adapters a copy
+    of the weights."""
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
     """What a response that hit the length limit earns; ``drop``: no gradient, but it stays in the
     baseline."""
@@ -341,6 +374,7 @@ class PolicyConfig(Section):
 
     run: RunConfig
     model: ModelConfig
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     training: StepConfig
     optimizer: OptimizerConfig
@@ -355,6 +389,11 @@ class PolicyConfig(Section):
     @property
     def router_replay(self) -> bool:
         """Whether routers take their choices from the engine's recording."""
+        return False
+
+    @property
+    def keeps_reference(self) -> bool:
+        """Whether the trainer must be able to compute with the weights that it started from."""
         return False
 
 
@@ -383,6 +422,11 @@ class TrainConfig(PolicyConfig):
     def router_replay(self) -> bool:
         """R3, as configured for the rollouts."""
         return self.rollout.router_replay
+
+    @property
+    def keeps_reference(self) -> bool:
+        """For the penalty on leaving them."""
+        return self.algorithm.reference_kl > 0
 
 
 class SupervisedDataConfig(Section):

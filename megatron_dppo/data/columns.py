@@ -183,6 +183,11 @@ RECOMPUTED_LOG_PROBS = declare(
 )
 """The trainer's own log-probabilities at the rollout's weights."""
 
+REFERENCE_LOG_PROBS = declare(
+    Column("reference_log_probs", ("float32",), Rows.SAMPLED, Reach.TRAINING_REPLICA)
+)
+"""The trainer's own log-probabilities at the weights that training started from."""
+
 TOPK_IDS = declare(
     Column("topk_ids", ("int32",), Rows.SAMPLED, Reach.TRAINING_REPLICA, ("topk",), fill=-1)
 )

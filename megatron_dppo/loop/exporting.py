@@ -1,4 +1,7 @@
-"""Export of the trained policy as a Hugging Face folder, with an optional check by transformers."""
+"""Export of the trained policy as a Hugging Face folder, with an optional check by transformers.
+
+Adapters are merged into it, and written a second time by themselves, as PEFT's folder.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from megatron_dppo.trainer.collectives import all_gather_json, any_rank
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.types import Problem
 
+ADAPTERS_FOLDER = "adapters"
 SEQUENCES_TO_CHECK = 16
 """Number of examples that the check compares."""
 
@@ -56,7 +60,7 @@ def export(
     layout: BatchLayout,
     examples: Sequence[Trajectory | Problem],
 ) -> float | None:
-    """Write ``<run.directory>/hf`` and, with ``checkpoint.verify_export``, check it. Collective.
+    """Write ``<run.directory>/hf``, its adapters beside it, and check it with ``checkpoint.verify_export``. Collective.
 
     Args:
         config: of the run.
@@ -70,6 +74,10 @@ def export(
     folder = Path(config.run.directory) / EXPORT_FOLDER
     _clear(folder, trainer)
     trainer.export_hf(folder)
+    if config.lora.rank and not config.lora.train_router:
+        adapters = folder.with_name(ADAPTERS_FOLDER)
+        _clear(adapters, trainer)
+        trainer.export_peft(adapters)
     if not config.checkpoint.verify_export:
         return None
     compared = [_compared(example) for example in examples[:SEQUENCES_TO_CHECK]]

@@ -83,6 +83,7 @@ class Learner:
             algorithm,
             config.algorithm.aggregation,
             [self._count_masked, *([self._seen.add] if self._seen else ())],
+            config.algorithm.reference_kl,
         )
         self.most_masked: list[MaskedToken] = []
         self.loss_columns: LossColumns = {}
@@ -133,9 +134,9 @@ class Learner:
         """Train on a batch; its metrics as means over all its tokens. Collective.
 
         Log-probabilities at the rollout's weights are recomputed before the first update, and only where the
-        algorithm needs them: as its anchor, or of the whole vocabulary (fp32 [tokens, V] in memory). Raises
-        NonFiniteLossError before the step that would have applied it, and NonFiniteLogProbsError where recomputed
-        ones are none.
+        algorithm needs them: as its anchor, or of the whole vocabulary (fp32 [tokens, V] in memory); likewise the
+        reference policy's. Raises NonFiniteLossError before the step that would have applied it, and
+        NonFiniteLogProbsError where recomputed ones are none.
         """
         began = time.perf_counter()
         recomputed = [self._recomputed(self._packed(batch, plan)) for plan in batch.plans]
@@ -204,6 +205,10 @@ class Learner:
             told = self._trainer.topk_log_probs(asking)
             for b, p, columns in zip(asking, told, found, strict=True):
                 columns |= {"topk_ids": b.column("topk_ids"), "topk_log_probs": p.cpu()}
+        if self._config.keeps_reference:
+            told = self._trainer.reference_log_probs(batches)
+            for b, p, columns in zip(batches, told, found, strict=True):
+                columns["reference_log_probs"] = _where_trained(b, p)
         return found
 
 

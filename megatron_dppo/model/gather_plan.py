@@ -9,13 +9,14 @@ it, which moves the fewest bytes between nodes with the fewest receivers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
+from megatron_dppo.model.adapters import Adapters, adapter_parameters, adapter_tensors
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import Segment, hf_tensors, primary_parameters
+from megatron_dppo.model.mapping import LocalParameter, Segment, hf_tensors, primary_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 
@@ -93,13 +94,31 @@ class Bucket:
 
 def gather_plan(shape: ModelShape, layout: Layout) -> list[TensorSources]:
     """For every Hugging Face tensor, in model order, who provides which part of it."""
-    tensors = hf_tensors(shape)
+    return _plan(hf_tensors(shape), layout, lambda rank: primary_parameters(shape, layout, rank))
+
+
+def adapter_buckets_plan(
+    adapters: Adapters, shape: ModelShape, layout: Layout, bucket_bytes: int, item_bytes: int
+) -> list[Bucket]:
+    """The same of every A and B of ``adapter_tensors``, all on rank 0, in buckets as ``hf_buckets_plan`` cuts them."""
+
+    def parameters(rank: int) -> list[LocalParameter]:
+        held = adapter_parameters(adapters, shape, layout, rank)
+        return [p for p in held if p.is_primary]
+
+    plan = _plan(adapter_tensors(adapters, shape), layout, parameters)
+    return [Bucket(tuple(group)) for group in _groups(plan, bucket_bytes, item_bytes)]
+
+
+def _plan(
+    tensors: dict[str, Dims], layout: Layout, primary_of: Callable[[int], list[LocalParameter]]
+) -> list[TensorSources]:
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for rank in range(layout.world_size):
         at = layout.coordinates(rank)
         if at.edp and (at.dp or at.cp):
             continue  # a replica of both parts holds nothing primary
-        for p in primary_parameters(shape, layout, rank):
+        for p in primary_of(rank):
             for segment in p.segments:
                 pieces[segment.hf_name].append(Piece(rank, p.chunk, p.name, p.shape, segment))
     return [

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.model.families import family_of
 from megatron_dppo.planner import kernels
+from megatron_dppo.planner.adapter_activations import with_adapters
 from megatron_dppo.planner.job import TrainerJob
 from megatron_dppo.planner.logits import head_bytes
 from megatron_dppo.planner.schedule import chunks_in_flight
@@ -46,6 +47,8 @@ def layer_bytes(job: TrainerJob, busiest: float = 1.0) -> kernels.LayerBytes:
     )
     made = kernels.transformer_engine if job.transformer_engine else kernels.torch_modules
     found = made(sizes, job.shape.is_moe)
+    if job.trained is not None:
+        found = with_adapters(found, sizes, job)
     if not job.shape.is_moe:
         return found
     return kernels.LayerBytes(**{**vars(found), "mlp": found.mlp * busiest})

@@ -10,6 +10,7 @@ from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.planner import communicators
+from megatron_dppo.planner.adapters import Trained
 from megatron_dppo.planner.needs import Needs, needs_of
 from megatron_dppo.planner.units import ceil_to
 
@@ -17,7 +18,8 @@ from megatron_dppo.planner.units import ceil_to
 @dataclass(frozen=True)
 class TrainerJob:
     """The trainer's side. ``tokens``: of the longest micro-batch; a sequence longer than the budget has one to itself.
-    ``micro_batches``: of one replica in one optimiser step."""
+    ``micro_batches``: of one replica in one optimiser step. ``trained``: where not everything is.
+    ``reference``: the weights that training started from are kept."""
 
     shape: ModelShape
     layout: Layout
@@ -28,6 +30,8 @@ class TrainerJob:
     tokens: int
     micro_batches: int
     transformer_engine: bool = True
+    trained: Trained | None = None
+    reference: bool = False
 
     @property
     def item_bytes(self) -> int:
@@ -97,8 +101,7 @@ class EngineJob:
 class Job:
     """A whole run. ``not_counted``: settings of the libraries that change memory or time and that no formula reads.
 
-    Every parameter is trained; adapters would make ``trainer`` hold fewer gradients and moments. ``ranks_per_sender``:
-    ranks of a node, of which one sends weights; 1: every holder sends.
+    ``ranks_per_sender``: ranks of a node, of which one sends weights; 1: every holder sends.
     """
 
     trainer: TrainerJob
@@ -133,6 +136,8 @@ def trainer_job(
         tokens=ceil_to(tokens, sizes.tensor if sequence_parallel else 1),
         micro_batches=micro_batches,
         transformer_engine=gpu,
+        trained=Trained.of(config.lora, shape),
+        reference=config.keeps_reference,
     )
 
 

@@ -42,8 +42,15 @@ def state_bytes(job: TrainerJob, stage: int) -> StateBytes:
     - With the distributed optimizer weights and gradients live in buffers in which each parameter starts at a multiple
       of 64 elements and the end is padded to one of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
       ``_pad_end_of_bucket_if_needed``).
+    - With adapters all this is of them alone; the frozen weights lie where they were made.
+    - A reference policy is a copy of those of the model's own parameters that are trained.
     """
-    parameters = rank_parameters(job.shape, job.layout, stage)
+    parameters, frozen = rank_parameters(job.shape, job.layout, stage), 0
+    changed = parameters.elements
+    if job.trained is not None:
+        changed = job.trained.trained_base(job.shape, job.layout)
+        frozen = parameters.elements - changed
+        parameters = job.trained.parameters(job.shape, job.layout, stage)
     padded = [
         _buffer_elements(counts, replicas) if job.distributed else elements(counts)
         for counts, replicas in _groups(parameters, job.layout)
@@ -54,7 +61,11 @@ def state_bytes(job: TrainerJob, stage: int) -> StateBytes:
         size // replicas if job.distributed else size
         for size, (_, replicas) in zip(padded, _groups(parameters, job.layout), strict=True)
     ]
-    return StateBytes(held * job.item_bytes, held * GRADIENT_BYTES, sum(shared) * per_element)
+    return StateBytes(
+        weights=(frozen + held + (changed if job.reference else 0)) * job.item_bytes,
+        gradients=held * GRADIENT_BYTES,
+        optimizer=sum(shared) * per_element,
+    )
 
 
 def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, int]]:

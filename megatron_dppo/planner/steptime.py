@@ -64,8 +64,8 @@ class StepSeconds:
 
 def step_seconds(job: Job, cluster: Cluster, transfer: Transfer) -> StepSeconds:
     """training = tokens x FLOPs of a token / (GPUs x peak x utilisation) x imbalance x (1 + bubble) + optimiser steps x
-    overhead; a pass for recomputed log-probabilities costs its forward FLOPs; checkpoints are spread over the steps
-    between them."""
+    overhead; a pass for recomputed or reference log-probabilities costs its forward FLOPs; checkpoints are spread
+    over the steps between them."""
     trainer, rollout, device = job.trainer, job.rollout, cluster.device
     rate = trainer.layout.world_size * device.flops * _utilisation(trainer)
     slowed = UNBALANCED * (1 + bubble(trainer.layout, trainer.micro_batches))
@@ -74,7 +74,7 @@ def step_seconds(job: Job, cluster: Cluster, transfer: Transfer) -> StepSeconds:
     again = tokens * forward_flops(trainer.shape, length) / rate * slowed
     return StepSeconds(
         generation=generation_seconds(job, device),
-        recompute_pass=again if rollout.recompute_pass else 0.0,
+        recompute_pass=again * (rollout.recompute_pass + trainer.reference),
         training=train + rollout.steps * OVERHEAD,
         communication=communication_seconds(job, cluster),
         update=transfer.update_seconds if job.engine.servers else 0.0,

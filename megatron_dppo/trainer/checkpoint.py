@@ -144,7 +144,7 @@ class CheckpointStore:
         wanted["optimizer"] = sharded_template(parameters, wanted)
         loaded = load_sharded(wanted, folder)
         for name, chunk in _named_chunks(trainer):
-            chunk.load_state_dict(loaded[name], strict=True)
+            chunk.load_state_dict(loaded[name], strict=trainer.adapted is None)
         load_state(trainer.optimizer, parameters, loaded["optimizer"], manifest["step_count"])
         trainer.step_count = manifest["step_count"]
         trainer.scheduler.num_steps = 0
@@ -229,6 +229,8 @@ def _named_chunks(trainer: Trainer) -> list[tuple[str, GPTModel]]:
 
 
 def _model_state(trainer: Trainer) -> dict[str, Any]:
+    if trainer.adapted is not None:
+        return trainer.adapted.sharded()
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     return {name: c.sharded_state_dict(metadata=metadata) for name, c in _named_chunks(trainer)}
 
@@ -240,7 +242,8 @@ def _parameters(trainer: Trainer) -> list[Parameter]:
 def _model_facts(trainer: Trainer) -> dict[str, Any]:
     """Properties of the model that a resumed run must not change."""
     shape = json.loads(json.dumps(asdict(trainer.shape)))
-    return {**shape, "dtype": str(trainer.dtype).removeprefix("torch.")}
+    adapters = {} if trainer.adapted is None else trainer.adapted.facts()
+    return {**shape, "dtype": str(trainer.dtype).removeprefix("torch."), **adapters}
 
 
 def _facts(trainer: Trainer) -> dict[str, Any]:

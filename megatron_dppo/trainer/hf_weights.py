@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -81,15 +82,27 @@ def export_hf(
     Config and tokenizer come from ``side_files_from``. The folder appears whole or not at all.
     Raises CheckpointError on every rank where rank 0 can't write.
     """
+
+    def write() -> None:
+        tensors = (named for bucket in buckets for named in bucket)
+        write_hf_checkpoint(out_dir, shape, dtype, tensors, side_files_from=side_files_from)
+
+    write_on_rank_0(write, buckets, f"the Hugging Face export was not written: {out_dir}")
+
+
+def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: str) -> None:
+    """``write`` consumes ``buckets`` on global rank 0; the other ranks send what it gathers. Collective.
+
+    Raises CheckpointError, which begins with ``failed``, on every rank where rank 0 can't write.
+    """
     failure: str | None = None
     if dist.get_rank() == 0:
         try:
-            tensors = (named for bucket in buckets for named in bucket)
-            write_hf_checkpoint(out_dir, shape, dtype, tensors, side_files_from=side_files_from)
+            write()
         except (OSError, CheckpointError) as error:
-            failure = f"{out_dir}: {error}"
+            failure = str(error)
     for _ in buckets:  # the other ranks still send
         pass
     failure = broadcast_json(failure, src=0)
     if failure is not None:
-        raise CheckpointError(f"the Hugging Face export was not written: {failure}")
+        raise CheckpointError(f"{failed}: {failure}")

@@ -13,6 +13,7 @@ from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
 from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.algorithms.reference import reference_penalty
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
@@ -28,18 +29,24 @@ def make_token_loss(
     algorithm: Algorithm,
     aggregation: str = "sequence-mean-with-constant",
     observers: Sequence[LossObserver] = (),
+    reference_kl: float = 0.0,
 ) -> TokenLoss:
     """The loss of ``algorithm`` as a function of a micro-batch's statistics: a SUM over tokens.
 
     ``aggregation``: a name in ``algorithms.aggregation.AGGREGATIONS``, whose factor of each token
-    the sum has; its denominator is the caller's.
+    the sum has; its denominator is the caller's. ``reference_kl``: factor of the penalty on leaving
+    the reference policy, whose log-probabilities the batch then has; 0: none.
     """
+    penalty = reference_penalty(reference_kl) if reference_kl else None
     token_scale = AGGREGATIONS[aggregation].token_scale
 
     def token_loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:
         inputs = inputs_from(stats, batch)
         scale = None if token_scale is None else token_scale(inputs)
         sums = policy_loss(algorithm, inputs, scale)
+        if penalty is not None:
+            reference = batch.column("reference_log_probs").to(inputs.log_probs.device)
+            sums = penalty(sums, inputs, reference, scale)
         for observe in observers:
             observe(batch, inputs, sums)
         return sums

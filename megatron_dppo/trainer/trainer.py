@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics.sums import MetricSums
-from megatron_dppo.model.gather_plan import hf_buckets_plan
+from megatron_dppo.model.gather_plan import ParameterKey, hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.layout_checks import check_layout
 from megatron_dppo.model.reader import load_model_shape
@@ -23,11 +24,13 @@ from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
 from megatron_dppo.trainer.hf_weights import export_hf, gather_buckets, load_hf, named_parameters
+from megatron_dppo.trainer.lora.policy import AdaptedPolicy, weights_of
 from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
 from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
 from megatron_dppo.trainer.model import build_chunks, wrap_chunks
 from megatron_dppo.trainer.optimizer import apply_step, build_optimizer, prepare_step
 from megatron_dppo.trainer.reduction import reduce_metrics
+from megatron_dppo.trainer.reference import ReferenceWeights
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.step import (
     MicroBatchResults,
@@ -69,6 +72,7 @@ class Trainer:
 
     Attributes:
         topology: position and process groups of this rank.
+        adapted: the model's adapters, where ``lora.rank`` asks for some; else None.
         shape, layout: dimensions of the model; its parallel sizes.
         chunks, ddp_chunks: the GPTModels of this rank, unwrapped and in their wrappers.
         optimizer, scheduler: Megatron-Core's.
@@ -99,6 +103,12 @@ class Trainer:
         load_hf(
             self.chunks, self.shape, self.layout, self.topology.rank, config.model.hf_checkpoint
         )
+        self.adapted: AdaptedPolicy | None = None
+        if config.lora.rank:
+            self.adapted = AdaptedPolicy(
+                config, self.shape, self.topology, self.layout, transformer, self.chunks
+            )
+        self._reference = ReferenceWeights(self.chunks) if config.keeps_reference else None
         is_sequence_parallel = sizes.sequence_parallel(self.shape)
         self._replay: ModelReplay | None = None
         if config.router_replay:
@@ -174,6 +184,17 @@ class Trainer:
         """
         return self._log_probs(micro_batches, temperature, topk=False)
 
+    def reference_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
+        """As ``log_probs``, under the weights that training started from: without adapters, where it has some.
+
+        Raises ValueError where the configuration asks for no reference.
+        """
+        if self._reference is None:
+            raise ValueError("algorithm.reference_kl is 0: no reference policy is kept")
+        adapters = nullcontext() if self.adapted is None else self.adapted.frozen()
+        with self._reference.in_place(), adapters:
+            return self.log_probs(micro_batches)
+
     def topk_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
         """As ``log_probs``, of the ids in each micro-batch's column ``topk_ids``: fp32 [T, K]."""
         return self._log_probs(micro_batches, None, topk=True)
@@ -228,8 +249,11 @@ class Trainer:
         ranks get the same number of empty lists. All ranks must exhaust the iterator.
         """
         plan = hf_buckets_plan(self.shape, self.layout, bucket_bytes, self.dtype.itemsize)
-        values = {key: p.data for key, p in named_parameters(self.chunks).items()}
-        return gather_buckets(plan, self.topology.rank, values)
+        return gather_buckets(plan, self.topology.rank, self.weights())
+
+    def weights(self) -> Mapping[ParameterKey, Tensor]:
+        """This rank's present weights by (chunk, name), adapters merged into them. Not collective."""
+        return weights_of(self.adapted, named_parameters(self.chunks))
 
     def export_hf(self, out_dir: str | Path) -> None:
         """Write the current weights, tokenizer and configuration as a Hugging Face folder.
@@ -244,6 +268,16 @@ class Trainer:
             out_dir,
             side_files_from=self.config.model.hf_checkpoint,
         )
+
+    def export_peft(self, out_dir: str | Path) -> None:
+        """Write the present adapters as a folder in PEFT's format, which appears when complete. Collective.
+
+        Raises ValueError without adapters or with trained routers, which such a folder can't hold; CheckpointError on
+        every rank if rank 0 cannot write.
+        """
+        if self.adapted is None:
+            raise ValueError("lora.rank is 0: there are no adapters to export")
+        self.adapted.export(out_dir, self.config.model.hf_checkpoint)
 
     def close(self) -> None:
         """Reset Megatron's process groups, so that this process can build another Trainer."""

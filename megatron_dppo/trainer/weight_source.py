@@ -17,7 +17,6 @@ from megatron_dppo.model.gather_plan import (
 )
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
-from megatron_dppo.trainer.hf_weights import named_parameters
 from megatron_dppo.trainer.topology import ranks_per_node
 from megatron_dppo.trainer.trainer import Trainer
 
@@ -69,8 +68,7 @@ class TrainerWeights:
 
     def gather(self, plan: Sequence[Bucket]) -> Iterator[Gathered]:
         """The present weights by the plan's buckets; collective. A bucket holds until the second after."""
-        values = {key: p.data for key, p in named_parameters(self._trainer.chunks).items()}
-        return gather(plan, self.rank, values, self._buffers)
+        return gather(plan, self.rank, self._trainer.weights(), self._buffers)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, by rank; collective."""

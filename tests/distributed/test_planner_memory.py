@@ -33,6 +33,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "PP2 VPP2": ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "PP2 tied": ("qwen3", {"pipeline": 2}, {}),
     "dense TP2": ("qwen3", {"tensor": 2}, {}),
+    "EP2 LoRA": ("qwen3_moe", {"expert": 2}, {"lora": {"rank": 4}}),
+    "TP2 EP2 LoRA shared router distributed optimizer": (
+        "qwen3_moe",
+        {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        {"lora": {"rank": 4, "experts": "shared", "train_router": True}, "distributed": True},
+    ),
+    "dense TP2 LoRA fp32": ("qwen3", {"tensor": 2}, {"lora": {"rank": 4}, "dtype": "float32"}),
     "dense TP2 SP fp32": ("qwen3", {"tensor": 2, "sequence": True}, {"dtype": "float32"}),
 }  # fmt: skip
 

@@ -156,6 +156,7 @@ def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
             distributed=changes.get("distributed", False),
         ),
         parallel=s.ParallelConfig(**parallel),
+        lora=s.LoraConfig(**changes.get("lora", {})),
     )
 
 

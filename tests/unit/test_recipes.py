@@ -16,6 +16,7 @@ PAPER = {
     # model, response length, prompts a batch, prompts an optimiser step, group, lr, TV, cap, every, R3
     "qwen3_30b_a3b_base": ("qwen3-30b-a3b-base", 16384, 256, 32, 16, 1e-6, 0.2, 5.0, 5, False),
     "qwen3_30b_a3b_base_r3": ("qwen3-30b-a3b-base", 16384, 256, 32, 16, 1e-6, 0.2, 5.0, 5, True),
+    "qwen3_30b_a3b_base_lora": ("qwen3-30b-a3b-base", 8000, 128, 16, 8, 1e-5, 0.15, 5.0, 10, False),
     "qwen3_30b_a3b": ("qwen3-30b-a3b", 16384, 256, 32, 16, 1e-6, 0.2, 5.0, 5, False),
     "qwen3_30b_a3b_r3": ("qwen3-30b-a3b", 16384, 256, 32, 16, 1e-6, 0.2, 5.0, 5, True),
     "qwen3_8b_base": ("qwen3-8b-base", 8000, 128, 32, 8, 1e-6, 0.2, 5.0, 10, False),
@@ -81,7 +82,7 @@ def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_p
         ],
     )
     plan = check_config(config, name)
-    assert plan.steps_per_batch == {256: 8, 128: 4, 64: 4}[config.rollout.prompts_per_step]
+    assert plan.steps_per_batch == PAPER[name][2] // PAPER[name][3]
 
 
 @pytest.mark.parametrize("name", PAPER)

@@ -1,0 +1,84 @@
+"""The ``lora:`` section against the model, the layout and the other sections."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_dppo.config.expectations import given
+from megatron_dppo.config.schema import LoraConfig, PolicyConfig, TrainConfig
+from megatron_dppo.model.adapters import (
+    EXPERTS,
+    AdapterError,
+    Adapters,
+    adapter_problems,
+    module_groups,
+    resolve_modules,
+)
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.layout_checks import model_problems, size_problems
+from megatron_dppo.model.shape import ModelShape
+
+Problems = Iterator[str]
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
+    """The adapters that the section asks for; None where it is off. Raises AdapterError where a name names nothing."""
+    if not lora.rank:
+        return None
+    modules = resolve_modules(lora.target_modules, shape)
+    return Adapters(lora.rank, lora.scale_alpha, modules, lora.experts == "shared")
+
+
+def lora_problems(config: PolicyConfig, shape: ModelShape) -> Problems:
+    """What of the ``lora:`` section can't be, each with its key."""
+    lora = config.lora
+    if not lora.rank:
+        yield from _without_adapters(lora)
+        return
+    try:
+        adapters = adapters_of(lora, shape)
+    except AdapterError as error:
+        yield f"lora.target_modules: {error}"
+        return
+    assert adapters is not None
+    has_experts = set(module_groups(shape).get(EXPERTS, ())) & set(adapters.modules)
+    if lora.experts == "shared" and not has_experts:
+        yield "lora.experts: got 'shared', expected 'each': no expert has an adapter"
+    if lora.train_router and not shape.is_moe:
+        yield f"lora.train_router: got true, expected false: {shape.family} is a dense model"
+    sizes = config.parallel.sizes
+    if not size_problems(sizes) and not model_problems(sizes, shape):
+        found = adapter_problems(adapters, shape, Layout.of(sizes))
+        yield from (f"lora: {problem}" for problem in found)
+    yield from _folder(lora)
+
+
+def engine_adapter_problems(config: TrainConfig) -> Problems:
+    """Keys of the ``sglang:`` table that would give the engine adapters of its own."""
+    for key, value in config.sglang.items():
+        if "lora" in key:
+            yield (
+                f"sglang.{key}: got {given(value)}, expected nothing: engines are sent merged weights, "
+                "and updates of adapters alone are not offered"
+            )
+
+
+def _without_adapters(lora: LoraConfig) -> Problems:
+    given = sorted(lora.model_fields_set - {"rank"})
+    changed = [key for key in given if getattr(lora, key) != getattr(LoraConfig(), key)]
+    if changed:
+        keys = ", ".join(f"lora.{key}" for key in changed)
+        yield f"lora.rank: got 0 (off) with {keys}, expected a rank, or nothing of them"
+
+
+def _folder(lora: LoraConfig) -> Problems:
+    if lora.start_from is None:
+        return
+    missing = [n for n in (PEFT_CONFIG, PEFT_WEIGHTS) if not (Path(lora.start_from) / n).is_file()]
+    if missing:
+        yield (
+            f"lora.start_from: got {lora.start_from!r}, which lacks {' and '.join(missing)}, expected "
+            "a folder of adapters in PEFT's format"
+        )

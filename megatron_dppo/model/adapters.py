@@ -1,0 +1,315 @@
+"""LoRA: which matrices of a model have an adapter, and what of each adapter a rank holds.
+
+An adapter of a Hugging Face matrix W [out, in] is a pair A [rank, in], B [out, rank]; the model computes with
+``W + scale * B A``. Everything follows from the families' tables: a rank holds the rows of B (or the columns of A) that
+belong to the rows (columns) of W that it holds, and all of the other one. So a rank makes its part of the merged matrix
+without asking another.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron_dppo.model.errors import ModelError
+from megatron_dppo.model.families import family_of
+from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
+from megatron_dppo.model.mapping import LocalParameter, Segment, shard_of
+from megatron_dppo.model.rules import Rule, Source
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import Block, Dims, replicated
+
+ALL = "all-linear"
+ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
+ANY_EXPERT = "*"
+"""Stands for an expert's number in the name of an adapter that all experts of a layer share."""
+CHECKPOINT_PREFIX = "adapters."
+_EXPERT_NUMBER = re.compile(r"\.experts\.(\d+)\.")
+LORA_A, LORA_B = "lora_A", "lora_B"
+CHILD = "adapter"
+"""What the module of the adapters is called in its Megatron linear."""
+
+
+class AdapterError(ModelError):
+    """Adapters that do not fit the model or the layout."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Which adapters a model has.
+
+    ``modules``: last names of the adapted matrices, as ``q_proj``, in the family's order. ``share_experts``: one
+    adapter for all experts of a layer, else one for each. ``alpha``: the scale is alpha / rank.
+    """
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+    share_experts: bool = False
+
+    @property
+    def scale(self) -> float:
+        """What B A is multiplied by."""
+        return self.alpha / self.rank
+
+
+def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
+    """Group -> the last names of its matrices in the family's checkpoints; groups that the model lacks are absent."""
+    family = family_of(shape)
+    linears = [rule for rule in family.layer if _is_linear(rule)]
+    groups = {
+        ATTENTION: [r for r in linears if ".self_attention." in r.megatron],
+        MLP: [r for r in linears if ".self_attention." not in r.megatron],
+        EXPERTS: list(family.expert) if shape.is_moe else [],
+    }
+    return {name: _names(rules) for name, rules in groups.items() if rules}
+
+
+def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
+    """The matrices that ``names`` (of matrices, of groups, or ALL) stand for, in the family's order.
+
+    Raises AdapterError with every name that stands for nothing in this model.
+    """
+    groups = module_groups(shape)
+    every = tuple(dict.fromkeys(name for members in groups.values() for name in members))
+    meanings = {ALL: every, **groups, **{name: (name,) for name in every}}
+    unknown = [name for name in names if name not in meanings]
+    if unknown or not names:
+        raise AdapterError(
+            f"got {unknown or list(names)}, which name nothing in a {shape.family} model, expected "
+            f"some of {[ALL, *groups, *every]}"
+        )
+    wanted = {module for name in names for module in meanings[name]}
+    return tuple(module for module in every if module in wanted)
+
+
+def adapter_problems(adapters: Adapters, shape: ModelShape, layout: Layout) -> Iterator[str]:
+    """Why ``adapters`` can't be: a rank over a matrix's dimensions, or a TP rank without a row of one."""
+    sizes = shape.sizes()
+    for rule, source in _sources(adapters, shape):
+        smallest = min(sizes[d] for d in source.dims)
+        if adapters.rank > smallest:
+            yield f"rank {adapters.rank} is over the {smallest} of {_last(source)} {_dims(source, sizes)}"
+        is_expert = rule in family_of(shape).expert
+        parts = layout.expert_tensor if is_expert else layout.tensor
+        for part in range(parts):
+            shard = shard_of(rule.split, rule.sources, shape, part, parts)
+            held = sum(b.length for b in shard.blocks if b.source == rule.sources.index(source))
+            if held * parts != sizes[source.dims[shard.blocks[0].dim]]:
+                yield (
+                    f"{_last(source)} is not cut evenly over {parts} tensor-parallel ranks, "
+                    "expected every rank to hold as much of it"
+                )
+                break
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """One Hugging Face matrix's adapter in a rank's Megatron linear.
+
+    ``name``: its last name. ``module``: its full one, ``{expert}`` standing for an expert's number. ``dims``: (out, in)
+    of the whole matrix. ``axis``: along which ranks cut it: 0, B's rows; 1, A's columns. ``start``, ``length``: this
+    rank's share along it. ``blocks``: where its rows lie in the rank's fused parameter.
+    """
+
+    name: str
+    module: str
+    dims: Dims
+    axis: int
+    start: int
+    length: int
+    blocks: tuple[Block, ...]
+
+    def whole(self, which: str, rank: int) -> Dims:
+        """Dimensions of A or B in the whole model."""
+        return (rank, self.dims[1]) if which == LORA_A else (self.dims[0], rank)
+
+    def local(self, which: str, rank: int) -> Dims:
+        """Dimensions of A or B on this rank."""
+        dims = list(self.whole(which, rank))
+        if self.is_cut(which):
+            dims[self.axis] = self.length
+        return tuple(dims)
+
+    def is_cut(self, which: str) -> bool:
+        """Whether tensor-parallel ranks hold different parts of A (its columns) or B (its rows), cut along ``axis``."""
+        return (self.axis == 0) == (which == LORA_B)
+
+
+@dataclass(frozen=True)
+class AdaptedLinear:
+    """A Megatron linear of a rank with adapters.
+
+    ``path``: in its chunk. ``layer``: number in the whole model. ``experts``: numbers of the experts it holds, each
+    with adapters of its own; empty: one set of adapters. ``of_experts``: it belongs to the experts. ``rows``: of the
+    rank's fused parameter.
+    """
+
+    chunk: int
+    path: str
+    layer: int
+    parts: tuple[AdapterPart, ...]
+    rows: int
+    of_experts: bool = False
+    experts: tuple[int, ...] = ()
+
+    @cached_property
+    def axis(self) -> int:
+        """Along which tensor-parallel ranks cut the linear: 0 its outputs, 1 its inputs."""
+        return self.parts[0].axis
+
+
+def adapted_linears(
+    adapters: Adapters, shape: ModelShape, layout: Layout, rank: int
+) -> list[AdaptedLinear]:
+    """All linears with adapters of global ``rank``, in model order."""
+    at, family = layout.coordinates(rank), family_of(shape)
+    rules = [r for r in (*family.layer, *family.expert) if _wanted(adapters, r)]
+    return [
+        _linear(adapters, shape, layout, at, rule, (chunk, local_layer, layer))
+        for chunk in range(layout.chunks)
+        for local_layer, layer in enumerate(local_layers(shape, layout, at.pp, chunk))
+        for rule in rules
+    ]
+
+
+def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
+    """Every A and B of the whole model by name, as ``model.layers.0.self_attn.q_proj.lora_A``, in model order."""
+    return {
+        f"{_module(part, expert)}.{which}": part.whole(which, adapters.rank)
+        for linear in adapted_linears(adapters, shape, Layout(), 0)
+        for expert in linear.experts or (None,)
+        for part in linear.parts
+        for which in (LORA_A, LORA_B)
+    }
+
+
+def checkpoint_place(name: str, adapters: Adapters) -> tuple[str, int | None]:
+    """Where a training checkpoint holds the tensor ``name`` of ``adapter_tensors``: its key there, and, where the
+    experts of a layer are stacked along a first axis, the expert's index in it."""
+    expert = _EXPERT_NUMBER.search(name)
+    if expert is None:
+        return f"{CHECKPOINT_PREFIX}{name}", None
+    stacked = name[: expert.start(1)] + ANY_EXPERT + name[expert.end(1) :]
+    return f"{CHECKPOINT_PREFIX}{stacked}", int(expert[1])
+
+
+def adapter_parameters(
+    adapters: Adapters, shape: ModelShape, layout: Layout, rank: int
+) -> Iterator[LocalParameter]:
+    """What ``rank`` holds of every A and B of ``adapter_tensors``.
+
+    Names are those of Megatron's modules, an expert's A and B the slices of a stacked one: ``...lora_A.3``.
+    """
+    at = layout.coordinates(rank)
+    for linear in adapted_linears(adapters, shape, layout, rank):
+        experts: list[tuple[int | None, int | None]] = [*enumerate(linear.experts)]
+        for number, expert in experts or [(None, None)]:
+            for part in linear.parts:
+                for which in (LORA_A, LORA_B):
+                    yield _parameter(adapters, linear, part, which, at, (number, expert))
+
+
+def _parameter(
+    adapters: Adapters,
+    linear: AdaptedLinear,
+    part: AdapterPart,
+    which: str,
+    at: RankCoordinates,
+    expert: tuple[int | None, int | None],
+) -> LocalParameter:
+    local_expert, number = expert
+    is_shared = linear.of_experts and not linear.experts
+    is_cut = part.is_cut(which) and not is_shared
+    dims = part.local(which, adapters.rank) if is_cut else part.whole(which, adapters.rank)
+    axis, start = (part.axis, part.start) if is_cut else (0, 0)
+    replica, tensor = (at.edp, at.etp) if linear.experts else (at.dp, at.tp)
+    suffix = "" if local_expert is None else f".{local_expert}"
+    hf_name = f"{_module(part, number)}.{which}"
+    return LocalParameter(
+        chunk=linear.chunk,
+        name=f"{linear.path}.{CHILD}.{part.name}.{which}{suffix}",
+        shape=dims,
+        segments=(Segment(hf_name, axis, start, 0, dims[axis]),),
+        is_primary=replica == 0 and at.cp == 0 and (is_cut or tensor == 0),
+    )
+
+
+def _linear(
+    adapters: Adapters,
+    shape: ModelShape,
+    layout: Layout,
+    at: RankCoordinates,
+    rule: Rule,
+    numbers: tuple[int, int, int],
+) -> AdaptedLinear:
+    chunk, local_layer, layer = numbers
+    of_experts = rule in family_of(shape).expert
+    rank, size = (at.etp, layout.expert_tensor) if of_experts else (at.tp, layout.tensor)
+    shard = shard_of(rule.split, rule.sources, shape, rank, size)
+    parts = []
+    for index, source in enumerate(rule.sources):
+        if _last(source) not in adapters.modules:
+            continue
+        blocks = tuple(b for b in shard.blocks if b.source == index)
+        parts.append(
+            AdapterPart(
+                name=_last(source),
+                module=source.name.removesuffix(".weight").replace("{layer}", str(layer)),
+                dims=tuple(shape.sizes()[d] for d in source.dims),
+                axis=blocks[0].dim,
+                start=blocks[0].source_start,
+                length=sum(b.length for b in blocks),
+                blocks=blocks,
+            )
+        )
+    here = shape.num_experts // layout.expert
+    own = of_experts and not adapters.share_experts
+    return AdaptedLinear(
+        chunk=chunk,
+        path=rule.megatron.format(layer=local_layer, expert="").rpartition(".")[0],
+        layer=layer,
+        parts=tuple(parts),
+        rows=shard.shape[0],
+        of_experts=of_experts,
+        experts=tuple(range(at.ep * here, (at.ep + 1) * here)) if own else (),
+    )
+
+
+def _module(part: AdapterPart, expert: int | None) -> str:
+    return part.module.format(expert=ANY_EXPERT if expert is None else expert)
+
+
+def _is_linear(rule: Rule) -> bool:
+    return rule.split is not replicated and all(len(s.dims) == 2 for s in rule.sources)
+
+
+def _wanted(adapters: Adapters, rule: Rule) -> bool:
+    return _is_linear(rule) and any(_last(s) in adapters.modules for s in rule.sources)
+
+
+def _sources(adapters: Adapters, shape: ModelShape) -> Iterator[tuple[Rule, Source]]:
+    family = family_of(shape)
+    for rule in (*family.layer, *(family.expert if shape.is_moe else ())):
+        if _wanted(adapters, rule):
+            yield from ((rule, s) for s in rule.sources if _last(s) in adapters.modules)
+
+
+def _last(source: Source) -> str:
+    return source.name.removesuffix(".weight").rpartition(".")[2]
+
+
+def _names(rules: Sequence[Rule]) -> tuple[str, ...]:
+    return tuple(_last(source) for rule in rules for source in rule.sources)
+
+
+def _dims(source: Source, sizes: dict[str, int]) -> str:
+    return " x ".join(str(sizes[d]) for d in source.dims)
+
+
+def elements(adapters: Adapters, shape: ModelShape) -> int:
+    """Elements of all adapters."""
+    return sum(math.prod(dims) for dims in adapter_tensors(adapters, shape).values())

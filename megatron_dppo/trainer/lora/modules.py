@@ -1,0 +1,244 @@
+"""What an adapter computes beside its Megatron linear: ``scale * B A x`` in the layout of the linear's output.
+
+T = tokens, R = rank, P = adapted Hugging Face matrices that are fused in the linear. Column-parallel linears
+(queries, gates, ups) have B cut by rows and A whole; row-parallel ones (outputs, downs) A cut by columns and B whole.
+What crosses tensor-parallel ranks is R wide.
+
+Who sums the gradients: those of a whole A or B are complete on every rank of a tensor-parallel group, except under
+sequence parallelism, where each rank has those of its tokens (``sequence_parallel``, which Megatron-Core sums), and for
+experts, where each rank has the share of its rows or columns (``sum_over_expert_tensor``, see ``gradients``).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_dppo.model.adapters import LORA_A, LORA_B, AdaptedLinear, AdapterPart, Adapters
+
+SUM_OVER_EXPERT_TENSOR = "sum_over_expert_tensor"
+"""Attribute of a parameter whose gradient the ranks of an expert-tensor group each have a share of."""
+
+
+@dataclass(frozen=True)
+class AdapterOptions:
+    """What all adapters of a run have in common. ``dropout``: share of an adapter's inputs left out in training."""
+
+    adapters: Adapters
+    dropout: float
+    sequence_parallel: bool
+    dtype: torch.dtype
+    device: torch.device
+
+
+class LowRank(torch.nn.Module):
+    """A and B of one Hugging Face matrix, with an axis of local experts in front where each has its own."""
+
+    def __init__(self, shape_a: list[int], shape_b: list[int], options: AdapterOptions) -> None:
+        super().__init__()
+        for name, dims in ((LORA_A, shape_a), (LORA_B, shape_b)):
+            zeros = torch.zeros(dims, dtype=options.dtype, device=options.device)
+            self.register_parameter(name, Parameter(zeros))
+
+    @property
+    def pair(self) -> tuple[Parameter, Parameter]:
+        """A and B."""
+        return getattr(self, LORA_A), getattr(self, LORA_B)
+
+
+class LinearAdapter(torch.nn.Module):
+    """The adapters of one linear. Subclasses compute ``delta``.
+
+    Attributes:
+        linear: which Hugging Face matrices of it have an adapter, and what this rank holds of them.
+        enabled: without it the linear computes with its own weight alone.
+    """
+
+    def __init__(self, linear: AdaptedLinear, options: AdapterOptions) -> None:
+        super().__init__()
+        self.linear = linear
+        self.options = options
+        self.enabled = True
+        for part in linear.parts:
+            shapes = [self._shape(part, which) for which in (LORA_A, LORA_B)]
+            self.add_module(part.name, LowRank(shapes[0], shapes[1], options))
+        self._mark_parameters()
+
+    def matrices(self, name: str) -> LowRank:
+        """A and B of the matrix ``name``."""
+        found = getattr(self, name)
+        assert isinstance(found, LowRank)
+        return found
+
+    def delta(self, x: Tensor, *sizes: Any) -> Tensor:
+        """What is added to the linear's output for its input ``x``."""
+        raise NotImplementedError
+
+    def after_forward(self, module: Any, inputs: tuple, output: Any) -> Any:
+        """Forward hook of the linear: its output, with the adapters'."""
+        if not self.enabled:
+            return output
+        x, *sizes = inputs
+        if hasattr(module, "layer_norm_weight"):
+            # The fused norm hands its result to nobody else.
+            eps = module.config.layernorm_epsilon
+            x = F.rms_norm(x, x.shape[-1:], module.layer_norm_weight, eps)
+        result, bias = output
+        return result + self.delta(x, *sizes), bias
+
+    def weight_delta(self, expert: int | None = None) -> Tensor:
+        """``scale * B A`` of this rank's part of the linear's (local expert's) weight, fp32."""
+        a, b = self._stacked()
+        if expert is not None and self.linear.experts:
+            a, b = a[expert], b[expert]
+        return self.options.adapters.scale * (b.detach().float() @ a.detach().float())
+
+    def _shape(self, part: AdapterPart, which: str) -> list[int]:
+        return list(part.local(which, self.options.adapters.rank))
+
+    def _mark_parameters(self) -> None:
+        raise NotImplementedError
+
+    def _own(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
+        """A and B of one matrix as this rank uses them."""
+        return self.matrices(part.name).pair
+
+    def _stacked(self) -> tuple[Tensor, Tensor]:
+        """A [.., P R, in] and B [.., rows, P R] of the fused linear: the product is the sum over its matrices."""
+        parts = self.linear.parts
+        own = [self._own(part) for part in parts]
+        first_a, first_b = own[0]
+        if self.linear.axis == 1:
+            return first_a, first_b
+        rank = self.options.adapters.rank
+        a = torch.cat([pair[0] for pair in own], -2)
+        b = first_b.new_zeros(*first_b.shape[:-2], self.linear.rows, len(parts) * rank)
+        for i, (part, (_, rows)) in enumerate(zip(parts, own, strict=True)):
+            at = 0
+            for block in part.blocks:
+                place = slice(block.local_start, block.local_start + block.length)
+                b[..., place, i * rank : (i + 1) * rank] = rows[..., at : at + block.length, :]
+                at += block.length
+        return a, b
+
+    def _dropped(self, x: Tensor, generator: AbstractContextManager) -> Tensor:
+        if not self.training or self.options.dropout == 0:
+            return x
+        with generator:
+            return F.dropout(x, self.options.dropout)
+
+
+class DenseAdapter(LinearAdapter):
+    """Beside a column- or row-parallel linear of the attention or a dense MLP."""
+
+    def delta(self, x: Tensor, *sizes: Any) -> Tensor:
+        """x [T, .., in] -> [T, .., out], each cut as the linear's."""
+        a, b = self._stacked()
+        inner = F.linear(self._dropped(x, self._generator()), a)
+        return self.options.adapters.scale * F.linear(self._across(inner), b)
+
+    def _across(self, inner: Tensor) -> Tensor:
+        """The R-wide products, between tensor-parallel ranks."""
+        if self.linear.axis == 0:
+            if self.options.sequence_parallel:
+                return gather_from_sequence_parallel_region(inner, tensor_parallel_output_grad=True)
+            return copy_to_tensor_model_parallel_region(inner)
+        if self.options.sequence_parallel:
+            return reduce_scatter_to_sequence_parallel_region(inner)
+        return reduce_from_tensor_model_parallel_region(inner)
+
+    def _generator(self) -> AbstractContextManager:
+        """Ranks that hold the same inputs drop the same ones."""
+        is_whole = self.linear.axis == 0 and not self.options.sequence_parallel
+        return nullcontext() if is_whole else get_cuda_rng_tracker().fork()
+
+    def _mark_parameters(self) -> None:
+        for part in self.linear.parts:
+            for which in (LORA_A, LORA_B):
+                parameter = getattr(self.matrices(part.name), which)
+                if part.is_cut(which):
+                    set_tensor_model_parallel_attributes(parameter, True, self.linear.axis, 1)
+                else:
+                    parameter.sequence_parallel = self.options.sequence_parallel
+
+
+class ExpertAdapter(LinearAdapter):
+    """Beside the linears of a rank's experts, each with its own A and B, stacked along a first axis.
+
+    The dispatcher around the experts sums outputs, and gradients of inputs, over the ranks that share an expert. So
+    each computes its share with no communication.
+    """
+
+    def delta(self, x: Tensor, *sizes: Any) -> Tensor:
+        """x [T, in], sorted by expert -> [T, out]; ``sizes``: tokens of each expert."""
+        a, b = self._stacked()
+        x = self._dropped(x, get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()))
+        pieces = x.split(list(map(int, sizes[0])))
+        found = [F.linear(F.linear(piece, a[i]), b[i]) for i, piece in enumerate(pieces)]
+        return self.options.adapters.scale * torch.cat(found)
+
+    def _shape(self, part: AdapterPart, which: str) -> list[int]:
+        return [len(self.linear.experts), *super()._shape(part, which)]
+
+    def _mark_parameters(self) -> None:
+        group = parallel_state.get_expert_tensor_parallel_group()
+        for part in self.linear.parts:
+            for which in (LORA_A, LORA_B):
+                parameter = getattr(self.matrices(part.name), which)
+                set_tensor_model_parallel_attributes(parameter, True, self.linear.axis + 1, 1)
+                parameter.allreduce = parallel_state.get_expert_model_parallel_world_size() == 1
+                if not part.is_cut(which) and group.size() > 1:
+                    setattr(parameter, SUM_OVER_EXPERT_TENSOR, True)
+                    # Copies that the gradient's norm leaves out.
+                    parameter.shared = group.rank() > 0
+
+
+class SharedExpertAdapter(LinearAdapter):
+    """Beside the linears of a rank's experts, one A and B for all experts of the layer, whole on every rank.
+
+    Each rank uses its rows or columns for the tokens of its experts. The gradient is the sum over all ranks of the
+    stage: over the tensor-parallel ones as under sequence parallelism, over the others as over replicas.
+    """
+
+    def delta(self, x: Tensor, *sizes: Any) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        a, b = self._stacked()
+        x = self._dropped(x, get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()))
+        return self.options.adapters.scale * F.linear(F.linear(x, a), b)
+
+    def _shape(self, part: AdapterPart, which: str) -> list[int]:
+        return list(part.whole(which, self.options.adapters.rank))
+
+    def _own(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
+        """This rank's columns of A, or its rows of B."""
+        a, b = super()._own(part)
+        place = slice(part.start, part.start + part.length)
+        return (a[:, place], b) if part.axis == 1 else (a, b[place])
+
+    def _mark_parameters(self) -> None:
+        for parameter in self.parameters():
+            parameter.sequence_parallel = True  # type: ignore[attr-defined]
+
+
+def adapter_of(linear: AdaptedLinear, options: AdapterOptions) -> LinearAdapter:
+    """The adapters of one linear, A and B zero."""
+    if not linear.of_experts:
+        return DenseAdapter(linear, options)
+    kind = ExpertAdapter if linear.experts else SharedExpertAdapter
+    return kind(linear, options)

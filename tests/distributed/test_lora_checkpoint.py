@@ -1,0 +1,201 @@
+"""Checkpoints of adapters: any layout resumes them and trains on as if nothing had happened; no other base, no other
+adapters do. And their export: PEFT's folder and the merged one give the trainer's log-probabilities in transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import run_ranks
+
+MOE, DENSE = "qwen3_moe", "qwen3"
+SECTION = {"rank": 4, "alpha": 6.0}
+LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "EP2": (MOE, {"expert": 2}, {}),
+    "TP2 ETP2 distributed optimizer": (MOE, {"tensor": 2}, {"distributed": True}),
+    "PP2 VPP2 router": (MOE, {"pipeline": 2, "virtual_pipeline": 2}, {"train_router": True}),
+    "shared TP2 EP2": (
+        MOE,
+        {"tensor": 2, "expert": 2, "expert_tensor": 1},
+        {"experts": "shared"},
+    ),
+    "dense TP2 bf16": (DENSE, {"tensor": 2}, {"dtype": "bfloat16"}),
+}
+"""Name -> (family, layout, what else differs from the single process's settings)."""
+
+
+def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> Any:
+    from megatron_dppo.trainer.trainer import Trainer
+    from tests.distributed.test_trainer_parity import run_config
+
+    own = {key: changes[key] for key in ("train_router", "experts") if key in changes}
+    lora = {"lora": {**SECTION, **own, **changes.get("lora", {})}}
+    return Trainer(run_config(hf_dir, parallel, {**changes, **lora}))
+
+
+def step(trainer: Any) -> float:
+    from tests.distributed.test_trainer_parity import (
+        own_micro_batches,
+        policy_token_loss,
+        samples,
+    )
+
+    batches = own_micro_batches(trainer, samples())
+    return float(trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0).grad_norm)
+
+
+def prepare(folder: str) -> None:
+    from tests.distributed.test_trainer_parity import VOCABULARY
+    from tests.tiny_models import save_tiny_model
+
+    for family in (MOE, DENSE):
+        save_tiny_model(Path(folder) / family, family, vocab_size=VOCABULARY, layers=4)
+    save_tiny_model(Path(folder) / "other", MOE, vocab_size=VOCABULARY, layers=4, seed=1)
+
+
+def save_worker(folder: str, world_size: int) -> dict[str, list[float]]:
+    """Under each layout: two steps, a checkpoint, one step more. Gradient norms of the third step."""
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
+
+    found = {}
+    for name, (family, parallel, changes) in LAYOUTS.items():
+        trainer = make_trainer(
+            str(Path(folder) / family), {**parallel, "world_size": world_size}, changes
+        )
+        step(trainer)
+        step(trainer)
+        CheckpointStore(Path(folder) / name, keep=1).save(trainer, 2, {"name": name})
+        found[name] = [step(trainer)]
+        trainer.close()
+    return found
+
+
+def resume_worker(folder: str, cases: list[str]) -> dict[str, list[float]]:
+    """Each of them resumed in one process: the third step's gradient norm; and that others are refused."""
+    from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
+
+    found: dict[str, Any] = {}
+    for name in cases:
+        family, _, changes = LAYOUTS[name]
+        plain = {**changes, "distributed": False}
+        trainer = make_trainer(str(Path(folder) / family), {}, plain)
+        store = CheckpointStore(Path(folder) / name, keep=1)
+        (stored,) = store.survey().complete
+        assert store.load(trainer, stored) == {"name": name}
+        found[name] = [step(trainer)]
+        trainer.close()
+    store = CheckpointStore(Path(folder) / "EP2", keep=1)
+    (stored,) = store.survey().complete
+    for what, hf_dir, changes in (
+        ("base_sha256", "other", {}),
+        ("lora.rank", MOE, {"lora": {"rank": 8}}),
+        ("lora.experts", MOE, {"experts": "shared"}),
+    ):
+        trainer = make_trainer(str(Path(folder) / hf_dir), {}, changes)
+        with pytest.raises(CheckpointError, match=f"holds another model.*{what} is"):
+            store.load(trainer, stored)
+        trainer.close()
+    return found
+
+
+def export_worker(folder: str, world_size: int) -> dict[str, Any]:
+    """Both exports of a trained policy, and the log-probabilities that it gives one sequence."""
+    from megatron_dppo.data.packing import pack
+    from megatron_dppo.data.trajectory import Trajectory
+
+    trainer = make_trainer(
+        str(Path(folder) / MOE), {"tensor": 2, "expert": 2, "world_size": world_size}, {}
+    )
+    step(trainer)
+    trainer.export_hf(Path(folder) / "merged")
+    trainer.export_peft(Path(folder) / "peft")
+    buckets = trainer.hf_buckets(50_000)
+    moved = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+    batch = pack([Trajectory.of_response(PROMPT[:1], PROMPT[1:])], pad_multiple=2)
+    log_probs = trainer.log_probs([batch])[0][batch.loss_mask]
+    trainer.close()
+    return {"log_probs": log_probs, "moved": moved.get(MOVED)}
+
+
+PROMPT = [5, 77, 300, 12, 8, 411, 90, 33, 250, 2]
+
+
+def transformers_log_probs(model: Any) -> torch.Tensor:
+    ids = torch.tensor(PROMPT)
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, :-1] / 0.9
+    return logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("lora")
+    prepare(str(made))
+    return made
+
+
+@pytest.mark.distributed
+def test_every_layout_is_resumed_by_one_process_and_other_bases_are_refused(folder: Path) -> None:
+    at = "tests.distributed.test_lora_checkpoint"
+    saved, *_ = run_ranks(f"{at}:save_worker", 2, str(folder), 2)
+    (resumed,) = run_ranks(f"{at}:resume_worker", 1, str(folder), list(LAYOUTS))
+    converted_by_the_tool(folder)
+    for name in LAYOUTS:
+        rough = "bf16" in name
+        assert resumed[name] == pytest.approx(saved[name], rel=2e-2 if rough else 1e-5), name
+    stored = next((folder / "EP2").glob("*/manifest.json"))
+    assert len(json.loads(stored.read_text())["model"]["base_sha256"]) == 64
+    weights = sum(p.stat().st_size for p in stored.parent.glob("*.distcp"))
+    assert weights < (folder / MOE / "model.safetensors").stat().st_size
+
+
+def converted_by_the_tool(folder: Path) -> None:
+    """A checkpoint of each kind of experts -> PEFT -> merged; refused for another base and for routers."""
+    from megatron_dppo import convert
+    from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+
+    for name in ("EP2", "shared TP2 EP2", "TP2 ETP2 distributed optimizer"):
+        (step_folder,) = (p.parent for p in (folder / name).glob("*/manifest.json"))
+        base, peft = str(folder / MOE), str(folder / f"{name} peft")
+        tool = ["adapters-to-peft", "--checkpoint", str(step_folder), "--out", peft, "--hf"]
+        assert convert.main([*tool, str(folder / "other")]) == 2
+        assert convert.main([*tool, base]) == 0
+        merged = str(folder / f"{name} merged")
+        tool = ["merge-adapters", "--hf", base, "--adapters", peft, "--out", merged]
+        assert convert.main(tool) == 0
+        with open_checkpoint(merged) as reader, open_checkpoint(base) as plain:
+            for weight, changes in ((MOVED, True), (KEPT, False)):
+                assert torch.equal(reader.read(weight), plain.read(weight)) is not changes
+    (routers,) = (p.parent for p in (folder / "PP2 VPP2 router").glob("*/manifest.json"))
+    tool = ["--checkpoint", str(routers), "--hf", base, "--out", str(folder / "routers")]
+    assert convert.main(["adapters-to-peft", *tool]) == 2
+
+
+MOVED, KEPT = "model.layers.1.mlp.experts.3.up_proj.weight", "model.layers.1.mlp.gate.weight"
+
+
+@pytest.mark.distributed
+def test_exports_are_loaded_by_transformers_and_peft(folder: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    found, *_ = run_ranks("tests.distributed.test_lora_checkpoint:export_worker", 2, str(folder), 2)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
+    assert torch.allclose(transformers_log_probs(merged), found["log_probs"], atol=2e-5)
+    base = AutoModelForCausalLM.from_pretrained(folder / MOE)
+    plain = transformers_log_probs(base)
+    assert not torch.allclose(plain, found["log_probs"], atol=1e-3)
+    from megatron_dppo.checkpoint_conversion.adapters import merge_adapters
+    from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+
+    merge_adapters(folder / MOE, folder / "peft", folder / "by tool", lambda count: None)
+    with open_checkpoint(folder / "by tool") as reader:
+        assert torch.allclose(reader.read(MOVED), found["moved"], atol=1e-7)
+    adapted = PeftModel.from_pretrained(base, folder / "peft")
+    assert torch.allclose(transformers_log_probs(adapted), found["log_probs"], atol=2e-5)

@@ -1,0 +1,230 @@
+"""Adapters train in every layout as in one process, and there as PEFT's do on Hugging Face's model.
+
+Three optimiser steps of the policy loss in fp32, as in ``test_trainer_parity``, from adapters that are random in A and
+B: losses, gradient norms, the first step's gradients of every A and B, and what they are in the end. PEFT's model is
+run sequence by sequence, without packing, and updated by torch's AdamW.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_trainer_parity import (
+    VOCABULARY,
+    distances,
+    micro_batches,
+    own_micro_batches,
+    policy_token_loss,
+    run_config,
+    samples,
+)
+from tests.ranks import run_ranks
+
+TOLERANCE = 1e-5
+EVERYTHING = {"rank": 4, "alpha": 6.0}
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "moe": ("qwen3_moe", {"layers": 4}, EVERYTHING),
+    "shared": ("qwen3_moe", {"layers": 4}, {**EVERYTHING, "experts": "shared"}),
+    "dense": ("qwen3", {"layers": 4, "tied": True}, EVERYTHING),
+    "some": (
+        "qwen2",
+        {"layers": 2},
+        {"rank": 4, "target_modules": ["q_proj", "v_proj", "up_proj"]},
+    ),
+    "router": (
+        "qwen3_moe",
+        {"layers": 2},
+        {"rank": 4, "target_modules": ["attention"], "train_router": True},
+    ),
+}
+"""Name -> (family, its changes, the ``lora:`` section)."""
+JUDGED = ("moe", "dense", "some")
+TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "TP2 ETP2": ("moe", {"tensor": 2}, {}),
+    "TP2 EP2": ("moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
+    "EP2": ("moe", {"expert": 2}, {}),
+    "EP2 distributed optimizer": ("moe", {"expert": 2}, {"distributed": True}),
+    "PP2 recompute full": ("moe", {"pipeline": 2}, {"recompute": "full"}),
+    "PP2 VPP2": ("moe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "TP2 ETP2 recompute selective": ("moe", {"tensor": 2}, {"recompute": "selective"}),
+    "DP2 distributed optimizer": ("moe", {}, {"distributed": True}),
+    "shared TP2 ETP2": ("shared", {"tensor": 2}, {}),
+    "shared TP2 EP2": ("shared", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
+    "shared EP2": ("shared", {"expert": 2}, {}),
+    "dense TP2": ("dense", {"tensor": 2}, {}),
+    "dense TP2 SP": ("dense", {"tensor": 2, "sequence": True}, {}),
+    "dense tied PP2": ("dense", {"pipeline": 2}, {"recompute": "full"}),
+    "some TP2 SP": ("some", {"tensor": 2, "sequence": True}, {}),
+    "router TP2 EP2": ("router", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
+}
+FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "TP2 EP2 ETP2": ("moe", {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
+    "EP2 ETP2 without TP": ("moe", {"expert": 2, "expert_tensor": 2}, {}),
+    "TP2 EP2 DP2 distributed optimizer": (
+        "moe",
+        {"tensor": 2, "expert": 2},
+        {"distributed": True},
+    ),
+    "TP2 PP2 ETP2": ("moe", {"tensor": 2, "pipeline": 2}, {}),
+    "PP2 VPP2 EP2 recompute full": (
+        "moe",
+        {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
+        {"recompute": "full"},
+    ),
+    "shared TP2 EP2 ETP2": ("shared", {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
+}
+
+
+def section_of(folder: str, kind: str) -> dict[str, Any]:
+    """The ``lora:`` section, starting from the kind's random adapters."""
+    return {**KINDS[kind][2], "start_from": str(Path(folder) / f"{kind}-adapters")}
+
+
+def train(folder: str, kind: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict:
+    """Three steps; on global rank 0 also gradients and adapters by name."""
+    from megatron_dppo.trainer.trainer import Trainer
+
+    lora = {"lora": section_of(folder, kind)}
+    trainer = Trainer(run_config(str(Path(folder) / kind), parallel, {**changes, **lora}))
+    try:
+        batches = own_micro_batches(trainer, samples())
+        out: dict[str, Any] = {"metrics": [], "norms": []}
+        for step in range(3):
+            result = trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0)
+            out["metrics"].append(result.metrics.values())
+            out["norms"].append(result.grad_norm)
+            if step == 0 and not changes.get("distributed"):
+                out["gradients"] = whole_gradients(trainer)
+        out["parameters"] = named_tensors(trainer.adapted.tensors())
+        merged = named_tensors(trainer.hf_buckets(50_000))
+        out["parameters"] |= {f"merged {n}": t for n, t in merged.items()}
+        return out
+    finally:
+        trainer.close()
+
+
+def named_tensors(buckets: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
+
+
+def whole_gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Of every A and B, gathered as they are."""
+    parameters = [p for m in trainer.adapted.modules for p in m.parameters()]
+    held = [p.data for p in parameters]
+    for p in parameters:
+        p.data = p.main_grad
+    try:
+        return named_tensors(trainer.adapted.tensors())
+    finally:
+        for p, data in zip(parameters, held, strict=True):
+            p.data = data
+
+
+def reference_worker(folder: str) -> dict[str, Any]:
+    """Make models and adapters, and train each in one process: ours, and PEFT's."""
+    from tests.adapters import save_random_adapters
+    from tests.tiny_models import save_tiny_model
+
+    for kind, (family, options, section) in KINDS.items():
+        hf_dir = save_tiny_model(Path(folder) / kind, family, vocab_size=VOCABULARY, **options)
+        save_random_adapters(Path(folder) / f"{kind}-adapters", hf_dir, section)
+        torch.save(train(folder, kind, {}, {}), Path(folder) / f"{kind}.pt")
+        if kind in JUDGED:
+            torch.save(judge(folder, kind), Path(folder) / f"{kind}-peft.pt")
+    return {}
+
+
+def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Train every case; on rank 0 the distances from the single process."""
+    report = {}
+    for name, (kind, parallel, changes) in cases.items():
+        got = train(folder, kind, {**parallel, "world_size": world_size}, changes)
+        if torch.distributed.get_rank() == 0:
+            expected = torch.load(Path(folder) / f"{kind}.pt", weights_only=True)
+            report[name] = distances(got, expected)
+    return report
+
+
+def judge(folder: str, kind: str) -> dict[str, Any]:
+    """The same three steps of PEFT's model: gradients, norms, losses, adapters."""
+    from tests.adapters import peft_model
+
+    model, trained = peft_model(str(Path(folder) / kind), str(Path(folder) / f"{kind}-adapters"))
+    named = {
+        n.removeprefix("base_model.model.").removesuffix(".weight"): p for n, p in trained.items()
+    }
+    optimizer = torch.optim.AdamW(
+        named.values(), lr=1e-3, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.01
+    )
+    out: dict[str, Any] = {"metrics": [], "norms": []}
+    for step in range(3):
+        optimizer.zero_grad()
+        total = None
+        for batch in micro_batches(samples(), 0, 1, 1, 1):
+            sums = policy_token_loss(SimpleNamespace(log_probs=log_probs(model, batch)), batch)
+            (sums.loss / 200.0).backward()
+            total = sums.metrics if total is None else total + sums.metrics
+        if step == 0:
+            out["gradients"] = {n: p.grad.clone() for n, p in named.items()}
+        norm = torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (step + 1) / 2)
+        optimizer.step()
+        out["metrics"].append(total.values())
+        out["norms"].append(float(norm))
+    out["parameters"] = {n: p.detach().clone() for n, p in named.items()}
+    return out
+
+
+def log_probs(model: Any, batch: Any) -> torch.Tensor:
+    """log pi of a pack's targets, a sequence at a time."""
+    bounds = batch.cu_seqlens.tolist()
+    rows = [
+        model(batch.token_ids[None, low:high]).logits[0] / 0.9 for low, high in pairwise(bounds)
+    ]
+    return torch.cat(rows).log_softmax(-1).gather(1, batch.target_ids[:, None]).squeeze(1)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora")
+    run_ranks("tests.distributed.test_lora_parity:reference_worker", 1, str(folder))
+    return folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("kind", JUDGED)
+def test_one_process_trains_as_peft_does(reference: Path, kind: str) -> None:
+    got = torch.load(reference / f"{kind}.pt", weights_only=True)
+    expected = torch.load(reference / f"{kind}-peft.pt", weights_only=True)
+    got["parameters"] = {n: got["parameters"][n] for n in expected["parameters"]}
+    found = distances(got, expected)
+    assert not {what: far for what, far in found.items() if not far[0] <= TOLERANCE}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+def test_layouts_train_as_one_process_does(
+    reference: Path, world_size: int, cases: dict[str, Any]
+) -> None:
+    (report, *_) = run_ranks(
+        "tests.distributed.test_lora_parity:layout_worker",
+        world_size,
+        str(reference),
+        cases,
+        world_size,
+        timeout=600,
+    )
+    assert report.keys() == cases.keys()
+    wrong = {
+        (name, kind): found
+        for name, kinds in report.items()
+        for kind, found in kinds.items()
+        if not found[0] <= TOLERANCE
+    }
+    assert not wrong

@@ -1,0 +1,103 @@
+"""Which adapters a model has and what a rank holds of them: names, shapes, and that ranks tile every tensor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron_dppo.model.adapters import (
+    Adapters,
+    adapted_linears,
+    adapter_parameters,
+    adapter_tensors,
+    resolve_modules,
+)
+from megatron_dppo.model.gather_plan import adapter_buckets_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.reader import load_model_shape
+from tests.unit.config_files import DENSE, MOE, write_checkpoint
+
+LAYOUTS = {
+    "single": Layout(),
+    "TP2 ETP2": Layout.smallest(tensor=2),
+    "TP2 EP2": Layout.smallest(tensor=2, expert=2),
+    "EP4": Layout.smallest(expert=4),
+    "PP2 VPP2 EP2": Layout.smallest(pipeline=2, virtual_pipeline=2, expert=2),
+    "TP2 EP2 ETP2 DP4": Layout(2, 1, None, 2, 2, 4),
+}
+
+
+def adapters(shape, *names, share=False, rank=4):
+    return Adapters(rank, 8.0, resolve_modules(names or ["all-linear"], shape), share)
+
+
+@pytest.fixture
+def moe(tmp_path):
+    return load_model_shape(write_checkpoint(tmp_path / "moe", MOE))
+
+
+@pytest.fixture
+def dense(tmp_path):
+    return load_model_shape(write_checkpoint(tmp_path / "dense", DENSE))
+
+
+def test_tensors_of_a_model(moe):
+    found = adapter_tensors(adapters(moe), moe)
+    assert len(found) == 4 * (4 + 8 * 3) * 2
+    assert found["model.layers.3.self_attn.k_proj.lora_A"] == (4, 64)
+    assert found["model.layers.3.self_attn.k_proj.lora_B"] == (2 * 16, 4)
+    assert found["model.layers.0.mlp.experts.7.down_proj.lora_A"] == (4, 32)
+    assert found["model.layers.0.mlp.experts.7.down_proj.lora_B"] == (64, 4)
+
+
+def test_shared_by_the_experts_of_a_layer(moe):
+    found = adapter_tensors(adapters(moe, "experts", share=True), moe)
+    assert len(found) == 4 * 3 * 2
+    assert found["model.layers.1.mlp.experts.*.up_proj.lora_B"] == (32, 4)
+
+
+def test_a_rank_holds_what_belongs_to_its_part_of_the_matrix(dense):
+    layout = Layout.smallest(tensor=2)
+    held = {
+        p.segments[0].hf_name.removeprefix("model.layers.0."): (p.shape, p.segments[0])
+        for p in adapter_parameters(adapters(dense), dense, layout, 1)
+        if ".layers.0." in p.segments[0].hf_name
+    }
+    shape, segment = held["self_attn.q_proj.lora_B"]
+    assert (shape, segment.dim, segment.hf_start, segment.length) == ((256, 4), 0, 256, 256)
+    shape, segment = held["mlp.down_proj.lora_A"]
+    assert (shape, segment.dim, segment.hf_start, segment.length) == ((4, 64), 1, 64, 64)
+    assert held["self_attn.q_proj.lora_A"][0] == (4, 64)
+    assert held["mlp.down_proj.lora_B"][0] == (64, 4)
+
+
+def test_fused_rows_lie_where_the_fused_weight_has_them(dense):
+    linear = adapted_linears(adapters(dense, "q_proj", "v_proj"), dense, Layout(), 0)[0]
+    assert linear.path == "decoder.layers.0.self_attention.linear_qkv"
+    query, value = linear.parts
+    # Two query groups of [2 x 128 queries, 128 keys, 128 values].
+    assert [(b.local_start, b.length) for b in query.blocks] == [(0, 256), (512, 256)]
+    assert [(b.local_start, b.length) for b in value.blocks] == [(384, 128), (896, 128)]
+    assert linear.rows == 1024
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_primary_parts_tile_every_tensor_once(moe, layout, share):
+    wanted = adapters(moe, share=share)
+    covered = {name: torch.zeros(dims) for name, dims in adapter_tensors(wanted, moe).items()}
+    for rank in range(layout.world_size):
+        for p in adapter_parameters(wanted, moe, layout, rank):
+            (segment,) = p.segments
+            part = segment.of_hf(covered[segment.hf_name])
+            assert tuple(part.shape) == p.shape
+            part += p.is_primary
+    assert all((count == 1).all() for count in covered.values())
+
+
+def test_buckets_hold_every_tensor_on_rank_0(moe):
+    wanted, layout = adapters(moe), Layout.smallest(tensor=2, expert=2)
+    plan = adapter_buckets_plan(wanted, moe, layout, 4096, 4)
+    assert [t.name for bucket in plan for t in bucket.tensors] == list(adapter_tensors(wanted, moe))
+    assert {bucket.receiver for bucket in plan} == {0}
+    assert max(bucket.elements * 4 for bucket in plan if len(bucket.tensors) > 1) <= 4096

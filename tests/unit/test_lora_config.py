@@ -1,0 +1,79 @@
+"""The ``lora:`` section: what it means, and every setting that is refused, by its key."""
+
+import pytest
+
+from megatron_dppo.config import ConfigError, check_config, load_config
+from megatron_dppo.config.lora import adapters_of
+from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.model.reader import load_model_shape
+from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
+
+
+@pytest.fixture
+def problems(tmp_path):
+    def run(*overrides, model=MOE):
+        config = load_config(write_config(tmp_path, minimal(tmp_path, model)), overrides)
+        try:
+            check_config(config)
+        except ConfigError as error:
+            return list(error.problems)
+        return []
+
+    return run
+
+
+def test_one_override_turns_it_on(tmp_path, problems):
+    assert problems("lora.rank=8") == []
+    shape = load_model_shape(write_checkpoint(tmp_path / "model"))
+    adapters = adapters_of(LoraConfig(rank=8), shape)
+    assert (adapters.rank, adapters.alpha, adapters.scale) == (8, 16.0, 2.0)
+    assert adapters.modules == (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
+    )  # fmt: skip
+    assert not adapters.share_experts
+    assert adapters_of(LoraConfig(), shape) is None
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        (["attention"], ("q_proj", "k_proj", "v_proj", "o_proj")),
+        (["experts"], ("gate_proj", "up_proj", "down_proj")),
+        (["v_proj", "q_proj"], ("q_proj", "v_proj")),
+        (["o_proj", "attention"], ("q_proj", "k_proj", "v_proj", "o_proj")),
+    ],
+)
+def test_names_and_groups(tmp_path, names, found):
+    shape = load_model_shape(write_checkpoint(tmp_path / "model"))
+    assert adapters_of(LoraConfig(rank=8, target_modules=names), shape).modules == found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "words"),
+    [
+        (["lora.target_modules=[qproj]"], MOE, "lora.target_modules: got ['qproj'], which name nothing in a"),
+        (["lora.target_modules=[mlp]"], MOE, "lora.target_modules: got ['mlp'], which name nothing"),
+        (["lora.target_modules=[experts]"], DENSE, "lora.target_modules: got ['experts'], which name"),
+        (["lora.target_modules=[]"], MOE, "lora.target_modules: got [], which name nothing"),
+        (["lora.rank=33"], MOE, "lora: rank 33 is over the 32 of k_proj 32 x 64"),
+        (["lora.experts=shared", "lora.target_modules=[attention]"], MOE, "lora.experts: got 'shared', expected"),
+        (["lora.train_router=true"], DENSE, "lora.train_router: got true, expected false"),
+        (["lora.start_from=/nowhere"], MOE, "lora.start_from: got '/nowhere', which lacks adapter"),
+        (["lora.rank=0", "lora.alpha=3.0"], MOE, "lora.rank: got 0 (off) with lora.alpha, expected a rank"),
+        (["parallel.world_size=4", "parallel.tensor=4"], DENSE, "lora: q_proj is not cut evenly over 4"),
+    ],
+)  # fmt: skip
+def test_refused(problems, overrides, model, words):
+    found = problems("lora.rank=8", *overrides, model=model)
+    assert any(problem.startswith(words) for problem in found), found
+
+
+def test_an_engine_with_adapters_of_its_own_is_refused(problems):
+    assert problems("sglang.enable_lora=true") == [
+        "sglang.enable_lora: got true, expected nothing: engines are sent merged weights, and updates "
+        "of adapters alone are not offered"
+    ]
+
+
+def test_a_rank_may_be_the_smallest_dimension(problems):
+    assert problems("lora.rank=32") == []
