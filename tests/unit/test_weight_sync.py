@@ -295,6 +295,8 @@ def test_any_failure_aborts_and_commits_nothing(failing: str) -> None:
     # From the canary on the engine answers: it is held back again, under no version.
     if failing in ("resume", "score", "2"):
         assert engine.calls[-2:] == ["pause", "unverified-2"]
+    else:
+        assert "pause" not in engine.calls
     engine.failing = None
     assert updates.update(2).verified
     assert updates.committed_version == 2
@@ -344,6 +346,33 @@ def test_the_sources_own_error_aborts_and_passes() -> None:
         updates.update(1)
     assert "end" not in engine.calls
     assert updates.committed_version is None
+
+
+def test_a_failed_transfer_is_broken_off_before_the_next_bucket_is_gathered() -> None:
+    engine, source = Engine(), Source()
+    updates = updater(engine, source=source)
+    engine.failing, gathered = "hash", []
+    strategy = updates._strategy
+    assert strategy is not None
+    strategy.abort = lambda: gathered.append(source.yielded)  # type: ignore[method-assign]
+    with pytest.raises(WeightUpdateError):
+        updates.update(1)
+    assert gathered[0] == 1
+
+
+@pytest.mark.parametrize("own", ["refused", None])
+def test_a_failure_that_is_not_the_first_is_logged(
+    own: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two ranks fail; the error that all raise is the other's, and this one's own is in its log."""
+    first = json.dumps(["EngineLostError: gone", [B], 2])
+    updates = updater(agree=lambda error: first if own else error)
+    updates._open_engine = opener({A: EngineRequestError(400, "refused")})
+    with pytest.raises(WeightUpdateError, match="gone" if own else "refused"):
+        updates.attach([A])
+    assert ("on trainer rank 0: " in caplog.text) == (own is not None)
+    if own is not None:
+        assert own in caplog.text
 
 
 def test_other_ranks_share_the_failure() -> None:
