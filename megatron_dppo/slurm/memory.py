@@ -16,8 +16,11 @@ _UNKNOWN = "memory: not planned, as the site file's gpu names none of {names}"
 def memory_verdict(config: TrainConfig, site: SiteConfig, nodes: int) -> tuple[str, list[str]]:
     """A line for people, and what speaks against the run.
 
-    ``config`` must have passed its checks. Nothing is planned where the site does not name its GPUs.
+    ``config`` must have passed its checks. Nothing is planned where the site does not name its GPUs, or
+    has none.
     """
+    if not site.gpus_per_node:
+        return "memory: not planned, the nodes have no GPUs", []
     if site.gpu is None:
         return _UNKNOWN.format(names=", ".join(DEVICES)), []
     device = DEVICES[site.gpu]

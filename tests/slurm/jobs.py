@@ -27,7 +27,7 @@ SERVER = "server.py"
 class StandInJob:
     """Two ranks and one server on three nodes, which count to ``steps``; a checkpoint every five.
 
-    ``parallel``, ``rollout``: values of these sections; ``site``: of the site file.
+    ``parallel``, ``rollout``, ``sglang``: values of these sections; ``site``: of the site file.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class StandInJob:
         *,
         parallel: dict[str, int] | None = None,
         rollout: dict[str, int] | None = None,
+        sglang: dict[str, int] | None = None,
         **site: Any,
     ) -> None:
         self.cluster = cluster
@@ -49,6 +50,7 @@ class StandInJob:
             model={"hf_checkpoint": str(ROOT / "examples/model_configs/qwen3-1.7b-base")},
             parallel=parallel or {"world_size": 2},
             rollout=SMALL_ROLLOUTS | (rollout or {}),
+            sglang=sglang or {},
             checkpoint={"every": 5, "export_hf": False},
             engine={"device": "cpu", "servers": 1, "python": str(self._engine_python())},
         )

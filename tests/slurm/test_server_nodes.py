@@ -1,12 +1,16 @@
-"""Servers on nodes of their own: one that dies under a job that outlives it, and heterogeneous jobs."""
+"""Servers on nodes of their own: nodes that die under a job that outlives them, servers over several nodes,
+heterogeneous jobs."""
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from tests.slurm.jobs import StandInJob
+from tests.slurm.jobs import ROOT, SERVER, StandInJob
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow]
+SECOND_GROUP = (":", "--nodes=1", "--ntasks-per-node=1", "--exclusive", "--time=10")
 
 
 def test_servers_of_a_dead_node_move_to_a_spare(cluster, folder, isolated):
@@ -26,14 +30,70 @@ def test_servers_of_a_dead_node_move_to_a_spare(cluster, folder, isolated):
         isolated.boot(dead)
 
 
+def test_servers_whose_supervisor_is_gone_end_and_have_the_job_start_again(
+    cluster, folder, isolated
+):
+    """The job lives on without its batch process (``--no-kill``), and so would the servers."""
+    job = StandInJob(
+        cluster, folder, steps=100_000, spares_servers=True, supervisor_patience_s=10
+    ).submit("--no-kill")
+    job.wait_for_step(7)
+    dead = job.attempts()[0]["node"]
+    isolated.crash(dead)
+    try:
+        job.wait(lambda: len(job.attempts()) == 2)
+        told = (isolated.root / "log" / "slurmctld.log").read_text()
+        assert "due to failure of node" not in told  # Slurm did not do it by itself
+        first, second = job.attempts()
+        assert (first["why"], second["first_saved"] >= 5) == ("vanished", True)
+        assert dead not in second["hosts"]
+        job.wait_for_step(second["first_saved"] + 5)
+    finally:
+        isolated.boot(dead)
+
+
+def test_a_server_over_two_nodes_starts_again_as_a_whole(cluster, folder):
+    job = StandInJob(cluster, folder, steps=10_000, sglang={"tp_size": 2}).submit("--nodes=4")
+    job.wait_for_step(1)
+    head, follower = job.processes(SERVER)
+    assert f"{cluster.nodes[3]}  engine0" in job.log
+    job.kill(SERVER)
+    job.wait(lambda: (s := job.server()) and s.incarnation == 2)
+    assert not {head.pid, follower.pid} & {p.pid for p in job.processes(SERVER)}
+    assert len(job.processes(SERVER)) == 2
+    reached = job.steps()[-1]
+    job.wait_for_step(reached + 3)
+    assert job.ends() == ["running"]
+
+
 def test_servers_of_a_heterogeneous_job_run_on_its_second_group(cluster, folder):
-    """Two groups as two partitions would give them."""
-    job = StandInJob(cluster, folder, steps=20)
-    job.submit(":", "--nodes=1", "--ntasks-per-node=1", "--exclusive", "--time=10")
+    """Two groups as two partitions would give them. Such a job can be stopped too."""
+    job = StandInJob(cluster, folder, steps=10_000)
+    job.submit(*SECOND_GROUP)
     job.wait_for_step(1)
     first, second = (part["NodeList"] for part in cluster.client.job(job.job))
     assert job.attempts()[0]["hosts"] == [*cluster.nodes]
     assert f"{second}  engine0" in job.log
     assert second not in first
+    stop = (sys.executable, "-m", "megatron_dppo.slurm", "stop", job.directory)
+    done = cluster.client.run(*stop, check=False, folder=ROOT)
+    assert done.returncode == 0, done.stderr
     assert job.wait_for_end()["JobState"] == "COMPLETED", job.log
-    assert job.ends() == ["done"]
+    assert job.ends() == ["asked"]
+
+
+def test_an_ill_node_of_the_second_group_is_excluded(cluster, folder, isolated):
+    bad = isolated.nodes[2]
+    site = {"preflight": True, "preflight_skip": ["all_reduce"]}
+    isolated.run_on(bad, "mount", "-o", "remount,size=64M", "/dev/shm")
+    try:
+        job = StandInJob(cluster, folder, **site).submit("--nodes=2", *SECOND_GROUP)
+        job.wait_for_end()
+    finally:
+        isolated.run_on(bad, "mount", "-o", "remount,size=50%", "/dev/shm")
+    first, second = job.attempts()
+    assert [name for name, _ in first["excluded"]] == [bad]
+    assert second["hosts"] == [*isolated.nodes[:2], isolated.nodes[3]]
+    assert second["why"] == "done"
+    groups = cluster.client.job(job.job)
+    assert [group["ExcNodeList"] for group in groups] == [bad, bad]

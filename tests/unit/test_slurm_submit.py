@@ -13,6 +13,7 @@ from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.slurm.__main__ import main
 from megatron_dppo.slurm.job import job_groups
+from megatron_dppo.slurm.memory import memory_verdict
 from megatron_dppo.slurm.refusals import node_problems, seconds_of, time_problems
 from megatron_dppo.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
 from megatron_dppo.slurm.submission import Submission
@@ -71,6 +72,11 @@ def test_nodes_without_gpus_are_counted_in_processes(tmp_path):
     plan = Submission.plan(config(tmp_path), cluster, 3)
     assert "--ntasks-per-node=1" in plan.command()
     assert [host.name for host in plan.placement.unused] == ["node3"]
+
+
+def test_the_memory_of_nodes_without_gpus_is_not_planned(tmp_path):
+    verdict = memory_verdict(config(tmp_path), site(gpus_per_node=0, gpu="h100"), 2)
+    assert verdict == ("memory: not planned, the nodes have no GPUs", [])
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,29 @@
-"""A server that is healthy and nothing else; run as the engine's Python: ``server.py -m MODULE --config OPTIONS``."""
+"""A server that is healthy and nothing else; run as the engine's Python: ``server.py -m MODULE --config OPTIONS``.
+
+Watches its supervisor, and finds its place among several hosts, as the real one does.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import yaml
 
+from megatron_dppo.engine.launch_server import host_flags, watch_supervisor
+
 
 def main() -> None:
     """Serve the probe of the supervisor on the address that the options name."""
     sys.stdin.read()  # the keys
+    watch_supervisor(lambda pid, include_parent: os._exit(1))
+    flags = host_flags(os.environ)
+    while flags and flags[1] != "0":  # the first host answers
+        time.sleep(1)
     options = yaml.safe_load(Path(sys.argv[sys.argv.index("--config") + 1]).read_text())
     body = json.dumps({"model_path": options["model-path"]}).encode()
 
