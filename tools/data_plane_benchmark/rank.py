@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -9,12 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 
 from data_plane_benchmark.meters import Meter, ReceivedBytes
 from data_plane_benchmark.synthetic import Size
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.answer_parsing.process import ParsingProcess
 from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.fleet.generation import GenerationLimits
 from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.loop.batches import (
@@ -33,11 +38,25 @@ from megatron_dppo.types import Problem
 IN_FLIGHT = 8
 
 
-def generate(size: Size, url: str, positions: list[int]) -> list[Trajectory]:
+def warm(parser: ParsingProcess) -> None:
+    """Have it import what it needs."""
+    with contextlib.suppress(EngineAnswerError):
+        asyncio.run(parser.parse(b"", [], None, {}))
+
+
+def child_seconds() -> float:
+    """CPU seconds of this process's children so far."""
+    return sum(sum(c.cpu_times()[:2]) for c in psutil.Process().children(recursive=True))
+
+
+def generate(
+    size: Size, url: str, positions: list[int], parser: ParsingProcess
+) -> list[Trajectory]:
     """Responses of the groups at ``positions``, checked."""
     indices = [p * size.group + sample for p in positions for sample in range(size.group)]
     with AsyncRunner() as runner:
         client = EngineClient(url)
+        client.parser = parser
         requests = [size.request(i) for i in indices]
         done = runner.run(generate_many(client, requests, GenerationLimits(IN_FLIGHT)))
         runner.run(client.close())
@@ -64,8 +83,14 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
     meter, received = Meter(), ReceivedBytes()
     groups = range(size.responses // size.group)
     positions = own_positions(groups, topology)
+    parser = ParsingProcess()
+    if positions:
+        warm(parser)
+    beside = child_seconds()
     with meter("generate"):
-        own = generate(size, url, positions)
+        own = generate(size, url, positions, parser)
+    beside = child_seconds() - beside
+    parser.close()
     dist.barrier()
     before = received.total
     with meter("exchange"):
@@ -90,6 +115,7 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
     return {
         **meter.phases,
         "leader": topology.is_leader,
+        "beside": beside,
         "generated": generated,
         "trained": sum(t.sampled for t in mine),
         "received": received.total - before,

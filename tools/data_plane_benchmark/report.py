@@ -9,7 +9,7 @@ STEP_TOKENS = 256 * 16 * 16_384
 RATE = 40_000
 REPLICAS, NODES, NODE_RANKS = 8, 4, 8
 FORMULAS = f"""Full size: {STEP_TOKENS / 1e6:.0f} M tokens on {NODES} nodes of {NODE_RANKS} ranks, {REPLICAS} replicas.
-client: CPU seconds a generated token of all that reads answers, x {RATE} tokens/s = cores.
+client: CPU seconds a generated token of what reads answers, all leaders together, x {RATE} tokens/s = cores.
 after the last response: CPU seconds of the busiest rank a token that it trains on, x full size / {REPLICAS};
 every rank has a core of its own there, here they share this machine's.
 received: bytes that came to all ranks over those that they train on.
@@ -21,7 +21,8 @@ def figures(engine: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> di
     """By name, from what the engine's side and the ranks measured."""
     generated = sum(r["generated"] for r in ranks)
     trained = sum(r["trained"] for r in ranks)
-    client = sum(r["generate"]["cpu"] for r in ranks if r["leader"])
+    inside = sum(r["generate"]["cpu"] for r in ranks if r["leader"])
+    beside = sum(r.get("beside", 0.0) for r in ranks)
     busiest = max(r["exchange"]["cpu"] / r["trained"] for r in ranks)
     peak = sum(r["exchange"]["peak"] for r in ranks) / trained
     packs = sum(r["pack"]["peak"] for r in ranks) / trained
@@ -29,8 +30,10 @@ def figures(engine: Mapping[str, Any], ranks: Sequence[Mapping[str, Any]]) -> di
     return {
         "wire bytes a token": engine["bytes"] / engine["tokens"],
         "engine us a token": engine["seconds"] / engine["tokens"] * 1e6,
-        "client us a token": client / generated * 1e6,
-        f"client cores at {RATE} tokens/s": client / generated * RATE,
+        "client in the training processes, us a token": inside / generated * 1e6,
+        "client beside them, us a token": beside / generated * 1e6,
+        f"cores in the training processes at {RATE} tokens/s": inside / generated * RATE,
+        f"cores beside them at {RATE} tokens/s": beside / generated * RATE,
         "exchange wall s here": max(r["exchange"]["wall"] for r in ranks),
         "exchange CPU s here": sum(r["exchange"]["cpu"] for r in ranks),
         "after the last response, s at full size": busiest * a_rank,

@@ -42,16 +42,17 @@ def answer(told: dict[str, Any], content: bytes) -> tuple[dict[str, Any], bytes]
     except tuple(ERRORS.values()) as error:
         return {"error": [type(error).__name__, str(error)]}, b""
     rows, arrays = trajectories_to_wire(parsed.trajectories)
+    size = buffer_size(arrays)
     reply = {
         "missing": [asdict(notice) for notice in parsed.missing],
         "ways": sorted(parsed.ways),
         "rows": rows,
-        "size": buffer_size(arrays),
+        "size": size,
     }
     try:
-        shared = SharedBuffer(reply["size"])
+        shared = SharedBuffer(size)
     except OSError:  # no room
-        buffer = np.zeros(reply["size"], np.uint8)
+        buffer = np.zeros(size, np.uint8)
         fill(buffer, arrays)
         return {**reply, "path": None}, buffer.tobytes()
     fill(shared.array, arrays)
