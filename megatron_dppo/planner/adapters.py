@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears
+from megatron_dppo.model.adapters import elements as adapter_elements
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.weights import RankParameters
@@ -43,6 +44,11 @@ class Trained:
             layers = shape.num_layers // layout.pipeline
             dense.append((shape.num_experts * shape.hidden_size, layers))
         return RankParameters(tuple(dense), tuple(experts))
+
+    def elements(self, shape: ModelShape) -> int:
+        """Trained elements of the whole model."""
+        routers = shape.num_layers * shape.num_experts * shape.hidden_size if self.routers else 0
+        return adapter_elements(self.adapters, shape) + routers
 
     def trained_base(self, shape: ModelShape, layout: Layout) -> int:
         """Elements of the model's own parameters, the routers', that are trained."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_dppo.planner.devices import Cluster, Device
-from megatron_dppo.planner.flops import forward_flops, training_flops
+from megatron_dppo.planner.flops import forward_flops, linear_flops, training_flops
 from megatron_dppo.planner.generation import generation_seconds
 from megatron_dppo.planner.job import Job, TrainerJob
 from megatron_dppo.planner.schedule import bubble
@@ -70,7 +70,7 @@ def step_seconds(job: Job, cluster: Cluster, transfer: Transfer) -> StepSeconds:
     rate = trainer.layout.world_size * device.flops * _utilisation(trainer)
     slowed = UNBALANCED * (1 + bubble(trainer.layout, trainer.micro_batches))
     length, tokens = rollout.mean_length, rollout.tokens
-    train = tokens * training_flops(trainer.shape, length, trainer.recompute) / rate * slowed
+    train = tokens * _training_flops(trainer, length) / rate * slowed
     again = tokens * forward_flops(trainer.shape, length) / rate * slowed
     return StepSeconds(
         generation=generation_seconds(job, device),
@@ -81,6 +81,12 @@ def step_seconds(job: Job, cluster: Cluster, transfer: Transfer) -> StepSeconds:
         checkpoint=transfer.checkpoint_seconds / job.checkpoint_every,
         overlapped=rollout.staleness > 0,
     )
+
+
+def _training_flops(trainer: TrainerJob, length: float) -> float:
+    """Of one token; frozen linears need no product for their weights' gradients, and adapters' are left out."""
+    every = training_flops(trainer.shape, length, trainer.recompute)
+    return every if trainer.trained is None else every - linear_flops(trainer.shape)
 
 
 def _utilisation(trainer: TrainerJob) -> float:
@@ -115,7 +121,10 @@ def _replica_seconds(job: Job, cluster: Cluster) -> float:
     layout = job.trainer.layout
     if layout.data == 1:
         return 0.0
+    trained = job.trainer.trained
     held = rank_parameters(job.trainer.shape, layout, 0)
+    if trained is not None:
+        held = trained.parameters(job.trainer.shape, layout, 0)
     moved = held.elements * (4 + job.trainer.item_bytes)
     inside = layout.stage_ranks <= cluster.gpus_per_node
     return job.rollout.steps * moved / _link(cluster.device, inside)

@@ -47,7 +47,7 @@ def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
     all but the sender's own shards; a holder has whole experts with expert tensor parallelism 1.
 
     Checkpoint: elements x (2 + 12) for bfloat16 (weights, fp32 master, two moments), x (4 + 8) for float32, over the
-    storage's bytes/s.
+    storage's bytes/s; with adapters, of them alone.
     """
     shape, layout = job.trainer.shape, job.trainer.layout
     count = parameters(shape)
@@ -60,7 +60,9 @@ def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
     spread += experts * (1 - own)
     buckets = job.senders * math.ceil(model / job.senders / job.bucket_bytes)
     wire = model / (device.network * BROADCAST_EFFICIENCY)
-    state = count * (job.trainer.item_bytes + (8 if job.trainer.dtype == "float32" else 12))
+    trained = job.trainer.trained
+    stored = count if trained is None else trained.elements(shape)
+    state = stored * (job.trainer.item_bytes + (8 if job.trainer.dtype == "float32" else 12))
     return Transfer(
         model=model,
         gathered=round(spread * job.trainer.item_bytes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from tests.adapters import save_random_adapters
+from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 from tests.integration.weight_server import (
     RUNNER,
     Served,
@@ -72,3 +74,21 @@ def test_the_engine_runs_the_merged_model(served: Served, tmp_path: Path) -> Non
     assert not read(merged)["model.layers.0.self_attn.q_proj.weight"].equal(
         read(served.folder)["model.layers.0.self_attn.q_proj.weight"]
     )
+
+
+def test_a_run_with_adapters_from_the_data_to_its_exports(tmp_path: Path) -> None:
+    overrides = ["lora.rank=4", "algorithm.reference_kl=0.05", "run.steps=2", "optimizer.lr=0.01"]
+    with TrainingRun(write_material(tmp_path), *overrides) as run:
+        run.finish()
+    records = {r["step"]: r for r in records_of(run.directory)}
+    trained = [records[step] for step in (1, 2)]
+    assert all(r["weights/updates"] == r["weights/verified"] == 1 for r in trained)
+    # The second mini-batch of a step is computed by a policy that has left its reference.
+    assert all(0 < r["reference/kl"] < 1 for r in trained)
+    assert summary_of(run.directory)["hf_export_max_logprob_diff"] <= 1e-4
+    config = json.loads((run.directory / "adapters" / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (4, 8)
+    base, merged = read(tmp_path / "model"), read(run.directory / "hf")
+    adapted = {name for name in base if not base[name].equal(merged[name])}
+    assert adapted
+    assert all(name.split(".")[-2].endswith("_proj") for name in adapted)
