@@ -87,15 +87,24 @@ def test_use_of_the_machine_is_drawn_where_it_is_recorded(tmp_path):
     assert imread(write_report(used)).shape[0] == pytest.approx(plain * 4 / 3, abs=2)
 
 
-@pytest.mark.parametrize(("share", "axes"), [({}, 1), ({names.MFU: 0.24}, 2)])
-def test_the_share_of_the_peak_has_an_axis_where_it_is_known(share, axes):
-    figure = Figure()
-    records = [{"step": step, names.TFLOPS: 240.0 * step, **share} for step in (1, 2)]
-    draw_arithmetic(figure.subplots(), [RunRecords("run", records)])
-    assert len(figure.axes) == axes
-    assert figure.axes[0].lines[0].get_ydata().tolist() == [240.0, 480.0]
-    if share:
-        assert figure.axes[1].lines[0].get_ydata().tolist() == [24.0, 24.0]
+@pytest.mark.parametrize(
+    ("shares", "unit", "drawn"),
+    [
+        ([None], "TFLOP/s", [[240.0, 480.0]]),
+        ([0.24], "% of the GPU's bf16 peak", [[24.0, 24.0]]),
+        ([0.24, None], "TFLOP/s", [[240.0, 480.0]] * 2),
+    ],
+)
+def test_arithmetic_is_a_share_of_the_peak_where_every_run_knows_it(shares, unit, drawn):
+    axes = Figure().subplots()
+    runs = []
+    for share in shares:
+        known = {} if share is None else {names.MFU: share}
+        records = [{"step": step, names.TFLOPS: 240.0 * step, **known} for step in (1, 2)]
+        runs.append(RunRecords("run", records))
+    draw_arithmetic(axes, runs)
+    assert axes.get_ylabel() == unit
+    assert [line.get_ydata().tolist() for line in axes.lines] == [pytest.approx(d) for d in drawn]
 
 
 def test_a_run_that_recorded_little_is_drawn_too(tmp_path):

@@ -55,6 +55,11 @@ def test_weight_updates_and_checkpoints_are_worked_by_hand(report):
     parameters = 30.5321e9
     assert cells(report, "bytes to each engine GPU")["30B-A3B"] == f"{2 * parameters / 1e9:.1f} GB"
     assert cells(report, "lower bound")["30B-A3B"] == f"{2 * parameters / 50e9:.1f} s"  # 400 Gbit/s
+    nodes = 2  # of the four, that serve and don't train
+    assert (
+        cells(report, "between nodes, at least")["30B-A3B"]
+        == f"{2 * parameters * nodes / 1e9:.1f} GB"
+    )
     assert cells(report, "bytes a rank")["30B-A3B"] == f"{14 * parameters / 16 / 1e9:.1f} GB"
 
 
