@@ -438,7 +438,7 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
     parts = [mass[:, :1], mass[:, 1:3], mass[:, 3:]]
     lse = [part.sum(1).log() for part in parts]
     plogp = [torch.xlogy(q := part / part.sum(1, True), q).nan_to_num().sum(1) for part in parts]
-    owned = [torch.zeros(2, 2, dtype=torch.float64) for _ in parts]
+    owned = [torch.zeros(2, 3, dtype=torch.float64) for _ in parts]  # the last id is nobody's
     owned[1][:, 0] = mass[:, 1].log()
     owned[2][:, 1] = torch.tensor([-9.0, math.log(4)])
     own = [(a, b if with_entropy else None, c) for a, b, c in zip(lse, plogp, owned, strict=True)]
@@ -449,7 +449,7 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
         wire.reduce_rows(shard, *rows, None)
     slots = 3 if with_entropy else 2
     for rank, buffer in enumerate(sent):
-        assert buffer.shape == (2, 3 * slots + 2)
+        assert buffer.shape == (2, 3 * slots + 3)
         others = [at for at in range(3 * slots) if at // slots != rank]
         assert (buffer[:, others] == 0).all()
         assert buffer[:, rank * slots].tolist() == lse[rank].tolist()
