@@ -497,11 +497,21 @@ def test_the_exact_kl_of_nearly_equal_policies_is_never_negative():
 
 
 def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
-    told, reduce = [], torch.distributed.all_reduce
+    told, waited, reduce = [], [], torch.distributed.all_reduce
+
+    class Work:
+        """Counts who waits for the real one."""
+
+        def __init__(self, work):
+            self._work = work
+
+        def wait(self):
+            waited.append(len(told))
+            self._work.wait()
 
     def all_reduce(table, **options):
         told.append(table.clone())
-        return reduce(table, **options)
+        return Work(reduce(table, **options))
 
     monkeypatch.setattr(wire.dist, "all_reduce", all_reduce)
     torch.distributed.init_process_group(
@@ -516,6 +526,7 @@ def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
         with pytest.raises(ValueError, match="1 target ids outside the vocabulary"):
             policy_stats(torch.zeros(2, 4), ids, world, vocab_size=1)
         assert told[1].tolist() == [[0, 0, 0, 0, 0, 0, 1]]
+        assert waited == [1, 2]  # once for each call: the bad one waits before it raises
     finally:
         torch.distributed.destroy_process_group()
 
