@@ -438,7 +438,7 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
     parts = [mass[:, :1], mass[:, 1:3], mass[:, 3:]]
     lse = [part.sum(1).log() for part in parts]
     plogp = [torch.xlogy(q := part / part.sum(1, True), q).nan_to_num().sum(1) for part in parts]
-    owned = [torch.zeros(2, 2, dtype=torch.float64) for _ in parts]
+    owned = [torch.zeros(2, 3, dtype=torch.float64) for _ in parts]  # the last id is nobody's
     owned[1][:, 0] = mass[:, 1].log()
     owned[2][:, 1] = torch.tensor([-9.0, math.log(4)])
     own = [(a, b if with_entropy else None, c) for a, b, c in zip(lse, plogp, owned, strict=True)]
@@ -449,7 +449,7 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
         wire.reduce_rows(shard, *rows, None)
     slots = 3 if with_entropy else 2
     for rank, buffer in enumerate(sent):
-        assert buffer.shape == (2, 3 * slots + 2)
+        assert buffer.shape == (2, 3 * slots + 3)
         others = [at for at in range(3 * slots) if at // slots != rank]
         assert (buffer[:, others] == 0).all()
         assert buffer[:, rank * slots].tolist() == lse[rank].tolist()
@@ -497,11 +497,21 @@ def test_the_exact_kl_of_nearly_equal_policies_is_never_negative():
 
 
 def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
-    told, reduce = [], torch.distributed.all_reduce
+    told, waited, reduce = [], [], torch.distributed.all_reduce
+
+    class Work:
+        """Counts who waits for the real one."""
+
+        def __init__(self, work):
+            self._work = work
+
+        def wait(self):
+            waited.append(len(told))
+            self._work.wait()
 
     def all_reduce(table, **options):
         told.append(table.clone())
-        return reduce(table, **options)
+        return Work(reduce(table, **options))
 
     monkeypatch.setattr(wire.dist, "all_reduce", all_reduce)
     torch.distributed.init_process_group(
@@ -516,6 +526,7 @@ def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
         with pytest.raises(ValueError, match="1 target ids outside the vocabulary"):
             policy_stats(torch.zeros(2, 4), ids, world, vocab_size=1)
         assert told[1].tolist() == [[0, 0, 0, 0, 0, 0, 1]]
+        assert waited == [1, 2]  # once for each call: the bad one waits before it raises
     finally:
         torch.distributed.destroy_process_group()
 

@@ -69,6 +69,14 @@ def at_the_edges():
     policy_stats(leaf, ids, vocab_size=4097, **options).log_probs.sum().backward()
     policy_stats(nothing, ids[:0], vocab_size=5, **options).log_probs.sum().backward()
     assert nothing.grad.shape == (0, 5)
+    # No mass, p = (1/2, 1/2), and one too rare to change the sum; then columns of padding alone.
+    rows = torch.tensor([[-math.inf, -math.inf], [0.0, 0.0], [0.0, -50.0]])
+    for real, expected in ((2, [0, -math.log(2), -50 * math.exp(-50)]), (0, [0, 0, 0])):
+        lse, plogp, _ = BACKENDS["triton"].forward(rows, real, 1.0, torch.zeros(3, 1).long(), True)
+        assert lse[0] == -math.inf
+        torch.testing.assert_close(
+            plogp, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0
+        )
     return leaf.grad
 
 

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -348,6 +349,64 @@ def test_the_sources_own_error_aborts_and_passes() -> None:
     assert updates.committed_version is None
 
 
+class Among(Source):
+    """One rank among others whose sums are ``others``: bytes sent and received, checksums' parts,
+    how often bytes move to engines, bytes of all weights there.
+    """
+
+    def __init__(self, *others: list[Any], rank: int = 0) -> None:
+        super().__init__(rank=rank)
+        self.others = list(others)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        if not isinstance(value, list):
+            return [value]
+        return [value, *self.others] if self.rank == 0 else [*self.others, value]
+
+
+def test_the_report_adds_up_what_all_ranks_sent() -> None:
+    """Rank 1 hashes nothing; rank 2 sends tensor d. The engine has what all three sent."""
+    engine = Engine()
+    engine.held = dict.fromkeys("abcd", "1")
+    source = Among([100, 7, None, 0, 0], [50, 3, [["d"]], 0, 0])
+    report = updater(engine, source=source).update(1)
+    assert report.tensors == 4
+    assert report.bytes == 24 + 100 + 50
+    assert report.bytes_moved == (10 + 7 + 3) + 174  # gathered, and once to the engines
+    assert report.bytes_bound == 9 + 24
+
+
+def test_a_rank_without_engines_reports_rank_0s_figures() -> None:
+    source = Among([24, 10, [["a", "b", "c"]], 2, 24], rank=1)
+    updates = updater(Engine(), source=source)
+    report = updates.update(4)
+    assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 10 + 48, 9 + 48)
+    assert (report.tensors, updates.committed_version) == (0, 4)
+
+
+@pytest.mark.parametrize(("at_once", "left"), [(False, ["left"]), (True, [])])
+def test_closing_waits_for_the_strategy_unless_it_must_not(at_once: bool, left: list[str]) -> None:
+    updates, calls = updater(engine := Engine()), []
+    assert updates._strategy is not None
+    updates._strategy.close = lambda: calls.append("left")  # type: ignore[method-assign]
+    updates.close(at_once=at_once)
+    assert calls == left
+    assert engine.closed
+
+
+@pytest.mark.parametrize(
+    ("rank", "sender", "connects"),
+    [(0, 0, True), (0, 1, True), (1, 1, True), (1, 0, False)],
+)
+def test_rank_0_and_who_sends_connect_to_the_engines(
+    rank: int, sender: int, connects: bool
+) -> None:
+    source = Source(rank=rank)
+    plan = [replace(bucket, receiver=sender) for bucket in source.plan(1, spread=True)]
+    source.plan = lambda size, *, spread: plan  # type: ignore[method-assign]
+    assert (updater(Engine(), source=source)._engines is not None) == connects
+
+
 def test_a_failed_transfer_is_broken_off_before_the_next_bucket_is_gathered() -> None:
     engine, source = Engine(), Source()
     updates = updater(engine, source=source)
@@ -443,6 +502,8 @@ def test_checks_every_second_update_but_always_the_first_of_an_engine() -> None:
     assert [r.verified for r in reports] == [True, False, True, False, True, False, True]
     assert [r.canary is not None for r in reports] == [True, False, False, True, False, False, True]
     assert (engine.calls.count("checksums"), engine.calls.count("score")) == (4, 3)
+    assert engine.calls.count("hash") == 4 * len(BUCKETS)
+    assert [r.tensors for r in reports] == [3, 0, 3, 0, 3, 0, 3]
     updates.attach([A])
     assert updates.committed_version is None
     again = updates.update(7)
