@@ -139,7 +139,7 @@ class Learner:
         NonFiniteLogProbsError where recomputed ones are none.
         """
         began = time.perf_counter()
-        recomputed = [self._recomputed(self._packed(batch, plan)) for plan in batch.plans]
+        recomputed = [self._recomputed(batch, plan) for plan in batch.plans]
         self._masked.clear()
         total, first, grad_norms, lr = MetricSums(), None, [], 0.0
         for plan, further in zip(batch.plans, recomputed, strict=True):
@@ -191,10 +191,12 @@ class Learner:
             trained = {p: t.without(RECORDING) for p, t in trained.items()}
         return pack_mini_batch(trained, plan, self.layout, self._config.algorithm, delivery.forms)
 
-    def _recomputed(self, mini: MiniBatch) -> list[Columns]:
+    def _recomputed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> list[Columns]:
         """By micro-batch, what the algorithm needs of the policy at the rollout's weights and the engine
-        doesn't say."""
-        batches = mini.micro_batches
+        doesn't say; empty where it needs nothing."""
+        if not (self._algorithm.needs_recomputed or self._algorithm.needs_recomputed_distribution):
+            return []
+        batches = self._packed(batch, plan).micro_batches
         found: list[Columns] = [{} for _ in batches]
         if self._algorithm.needs_recomputed:
             for b, p, columns in zip(batches, self._trainer.log_probs(batches), found, strict=True):
@@ -225,7 +227,9 @@ def stages_of(trainer: Trainer) -> Stages:
 
 
 def _with_columns(mini: MiniBatch, further: Sequence[Columns]) -> MiniBatch:
-    """The mini-batch with ``further`` columns of each micro-batch."""
+    """The mini-batch with ``further`` columns of each micro-batch, if there are any."""
+    if not further:
+        return mini
     batches = [b.with_columns(**c) for b, c in zip(mini.micro_batches, further, strict=True)]
     return MiniBatch(batches, mini.denominator)
 

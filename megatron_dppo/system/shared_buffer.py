@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 from pathlib import Path
@@ -21,13 +22,14 @@ def memory_name() -> str:
         return f"none-{os.uname().nodename}-{os.getpid()}"
 
 
-def free_bytes() -> int:
-    """Bytes that shared memory still takes; 0 where there is none."""
+def free_bytes(folder: Path = SHARED_MEMORY) -> int:
+    """Bytes that may be taken of the memory that ``folder`` is in: half of all is left to others, such
+    as NCCL; 0 where there is none."""
     try:
-        space = os.statvfs(SHARED_MEMORY)
+        space = os.statvfs(folder)
     except OSError:
         return 0
-    return space.f_bavail * space.f_frsize
+    return max(0, space.f_bavail - space.f_blocks // 2) * space.f_frsize
 
 
 class SharedBuffer:
@@ -37,7 +39,9 @@ class SharedBuffer:
     """
 
     def __init__(self, size: int) -> None:
-        """Raises OSError where there is no room."""
+        """Raises OSError where there is no room (``free_bytes``)."""
+        if size > free_bytes():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(SHARED_MEMORY))
         descriptor, name = tempfile.mkstemp(prefix=f"{private_name()}buffer-", dir=SHARED_MEMORY)
         self.path = Path(name)
         try:

@@ -101,11 +101,11 @@ def test_what_nobody_fetches_goes_after_its_time(folder):
 
 def test_a_full_memory_or_a_missing_folder_leaves_the_recording_in_the_answer(folder, monkeypatch):
     class Space:
-        f_bavail, f_frsize = 48, 1
+        f_bavail, f_blocks, f_frsize = 73, 100, 1
 
     monkeypatch.setattr(os, "statvfs", lambda path: Space)
-    assert RecordingStore(folder).put(ROUTED) is None  # 24 bytes: half of it, not less
-    Space.f_bavail = 49
+    assert RecordingStore(folder).put(ROUTED) is None  # 24 bytes: half of the memory stays free
+    Space.f_bavail = 74
     assert RecordingStore(folder).put(ROUTED) is not None
     monkeypatch.undo()
     assert RecordingStore(folder / "none").put(ROUTED) is None

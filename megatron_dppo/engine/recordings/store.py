@@ -16,6 +16,7 @@ import numpy as np
 
 from megatron_dppo.engine.recordings.notice import Notice, content_hash
 from megatron_dppo.system.runtime_directory import SHARED_MEMORY, private_name
+from megatron_dppo.system.shared_buffer import free_bytes
 
 FOLDER_VARIABLE = "MEGATRON_DPPO_RECORDINGS"
 """The folder, in the environment of a server's processes."""
@@ -60,8 +61,8 @@ def narrowed(routed: np.ndarray) -> np.ndarray | None:
 
 
 class RecordingStore:
-    """Writes recordings to ``folder``. At most half of the free memory is taken; what is older than
-    ``kept_s`` goes.
+    """Writes recordings to ``folder``, while shared memory may be taken (``free_bytes``); what is older
+    than ``kept_s`` goes.
 
     Args:
         clock: seconds that only grow.
@@ -79,7 +80,7 @@ class RecordingStore:
         """Keep a recording [rows, layers, experts a token]; None where there is no room for it, or it is none."""
         self._forget_old()
         array = narrowed(routed)
-        if array is None or not self._has_room(array.nbytes):
+        if array is None or array.nbytes > free_bytes(self._folder):
             return None
         name = secrets.token_hex(16)
         path = self._folder / name
@@ -93,13 +94,6 @@ class RecordingStore:
         rows, layers, top_k = array.shape
         digest = content_hash(array)
         return Notice(name, str(self._folder), array.dtype.name, (rows, layers, top_k), digest)
-
-    def _has_room(self, size: int) -> bool:
-        try:
-            space = os.statvfs(self._folder)
-        except FileNotFoundError:
-            return False
-        return 2 * size < space.f_bavail * space.f_frsize
 
     def _forget_old(self) -> None:
         limit = self._clock() - self._kept_s

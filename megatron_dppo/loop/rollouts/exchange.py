@@ -64,6 +64,22 @@ class Delivery:
     held: Mapping[str, frozenset[int]]
 
 
+def _shared_buffer(size: int | None) -> SharedBuffer | None:
+    """One for this rank's site; None: it shares nothing. Collective. Raises ExchangeError on all ranks
+    where the memory was taken meanwhile."""
+    buffer, fault = None, None
+    try:
+        buffer = None if size is None else SharedBuffer(size)
+    except OSError as error:
+        fault = str(error)
+    faults = [found for found in all_gather_json(fault) if found is not None]
+    if faults:
+        if buffer is not None:
+            buffer.hide()
+        raise ExchangeError(f"the batch found no room in shared memory: {faults[0]}")
+    return buffer
+
+
 @dataclass(frozen=True)
 class _Needs:
     """Which parts ranks need. ``positions``: by replica. ``gather``: global rank 0 needs all."""
@@ -145,7 +161,7 @@ class ColumnExchange:
     ) -> dict[Part, np.ndarray]:
         """The arrays of this rank's site, checked by its head."""
         at, room = self.topology, rooms[site.head]
-        shared = SharedBuffer(room.size) if at.rank == site.head and len(site.ranks) > 1 else None
+        shared = _shared_buffer(room.size if at.rank == site.head and len(site.ranks) > 1 else None)
         try:
             buffer = np.empty(0, np.uint8)
             if at.rank == site.head:

@@ -14,7 +14,7 @@ from megatron_dppo.trainer.topology import Topology
 @dataclass(frozen=True)
 class Site:
     """Ranks of one replica that share memory. ``head``: the one that receives; ``stages``: pipeline
-    stages that are there; ``free``: bytes that the memory takes."""
+    stages that are there; ``free``: bytes that may be taken of the memory."""
 
     replica: int
     ranks: tuple[int, ...]
@@ -60,15 +60,15 @@ class Sites:
         )
 
     def within(self, sizes: Mapping[int, int], stage_of: Sequence[int]) -> Sites:
-        """The same where each memory takes what its sites want (``sizes`` by head), with room to spare;
-        other sites in single ranks, which receive for themselves. ``stage_of``: by rank."""
+        """The same where each memory takes what its sites want (``sizes`` by head); other sites in single
+        ranks, which receive for themselves. ``stage_of``: by rank."""
         wanted: dict[str, int] = {}
         for site in self.all:
             if len(site.ranks) > 1:
                 wanted[site.memory] = wanted.get(site.memory, 0) + sizes[site.head]
         kept: list[Site] = []
         for site in self.all:
-            if 2 * wanted.get(site.memory, 0) <= site.free:
+            if wanted.get(site.memory, 0) <= site.free:
                 kept.append(site)
                 continue
             kept += [

@@ -1,0 +1,117 @@
+"""What travels between ranks, in which pieces, and to whom; all by hand, without a process group."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megatron_dppo.data.columns import Form
+from megatron_dppo.data.outline import Outline
+from megatron_dppo.data.routing import discarded_rows, has_repeats, usable_rows
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.loop.exporting import bare
+from megatron_dppo.loop.rollouts.hosts import Site, Sites
+from megatron_dppo.loop.rollouts.parts import ALIGNMENT, Part, PartShapes, Room, Stages
+from tests.trajectories import same, trajectory
+
+ROUTED = np.arange(24, dtype=np.uint8).reshape(
+    4, 3, 2
+)  # 4 tokens but the last, 3 layers, 2 experts
+FORMS = {"routed_experts": Form("uint8", (3, 2)), "rollout_log_probs": Form("float32", ())}
+STAGES = Stages([[1], [0, 2]])
+
+
+def one() -> Trajectory:
+    whole = trajectory([1, 2], [3, 4, 5], routed_experts=ROUTED, weight_version=[6, 6, 7])
+    return replace(whole, problem_id=8, sample_index=2, reward=0.1, finish_reason="length")
+
+
+def test_an_outline_tells_what_the_trajectory_does_and_survives_json():
+    whole = one()
+    outline = Outline.of(whole)
+    for name in ("problem_id", "sample_index", "length", "sampled", "reward", "advantage"):
+        assert getattr(outline, name) == getattr(whole, name)
+    assert (outline.truncated, outline.version_spans) == (True, whole.version_spans)
+    assert str(outline) == str(whole) == "response 2 to problem 8"
+    assert Outline.from_json(json.loads(json.dumps(outline.to_json()))) == outline
+
+
+def test_rows_that_are_discarded_are_counted_from_the_spans():
+    whole = one()
+    usable = usable_rows(whole.loss_mask, whole.columns)
+    assert discarded_rows(whole.version_spans) == 2 == len(usable) - usable.sum()
+    assert discarded_rows(()) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_an_expert_that_stands_twice_is_found_wherever(dtype):
+    routed = np.arange(24, dtype=dtype).reshape(3, 1, 8)
+    assert not has_repeats(routed)
+    for i, j in ((0, 1), (0, 7), (3, 6), (6, 7)):
+        again = routed.copy()
+        again[2, 0, j] = again[2, 0, i]
+        assert has_repeats(again), (i, j)
+    assert not has_repeats(routed[..., :1])
+    assert not has_repeats(routed[:0])
+
+
+def test_a_stage_gets_its_layers_alone_and_all_stages_make_the_whole():
+    whole = one()
+    parts = STAGES.split(5, whole)
+    assert parts[Part(5, "routed_experts", 0)].tolist() == ROUTED[:, [1]].tolist()
+    assert parts[Part(5, "routed_experts", 1)].tolist() == ROUTED[:, [0, 2]].tolist()
+    assert Part(5, "rollout_log_probs", 1) not in parts
+    assert STAGES.needs(Part(5, "routed_experts", 1), 1)
+    assert not STAGES.needs(Part(5, "routed_experts", 1), 0)
+    assert STAGES.needs(Part(5, "token_ids"), 1)
+    assert same(STAGES.trajectory(Outline.of(whole), parts), whole)
+    second = {p: a for p, a in parts.items() if STAGES.needs(p, 1)}
+    cut = whole.with_columns(routed_experts=ROUTED[:, [0, 2]])
+    assert same(STAGES.trajectory(Outline.of(whole), second), cut)
+    assert Stages().split(0, whole).keys() == {
+        Part(0, n) for n in ("token_ids", "loss_mask", *whole.columns)
+    }
+
+
+def test_a_room_has_an_aligned_place_for_each_part():
+    shapes = PartShapes([Outline.of(one())], FORMS, STAGES)
+    parts = [Part(0, "loss_mask"), Part(0, "rollout_log_probs"), Part(0, "routed_experts", 1)]
+    assert [shapes.shape(p) for p in parts] == [(5,), (3,), (4, 2, 2)]
+    assert [shapes.size(p) for p in parts] == [5, 12, 16]
+    room = Room(shapes, parts)
+    assert room.size == 3 * ALIGNMENT
+    buffer = np.zeros(room.size, np.uint8)
+    views = room.views(buffer)
+    views[parts[1]][:] = [1.0, 2.0, 3.0]
+    assert buffer[ALIGNMENT : ALIGNMENT + 12].view(np.float32).tolist() == [1, 2, 3]
+    assert not buffer[:ALIGNMENT].any()
+    assert list(room.pieces(17)) == [parts[:2], parts[2:]]
+    assert list(room.pieces(28)) == [parts[:2], parts[2:]]
+    assert list(room.pieces(33)) == [parts]
+    assert list(room.pieces(1)) == [[p] for p in parts]
+    assert list(Room(shapes, []).pieces(1)) == []
+
+
+def test_one_rank_of_a_host_receives_for_its_replica_there():
+    """Two replicas of two stages; the second stages share the second host, and their ranks its memory."""
+    told = [[0, 0, "a", 100], [1, 0, "a", 100], [0, 1, "b", 60], [0, 1, "b", 50], [1, 1, "b", 90]]
+    sites = Sites.of(told)
+    assert sites.at(3) == Site(0, (2, 3), frozenset([1]), "b", 50)
+    assert [site.head for site in sites.all] == [0, 1, 2, 4]
+    stage_of = [0, 0, 1, 1, 1]
+    sizes = {0: 10**6, 1: 10**6, 2: 50, 4: 10**6}  # ranks that are alone take no shared memory
+    assert sites.within(sizes, stage_of) == sites
+    alone = sites.within({**sizes, 2: 51}, stage_of)
+    assert [site.ranks for site in alone.all] == [(0,), (1,), (2,), (3,), (4,)]
+    assert alone.at(3).stages == {1}
+
+
+def test_an_example_is_a_copy_without_columns():
+    whole = one()
+    copy = bare(whole)
+    assert copy.columns == {}
+    assert copy.token_ids.tolist() == whole.token_ids.tolist()
+    assert not np.shares_memory(copy.token_ids, whole.token_ids)
