@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from benchmark_rows import Quantity, write_rows
 from data_plane_benchmark.report import FORMULAS, figures, table
 from data_plane_benchmark.synthetic import Size
 
@@ -50,6 +51,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--beside", type=Path, help="figures of another run, shown beside")
+    parser.add_argument("--rows", type=Path, help="write all of it for tools/scale_report.py here")
     return parser.parse_args()
 
 
@@ -109,6 +111,17 @@ def main() -> None:
     print(FORMULAS, "", table(runs), sep="\n")
     if words.json is not None:
         words.json.write_text(json.dumps(found, indent=1) + "\n")
+    if words.rows is not None:
+        how = f"{size.responses} responses of up to {size.tokens} tokens, {size.layout.world_size} ranks here"
+        write_rows(
+            words.rows,
+            "data plane",
+            [
+                Quantity(f"{name} ({when})", value, "", how)
+                for when, told in runs.items()
+                for name, value in told.items()
+            ],
+        )
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ fixed in each pass:
     sampling transform   logits divided by rollout.temperature, as the engine does
     staleness            the weights that sampled the batch (--rollout-policy)
     routing              experts as the engine recorded them (needs rollout.router_replay=true)
-    precision            the trainer in float32 (where the run is not)
+    precision            the trainer in float32 (where the run is not, and not with --no-precision)
 
 The decrease of mean |pi - mu| by a fix is that cause's part; the rest before ``precision`` is
 numerics. A cause that is not possible in this run has no row.
@@ -62,6 +62,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="the trainer's weights now; default: RUN/hf, or the rollout policy where that lacks",
     )  # fmt: skip
     parser.add_argument("--limit", type=int, default=256, help="responses at most (256); 0: all")
+    parser.add_argument(
+        "--no-precision", dest="precision", action="store_false",
+        help="no pass in float32, for which Transformer Engine has no attention of packed sequences",
+    )  # fmt: skip
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--png", type=Path, help="draw parts, ratio and TV against mu here")
     return parser.parse_args(arguments)
@@ -90,7 +94,13 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
     batch, whole = chosen_responses(folder, step, options.limit)
     rollout_policy, policy = policies(options, config, step)
     recorded = any("routed_experts" in t.columns for t in batch)
-    ladder = rungs(config, rollout_policy=rollout_policy, policy=policy, recorded=recorded)
+    ladder = rungs(
+        config,
+        rollout_policy=rollout_policy,
+        policy=policy,
+        recorded=recorded,
+        precision=options.precision,
+    )
     measured = []
     with progress("measuring", len(ladder)) as bar:
         for found in measure(ladder, config, batch):

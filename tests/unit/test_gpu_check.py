@@ -11,9 +11,15 @@ import torch
 from megatron_dppo.gpu_check.__main__ import chosen, fresh_folder, main
 from megatron_dppo.gpu_check.page import page
 from megatron_dppo.gpu_check.part import ROOT, discover, load
+from megatron_dppo.gpu_check.parts.full_layer import compared
+from megatron_dppo.gpu_check.parts.layers import Passed
 from megatron_dppo.gpu_check.parts.mask import rows as mask_rows
+from megatron_dppo.gpu_check.parts.mismatch import part_rows
+from megatron_dppo.gpu_check.parts.r3 import routing_rows
 from megatron_dppo.gpu_check.problems import Problem, errors
 from megatron_dppo.gpu_check.runner import run_part
+from megatron_dppo.gpu_check.tiny_runs import gap_row, updates_row
+from megatron_dppo.metrics import names
 
 PLANTED = "tests.unit.planted_parts"
 
@@ -158,3 +164,55 @@ def test_kernels_are_checked_on_a_machine_without_a_gpu(tmp_path):
     assert sum(what.startswith("TP2, 2 processes over gloo") for what in whats) == 2
     assert all(row.holds for row in result.rows)
     assert not list(Path(tmp_path).glob("*.json"))
+
+
+@pytest.mark.parametrize(
+    ("measured", "holds"), [(100, True), (91, True), (90, False), (112, False)]
+)
+def test_bytes_are_compared_with_the_plan_within_the_tolerance(measured, holds):
+    row = compared("weights", measured, 100, 0.1)
+    assert row.holds is holds
+    assert row.figures == {"measured": measured, "planned": 100}
+
+
+def test_errors_of_a_pass_are_relative_to_the_norms():
+    exact = Passed(torch.tensor([3.0, 4.0]), {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+    other = Passed(torch.tensor([3.0, 4.5]), {"a": torch.tensor([3.3]), "b": torch.tensor([4.4])})
+    assert other.logit_error(exact) == pytest.approx(0.1)
+    assert other.gradient_error(exact) == pytest.approx(0.1)
+
+
+def test_updates_are_counted_over_the_run_and_all_must_be_verified():
+    first = {"step": 0, names.WEIGHT_UPDATES: 1, names.WEIGHT_UPDATES_VERIFIED: 1}
+    last = {**first, "step": 1, "weights/bytes_moved": 3e6, "weights/bytes_bound": 2e6}
+    row = updates_row("disk", [first, last])
+    assert row.measured == "2 of 2 verified tensor by tensor, 3.00 MB moved, bound 2.00"
+    assert row.holds is True
+    assert row.figures["weights/bytes_moved"] == 3e6
+    assert updates_row("disk", [first]).holds is False
+    assert updates_row("disk", [first, {**last, names.WEIGHT_UPDATES_VERIFIED: 0}]).holds is False
+
+
+@pytest.mark.parametrize(("gap", "holds"), [(5e-3, True), (5.1e-3, False), (None, False)])
+def test_a_gap_has_the_normal_range_of_its_dtype(gap, holds):
+    assert gap_row({names.GAP_ON_POLICY: gap}, "bfloat16").holds is holds
+    assert gap_row({names.GAP_ON_POLICY: 1e-3}, "float32").holds is False
+
+
+def test_routing_must_be_recorded_for_every_token_and_mostly_agree():
+    record = {names.ROUTING_UNRECORDED: 0.0, names.ROUTING_AGREEMENT_FIRST: 0.75}
+    assert [row.holds for row in routing_rows(record)] == [True, True]
+    worse = {names.ROUTING_UNRECORDED: 0.01, names.ROUTING_AGREEMENT_FIRST: 0.74}
+    assert [row.holds for row in routing_rows(worse)] == [False, False]
+    assert [row.measured for row in routing_rows({})] == ["not recorded", "not recorded"]
+
+
+def test_the_numerics_are_judged_and_other_parts_of_the_mismatch_told():
+    told = {
+        "parts": {"staleness": 0.01, "routing": 0.002, "numerics": 0.006},
+        "rungs": [{"fixes": "nothing fixed", "gap": 0.018}, {"fixes": "precision", "gap": 1e-7}],
+    }
+    stale, routing, numerics, exact = part_rows(told)
+    assert [row.holds for row in (stale, routing, numerics, exact)] == [None, None, False, None]
+    assert exact.measured == "1.00e-07"
+    assert numerics.expected == "at most 0.005"

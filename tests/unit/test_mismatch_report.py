@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -135,3 +136,16 @@ def test_what_cannot_be_measured_is_said(run, arguments, told):
     assert done.returncode == 2
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("precision", "passes"), [(True, 2), (False, 1)])
+def test_the_pass_in_float32_can_be_left_out(monkeypatch, tmp_path, precision, passes):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    from mismatch.ladder import rungs
+
+    config = SimpleNamespace(model=SimpleNamespace(dtype="bfloat16"), temperature=1.0)
+    found = rungs(
+        config, rollout_policy=tmp_path, policy=tmp_path, recorded=False, precision=precision
+    )
+    assert len(found) == passes
+    assert found[-1].dtype == ("float32" if precision else "bfloat16")

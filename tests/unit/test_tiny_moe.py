@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from examples.tiny_moe import prepare as prepare_module
 from examples.tiny_moe.demo import judge, set_aside
+from examples.tiny_moe.devices import engine_overrides, trainer_overrides
 from examples.tiny_moe.make_data import (
     ESTIMATE_RANGE,
     WORKED_OUT_SHARE,
@@ -25,8 +26,11 @@ from examples.tiny_moe.make_data import (
 )
 from examples.tiny_moe.make_model import make_model, make_tokenizer
 from examples.tiny_moe.prepare import prepare
+from megatron_dppo.config import load_config
 from megatron_dppo.data.problems import load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
+from megatron_dppo.launch.placement import Roles, place
+from megatron_dppo.launch.places import Allocation, Host
 from megatron_dppo.rewards import find_reward
 
 
@@ -217,6 +221,36 @@ SUMMARY = {
 )
 def test_the_demo_judges_its_results(changes, verdicts):
     assert [p.holds for p in judge(SUMMARY | changes, recipe_steps=40)] == verdicts
+
+
+def test_bfloat16_has_bounds_of_its_own():
+    rounded = {"mean_abs_prob_gap": 4e-3, "hf_export_max_logprob_diff": 0.2}
+    assert [p.holds for p in judge(SUMMARY | rounded, 40, "bfloat16")] == [
+        p.holds for p in judge(SUMMARY, 40)
+    ]
+    assert [p.holds for p in judge(SUMMARY | rounded, 40)].count(False) == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "shares_the_gpu", "dtype"),
+    [
+        (0, 2, False, "float32"),
+        (1, 1, True, "bfloat16"),
+        (2, 1, False, "bfloat16"),
+        (3, 2, False, "bfloat16"),
+    ],
+)
+def test_the_recipe_fits_the_gpus(gpus, ranks, shares_the_gpu, dtype):
+    chosen = [*trainer_overrides(gpus), *engine_overrides(gpus)]
+    config = load_config("examples/tiny_moe/config.yaml", chosen)
+    assert (config.parallel.world_size, config.model.dtype) == (ranks, dtype)
+    assert (config.sglang.get("base_gpu_id") == 0) is shares_the_gpu
+    assert (config.weight_sync.strategy == "tensor") is shares_the_gpu
+    if gpus:
+        hosts = (Host("here", "127.0.0.1", gpus),)
+        placed = place(Roles.of(config), Allocation(hosts, first_port=None))
+        assert [rank.device for rank in placed.ranks] == list(range(ranks))
+        assert placed.servers[0].first_device == (0 if shares_the_gpu else ranks)
 
 
 def test_a_demo_goes_on_or_is_set_aside(tmp_path):

@@ -69,7 +69,14 @@ class Measured:
         return {**rung, **values}
 
 
-def rungs(config: TrainConfig, *, rollout_policy: Path, policy: Path, recorded: bool) -> list[Rung]:
+def rungs(
+    config: TrainConfig,
+    *,
+    rollout_policy: Path,
+    policy: Path,
+    recorded: bool,
+    precision: bool = True,
+) -> list[Rung]:
     """The passes for this batch; a cause that is not possible has none.
 
     Args:
@@ -77,6 +84,7 @@ def rungs(config: TrainConfig, *, rollout_policy: Path, policy: Path, recorded: 
         rollout_policy: folder of the weights that sampled the batch.
         policy: folder of the trainer's weights now.
         recorded: whether a response has recorded routing.
+        precision: whether there is a pass in float32.
     """
     dtype, temperature = config.model.dtype, config.temperature
     found = [Rung(START, policy, 1.0, False, dtype)]
@@ -86,7 +94,7 @@ def rungs(config: TrainConfig, *, rollout_policy: Path, policy: Path, recorded: 
         found.append(replace(found[-1], fixes="staleness", weights=rollout_policy))
     if recorded:
         found.append(replace(found[-1], fixes="routing", replay=True))
-    if dtype != "float32":
+    if precision and dtype != "float32":
         found.append(replace(found[-1], fixes="precision", dtype="float32"))
     return found
 

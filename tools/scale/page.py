@@ -40,7 +40,9 @@ def _measured(benchmarks: Sequence[Benchmark]) -> Iterator[str]:
     if not benchmarks:
         yield "Nothing yet: no benchmark has written its rows into `docs/benchmarks/`."
     for found in benchmarks:
-        rows = [[row.quantity, f"{row.value:.4g} {row.unit}", row.how] for row in found.rows]
+        rows = [
+            [row.quantity, f"{row.value:.4g} {row.unit}".strip(), row.how] for row in found.rows
+        ]
         yield f"**{found.benchmark}**, `{found.command}`, on {found.machine}:"
         yield table([["", "measured", "how"], ["---"] * 3, *rows])
 
