@@ -138,6 +138,8 @@ def test_a_budget_that_only_first_fit_keeps_to_splits_its_heaviest_groups():
     # Six groups from [0] [6] [5] [3 1] [4 2]: of the two that can be split, [4 2] is heavier.
     lengths, costs = [5, 2, 2, 3, 3, 4, 5], [5, 2, 10, 1, 2, 5, 1]
     assert plan_by_cost(lengths, costs, 1, 5, 3) == [[[2], [0], [5], [3, 1], [4], [6]]]
+    # Four from [3] [0 1 2] [4]: the last is the heaviest, and one sequence.
+    assert plan_by_cost([1, 1, 1, 3, 1], [1, 2, 3, 1, 10], 1, 3, 2) == [[[4], [0, 1], [2], [3]]]
 
 
 def test_one_sequence_may_exceed_the_budget_and_two_may_not():
