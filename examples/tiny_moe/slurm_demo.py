@@ -161,7 +161,9 @@ def _result(directory: Path, state: str) -> int:
     attempts = AttemptBook(directory).all()
     seen = {
         "the job ended as COMPLETED": state == "COMPLETED",
-        "its time limit had it saved and started again": any(a.why == "time" for a in attempts),
+        "its time limit had it saved and started again": any(
+            a.why == "time" and a.saved for a in attempts
+        ),
         "a later start resumed from that checkpoint": _resumed(attempts),
         "every step is recorded once": _steps(directory)
         == list(range((_steps(directory) or [0])[-1] + 1)),
