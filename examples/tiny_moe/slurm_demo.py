@@ -2,9 +2,9 @@
 
     python -m examples.tiny_moe.slurm_demo [--directory runs/slurm_demo] [key.path=value ...]
 
-Starts a cluster of four nodes, submits the recipe, and tells what happens. The job's time limit is short on
-purpose: it saves a checkpoint before it, is started again by Slurm, resumes and finishes. Nothing is left
-running, also after Ctrl-C.
+Starts a cluster of four nodes, submits the recipe, and tells what happens. Once the job has done a step its
+time limit is shortened, on whatever machine: it saves a checkpoint before it, is started again by Slurm,
+resumes and finishes. Nothing is left running, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from examples.tiny_moe.prepare import prepare
@@ -26,9 +27,7 @@ from tools.slurm_cluster import INSTALL, Cluster, missing_programs
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "examples/tiny_moe/config.yaml"
 STEPS = 24
-LIMIT_MIN, MARGIN_S = 4, 120
-"""The first start has the difference of the two for its work."""
-PATIENT_MIN = 120
+LIMIT_MIN, MARGIN_S = 120, 180
 POLL_S = 0.5
 
 
@@ -80,7 +79,8 @@ def _run(directory: Path, overrides: Sequence[str]) -> int:
 
 
 class _Follower:
-    """Tells what a job does, and gives it more time once its limit has done its part."""
+    """Tells what a job does; shortens its time limit when it is on its way, and gives it time to finish when it
+    starts again."""
 
     def __init__(self, cluster: Cluster, directory: Path, job: int) -> None:
         self._cluster = cluster
@@ -89,8 +89,8 @@ class _Follower:
         self._log = directory / "logs" / f"slurm-{job}.out"
         self._read = 0
         self._step = -1
-        self._limit = LIMIT_MIN
-        self._raised_for = 0
+        self._starts = 0
+        self._shortened = False
 
     def follow(self) -> str:
         """Until the job has ended; its last state."""
@@ -100,6 +100,8 @@ class _Follower:
             self._tell_steps()
             if states == {"PENDING"}:
                 self._raise_limit()
+            elif states == {"RUNNING"} and self._step > 0 and not self._shortened:
+                self._shorten_limit()
             live = {"PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"}
             if states and not states & live:  # empty: the controller did not answer
                 return ", ".join(states)
@@ -128,19 +130,30 @@ class _Follower:
                 told = "" if reward is None else f": mean reward {reward:.3f}"
                 _say(f"step {self._step} of {STEPS}{told}")
 
-    def _raise_limit(self) -> None:
-        """While the job waits for its next start: time to finish, once a start saved something."""
-        attempts = AttemptBook(self._directory).all()
-        if len(attempts) <= self._raised_for:
+    def _shorten_limit(self) -> None:
+        """Whole minutes, of which less than the margin is left: the job must save now."""
+        began = datetime.fromisoformat(self._cluster.client.job(self._job)[0]["StartTime"])
+        minutes = int((time.time() - began.timestamp()) // 60) + MARGIN_S // 60
+        if not self._set_limit(minutes):
             return
-        self._raised_for = len(attempts)
-        self._limit = PATIENT_MIN if attempts[-1].saved else 2 * self._limit
-        limit = f"TimeLimit={self._limit}"
-        self._cluster.client.run("scontrol", "update", f"JobId={self._job}", limit, check=False)
+        self._shortened = True
+        _say(f"the job's time limit is now {minutes} min, {MARGIN_S} s before which it saves")
+
+    def _raise_limit(self) -> None:
+        """While the job waits for its next start: time to finish."""
+        attempts = AttemptBook(self._directory).all()
+        if len(attempts) <= self._starts or not self._set_limit(LIMIT_MIN):
+            return
+        self._starts, self._shortened = len(attempts), attempts[-1].saved > 0
         _say(
             f"start {len(attempts)} ended ({attempts[-1].why}) with a checkpoint of step "
-            f"{attempts[-1].saved}; Slurm starts the job again, with {self._limit} min"
+            f"{attempts[-1].saved}; Slurm starts the job again, with {LIMIT_MIN} min"
         )
+
+    def _set_limit(self, minutes: int) -> bool:
+        """Whether Slurm took it."""
+        words = ("scontrol", "update", f"JobId={self._job}", f"TimeLimit={minutes}")
+        return self._cluster.client.run(*words, check=False).returncode == 0
 
 
 def _result(directory: Path, state: str) -> int:
@@ -148,7 +161,9 @@ def _result(directory: Path, state: str) -> int:
     attempts = AttemptBook(directory).all()
     seen = {
         "the job ended as COMPLETED": state == "COMPLETED",
-        "its time limit had it saved and started again": any(a.why == "time" for a in attempts),
+        "its time limit had it saved and started again": any(
+            a.why == "time" and a.saved for a in attempts
+        ),
         "a later start resumed from that checkpoint": _resumed(attempts),
         "every step is recorded once": _steps(directory)
         == list(range((_steps(directory) or [0])[-1] + 1)),

@@ -10,12 +10,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.integration.runs import write_material
+from tests.integration.runs import records_of, write_material
 from tools.slurm_cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "megatron_dppo" / "slurm" / "run.sbatch"
 PATIENT_S = 900.0
+
+
+COMPUTED = ("loss/", "mask/", "mismatch/", "optimizer/", "policy/", "r3/", "reward/")
+"""Metrics of the trainer's arithmetic; the others are times, and sizes of what is on the machine."""
+
+
+def computed(directory: Path, step: int) -> dict[str, float | None]:
+    """What the trainer computed in ``step``, by name."""
+    [record] = [r for r in records_of(directory) if r["step"] == step]
+    return {name: value for name, value in record.items() if name.startswith(COMPUTED)}
 
 
 class SlurmRun:

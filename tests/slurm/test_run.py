@@ -1,4 +1,4 @@
-"""The real trainer and SGLang over four nodes of a real Slurm."""
+"""The real trainer and SGLang over nodes of a real Slurm."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.runs import steps_of
-from tests.slurm.runs import SlurmRun
+from tests.integration.runs import TrainingRun, steps_of
+from tests.slurm.runs import SlurmRun, computed
 from tools.slurm_cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow, pytest.mark.timeout(1500)]
+STEPS = 3
 
 
-def test_near_its_time_limit_it_saves_starts_again_and_finishes(
+def test_near_its_time_limit_it_saves_starts_again_and_finishes_with_the_same_result(
     cluster: Cluster, folder: Path
 ) -> None:
-    """USR1 is what Slurm sends before the limit."""
-    run = SlurmRun(cluster, folder, "run.steps=3", "checkpoint.every=3").submit()
+    """As a run without Slurm that is not interrupted. USR1 is what Slurm sends before the limit."""
+    overrides = (f"run.steps={STEPS}", "checkpoint.every=3", "engine.deterministic=true")
+    run = SlurmRun(cluster, folder, *overrides, environment={"OMP_NUM_THREADS": "1"}).submit()
     run.wait(lambda: 1 in steps_of(run.directory))
     cluster.client.run("scancel", "--batch", "--signal=USR1", run.job)
     assert run.wait_for_end()["JobState"] == "COMPLETED", run.log
@@ -26,3 +28,9 @@ def test_near_its_time_limit_it_saves_starts_again_and_finishes(
     assert (first["why"], first["requeued"]) == ("time", True)
     assert first["saved"] in (1, 2)
     assert (second["why"], second["first_saved"], second["saved"]) == ("done", first["saved"], 3)
+    with TrainingRun(run.directory / "config.yaml", f"run.directory={folder / 'here'}") as here:
+        here.finish()
+    for step in range(1, STEPS + 1):
+        there = computed(run.directory, step)
+        assert len(there) > 20
+        assert there == pytest.approx(computed(here.directory, step), rel=1e-6, abs=1e-9)
