@@ -20,28 +20,26 @@ from megatron_dppo.planner.job import RolloutJob
 _TOKEN = 4 + 1
 """Token id int32 and loss mask, bytes."""
 _BASE64 = 4 / 3
-_INT32 = 4
 
 
 @dataclass(frozen=True)
 class ColumnBytes:
-    """Of one rollout batch. ``routing`` and ``topk``: in memory, once; ``*_wire``: as SGLang 0.5.23 answers.
-    ``everywhere``: what every rank holds; ``replicas``: what only the replica that trains holds, all replicas together.
+    """Of one rollout batch. ``routing`` and ``topk``: in memory, once; ``*_wire``: as servers of a run answer.
+    ``replicas``: what only the replica that trains holds, tokens included, all replicas together.
     """
 
     routing: float
     routing_wire: float
     topk: float
     topk_wire: float
-    everywhere: float
     replicas: float
 
 
 def column_bytes(shape: ModelShape, rollout: RolloutJob) -> ColumnBytes:
     """Rows x bytes of a row, by the declarations in ``data/columns.py``, at the mean lengths.
 
-    Routing (R3): layers x experts of a token, uint8 up to 256 experts, for every token but the last; on the wire int32
-    in base64. Top-K: K ids int32 and K log-probabilities fp32 for every sampled token; on the wire base64.
+    Routing (R3): layers x experts of a token, uint8 up to 256 experts, for every token but the last; the same beside
+    the JSON on the wire. Top-K: K ids int32 and K log-probabilities fp32 for every sampled token; on the wire base64.
     """
     routing = topk = 0.0
     if rollout.routing:
@@ -50,14 +48,13 @@ def column_bytes(shape: ModelShape, rollout: RolloutJob) -> ColumnBytes:
         forms = [Form(c.dtypes[0], (rollout.topk,)) for c in (TOPK_IDS, TOPK_LOG_PROBS)]
         topk = _rows(TOPK_IDS, rollout) * sum(form.row_bytes for form in forms)
     sampled = _rows(ROLLOUT_LOG_PROBS, rollout)
-    recorded = len(shape.moe_layers) * shape.experts_per_token * _INT32
+    plain = [Form(c.dtypes[0], ()).row_bytes for c in (ROLLOUT_LOG_PROBS, WEIGHT_VERSION)]
     return ColumnBytes(
         routing=routing,
-        routing_wire=_rows(ROUTED_EXPERTS, rollout) * recorded * _BASE64 if routing else 0.0,
+        routing_wire=routing,
         topk=topk,
         topk_wire=topk * _BASE64,
-        everywhere=rollout.tokens * _TOKEN + sampled * Form(WEIGHT_VERSION.dtypes[0], ()).row_bytes,
-        replicas=routing + topk + sampled * Form(ROLLOUT_LOG_PROBS.dtypes[0], ()).row_bytes,
+        replicas=rollout.tokens * _TOKEN + routing + topk + sampled * sum(plain),
     )
 
 

@@ -39,12 +39,13 @@ class HostBytes:
 def host_bytes(job: Job, columns: ColumnBytes, node: NodeRoles, capture: int) -> HostBytes:
     """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3.
 
-    batch = ranks x copies x (what every rank holds + columns of all replicas / DP). checkpoint: with the distributed
+    batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
+    copy where shared memory has room. checkpoint: with the distributed
     optimizer the first rank of each group of replicas gathers the fp32 state (12 bytes an element, 8 in float32) of
     what it holds.
     """
     copies = COPIES + job.rollout.staleness
-    per_rank = columns.everywhere + columns.replicas / job.trainer.layout.data
+    per_rank = columns.replicas / job.trainer.layout.data
     return HostBytes(
         processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
         batch=round(node.trainer * copies * per_rank),

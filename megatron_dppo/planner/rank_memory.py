@@ -11,8 +11,8 @@ from megatron_dppo.planner.job import Job
 from megatron_dppo.planner.optimizer import StateBytes, state_bytes
 from megatron_dppo.planner.units import MIB
 
-_COLUMN_PIECE = 256 * MIB
-"""``PIECE_BYTES`` of loop/rollouts/column_bytes.py: columns travel over the device in pieces."""
+_COLUMN_PIECE = 64 * MIB
+"""``PIECE_BYTES`` of loop/rollouts/transfers.py: columns travel over the device in pieces."""
 
 
 @dataclass(frozen=True)

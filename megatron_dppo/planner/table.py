@@ -149,7 +149,6 @@ def _data(plan: Verdict) -> Table:
     table.add_row(
         "Top-K a step: in memory; on the wire", f"{gb(columns.topk)}; {gb(columns.topk_wire)}", ""
     )
-    table.add_row("what every rank holds of a batch", gb(columns.everywhere), "")
     return table
 
 

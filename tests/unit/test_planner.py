@@ -157,17 +157,16 @@ def test_batches_by_hand():
 
 
 def test_columns_by_hand():
-    """384 bytes of routing a token, 2,048 on the wire; Top-20 8 bytes an id."""
+    """384 bytes of routing a token, also on the wire; Top-20 8 bytes an id."""
     assert routing_bytes_per_token(MOE) == 384
     both = job(
         "qwen3_30b_a3b_base_r3", "algorithm.name=dppo-topk-tv", mean_response=100, mean_prompt=1
     )
     found = column_bytes(MOE, both.rollout)
     assert found.routing == 4096 * 100 * 384
-    assert found.routing_wire == pytest.approx(4096 * 100 * 2048)
+    assert found.routing_wire == found.routing
     assert found.topk == 4096 * 100 * 20 * 8
-    assert found.everywhere == 4096 * (101 * 5 + 100 * 4)
-    assert found.replicas == found.routing + found.topk + 4096 * 100 * 4
+    assert found.replicas == found.routing + found.topk + 4096 * (101 * 5 + 100 * 8)
     assert column_bytes(MOE, job().rollout).routing_wire == 0
 
 
