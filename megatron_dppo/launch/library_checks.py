@@ -22,6 +22,7 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.config.forwarded import MEGATRON, SGLANG
 from megatron_dppo.config.library_fields import LibraryMissingError
+from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
@@ -55,13 +56,17 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> Plan
     ``source``: those that need no library, and names of algorithms and rewards and options of libraries
     that nobody knows. ``weights``: as in ``check_config``.
     """
-    names = {"algorithm": _algorithm, "reward.name": _reward}
+    names: dict[str, Callable[[TrainConfig], None]] = {
+        "algorithm": _algorithm,
+        "reward.name": _reward,
+        "lora.start_from": _adapters,
+    }
     return _with_libraries(config, source, partial(check_config, weights=weights), names)
 
 
 def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
     """As :func:`check_everything`, of a supervised run."""
-    _with_libraries(config, source, check_supervised_config, {})
+    _with_libraries(config, source, check_supervised_config, {"lora.start_from": _adapters})
 
 
 def _with_libraries(
@@ -119,6 +124,22 @@ def _algorithm(config: TrainConfig) -> None:
     algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
     vocab_size = load_model_shape(config.model.hf_checkpoint).vocab_size
     carried_topk(algorithm, config.rollout.topk_log_probs, vocab_size)
+
+
+def _adapters(config: PolicyConfig) -> None:
+    """Raise ValueError where the adapters to start from are not those that the run trains."""
+    if config.lora.start_from is None or not config.lora.rank:
+        return
+    from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+    from megatron_dppo.checkpoint_conversion.peft import PeftReader
+
+    shape = load_model_shape(config.model.hf_checkpoint)
+    adapters = adapters_of(config.lora, shape)
+    assert adapters is not None
+    try:
+        PeftReader(config.lora.start_from, adapters, shape).close()
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
 
 
 def _reward(config: TrainConfig) -> None:

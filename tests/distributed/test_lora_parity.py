@@ -21,7 +21,6 @@ from tests.distributed.test_trainer_parity import (
     micro_batches,
     own_micro_batches,
     policy_token_loss,
-    run_config,
     samples,
 )
 from tests.ranks import run_ranks
@@ -30,6 +29,7 @@ TOLERANCE = 1e-5
 EVERYTHING = {"rank": 4, "alpha": 6.0}
 KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "moe": ("qwen3_moe", {"layers": 4}, EVERYTHING),
+    "replayed": ("qwen3_moe", {"layers": 4}, EVERYTHING),
     "shared": ("qwen3_moe", {"layers": 4}, {**EVERYTHING, "experts": "shared"}),
     "dense": ("qwen3", {"layers": 4, "tied": True}, EVERYTHING),
     "some": (
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"rank": 4, "target_modules": ["attention"], "train_router": True},
     ),
 }
-"""Name -> (family, its changes, the ``lora:`` section)."""
+"""Name -> (family, its changes, the ``lora:`` section). ``replayed``: under router replay."""
 JUDGED = ("moe", "dense", "some")
 TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 ETP2": ("moe", {"tensor": 2}, {}),
@@ -57,6 +57,8 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "shared TP2 ETP2": ("shared", {"tensor": 2}, {}),
     "shared TP2 EP2": ("shared", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
     "shared EP2": ("shared", {"expert": 2}, {}),
+    "R3 EP2 recompute full": ("replayed", {"expert": 2}, {"recompute": "full"}),
+    "R3 PP2 VPP2": ("replayed", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "dense TP2": ("dense", {"tensor": 2}, {}),
     "dense TP2 SP": ("dense", {"tensor": 2, "sequence": True}, {}),
     "dense tied PP2": ("dense", {"pipeline": 2}, {"recompute": "full"}),
@@ -88,12 +90,14 @@ def section_of(folder: str, kind: str) -> dict[str, Any]:
 
 def train(folder: str, kind: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict:
     """Three steps; on global rank 0 also gradients and adapters by name."""
-    from megatron_dppo.trainer.trainer import Trainer
+    from tests.distributed.test_router_replay import make_trainer, recorded_samples
 
-    lora = {"lora": section_of(folder, kind)}
-    trainer = Trainer(run_config(str(Path(folder) / kind), parallel, {**changes, **lora}))
+    is_replayed = kind == "replayed"
+    settings = {**changes, "lora": section_of(folder, kind)}
+    trainer = make_trainer(str(Path(folder) / kind), parallel, settings, replay=is_replayed)
     try:
-        batches = own_micro_batches(trainer, samples())
+        data = recorded_samples() if is_replayed else samples()
+        batches = own_micro_batches(trainer, data)
         out: dict[str, Any] = {"metrics": [], "norms": []}
         for step in range(3):
             result = trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0)

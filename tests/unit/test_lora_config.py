@@ -70,8 +70,8 @@ def test_refused(problems, overrides, model, words):
 
 def test_an_engine_with_adapters_of_its_own_is_refused(problems):
     assert problems("sglang.enable_lora=true") == [
-        "sglang.enable_lora: got true, expected nothing: engines are sent merged weights, and updates "
-        "of adapters alone are not offered"
+        "sglang.enable_lora: got true (bool), expected nothing: engines are sent merged weights, and "
+        "updates of adapters alone are not offered"
     ]
 
 
