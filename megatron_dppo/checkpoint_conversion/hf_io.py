@@ -132,18 +132,15 @@ class ShardedWriter:
         self._side_files_from = side_files_from
         self._unwritten = {name: spec.shape[0] for name, spec in tensors.items()}
         self._staged = StagedFolder(out_dir, sum(spec.bytes for spec in tensors.values()))
-        self._shards = _shard(self._tensors, max_shard_bytes)
+        self._files = plan_files(self._tensors, max_shard_bytes)
         self._writer_of: dict[str, SafetensorsFileWriter] = {}
 
     def __enter__(self) -> ShardedWriter:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(self._staged)
-            count = len(self._shards)
-            for number, names in enumerate(self._shards, 1):
-                file = SINGLE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-                specs = {name: self._tensors[name] for name in names}
+            for file, specs in self._files.items():
                 writer = stack.enter_context(SafetensorsFileWriter(folder / file, specs))
-                self._writer_of.update(dict.fromkeys(names, writer))
+                self._writer_of.update(dict.fromkeys(specs, writer))
             self._stack = stack.pop_all()
         return self
 
@@ -182,14 +179,7 @@ class ShardedWriter:
             raise CheckpointError(
                 f"{len(unwritten)} tensors were not written, first {unwritten[0]}"
             )
-        if len(self._shards) > 1:
-            weight_map = {name: self._writer_of[name].path.name for name in sorted(self._tensors)}
-            total = sum(spec.bytes for spec in self._tensors.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self._staged.folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-        if self._side_files_from is not None:
-            dtypes = {str(spec.dtype).removeprefix("torch.") for spec in self._tensors.values()}
-            copy_side_files(self._side_files_from, self._staged.folder, dtypes.pop())
+        complete_folder(self._staged.folder, self._files, self._side_files_from)
 
 
 def write_hf_checkpoint(
@@ -225,13 +215,39 @@ def _read_index(path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: not an index with a weight_map ({error!r})") from error
 
 
-def _shard(tensors: Mapping[str, TensorSpec], max_bytes: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
+def plan_files(
+    tensors: Mapping[str, TensorSpec], max_shard_bytes: int
+) -> dict[str, dict[str, TensorSpec]]:
+    """The tensors of each of a folder's weight files, by its name.
+
+    Files of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor has one to itself.
+    """
+    shards: list[dict[str, TensorSpec]] = [{}]
     filled = 0
     for name, spec in tensors.items():
-        if shards[-1] and filled + spec.bytes > max_bytes:
-            shards.append([])
+        if shards[-1] and filled + spec.bytes > max_shard_bytes:
+            shards.append({})
             filled = 0
-        shards[-1].append(name)
+        shards[-1][name] = spec
         filled += spec.bytes
-    return shards
+    count = len(shards)
+    if count == 1:
+        return {SINGLE: shards[0]}
+    names = (f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1))
+    return dict(zip(names, shards, strict=True))
+
+
+def complete_folder(
+    folder: Path, files: Mapping[str, Mapping[str, TensorSpec]], side_files_from: str | Path | None
+) -> None:
+    """Write what is beside a folder's weight files: an index over several, and what ``side_files_from`` has."""
+    specs = {name: spec for tensors in files.values() for name, spec in tensors.items()}
+    if len(files) > 1:
+        file_of = {name: file for file, tensors in files.items() for name in tensors}
+        weight_map = {name: file_of[name] for name in sorted(file_of)}
+        total = sum(spec.bytes for spec in specs.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if side_files_from is not None:
+        dtypes = {str(spec.dtype).removeprefix("torch.") for spec in specs.values()}
+        copy_side_files(side_files_from, folder, dtypes.pop())

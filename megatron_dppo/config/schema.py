@@ -350,6 +350,9 @@ class CheckpointConfig(Section):
     """Steps; also at the end and at a clean stop."""
     keep: int = Field(default=2, gt=0)
     """Newest complete checkpoints that are kept."""
+    background: bool = True
+    """Copy a rank's share to host memory (pinned with a GPU) and write it while training goes on; the next save waits
+    for it. false: training waits for the disk, and no such memory is taken."""
     on_damage: Literal["refuse", "previous"] = "refuse"
     """Where the newest checkpoint is damaged: refuse to start, or go on from the one before it."""
     export_hf: bool = True

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from megatron_dppo.logging import say
 from megatron_dppo.system.fence import NONCE_VARIABLE, Fence, FencedError
@@ -34,14 +35,14 @@ class RunFence:
         assert self._fence is not None, "join first"
         self._fence.check()
 
-    def check_together(self) -> None:
-        """Raise FencedError on every rank where one no longer holds the run. Collective."""
+    def check_together(self, group: ProcessGroup | None = None) -> None:
+        """Raise FencedError on every rank of ``group`` (None: all) where one no longer holds the run. Collective."""
         error = None
         try:
             self.check()
         except FencedError as fenced:
             error = str(fenced)
-        told = all_gather_json(error) if dist.is_initialized() else [error]
+        told = all_gather_json(error, group) if dist.is_initialized() else [error]
         if (first := next((text for text in told if text is not None), None)) is not None:
             raise FencedError(first)
 

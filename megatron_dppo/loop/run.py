@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,10 @@ class Run:
                 Path(config.run.directory) / CHECKPOINTS_FOLDER,
                 config.checkpoint.keep,
                 fence.check_together,
+                background=config.checkpoint.background,
+                published=partial(remember_checkpoint, config.run.directory),
             )
+            stack.callback(self.store.close)
             self.sampler = data.sampler()
             self.saved_step = 0
             self.state = self._resume()
@@ -203,6 +207,7 @@ class Run:
         step = self.state.step + 1
         with patience("others generate"):
             batch = self.source.collect(step)
+        self._check_checkpoint()
         with self.timer("train"):
             planned = self.learner.plan(batch)
             learned = self.learner.learn(planned)
@@ -223,7 +228,7 @@ class Run:
                 measured |= self._evaluate()
             self.source.run_ahead()
         finally:  # a stop in the middle leaves a checkpoint of this step, so its record too
-            measured |= self._failed_checks()
+            measured |= {**self._failed_checks(), **self.store.figures()}
             self.recorder.write(step, {**measured, **self.timer.finish_step()})
         if self._is_due(self.config.checkpoint.every):
             self._save_checkpoint()
@@ -233,6 +238,7 @@ class Run:
     def finish(self) -> None:
         """Export the policy, compare the export with the trainer, and write report and summary."""
         difference = None
+        self._finish_checkpoint()
         self.fence.check_together()
         if self.config.checkpoint.export_hf:
             with self.timer("export"), patience("others export"):
@@ -248,6 +254,7 @@ class Run:
         """Leave a checkpoint of the last completed step."""
         if self.state.step > self.saved_step:
             self._save_checkpoint()
+        self._finish_checkpoint()
         log.info("%s; the same command resumes after step %d", reason, self.state.step)
 
     # --- its parts
@@ -347,7 +354,16 @@ class Run:
                 raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error
 
     def _save_checkpoint(self) -> None:
+        """Begin a checkpoint of this step; end the one before it."""
         with self.timer("checkpoint"), patience("others save"):
             self.store.save(self.trainer, self.state.step, self.state.to_json())
-            on_rank_0(lambda: remember_checkpoint(self.config.run.directory, self.state.step))
         self.saved_step = self.state.step
+
+    def _check_checkpoint(self) -> None:
+        """End the run where the checkpoint in the making failed."""
+        with self.timer("checkpoint"):
+            self.store.poll()
+
+    def _finish_checkpoint(self) -> None:
+        with self.timer("checkpoint"), patience("others save"):
+            self.store.finish()

@@ -73,6 +73,12 @@ MFU = "train/mfu"
 """``TFLOPS`` over the GPU's dense bf16 peak; not recorded on a CPU and on a GPU of an unknown peak."""
 PEAK_MEMORY = "train/peak_memory_gib"
 """The most memory that a rank took, GiB: of its GPU in this step, or of the host since its start."""
+CHECKPOINT_BYTES = "checkpoint/bytes"
+"""Bytes of the checkpoints that were published since the record before this one."""
+CHECKPOINT_WRITTEN = "checkpoint/write_s"
+"""Seconds from their first byte to their name; with ``checkpoint.background`` the run goes on meanwhile,
+and stands still for ``time/checkpoint_s``.
+"""
 WEIGHT_UPDATES = "weights/updates"
 """Weight updates that the engine committed since the record before this one."""
 WEIGHT_UPDATES_VERIFIED = "weights/verified"

@@ -9,7 +9,7 @@ it, which moves the fewest bytes between nodes with the fewest receivers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
@@ -153,6 +153,13 @@ def hf_buckets_plan(
     tensors: dict[int, list[TensorSources]] = {}
     for tensor, receiver in zip(sources, receivers, strict=True):
         tensors.setdefault(receiver, []).append(tensor)
+    return buckets_in_turn(tensors, bucket_bytes, item_bytes)
+
+
+def buckets_in_turn(
+    tensors: Mapping[int, list[TensorSources]], bucket_bytes: int, item_bytes: int
+) -> list[Bucket]:
+    """Each receiver's ``tensors`` in buckets; the receivers take turns."""
     buckets = [
         [Bucket(tuple(group), receiver) for group in _groups(own, bucket_bytes, item_bytes)]
         for receiver, own in sorted(tensors.items())
@@ -162,7 +169,7 @@ def hf_buckets_plan(
 
 def best_receiver(tensor: TensorSources, ranks_per_node: int = 1) -> int:
     """The rank (or node, of several ranks) that holds most of ``tensor``; the lowest of several."""
-    return _most(_elements_held(tensor, ranks_per_node))
+    return _most(elements_held(tensor, ranks_per_node))
 
 
 def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> list[int]:
@@ -172,7 +179,7 @@ def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> lis
     held: dict[int, dict[int, int]] = {}
     for tensor, node in zip(tensors, nodes, strict=True):
         ranks = held.setdefault(node, {})
-        for rank, elements in _elements_held(tensor).items():
+        for rank, elements in elements_held(tensor).items():
             if rank // ranks_per_node == node:
                 ranks[rank] = ranks.get(rank, 0) + elements
     fullest = {node: _most(ranks) for node, ranks in held.items()}
@@ -188,7 +195,7 @@ def elements_between_nodes(bucket: Bucket, ranks_per_node: int) -> int:
 
 def gathered_elements(tensor: TensorSources, receiver: int) -> int:
     """Elements that must travel for ``receiver`` to have ``tensor``."""
-    return tensor.elements - _elements_held(tensor).get(receiver, 0)
+    return tensor.elements - elements_held(tensor).get(receiver, 0)
 
 
 def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
@@ -198,7 +205,8 @@ def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
     return sum(gathered_elements(t, best_receiver(t)) for t in gather_plan(shape, layout))
 
 
-def _elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> dict[int, int]:
+def elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> dict[int, int]:
+    """Elements that each rank (or node, of several ranks) provides."""
     held: dict[int, int] = {}
     for piece in tensor.pieces:
         holder = piece.rank // ranks_per_node

@@ -1,4 +1,4 @@
-"""Host memory of a node: processes, a batch's columns, checkpoint pieces, the engines' pinned buffers."""
+"""Host memory of a node: processes, a batch's columns, copies for a checkpoint, the engines' pinned buffers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COPIES = 2
 class HostBytes:
     """Of one node, which may train, serve or do both.
 
-    ``checkpoint``: fp32 state that the first replica's ranks gather to write it (``trainer/optimizer_state.py``).
+    ``checkpoint``: pinned copies of what the ranks write (``trainer/host_copy.py``), 0 without the background.
     """
 
     processes: int
@@ -40,25 +40,23 @@ def host_bytes(job: Job, columns: ColumnBytes, node: NodeRoles, capture: int) ->
     """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3.
 
     batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
-    copy where shared memory has room. checkpoint: with the distributed
-    optimizer the first rank of each group of replicas gathers the fp32 state (12 bytes an element, 8 in float32) of
-    what it holds.
+    copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes an
+    element that it shares with its replicas (12 in float32).
     """
     copies = COPIES + job.rollout.staleness
     per_rank = columns.replicas / job.trainer.layout.data
     return HostBytes(
         processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
         batch=round(node.trainer * copies * per_rank),
-        checkpoint=sum(_gathered(job, rank) for rank in node.ranks)
-        if job.trainer.distributed
-        else 0,
+        checkpoint=len(node.ranks) * _copied(job) if job.checkpoint_background else 0,
         capture=node.engine * capture,
     )
 
 
-def _gathered(job: Job, rank: int) -> int:
-    """fp32 state that ``rank`` gathers: of dense parameters in replica 0, of experts in their replica 0."""
+def _copied(job: Job) -> int:
+    """What a rank of the first stage writes: with its replicas it shares out what they all hold."""
     layout = job.trainer.layout
-    at, held = layout.coordinates(rank), rank_parameters(job.trainer.shape, layout, 0)
-    count = elements(held.dense) * (at.dp == 0) + elements(held.experts) * (at.edp == 0)
-    return count * (8 if job.trainer.dtype == "float32" else 12)
+    held = rank_parameters(job.trainer.shape, layout, 0)
+    experts = elements(held.experts) * layout.expert * layout.expert_tensor
+    share = (elements(held.dense) * layout.tensor + experts) * layout.pipeline / layout.world_size
+    return round(share * (12 if job.trainer.dtype == "float32" else 14))

@@ -110,6 +110,7 @@ class Job:
     roles: Roles
     bucket_bytes: int
     checkpoint_every: int
+    checkpoint_background: bool
     not_counted: tuple[str, ...] = ()
     ranks_per_sender: int = 1
 
@@ -169,6 +170,7 @@ def job_of(
         Roles.of(config),
         config.weight_sync.bucket_mib * 2**20,
         config.checkpoint.every,
+        config.checkpoint.background,
         (*(f"megatron.{key}" for key in config.megatron), *_unread(config.sglang)),
         1 if config.weight_sync.senders == "holders" else ranks_per_node,
     )

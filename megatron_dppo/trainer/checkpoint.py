@@ -5,32 +5,30 @@ Files of one checkpoint:
     manifest.json               written last: format, step, model, layout, optimizer settings, the
                                 loop's state, and size and SHA-256 of every other file
     .metadata, common.pt, metadata.json, __<rank>_0.distcp
-                                weights and optimizer in Megatron's distributed format
+                                weights and optimizer in Megatron's torch_dist format
     rng_<rank>.json             the rank's random generators
+
+docs/checkpoints.md tells the whole.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_model import GPTModel
-from torch.nn import Parameter
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed import ProcessGroup
 
+from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.system.files import write_synced
-from megatron_dppo.trainer import platform
+from megatron_dppo.metrics import names
 from megatron_dppo.trainer.checkpoint_directory import (
     CheckpointDirectory,
     CheckpointSurvey,
@@ -38,43 +36,78 @@ from megatron_dppo.trainer.checkpoint_directory import (
     StoredCheckpoint,
     check_content,
     check_sizes,
-    file_record,
     read_manifest,
 )
-from megatron_dppo.trainer.collective_actions import on_every_rank, on_rank_0
-from megatron_dppo.trainer.collectives import agree, all_gather_json
-from megatron_dppo.trainer.optimizer_state import (
-    load_state,
-    optimizer_steps,
-    sharded_state,
-    sharded_template,
+from megatron_dppo.trainer.checkpoint_facts import (
+    check_model,
+    check_step_count,
+    facts,
+    restore_generators,
 )
-from megatron_dppo.trainer.rng_state import restore_rng_state, rng_state
-from megatron_dppo.trainer.sharded_files import ShardedSave, load_sharded
+from megatron_dppo.trainer.checkpoint_task import (
+    MIB,
+    Fence,
+    Place,
+    RankPart,
+    Saved,
+    SaveTask,
+    rng_file,
+)
+from megatron_dppo.trainer.collective_actions import on_every_rank, on_rank_0
+from megatron_dppo.trainer.collectives import agree, all_gather_json, any_rank
+from megatron_dppo.trainer.held_blocks import HeldState, held_state, model_state, named_chunks
+from megatron_dppo.trainer.host_copy import HostCopy
+from megatron_dppo.trainer.optimizer_state import set_steps
+from megatron_dppo.trainer.pending_save import PendingSave
+from megatron_dppo.trainer.rng_state import rng_state
+from megatron_dppo.trainer.topology import COLLECTIVE_TIMEOUT
+from megatron_dppo.trainer.watchdog import BACKGROUND
 
 if TYPE_CHECKING:
     from megatron_dppo.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-MIB = 2**20
-_SEED_STRIDE = 1_000_003
 _SLACK_BYTES = MIB
 """Estimate for indices, generators and the manifest."""
+
+
+def _unfenced(group: ProcessGroup | None) -> None:
+    """No other start is expected."""
 
 
 class CheckpointStore:
     """Saves and loads the checkpoints of a run in ``directory``; keeps the ``keep`` last written.
 
-    Every method is collective; a failure on one rank raises CheckpointError on all. ``fence`` is called
-    before each change in the directory, collectively, and raises on all ranks what forbids it.
+    Every method but ``figures`` and ``close`` is collective; a failure on one rank raises CheckpointError on all.
+
+    Args:
+        directory: the checkpoints' folder.
+        keep: complete checkpoints that are kept.
+        fence: called before each change in the directory; see ``checkpoint_task.Fence``.
+        background: whether ``save`` returns when the state is copied to host memory; else when it is published.
+        published: called with the step on global rank 0, in any thread, once a checkpoint has its name.
     """
 
     def __init__(
-        self, directory: str | Path, keep: int, fence: Callable[[], None] = lambda: None
+        self,
+        directory: str | Path,
+        keep: int,
+        fence: Fence = _unfenced,
+        *,
+        background: bool = False,
+        published: Callable[[int], None] = lambda step: None,
     ) -> None:
         self._folders = CheckpointDirectory(directory, keep)
         self._fence = fence
+        self._background = background
+        self._published = published
+        self._group = dist.new_group(
+            backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=BACKGROUND
+        )
+        self._copy = HostCopy()
+        self._pending: PendingSave | None = None
+        self._saved: list[Saved] = []
 
     def survey(self) -> CheckpointSurvey:
         """What is there as global rank 0 sees it, the same on every rank."""
@@ -84,44 +117,98 @@ class CheckpointStore:
         """Give a damaged checkpoint a name under which nothing takes it for one, or deletes it."""
         on_rank_0(lambda: str(self._folders.set_aside(path)))
 
-    def save(self, trainer: Trainer, step: int, state: dict[str, Any]) -> Path:
-        """Write a checkpoint, publish it, then delete the older ones beyond ``keep``.
+    def save(self, trainer: Trainer, step: int, state: dict[str, Any]) -> None:
+        """Write a checkpoint, publish it, then delete the older ones beyond ``keep``; first wait for the last save.
 
-        A crash at any point leaves the older checkpoints unchanged and no folder that ``survey``
-        would call complete.
+        In the background, what is written is the trainer's state at this call. A crash at any point leaves the older
+        checkpoints unchanged and no folder that ``survey`` would call complete.
 
         Args:
             trainer: whose weights, optimizer, schedule and generators are saved.
             step: number of the step.
             state: of the loop; plain JSON, the same on every rank.
 
-        Returns:
-            The checkpoint's folder.
-
         Raises:
             ValueError: ``state`` differs between ranks.
-            CheckpointError: a rank could not write.
+            CheckpointError: a rank could not write this one, or the one before it.
             FencedError: another start of the run took over; no checkpoint was changed.
         """
+        self.finish()
         agree(state, "the run's state")
-        self._fence()
+        on_every_rank(lambda: check_step_count(trainer))
+        self._fence(None)
         begun = on_rank_0(lambda: self._folders.begin(step).to_json())
         partial = StoredCheckpoint.from_json(begun)
-        try:
-            path = self._write(trainer, partial, state)
-        except CheckpointError:
-            if trainer.topology.rank == 0:
-                self._folders.discard(partial)
-            raise
-        self._fence()
-        on_rank_0(self._prune)
-        return path
+        held = held_state(_model_state(trainer), trainer.optimizer)
+        own = sum(one.block.bytes for one in held.own)
+        place = Place(
+            self._folders,
+            partial,
+            needed=sum(all_gather_json(own)) + _SLACK_BYTES,
+            free=on_rank_0(lambda: shutil.disk_usage(partial.path).free),
+        )
+        self._pending = PendingSave(
+            SaveTask(
+                place,
+                self._part(held, copied=self._background and place.free >= place.needed),
+                {**facts(trainer), "state": state},
+                self._group,
+                self._fence,
+                self._published,
+            )
+        )
+        if not self._background:
+            self.finish()
+
+    def poll(self) -> None:
+        """Raise what the save in the background failed with, on any rank; let go of it once it is published.
+
+        Raises CheckpointError or FencedError, as ``save``.
+        """
+        if (pending := self._pending) is None:
+            return
+        reports = all_gather_json(pending.report())
+        self._pending = None
+        saved = pending.settle(reports)
+        if saved is None:
+            self._pending = pending
+            return
+        self._saved.append(saved)
+        if dist.get_rank() == 0:
+            log.info(
+                "checkpoint of step %d: %.1f MiB written in %.1f s",
+                saved.step,
+                saved.bytes / MIB,
+                saved.seconds,
+            )
+
+    def finish(self) -> None:
+        """Wait until the last save is published. Raises as ``poll``."""
+        if self._pending is not None:
+            self._pending.wait()
+            self.poll()
+
+    def figures(self) -> dict[str, float]:
+        """Metrics of what was published since the last call. Not collective."""
+        saved, self._saved = self._saved, []
+        if not saved:
+            return {}
+        return {
+            names.CHECKPOINT_BYTES: sum(one.bytes for one in saved),
+            names.CHECKPOINT_WRITTEN: sum(one.seconds for one in saved),
+        }
+
+    def close(self) -> None:
+        """Let a save that is being written end, also where the run failed. Not collective."""
+        if self._pending is not None:
+            self._pending.abandon()
+            self._pending = None
 
     def load(self, trainer: Trainer, checkpoint: StoredCheckpoint) -> dict[str, Any]:
         """Load weights, optimizer, schedule, step count and generators into ``trainer``.
 
         The layout may differ from the saved one; then the generators are seeded from the run's seed
-        and the step count.
+        and the step count. Each rank reads what it holds. Load only trusted checkpoints.
 
         Returns:
             The loop's ``state`` as it was saved.
@@ -133,61 +220,36 @@ class CheckpointStore:
         folder = checkpoint.path
         with _finding_damage():
             manifest = on_rank_0(lambda: _checked_manifest(folder))
-        _check_model(trainer, manifest, folder)
+        check_model(trainer, manifest, folder)
         files = manifest["files"]
         own = sorted(files)[trainer.topology.rank :: trainer.topology.world_size]
         with _finding_damage():
             on_every_rank(lambda: check_content(folder, {name: files[name] for name in own}))
 
-        parameters = _parameters(trainer)
-        wanted = _model_state(trainer)
-        wanted["optimizer"] = sharded_template(parameters, wanted)
-        loaded = load_sharded(wanted, folder)
-        for name, chunk in _named_chunks(trainer):
-            chunk.load_state_dict(loaded[name], strict=trainer.adapted is None)
-        load_state(trainer.optimizer, parameters, loaded["optimizer"], manifest["step_count"])
+        model = _model_state(trainer)
+        held = held_state(model, trainer.optimizer)
+        on_every_rank(lambda: _fill(held, folder))
+        _load_objects(trainer, model, folder)
+        set_steps(trainer.optimizer, manifest["step_count"])
         trainer.step_count = manifest["step_count"]
         trainer.scheduler.num_steps = 0
         trainer.scheduler.step(increment=manifest["scheduler_steps"])
-        _restore_generators(trainer, manifest, folder)
+        path = folder / rng_file(trainer.topology.rank)
+        restore_generators(
+            trainer,
+            manifest,
+            folder,
+            lambda: on_every_rank(lambda: json.loads(path.read_text(encoding="utf-8"))),
+        )
         return manifest["state"]
 
-    def _write(self, trainer: Trainer, partial: StoredCheckpoint, state: dict[str, Any]) -> Path:
-        rank, folder = trainer.topology.rank, partial.path
-        on_every_rank(lambda: _check_step_count(trainer))
-        tensors = _model_state(trainer)
-        tensors["optimizer"] = sharded_state(trainer.optimizer, tensors)
-        save = ShardedSave(tensors, trainer.topology.data_group)
-        needed = sum(all_gather_json(save.own_bytes)) + _SLACK_BYTES
-        free = on_rank_0(lambda: shutil.disk_usage(folder).free)
-
-        def write_small_files() -> dict[str, Any]:
-            write_synced(folder / _rng_file(rank), json.dumps(rng_state()))
-            if rank == 0:
-                save.write_headers(folder)
-            return {path.name: file_record(path) for path in _files_of(folder, rank)}
-
-        try:
-            if free < needed:
-                raise CheckpointError(os.strerror(errno.ENOSPC))
-            save.write(folder)
-            records = all_gather_json(on_every_rank(write_small_files))
-            files = {name: record for part in records for name, record in part.items()}
-            manifest = {**_facts(trainer), "state": state, "files": files}
-            self._fence()
-            return Path(on_rank_0(lambda: str(self._folders.publish(partial, manifest))))
-        except CheckpointError as error:
-            raise CheckpointError(
-                f"can't save step {partial.step} in {self._folders.directory}: {error}; it needs "
-                f"about {needed / MIB:.1f} MiB, {free / MIB:.1f} MiB were free; older checkpoints "
-                "are as they were"
-            ) from error
-
-    def _prune(self) -> None:
-        try:
-            self._folders.prune()
-        except OSError as error:
-            log.warning("can't delete old checkpoints: %s", error)
+    def _part(self, held: HeldState, *, copied: bool) -> RankPart:
+        blocks = [(one.block, one.values) for one in held.own]
+        return RankPart(
+            blocks=self._copy.take(blocks) if copied else blocks,
+            objects=held.objects,
+            generators=json.dumps(rng_state()),
+        )
 
 
 @contextmanager
@@ -205,90 +267,26 @@ def _checked_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _check_step_count(trainer: Trainer) -> None:
-    counted = optimizer_steps(trainer.optimizer)
-    if counted - {trainer.step_count}:
-        raise ValueError(
-            f"the optimizer counts {sorted(counted)} steps, the trainer {trainer.step_count}"
-        )
+def _fill(held: HeldState, folder: Path) -> None:
+    with StoredBlocks(folder) as stored:
+        for one in held.blocks:
+            stored.fill(one.block, one.values)
 
 
-def _rng_file(rank: int) -> str:
-    return f"rng_{rank:05d}.json"
-
-
-def _files_of(folder: Path, rank: int) -> list[Path]:
-    """The files that ``rank`` has written."""
-    tensors = sorted(folder.glob(f"__{rank}_*.distcp"))
-    headers = [".metadata", "common.pt", "metadata.json"] if rank == 0 else []
-    return [*tensors, folder / _rng_file(rank), *(folder / name for name in headers)]
-
-
-def _named_chunks(trainer: Trainer) -> list[tuple[str, GPTModel]]:
-    return [(f"model{i}", chunk) for i, chunk in enumerate(trainer.chunks)]
+def _load_objects(trainer: Trainer, model: dict[str, Any], folder: Path) -> None:
+    """Load the modules' extra states, which Transformer Engine has; Megatron's loader knows their form."""
+    objects = {
+        name: {key: value for key, value in chunk.items() if isinstance(value, ShardedObject)}
+        for name, chunk in model.items()
+    }
+    if any_rank(any(objects.values())):
+        loaded = dist_checkpointing.load(objects, str(folder))
+        for name, chunk in named_chunks(trainer.chunks):
+            chunk.load_state_dict(loaded[name], strict=False)
 
 
 def _model_state(trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint holds of the model: all of it, or the adapters of a frozen one."""
     if trainer.adapted is not None:
         return trainer.adapted.sharded()
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    return {name: c.sharded_state_dict(metadata=metadata) for name, c in _named_chunks(trainer)}
-
-
-def _parameters(trainer: Trainer) -> list[Parameter]:
-    return [p for chunk in trainer.chunks for p in chunk.parameters() if p.requires_grad]
-
-
-def _model_facts(trainer: Trainer) -> dict[str, Any]:
-    """Properties of the model that a resumed run must not change."""
-    shape = json.loads(json.dumps(asdict(trainer.shape)))
-    adapters = {} if trainer.adapted is None else trainer.adapted.facts()
-    return {**shape, "dtype": str(trainer.dtype).removeprefix("torch."), **adapters}
-
-
-def _facts(trainer: Trainer) -> dict[str, Any]:
-    return {
-        "step_count": trainer.step_count,
-        "scheduler_steps": trainer.scheduler.num_steps,
-        "model": _model_facts(trainer),
-        "layout": asdict(trainer.layout),
-        "optimizer": trainer.config.optimizer.model_dump(),
-        "versions": {name: version(name) for name in ("torch", "megatron-core")},
-    }
-
-
-def _differences(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    names = sorted(saved.keys() | present.keys())
-    return [
-        f"{name} is {present.get(name)!r} here and {saved.get(name)!r} in the checkpoint"
-        for name in names
-        if saved.get(name) != present.get(name)
-    ]
-
-
-def _check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for another model; log other optimizer settings, which are allowed."""
-    if different := _differences(manifest["model"], _model_facts(trainer)):
-        raise CheckpointError(f"{folder} holds another model: {'; '.join(different)}")
-    changed = _differences(manifest["optimizer"], trainer.config.optimizer.model_dump())
-    if changed and trainer.topology.rank == 0:
-        log.warning("resuming with other optimizer settings: %s", "; ".join(changed))
-
-
-def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
-    saved = Layout(**manifest["layout"])
-    if saved == trainer.layout:
-        path = folder / _rng_file(trainer.topology.rank)
-        restore_rng_state(on_every_rank(lambda: json.loads(path.read_text(encoding="utf-8"))))
-        return
-    seed = (trainer.config.run.seed + _SEED_STRIDE * trainer.step_count) % 2**31
-    platform.seed_everything(seed)
-    if trainer.topology.rank == 0:
-        log.info(
-            "%s was written under the layout %s, this run has %s: random generators start from "
-            "seed %d",
-            folder,
-            saved.describe(),
-            trainer.layout.describe(),
-            seed,
-        )
+    return model_state(trainer.chunks)

@@ -24,7 +24,7 @@ def broadcast_json(value: Any, src: int, group: ProcessGroup | None = None) -> A
 
 def broadcast_bytes(data: bytes, src: int, group: ProcessGroup | None = None) -> bytes:
     """Broadcast ``data`` of global rank ``src`` to every rank of ``group``; others' is ignored."""
-    device = platform.current().device
+    device = _device(group)
     own = dist.get_rank() == src
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src, group)
@@ -41,17 +41,19 @@ def broadcast_bytes(data: bytes, src: int, group: ProcessGroup | None = None) ->
 
 def all_gather_json(value: Any, group: ProcessGroup | None = None) -> list[Any]:
     """Gather the ``value`` of every rank of ``group``, through JSON, in the order of its ranks."""
-    device = platform.current().device
-    data = _encode(value).to(device)
-    sizes = [
-        torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))
-    ]
-    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group)
-    lengths = [int(s) for s in sizes]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
-    padded[: data.numel()] = data
+    padded, lengths = _padded(value, group)
     parts = [torch.empty_like(padded) for _ in lengths]
     dist.all_gather(parts, padded, group)
+    return [_decode(part[:n]) for part, n in zip(parts, lengths, strict=True)]
+
+
+def gather_json(value: Any, group: ProcessGroup) -> list[Any] | None:
+    """As ``all_gather_json``, on the first rank of ``group`` only; None on the others."""
+    padded, lengths = _padded(value, group)
+    parts = [torch.empty_like(padded) for _ in lengths] if group.rank() == 0 else None
+    dist.gather(padded, parts, dist.get_global_rank(group, 0), group)
+    if parts is None:
+        return None
     return [_decode(part[:n]) for part, n in zip(parts, lengths, strict=True)]
 
 
@@ -73,6 +75,27 @@ def any_rank(flag: bool, group: ProcessGroup | None = None) -> bool:
     value = torch.tensor([int(flag)], device=platform.current().device)
     dist.all_reduce(value, dist.ReduceOp.MAX, group)
     return bool(value)
+
+
+def _device(group: ProcessGroup | None) -> torch.device:
+    """Where the group's tensors must be: gloo's in host memory."""
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return platform.current().device
+
+
+def _padded(value: Any, group: ProcessGroup | None) -> tuple[torch.Tensor, list[int]]:
+    """``value`` as bytes, as many as the longest of the group's has; the length of every rank's."""
+    device = _device(group)
+    data = _encode(value).to(device)
+    sizes = [
+        torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size(group))
+    ]
+    dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group)
+    lengths = [int(s) for s in sizes]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: data.numel()] = data
+    return padded, lengths
 
 
 def _encode(value: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Hugging Face weights into this rank's parameters, and the trained ones back to global rank 0."""
+"""Hugging Face weights into this rank's parameters, and the trained ones back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.gathering import gather
-from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
 from megatron_dppo.model.gather_plan import Bucket, ParameterKey
 from megatron_dppo.model.layout import Layout
@@ -67,27 +66,6 @@ def gather_buckets(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Collective: each bucket's full tensors on its receiver, an empty list elsewhere; see ``gather``."""
     return (gathered.tensors for gathered in gather(plan, rank, values))
-
-
-def export_hf(
-    buckets: Iterator[list[tuple[str, Tensor]]],
-    shape: ModelShape,
-    dtype: torch.dtype,
-    out_dir: str | Path,
-    *,
-    side_files_from: str | Path,
-) -> None:
-    """Write what ``buckets`` yields on global rank 0 as a Hugging Face folder. Collective.
-
-    Config and tokenizer come from ``side_files_from``. The folder appears whole or not at all.
-    Raises CheckpointError on every rank where rank 0 can't write.
-    """
-
-    def write() -> None:
-        tensors = (named for bucket in buckets for named in bucket)
-        write_hf_checkpoint(out_dir, shape, dtype, tensors, side_files_from=side_files_from)
-
-    write_on_rank_0(write, buckets, f"the Hugging Face export was not written: {out_dir}")
 
 
 def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: str) -> None:

@@ -37,7 +37,7 @@ def build_optimizer(
             use_distributed_optimizer=config.distributed,
         ),
         chunks,
-        use_gloo_process_groups=config.distributed,
+        use_gloo_process_groups=False,
     )
     scheduler = OptimizerParamScheduler(
         optimizer,

@@ -100,6 +100,17 @@ def peak_flops() -> int | None:
     return gpu_peaks.peak_flops(torch.cuda.get_device_name()) if has_cuda() else None
 
 
+def host_buffer(size: int) -> torch.Tensor:
+    """uint8 [size] in host memory, to copy the device's tensors to: pinned where there is a GPU."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=has_cuda())
+
+
+def wait_for_copies() -> None:
+    """Wait until what was copied to the host is there. Not yet run on a GPU."""
+    if has_cuda():
+        torch.cuda.current_stream().synchronize()
+
+
 def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
     """What torch.profiler can see here."""
     found = [torch.profiler.ProfilerActivity.CPU]

@@ -145,11 +145,8 @@ def _on_one_host() -> bool:
     return ranks_per_node() == int(os.environ["WORLD_SIZE"])
 
 
-def init_topology(layout: Layout, *, gloo_groups: bool = False) -> Topology:
-    """Create Megatron's process groups for ``layout``. Collective.
-
-    ``gloo_groups``: also create the gloo groups with which a distributed optimizer saves its state.
-    """
+def init_topology(layout: Layout) -> Topology:
+    """Create Megatron's process groups for ``layout``. Collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
@@ -157,7 +154,7 @@ def init_topology(layout: Layout, *, gloo_groups: bool = False) -> Topology:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
-        create_gloo_process_groups=gloo_groups,
+        create_gloo_process_groups=False,
     )
     every = [layout.coordinates(r) for r in range(layout.world_size)]
     own = every[dist.get_rank()]

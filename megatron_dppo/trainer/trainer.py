@@ -23,7 +23,8 @@ from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
-from megatron_dppo.trainer.hf_weights import export_hf, gather_buckets, load_hf, named_parameters
+from megatron_dppo.trainer.hf_export import export_hf
+from megatron_dppo.trainer.hf_weights import gather_buckets, load_hf, named_parameters
 from megatron_dppo.trainer.lora.policy import AdaptedPolicy, weights_of
 from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
 from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
@@ -49,7 +50,6 @@ from megatron_dppo.vocab_parallel.arguments import FAULTS, describe
 
 _NONFINITE = "nonfinite_losses"
 _FAULTS = tuple(f"faults/{i}" for i in range(len(FAULTS)))
-_EXPORT_BUCKET_BYTES = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Trainer:
         self.layout = Layout.of(sizes)
         parallel = config.parallel
         init_distributed(parallel.world_size, parallel.interface, parallel.collective_timeout_s)
-        self.topology = init_topology(self.layout, gloo_groups=config.optimizer.distributed)
+        self.topology = init_topology(self.layout)
         platform.seed_everything(config.run.seed)
 
         self.dtype = DTYPES[config.model.dtype]
@@ -258,13 +258,13 @@ class Trainer:
     def export_hf(self, out_dir: str | Path) -> None:
         """Write the current weights, tokenizer and configuration as a Hugging Face folder.
 
-        The folder is renamed into place when complete. Raises CheckpointError on every rank if rank
-        0 cannot write.
+        The folder is renamed into place when complete. Raises CheckpointError on every rank where
+        one cannot write.
         """
         export_hf(
-            self.hf_buckets(_EXPORT_BUCKET_BYTES),
-            self.shape,
-            self.dtype,
+            self.weights(),
+            self.topology.rank,
+            (self.shape, self.layout, self.dtype),
             out_dir,
             side_files_from=self.config.model.hf_checkpoint,
         )

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 7200.0
 """Of a collective in which ranks wait while others generate, start or save."""
+BACKGROUND = "checkpoint"
+"""What a group is for whose collectives wait in threads, while training goes on: each may take LONGEST_WAIT_S."""
 HUNG = 1
 """Exit code of a rank that ends itself."""
 _POLLS = 10
@@ -83,8 +85,13 @@ class Watchdog:
 
     def overdue(self, now_ns: int) -> Pending | None:
         """The oldest collective that takes longer than it may."""
-        limit_ns = self._limit[1] * _BILLION
-        return next((p for p in self._pending() if now_ns - p.since_ns > limit_ns), None)
+        limit = self._limit[1]
+
+        def allowed(pending: Pending) -> float:
+            return LONGEST_WAIT_S if pending.group.endswith(f"({BACKGROUND})") else limit
+
+        late = (p for p in self._pending() if now_ns - p.since_ns > allowed(p) * _BILLION)
+        return next(late, None)
 
     @property
     def _limit(self) -> tuple[str, float]:

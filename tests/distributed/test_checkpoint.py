@@ -10,6 +10,7 @@ import random
 import resource
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -134,7 +135,7 @@ def in_turn(store_dir: Path, name: str) -> str:
 
 
 def write_worker(folder: str) -> dict[str, Any]:
-    """Train every case for four steps and save after two."""
+    """Train every case for four steps; what is saved after two is written meanwhile."""
     from megatron_dppo.trainer.checkpoint import CheckpointStore
 
     rank = int(os.environ["RANK"])
@@ -143,11 +144,13 @@ def write_worker(folder: str) -> dict[str, Any]:
         trainer = make_trainer(f"{folder}/hf", parallel, distributed, dtype, 2)
         train(trainer, 2)
         draws()
-        CheckpointStore(at, 2).save(trainer, 2, STATE)
+        store = CheckpointStore(at, 2, background=True)
+        store.save(trainer, 2, STATE)
         expected = {"hf at 2": hf_weights(trainer), "draws": draws()}
         if not distributed:
             expected["plain state"] = plain_state(trainer)
         train(trainer, 2)
+        store.finish()
         expected |= {"raw": raw_state(trainer), "hf": hf_weights(trainer)}
         trainer.close()
         torch.save(expected, f"{at}.rank{rank}.pt")
@@ -224,6 +227,79 @@ def distance(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return max(float((got[k].double() - v).norm() / v.double().norm()) for k, v in expected.items())
 
 
+# four ranks, of which replicas of dense and of expert parameters are others
+FOUR: dict[str, tuple[dict[str, Any], bool]] = {
+    "TP2 EP2": ({"tensor": 2, "expert": 2}, False),
+    "TP2 EP2 distributed": ({"tensor": 2, "expert": 2}, True),
+}
+FOUR_RESUMED: tuple[dict[str, Any], bool] = ({"tensor": 2, "expert_tensor": 2, "pipeline": 2}, True)
+
+
+def four_ranks_worker(folder: str) -> dict[str, Any]:
+    """Save under each of FOUR, load it there and elsewhere; also through Megatron's own loader."""
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
+
+    out: dict[str, Any] = {}
+    for name, (parallel, distributed) in FOUR.items():
+        at = in_turn(Path(folder), f"four {name}")
+        trainer = make_trainer(f"{folder}/hf", parallel, distributed, "bfloat16", 4)
+        train(trainer, 1)
+        store = CheckpointStore(at, 1)
+        store.save(trainer, 1, {})
+        raw, weights = raw_state(trainer), hf_weights(trainer)
+        train(trainer, 1)
+        store.load(trainer, store.survey().complete[-1])
+        found = {"same": same(raw_state(trainer), raw)}
+        if not distributed:
+            found["megatron"] = megatron_reads(trainer, store.survey().complete[-1].path)
+        trainer.close()
+        other = make_trainer(f"{folder}/hf", *FOUR_RESUMED, "bfloat16", 4)
+        store.load(other, store.survey().complete[-1])
+        loaded = hf_weights(other)
+        found["elsewhere"] = loaded.keys() == weights.keys() and all(
+            torch.equal(loaded[key], value) for key, value in weights.items()
+        )
+        other.close()
+        out[name] = found
+    return out
+
+
+def megatron_reads(trainer: Any, folder: Path) -> bool:
+    """Whether Megatron's own loader finds in ``folder`` the moments and masters that a plain optimizer holds."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
+    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+    from megatron_dppo.trainer.optimizer_state import state_slices
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    model = {
+        str(i): c.sharded_state_dict(metadata={"dp_cp_group": group})
+        for i, c in enumerate(trainer.chunks)
+    }
+    tensors, _ = extract_sharded_tensors_and_factories(model)
+    of_model = {id(sharded.data): sharded for sharded in nested_values(tensors)}
+    slices = state_slices(trainer.optimizer)
+    wanted = {
+        str(i): {
+            name: make_sharded_optimizer_tensor(
+                of_model[id(one.parameter)],
+                torch.empty(one.parameter.shape, dtype=torch.float32),
+                f"optimizer.state.{name}",
+            )
+            for name in one.tensors
+        }
+        for i, one in enumerate(slices)
+    }
+    loaded = dist_checkpointing.load({"optimizer": wanted}, str(folder))["optimizer"]
+    return all(
+        torch.equal(loaded[str(i)][name].view(-1), values)
+        for i, one in enumerate(slices)
+        for name, values in one.tensors.items()
+    )
+
+
 def names_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
@@ -269,7 +345,7 @@ def faults_worker(folder: str) -> dict[str, Any]:
     """Saves and loads that must fail, and what is on the disk after each."""
     from megatron_dppo.trainer.checkpoint import CheckpointStore
     from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
-    from megatron_dppo.trainer.sharded_files import ShardedSave
+    from megatron_dppo.trainer.checkpoint_task import SaveTask
 
     rank, at = int(os.environ["RANK"]), Path(folder) / "faults"
     trainer = make_trainer(f"{folder}/hf", {"expert": 2}, False, "float32", 2)
@@ -286,7 +362,7 @@ def faults_worker(folder: str) -> dict[str, Any]:
     for limited in (0, 1):
         with small_files_only(100_000, limited):
             out[f"full disk on rank {limited}"] = after(lambda: store.save(trainer, 2, {}))
-    for owner, name in ((ShardedSave, "write_headers"), (CheckpointDirectory, "publish")):
+    for owner, name in ((SaveTask, "_write_headers"), (CheckpointDirectory, "publish")):
         with limited_call(owner, name):
             out[f"full disk in {name}"] = after(lambda: store.save(trainer, 2, {}))
     usage = shutil.disk_usage
@@ -322,17 +398,81 @@ def faults_worker(folder: str) -> dict[str, Any]:
 
 
 def killed_worker(folder: str) -> dict[str, Any]:
-    """Save once; rank 1 dies when it has written its part of the second save."""
-    from megatron_dppo.trainer import checkpoint
+    """Save once; rank 1 dies when it has written its tensors of the second save, in the background."""
+    from megatron_dppo.trainer import checkpoint_task
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
 
     trainer = make_trainer(f"{folder}/hf", {"expert": 2}, False, "float32", 2)
     train(trainer, 1)
-    store = checkpoint.CheckpointStore(Path(folder) / "killed", 2)
+    store = CheckpointStore(Path(folder) / "killed", 2, background=True)
     store.save(trainer, 1, {})
+    store.finish()
     if trainer.topology.rank == 1:
-        checkpoint.rng_state = lambda: os.kill(os.getpid(), signal.SIGKILL)
+        checkpoint_task.write_hashed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     store.save(trainer, 2, {})
+    store.finish()
     return {}
+
+
+@contextmanager
+def slow_writes() -> Iterator[threading.Event]:
+    """Saves write nothing before the event is set."""
+    from megatron_dppo.trainer.checkpoint_task import SaveTask
+
+    go, write = threading.Event(), SaveTask._write
+
+    def held(self: SaveTask, folder: Path) -> Any:
+        assert go.wait(60)
+        return write(self, folder)
+
+    SaveTask._write = held  # type: ignore[method-assign]
+    try:
+        yield go
+    finally:
+        SaveTask._write = write  # type: ignore[method-assign]
+
+
+def background_worker(folder: str) -> dict[str, Any]:
+    """Saves in the background: training goes on, the next waits, a failure ends the run on every rank."""
+    import torch.distributed as dist
+
+    from megatron_dppo.metrics import names
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
+
+    at, told = Path(folder) / "background", []
+    trainer = make_trainer(f"{folder}/hf", {}, True, "float32", 2)
+    train(trainer, 1)
+    store = CheckpointStore(at, 2, background=True, published=told.append)
+    out: dict[str, Any] = {"nothing": store.figures()}
+    with slow_writes() as go:
+        store.save(trainer, 1, {})
+        store.poll()
+        train(trainer, 1)
+        out["meanwhile"] = [names_in(at), len(store.survey().complete)]
+        dist.barrier()
+        if trainer.topology.rank == 0:
+            threading.Timer(0.3, go.set).start()
+        else:
+            go.set()
+        store.save(trainer, 2, {})
+        out["next waited"] = (at / "step_000001").is_dir()
+        store.finish()
+    out["figures"] = store.figures()
+    files = [f for f in at.rglob("*") if f.is_file() and f.name != "manifest.json"]
+    out["both"] = sum(f.stat().st_size for f in files)
+    out["names"] = [names.CHECKPOINT_BYTES, names.CHECKPOINT_WRITTEN]
+    out["published"] = list(told)
+
+    with small_files_only(100_000, on_rank=1):
+        store.save(trainer, 3, {})
+        out["failed"] = refusal(store.finish)
+        dist.barrier()
+    out["left"] = names_in(at)
+    store.save(trainer, 3, {})
+    store.close()
+    dist.barrier()
+    out["closed"] = names_in(at)
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -368,13 +508,13 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(checkpoints: Path) -> Non
 
 @pytest.mark.distributed
 def test_faults_leave_older_checkpoints_and_reach_every_rank(checkpoints: Path) -> None:
-    reports = run_ranks(f"{HERE}:faults_worker", 2, str(checkpoints), timeout=120)
+    reports = run_ranks(f"{HERE}:faults_worker", 2, str(checkpoints))
     for got in reports:
         assert got["none yet"]
         for fault, reason in {
-            "full disk on rank 0": "rank 0: OSError: [Errno 27] File too large",
-            "full disk on rank 1": "rank 1: OSError: [Errno 27] File too large",
-            "full disk in write_headers": "rank 0: [Errno 27] File too large",
+            "full disk on rank 0": "rank 0: [Errno 27] File too large",
+            "full disk on rank 1": "rank 1: [Errno 27] File too large",
+            "full disk in _write_headers": "rank 0: [Errno 27] File too large",
             "full disk in publish": "rank 0: [Errno 27] File too large",
             "little space": "No space left on device; it needs about 4.6 MiB, 1.0 MiB were free",
         }.items():
@@ -420,3 +560,33 @@ def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(checkpoints: Pat
     check_content(left.path, read_manifest(left.path)["files"])
     assert directory.begin(2).path.name == "step_000002.partial-3"
     assert names_in(folder) == ["step_000001", "step_000002.partial-3"]
+
+
+@pytest.mark.distributed
+def test_training_goes_on_while_a_checkpoint_is_written(checkpoints: Path) -> None:
+    reports = run_ranks(f"{HERE}:background_worker", 2, str(checkpoints))
+    for rank, got in enumerate(reports):
+        assert got["nothing"] == {}
+        assert got["meanwhile"] == [["step_000001.partial-1"], 0]
+        assert got["next waited"]
+        written, seconds = got["names"]
+        assert got["figures"].keys() == {written, seconds}
+        assert got["figures"][written] == got["both"]
+        assert got["figures"][seconds] >= (0.3 if rank == 0 else 0)
+        assert got["published"] == ([1, 2] if rank == 0 else [])
+        assert got["failed"].startswith("CheckpointError: can't save step 3 in ")
+        assert "rank 1: [Errno 27] File too large" in got["failed"]
+        assert got["left"] == ["step_000001", "step_000002"]
+        assert got["closed"] == ["step_000002", "step_000003"]
+
+
+@pytest.mark.distributed
+def test_replicas_share_out_what_they_write(checkpoints: Path) -> None:
+    for got in run_ranks(f"{HERE}:four_ranks_worker", 4, str(checkpoints)):
+        for name, found in got.items():
+            assert all(found.values()), (name, found)
+    for name in FOUR:
+        (step,) = Path(in_turn(checkpoints, f"four {name}")).iterdir()
+        sizes = [path.stat().st_size for path in step.glob("*.distcp")]
+        assert len(sizes) == 4
+        assert max(sizes) < 1.5 * min(sizes)

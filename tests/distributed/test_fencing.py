@@ -34,21 +34,22 @@ def fenced_worker(folder: str) -> dict[str, Any]:
         assert held_by is not None
         out: dict[str, Any] = {"held by rank 0": (held_by.pid == os.getpid()) == (rank == 0)}
 
-        def check() -> None:
+        def check(group: dist.ProcessGroup | None) -> None:
             nonlocal fences
             fences += 1
             if fences == 5 and rank == 0:  # the second save is about to get its name
                 successor = replace(Holder.of_this_process(), host="b", pid=88)
                 LeaseFiles(at).install(successor)
-            dist.barrier()
-            fence.check_together()
+            dist.barrier(group)
+            fence.check_together(group)
 
         train(trainer, 1)
-        store = CheckpointStore(at / "checkpoints", 1, check)
+        store = CheckpointStore(at / "checkpoints", 1, check, background=True)
         store.save(trainer, 1, {})
         for step in (2, 3):
             try:
                 store.save(trainer, step, {})
+                store.finish()
             except FencedError as error:
                 out[f"error {step}"] = str(error)
             dist.barrier()

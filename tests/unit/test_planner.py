@@ -293,10 +293,13 @@ def test_what_does_not_fit_is_refused_by_part():
     assert len(poor.problems) == 4
 
 
-def test_the_checkpoint_is_gathered_where_the_first_replica_is():
+def test_every_rank_copies_its_share_of_a_checkpoint():
     hosts = verdict(job(), H100).hosts
-    assert [host.checkpoint > 0 for host in hosts] == [True, False, False, False]
-    assert hosts[0].checkpoint == pytest.approx(12 * parameters(MOE), rel=0.01)
+    trainers = [host.checkpoint for host in hosts if host.checkpoint]
+    assert len(set(trainers)) == 1
+    assert sum(trainers) == pytest.approx(14 * parameters(MOE), rel=0.02)
+    waiting = verdict(job("qwen3_30b_a3b_base", "checkpoint.background=false"), H100)
+    assert not any(host.checkpoint for host in waiting.hosts)
 
 
 def test_search_ranks_what_fits_and_says_how_to_get_there():

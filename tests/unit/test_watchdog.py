@@ -1,11 +1,12 @@
 """What the watchdog says of a hanging collective, from a recorded dump and from made-up ranks."""
 
 import time
+from dataclasses import replace
 
 import torch.distributed as dist
 
 from megatron_dppo.trainer.flight_recorder import Pending, read_trace
-from megatron_dppo.trainer.watchdog import Watchdog, describe, patience
+from megatron_dppo.trainer.watchdog import BACKGROUND, LONGEST_WAIT_S, Watchdog, describe, patience
 
 SECOND = 10**9
 
@@ -90,6 +91,13 @@ def test_a_collective_is_overdue_beyond_the_limit_of_the_moment():
             assert dog.overdue(15 * SECOND) is None
         assert dog.overdue(15 * SECOND + 1) == HUNG
     assert dog.overdue(7 * SECOND + 1) == HUNG
+
+
+def test_a_checkpoint_in_the_background_may_wait_for_hours():
+    writing = replace(HUNG, group=f"9 ({BACKGROUND})", since_ns=0)
+    dog = Watchdog(0, 2.0, lambda: None, print, lambda: [writing])
+    assert dog.overdue(int(LONGEST_WAIT_S) * SECOND) is None
+    assert dog.overdue(int(LONGEST_WAIT_S) * SECOND + 1) == writing
 
 
 def wait_for(reports):

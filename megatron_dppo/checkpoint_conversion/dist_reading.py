@@ -1,0 +1,228 @@
+"""Boxes of the tensors of a ``torch_dist`` checkpoint, read from whatever blocks they were stored in.
+
+Only the rows that are asked for are read, a few MiB at a time, so a rank of any layout reads what it holds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import metadata as dcp_metadata
+
+from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, Dims
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
+from megatron_dppo.checkpoint_conversion.saved_tensor import find_saved_tensor
+
+READ_BYTES = 8 << 20
+"""Read at a time where a block's rows are wider than what is wanted of them, or on another device."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Loads only the plain records that describe a checkpoint."""
+
+    _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
+    _NAMES = frozenset(
+        {("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch", "Size")}
+        | {("torch.serialization", "_get_layout"), ("collections", "OrderedDict")}
+        | {("pathlib", "PosixPath"), ("pathlib._local", "PosixPath")}  # the latter: Python 3.13
+        | {("torch", n) for n in dir(torch) if isinstance(getattr(torch, n), torch.dtype)}
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._NAMES:
+            return super().find_class(module, name)
+        if module in self._MODULES:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a checkpoint: its shape, dtype, and the boxes that it is stored in.
+
+    ``by_lead``: the boxes by their offsets on the first ``lead`` axes, on which each is one index wide.
+    """
+
+    dims: Dims
+    dtype: torch.dtype
+    lead: int
+    by_lead: dict[Dims, list[Box]]
+    count: int
+
+    @classmethod
+    def of(cls, tensor: dcp_metadata.TensorStorageMetadata) -> StoredTensor:
+        """From the index's record."""
+        boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]
+        lead = 0
+        while lead < len(tensor.size) and all(b.sizes[lead] == 1 for b in boxes):
+            lead += 1
+        by_lead: dict[Dims, list[Box]] = {}
+        for box in boxes:
+            by_lead.setdefault(box.offsets[:lead], []).append(box)
+        return cls(tuple(tensor.size), tensor.properties.dtype, lead, by_lead, len(boxes))
+
+    def overlapping(self, wanted: Box) -> Iterator[tuple[Box, Box]]:
+        """(stored box, its part of ``wanted``) for each box that holds some of it."""
+        if math.prod(wanted.sizes[: self.lead]) > self.count:
+            candidates: Iterator[Dims] = iter(self.by_lead)
+        else:
+            leads = zip(wanted.offsets[: self.lead], wanted.sizes[: self.lead], strict=True)
+            candidates = product(*(range(o, o + s) for o, s in leads))
+        for lead in candidates:
+            for box in self.by_lead.get(lead, ()):
+                part = box.overlap(wanted)
+                if part is not None:
+                    yield box, part
+
+
+class StoredBlocks:
+    """The tensors of a ``torch_dist`` folder, open for reading. Raises CheckpointError where it is none, or damaged."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        path = self.folder / ".metadata"
+        try:
+            with open(path, "rb") as file:
+                metadata = cast(dcp_metadata.Metadata, _MetadataUnpickler(file).load())
+            self.tensors = {
+                key: StoredTensor.of(tensor)
+                for key, tensor in metadata.state_dict_metadata.items()
+                if isinstance(tensor, dcp_metadata.TensorStorageMetadata)
+            }
+            self._stored = {
+                (index.fqn, tuple(index.offset)): info
+                for index, info in metadata.storage_data.items()
+                if index.offset is not None
+            }
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, ImportError) as error:
+            raise CheckpointError(
+                f"{path}: not a readable torch_dist checkpoint ({error})"
+            ) from error
+        self._files: dict[str, int] = {}
+        self._data: dict[tuple[str, Dims], tuple[int, int]] = {}
+
+    def fill(self, block: Block, values: torch.Tensor) -> None:
+        """Copy a block's stored elements into ``values``: of the box's shape, any device.
+
+        Raises CheckpointError where the checkpoint lacks some, or holds the tensor in another shape or dtype.
+        """
+        tensor = self.tensors.get(block.key)
+        if tensor is None:
+            raise CheckpointError(f"{self.folder}: has no tensor {block.key}")
+        same = tensor.dims == block.dims or (
+            block.resizable and tensor.dims[1:] == block.dims[1:] and len(tensor.dims) > 0
+        )
+        if not same or tensor.dtype != block.dtype:
+            raise CheckpointError(
+                f"{self.folder}: {block.key} is {tensor.dtype} of shape {tensor.dims}, expected "
+                f"{block.dtype} of {block.dims}"
+            )
+        whole = Box((0,) * len(tensor.dims), tensor.dims).overlap(block.box)
+        if tensor.dims != block.dims:
+            values.zero_()
+        if whole is not None:
+            self.read(block.key, whole, whole.of(values, block.box.offsets))
+
+    def read(self, key: str, wanted: Box, out: torch.Tensor) -> None:
+        """Copy ``wanted`` of ``key`` into ``out``, of its shape. Raises CheckpointError where some is missing."""
+        tensor, filled = self.tensors[key], 0
+        for stored, part in tensor.overlapping(wanted):
+            self._copy(key, tensor, stored, part, part.of(out, wanted.offsets))
+            filled += part.elements
+        if filled != wanted.elements:
+            raise CheckpointError(
+                f"{self.folder}: {key}{list(wanted.offsets)} has {filled} of {wanted.elements} elements"
+            )
+
+    def _copy(
+        self, key: str, tensor: StoredTensor, stored: Box, part: Box, out: torch.Tensor
+    ) -> None:
+        """Copy ``part`` of the ``stored`` box into ``out``, in runs of rows as wide as the stored box."""
+        fd, start = self._locate(key, stored.offsets, tensor.dtype, stored.elements)
+        axis = next((i for i, size in enumerate(part.sizes) if size > 1), len(part.sizes) - 1)
+        assert axis >= 0, f"{key} has no axis"
+        row = math.prod(stored.sizes[axis + 1 :])
+        lead = 0
+        for i in range(axis + 1):
+            lead = lead * stored.sizes[i] + part.offsets[i] - stored.offsets[i]
+        item, rows = tensor.dtype.itemsize, part.sizes[axis]
+        at = start + lead * row * item
+        width = part.sizes[axis + 1 :]
+        if width == stored.sizes[axis + 1 :] and out.is_contiguous() and out.device.type == "cpu":
+            self._pread(fd, _writable_bytes(out), at, key)
+            return
+        low = [part.offsets[i] - stored.offsets[i] for i in range(axis + 1, len(part.sizes))]
+        step = max(1, READ_BYTES // max(1, row * item))
+        target = out[(0,) * axis]
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            block = torch.empty((count, *stored.sizes[axis + 1 :]), dtype=tensor.dtype)
+            self._pread(fd, byte_view(block), at + first * row * item, key)
+            for i, (offset, size) in enumerate(zip(low, width, strict=True), 1):
+                block = block.narrow(i, offset, size)
+            target[first : first + count].copy_(block)
+
+    def _pread(self, fd: int, view: memoryview, at: int, key: str) -> None:
+        while view:
+            got = os.preadv(fd, [view], at)
+            if got == 0:
+                raise CheckpointError(f"{self.folder}: a file ended inside {key}")
+            view, at = view[got:], at + got
+
+    def _locate(
+        self, key: str, offsets: Dims, dtype: torch.dtype, elements: int
+    ) -> tuple[int, int]:
+        """Descriptor and offset of a box's first element: the uncompressed record of a torch.save stream."""
+        place = (key, offsets)
+        if place not in self._data:
+            info = self._stored[place]
+            path = self.folder / info.relative_path
+            try:
+                fd = self._files.get(info.relative_path)
+                if fd is None:
+                    fd = self._files[info.relative_path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                offset, size = find_saved_tensor(fd, info.offset, info.length)
+            except (OSError, zipfile.BadZipFile, StopIteration) as error:
+                raise CheckpointError(
+                    f"{path}: {key} is not where the metadata says ({error!r})"
+                ) from error
+            if size != dtype.itemsize * elements:
+                raise CheckpointError(f"{path}: {key} at {offsets} is stored in {size} bytes")
+            self._data[place] = (fd, offset)
+        return self._data[place]
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd in self._files.values():
+            os.close(fd)
+        self._files = {}
+
+    def __enter__(self) -> StoredBlocks:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _writable_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, to be written to."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # sizes of 1 may have any stride
+    return flat.view(torch.uint8).numpy().data

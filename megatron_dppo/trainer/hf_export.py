@@ -1,0 +1,195 @@
+"""Export of the trained weights as a Hugging Face folder, whose files are written by several ranks at a time.
+
+A file is written by one rank, so that ranks on several hosts never write to the same. Its tensors are
+gathered there; a thread writes them while the next ones are gathered.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.gathering import gather
+from megatron_dppo.checkpoint_conversion.hf_io import (
+    DEFAULT_SHARD_BYTES,
+    complete_folder,
+    plan_files,
+)
+from megatron_dppo.checkpoint_conversion.publishing import StagedFolder
+from megatron_dppo.checkpoint_conversion.safetensors_file import SafetensorsFileWriter, TensorSpec
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.gather_plan import (
+    Bucket,
+    ParameterKey,
+    TensorSources,
+    buckets_in_turn,
+    elements_held,
+    gather_plan,
+)
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.files import sync_to_disk
+from megatron_dppo.trainer.collective_actions import on_every_rank, on_rank_0
+
+BUCKET_BYTES = 256 * 2**20
+"""Gathered at a time; a rank holds up to three: one that is gathered, one that waits, one that is written."""
+_WRITE_OVER_GATHER = 4
+"""How many times longer a byte takes to the disk than between ranks. Assumption; it only spreads the files."""
+
+Files = Mapping[str, Mapping[str, TensorSpec]]
+
+
+@torch.no_grad()
+def export_hf(
+    values: Mapping[ParameterKey, Tensor],
+    rank: int,
+    model: tuple[ModelShape, Layout, torch.dtype],
+    out_dir: str | Path,
+    *,
+    side_files_from: str | Path,
+    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+) -> None:
+    """Write all weights into ``out_dir``. Collective.
+
+    The folder appears whole or not at all. Names, index and bytes don't depend on the layout.
+
+    Args:
+        values: this rank's parameters by (chunk, name).
+        rank: this process's global rank.
+        model: its shape, its layout, and the dtype of the parameters.
+        out_dir: the folder; it must not exist, or be empty.
+        side_files_from: folder with config and tokenizer.
+        max_shard_bytes: of a file.
+
+    Raises CheckpointError on every rank where one can't write.
+    """
+    shape, layout, dtype = model
+    specs = {name: TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
+    files = plan_files(specs, max_shard_bytes)
+    plan, writer_of = export_plan(files, shape, layout, dtype.itemsize)
+    try:
+        with _staged(out_dir, rank, specs) as folder:
+            own = {file: files[file] for file, writer in writer_of.items() if writer == rank}
+            _write(folder, own, plan, rank, values)
+            on_rank_0(lambda: complete_folder(folder, files, side_files_from))
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the Hugging Face export was not written: {out_dir}: {error}"
+        ) from error
+
+
+def export_plan(
+    files: Files, shape: ModelShape, layout: Layout, item_bytes: int
+) -> tuple[list[Bucket], dict[str, int]]:
+    """The buckets to gather, each on the rank that writes its tensors; the rank that writes each file.
+
+    A file goes where it is written soonest: to a rank with little to write that holds much of it.
+    """
+    sources = {tensor.name: tensor for tensor in gather_plan(shape, layout)}
+    load = [0] * layout.world_size
+    writer_of: dict[str, int] = {}
+    tensors: dict[int, list[TensorSources]] = {}
+    for file, specs in files.items():
+        held = [0] * layout.world_size
+        for name in specs:
+            for rank, elements in elements_held(sources[name]).items():
+                held[rank] += elements * item_bytes
+        size = sum(spec.bytes for spec in specs.values())
+        cost = [load[r] + (size - held[r]) // _WRITE_OVER_GATHER for r in range(len(load))]
+        writer = writer_of[file] = cost.index(min(cost))
+        load[writer] += size
+        tensors.setdefault(writer, []).extend(sources[name] for name in specs)
+    return buckets_in_turn(tensors, BUCKET_BYTES, item_bytes), writer_of
+
+
+@contextmanager
+def _staged(out_dir: str | Path, rank: int, specs: Mapping[str, TensorSpec]) -> Iterator[Path]:
+    """The folder to fill, which rank 0 makes and publishes; collective at its begin and end."""
+    staged = StagedFolder(out_dir, sum(spec.bytes for spec in specs.values()))
+    with ExitStack() as stack:
+        yield Path(on_rank_0(lambda: str(stack.enter_context(staged))))
+        on_rank_0(stack.close)  # publishes
+
+
+def _write(
+    folder: Path,
+    own: Files,
+    plan: list[Bucket],
+    rank: int,
+    values: Mapping[ParameterKey, Tensor],
+) -> None:
+    """Gather all tensors and write this rank's ``own`` files. Collective."""
+    with ExitStack() as stack:
+        writer = on_every_rank(lambda: stack.enter_context(_FileWriter(folder, own)))
+        total, done = sum(bucket.elements for bucket in plan), 0
+        with progress("export, millions of weights", total // 10**6) as bar:
+            for bucket, gathered in zip(plan, gather(plan, rank, values), strict=True):
+                writer.add(gathered.tensors)
+                done += bucket.elements
+                bar.update(completed=done // 10**6)
+        on_every_rank(writer.finish)
+
+
+class _FileWriter:
+    """Writes tensors to the files that they belong to, in a thread, one bucket behind. A context manager.
+
+    After a failed write it takes tensors and drops them: the ranks must go through all buckets together.
+    """
+
+    def __init__(self, folder: Path, files: Files) -> None:
+        self._folder, self._files = folder, files
+        self._stack = ExitStack()
+        self._writer_of: dict[str, SafetensorsFileWriter] = {}
+        self._buckets: queue.Queue[list[tuple[str, Tensor]] | None] = queue.Queue(1)
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="export", daemon=True)
+
+    def __enter__(self) -> _FileWriter:
+        with ExitStack() as stack:
+            for file, specs in self._files.items():
+                writer = stack.enter_context(SafetensorsFileWriter(self._folder / file, specs))
+                self._writer_of.update(dict.fromkeys(specs, writer))
+            self._stack = stack.pop_all()
+        self._thread.start()
+        return self
+
+    def add(self, tensors: list[tuple[str, Tensor]]) -> None:
+        """Have whole tensors written, which must not change afterwards; waits while two buckets are on their way."""
+        if tensors:
+            self._buckets.put(tensors)
+
+    def finish(self) -> None:
+        """Wait for the disk. Raises what a write failed with."""
+        self._end()
+        if self._error is not None:
+            raise self._error
+        self._stack.close()
+        for file in self._files:
+            sync_to_disk(self._folder / file)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._end()
+        if kind is not None or self._error is not None:
+            self._stack.__exit__(OSError, OSError(), None)  # incomplete files must not open
+
+    def _end(self) -> None:
+        if self._thread.is_alive():
+            self._buckets.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (tensors := self._buckets.get()) is not None:
+            try:
+                if self._error is None:
+                    for name, tensor in tensors:
+                        self._writer_of[name].write_rows(name, 0, tensor.cpu())
+            except BaseException as error:  # raised by finish
+                self._error = error

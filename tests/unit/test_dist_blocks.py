@@ -1,0 +1,137 @@
+"""Blocks of a ``torch_dist`` checkpoint: the elements of a flat slice, and reading back, however it was cut."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, flat_boxes
+from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
+from megatron_dppo.checkpoint_conversion.dist_writing import BlockFile, HashedFile, write_headers
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+
+
+def test_flat_slice_by_hand():
+    # elements 5 .. 14 of a 4 x 4 tensor: 5 6 7 | 8 9 10 11 | 12 13
+    assert list(flat_boxes((4, 4), 5, 14)) == [
+        Box((1, 1), (1, 3)),
+        Box((2, 0), (1, 4)),
+        Box((3, 0), (1, 2)),
+    ]
+    assert list(flat_boxes((4, 4), 5, 7)) == [Box((1, 1), (1, 2))]
+    assert list(flat_boxes((4, 4), 4, 12)) == [Box((1, 0), (2, 4))]
+    assert list(flat_boxes((7,), 2, 5)) == [Box((2,), (3,))]
+    assert list(flat_boxes((4, 4), 6, 6)) == []
+
+
+@pytest.mark.parametrize("dims", [(5,), (3, 4), (1, 1, 3, 4), (2, 3, 4)])
+def test_boxes_hold_the_slice_in_order(dims):
+    whole = torch.arange(torch.Size(dims).numel()).view(dims)
+    for start, stop in itertools.combinations(range(whole.numel() + 1), 2):
+        boxes = list(flat_boxes(dims, start, stop))
+        parts = [box.of(whole, (0,) * len(dims)) for box in boxes]
+        assert all(part.is_contiguous() for part in parts)
+        assert torch.cat([part.flatten() for part in parts]).tolist() == list(range(start, stop))
+        assert len(boxes) <= 2 * len(dims)
+
+
+def written(folder: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> None:
+    """``tensor`` as "w" in a file a rank; ``cuts``: of each file, bounds in its flat elements."""
+    items = []
+    for rank, bounds in enumerate(cuts):
+        with HashedFile(folder / f"__{rank}_0.distcp") as hashed:
+            file = BlockFile(hashed)
+            file.add_object(f"extra/{rank}", {"rank": rank})
+            for start, stop in itertools.pairwise(bounds):
+                at = start
+                for box in flat_boxes(tuple(tensor.shape), start, stop):
+                    values = tensor.flatten()[at : at + box.elements]
+                    file.add(Block("w", tuple(tensor.shape), box, tensor.dtype), values)
+                    at += box.elements
+        items += file.items
+    write_headers(folder, items, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_box_reads_back_from_any_cuts(tmp_path, dtype):
+    generator = random.Random(1)
+    tensor = torch.randn(2, 3, 7, 5).to(dtype)
+    written(tmp_path, tensor, [[0, 11, 60], [60, 61, 200], [200, 210]])
+    with StoredBlocks(tmp_path) as stored:
+        for _ in range(200):
+            low = [generator.randrange(n) for n in tensor.shape]
+            sizes = [generator.randint(1, n - o) for n, o in zip(tensor.shape, low, strict=True)]
+            box = Box(tuple(low), tuple(sizes))
+            out = torch.full((*sizes, 2), 9.0, dtype=dtype)[..., 0]  # a strided view
+            stored.fill(Block("w", tuple(tensor.shape), box, dtype), out)
+            assert torch.equal(out, box.of(tensor, (0, 0, 0, 0)))
+
+
+def test_torchs_own_reader_takes_the_files(tmp_path):
+    tensor = torch.arange(30.0).view(6, 5)
+    written(tmp_path, tensor, [[0, 7, 13], [13, 30]])
+    found = {"w": torch.zeros(6, 5)}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path), no_dist=True)
+    assert torch.equal(found["w"], tensor)
+
+
+def test_a_file_reads_as_torch_wrote_it(tmp_path):
+    tensor = torch.arange(30.0).view(6, 5)
+    dcp.save({"w": tensor}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
+    out = torch.zeros(2, 3)
+    with StoredBlocks(tmp_path) as stored:
+        stored.fill(Block("w", (6, 5), Box((3, 1), (2, 3)), torch.float32), out)
+    assert torch.equal(out, tensor[3:5, 1:4])
+
+
+def test_a_padded_tensor_may_grow_and_shrink(tmp_path):
+    tensor = torch.arange(15.0).view(5, 3)
+    written(tmp_path, tensor, [[0, 15]])
+    with StoredBlocks(tmp_path) as stored:
+        out = torch.full((4, 3), 9.0)
+        stored.fill(Block("w", (8, 3), Box((4, 0), (4, 3)), torch.float32, resizable=True), out)
+        assert out.tolist() == [[12, 13, 14], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
+        beyond = torch.full((2, 3), 9.0)
+        stored.fill(Block("w", (8, 3), Box((6, 0), (2, 3)), torch.float32, resizable=True), beyond)
+        assert not beyond.any()
+        with pytest.raises(
+            CheckpointError, match=r"w is torch.float32 of shape \(5, 3\), expected"
+        ):
+            stored.fill(Block("w", (8, 3), Box((4, 0), (4, 3)), torch.float32), out)
+
+
+def test_what_is_missing_is_named(tmp_path):
+    written(tmp_path, torch.arange(15.0).view(5, 3), [[0, 6], [9, 15]])
+    out = torch.zeros(5, 3)
+    with StoredBlocks(tmp_path) as stored:
+        with pytest.raises(CheckpointError, match=r"w\[0, 0\] has 12 of 15 elements"):
+            stored.fill(Block("w", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
+        with pytest.raises(CheckpointError, match=r"has no tensor v"):
+            stored.fill(Block("v", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
+
+
+def test_a_full_disk_is_the_disks_error(tmp_path):
+    child = os.fork()
+    if child == 0:
+        import resource
+        import signal
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+        code = 1
+        try:
+            with HashedFile(tmp_path / "a") as hashed:
+                tensor = torch.zeros(1 << 20)
+                block = Block("w", (1 << 20,), Box((0,), (1 << 20,)), torch.float32)
+                BlockFile(hashed).add(block, tensor)
+        except OSError as error:
+            code = 0 if error.errno == 27 else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,112 @@
+"""Every element of a checkpoint is written by one rank: real modules and optimizers of every rank, one after another.
+
+Torch's fake process group stands for the world, so that one process can be each of its ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.tiny_models import save_tiny_model
+
+# parallel section, world size
+LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
+    "DP3": ({}, 3),
+    "EP2 of DP4": ({"expert": 2}, 4),
+    # As many replicas of dense parameters as of experts, but other ranks.
+    "TP2 EP2 of 4": ({"tensor": 2, "expert": 2}, 4),
+    "TP2 ETP2 PP2 VPP2": ({"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, 4),
+}
+
+
+@contextmanager
+def rank_of(layout: Any, rank: int) -> Iterator[None]:
+    """This process as ``rank`` of a world whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from megatron_dppo.trainer import platform
+    from megatron_dppo.trainer.topology import destroy_topology, init_topology
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        init_topology(layout)
+        platform.seed_everything(0)
+        yield
+    finally:
+        destroy_topology()
+        dist.destroy_process_group()
+
+
+def held_by(config: Any, shape: Any, layout: Any, rank: int) -> Any:
+    """What ``rank`` holds and writes, of a model that no step has trained."""
+    from megatron_dppo.trainer.held_blocks import held_state, model_state
+    from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
+    from megatron_dppo.trainer.model import build_chunks, wrap_chunks
+    from megatron_dppo.trainer.optimizer import build_optimizer
+
+    with rank_of(layout, rank):
+        transformer = transformer_config(config, shape, layout)
+        chunks = build_chunks(transformer, shape)
+        distributed = config.optimizer.distributed
+        wrapped = wrap_chunks(chunks, transformer, distributed_optimizer=distributed)
+        optimizer, _ = build_optimizer(config.optimizer, wrapped, DTYPES[config.model.dtype])
+        return held_state(model_state(chunks), optimizer)
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(
+        save_tiny_model(
+            tmp_path_factory.mktemp("held") / "hf", "qwen3_moe", layers=4, hidden=32, vocab_size=515
+        )
+    )
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_element_is_written_once(material: Path, name: str, distributed: bool) -> None:
+    from megatron_dppo.model.layout import Layout
+    from megatron_dppo.model.reader import load_model_shape
+    from tests.distributed.test_trainer_parity import run_config
+
+    parallel, world = LAYOUTS[name]
+    config = run_config(
+        str(material),
+        {**parallel, "world_size": world},
+        {"distributed": distributed, "dtype": "bfloat16"},
+    )
+    layout, shape = Layout.of(config.parallel.sizes), load_model_shape(material)
+    written: dict[str, np.ndarray] = {}
+    shares = []
+    for rank in range(world):
+        held = held_by(config, shape, layout, rank)
+        assert {id(one) for one in held.own} <= {id(one) for one in held.blocks}
+        for one in held.own:
+            block = one.block
+            count = written.setdefault(block.key, np.zeros(block.dims, np.int8))
+            box = tuple(
+                slice(o, o + n) for o, n in zip(block.box.offsets, block.box.sizes, strict=True)
+            )
+            count[box] += 1
+            assert one.values.shape == block.box.sizes
+            assert one.values.is_contiguous()
+        shares.append(sum(one.block.bytes for one in held.own))
+    prefixes = {key.rsplit(".", 1)[0].split(".decoder")[0] for key in written if "optimizer" in key}
+    assert len(prefixes) > 2
+    weights = [key for key in written if not key.startswith("optimizer.")]
+    for key in weights:
+        for part in ("exp_avg", "exp_avg_sq", "fp32_param"):
+            assert f"optimizer.state.{part}.{key}" in written
+    assert len(written) == 4 * len(weights)
+    for key, count in written.items():
+        assert (count == 1).all(), key
+    assert max(shares) < 1.6 * min(shares)
+    assert torch.is_tensor(held.blocks[0].values)

@@ -1,0 +1,221 @@
+#!/usr/bin/env python3
+"""Benchmark of a checkpoint: seconds that training stands still, bytes, memory; against Megatron-Core's torch_dist.
+
+Every mode saves the same state (bfloat16 weights, Adam in fp32) in processes of its own, several times; the first save
+also allocates. With --before, another checkout of this project is measured in the same round.
+
+    python tools/bench_checkpoint.py --folder /tmp/bench_checkpoint --ranks 4 --expert 2 --gb 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from megatron_dppo.system.ports import free_port
+
+RANK = Path(__file__).parent / "checkpoint_benchmark" / "rank.py"
+CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
+BYTES_PER_PARAMETER = 14
+"""2 of the weight, 12 of master and moments."""
+MODES = ("background", "foreground", "megatron background", "megatron foreground")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one mode. ``timings``: of each save, the slowest rank's; ``memory``: bytes of all processes above the start,
+    at most; ``written``: bytes of a checkpoint's files."""
+
+    mode: str
+    timings: list[dict[str, float]]
+    memory: int
+    written: int
+
+
+def make_material(folder: Path, gigabytes: float) -> None:
+    """A random Qwen3-MoE of as many layers as make ``gigabytes`` of checkpoint."""
+    import torch
+    from transformers import Qwen3MoeConfig
+
+    from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
+    from megatron_dppo.model.mapping import hf_tensors
+    from megatron_dppo.model.reader import load_model_shape
+
+    hidden, inner, experts, vocabulary = 1024, 512, 16, 8192
+    layer = 3 * hidden * inner * experts + 3 * hidden * hidden
+    layers = max(
+        1, round((gigabytes * 1e9 / BYTES_PER_PARAMETER - 2 * vocabulary * hidden) / layer)
+    )
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=128, moe_intermediate_size=inner, num_experts=experts,
+        num_experts_per_tok=2, decoder_sparse_step=1, norm_topk_prob=True, dtype="bfloat16",
+        tie_word_embeddings=False, architectures=["Qwen3MoeForCausalLM"],
+    )  # fmt: skip
+    side = folder.with_name("side")
+    config.save_pretrained(side)
+    shape = load_model_shape(side)
+    tensors = (
+        (name, torch.randn(dims).to(torch.bfloat16) * 0.02)
+        for name, dims in hf_tensors(shape).items()
+    )
+    write_hf_checkpoint(folder, shape, torch.bfloat16, tensors, side_files_from=side)
+
+
+def measure(mode: str, asked: dict[str, Any], before: Path | None) -> Measured:
+    """Start the ranks of one mode, and watch their memory while they save."""
+    folder = Path(asked["folder"])
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    code = "background" if mode.endswith("background") else "foreground"
+    name = f"megatron {code}" if mode.startswith("megatron") else code
+    ranks = start({**asked, "mode": name}, before if mode == "before" else None)
+    try:
+        wait_for(ranks, [folder / f"ready{rank}" for rank in range(len(ranks))])
+        start_bytes = peak = memory_of(ranks)
+        (folder / "go").touch()
+        done = [folder / f"timings{rank}.json" for rank in range(len(ranks))]
+        while not all(path.exists() for path in done):
+            if any(process.poll() not in (None, 0) for process in ranks):
+                raise SystemExit(f"{mode}: a rank ended; see {folder}/log*")
+            peak = max(peak, memory_of(ranks))
+            time.sleep(0.1)
+        for process in ranks:
+            process.wait()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    timings = [json.loads(path.read_text()) for path in done]
+    slowest = [
+        {key: max(rank[i][key] for rank in timings) for key in timings[0][i]}
+        for i in range(asked["saves"])
+    ]
+    last = max((folder / "saved").iterdir(), key=lambda path: path.stat().st_mtime)
+    written = sum(path.stat().st_size for path in last.rglob("*") if path.is_file())
+    return Measured(mode, slowest, peak - start_bytes, written)
+
+
+def start(asked: dict[str, Any], before: Path | None) -> list[subprocess.Popen]:
+    """The ranks, of this checkout or of the one in ``before``."""
+    port = str(free_port())
+    processes = []
+    for rank in range(asked["ranks"]):
+        env = dict(
+            os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(asked["ranks"]),
+            MASTER_ADDR="127.0.0.1", MASTER_PORT=port, OMP_NUM_THREADS="1",
+        )  # fmt: skip
+        if before is not None:
+            env["PYTHONPATH"] = str(before)
+        with open(Path(asked["folder"], f"log{rank}"), "wb") as log:
+            command = [sys.executable, str(RANK), json.dumps(asked)]
+            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+    return processes
+
+
+def wait_for(ranks: list[subprocess.Popen], files: list[Path]) -> None:
+    """Wait until every rank has written its file."""
+    while not all(path.exists() for path in files):
+        if any(process.poll() is not None for process in ranks):
+            raise SystemExit(f"a rank ended before it began; see {files[0].parent}/log*")
+        time.sleep(0.1)
+
+
+def memory_of(ranks: list[subprocess.Popen]) -> int:
+    """Bytes of memory of the ranks and their children; pages that several share are counted once."""
+    return sum(pss(pid) for rank in ranks for pid in (rank.pid, *descendants(rank.pid)))
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of the children, and theirs."""
+    try:
+        text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    except OSError:
+        return []
+    children = [int(child) for child in text.split()]
+    return [*children, *(each for child in children for each in descendants(child))]
+
+
+def pss(pid: int) -> int:
+    """A process's share of what it has in memory; 0 where it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
+
+
+def show(results: list[Measured], bytes_of_state: int) -> None:
+    """The table; ratios against Megatron in the foreground."""
+    table = Table(title=f"{bytes_of_state / 1e9:.2f} GB of state")
+    for column in (
+        "mode", "stands still s (first)", "(later)", "until there s (first)", "(later)",
+        "still / megatron's", "memory above start GB", "x state", "written GB",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if column == "mode" else "right")
+    reference = next((r for r in results if r.mode == "megatron foreground"), results[0])
+    for result in results:
+        first, later = result.timings[0], result.timings[1:]
+
+        def median(key: str, timings: list[dict[str, float]] = later) -> float:
+            return statistics.median(timing[key] for timing in timings)
+
+        against = statistics.median(t["stood_still"] for t in reference.timings[1:])
+        table.add_row(
+            result.mode,
+            f"{first['stood_still']:.2f}", f"{median('stood_still'):.2f}",
+            f"{first['until_there']:.2f}", f"{median('until_there'):.2f}",
+            f"{median('stood_still') / against:.3f}",
+            f"{result.memory / 1e9:.2f}", f"{result.memory / bytes_of_state:.2f}",
+            f"{result.written / 1e9:.2f}",
+        )  # fmt: skip
+    CONSOLE.print(table)
+
+
+def main() -> None:
+    """Make the model, measure every mode, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/bench_checkpoint"))
+    parser.add_argument("--gb", type=float, default=2.0, help="of checkpoint")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--expert", type=int, default=2, help="expert parallelism")
+    parser.add_argument("--saves", type=int, default=3, help="by each mode, at least 2")
+    parser.add_argument(
+        "--plain", action="store_true", help="the plain optimizer, not the distributed one"
+    )
+    parser.add_argument(
+        "--before", type=Path, help="another checkout of this project, to measure too"
+    )
+    parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
+    given = parser.parse_args()
+    material = given.folder / "model"
+    shutil.rmtree(given.folder, ignore_errors=True)
+    make_material(material, given.gb)
+    asked = {
+        "material": str(material), "folder": str(given.folder / "work"), "ranks": given.ranks,
+        "expert": given.expert, "saves": given.saves, "distributed": not given.plain,
+    }  # fmt: skip
+    modes = [*given.modes, *(["before"] if given.before else [])]
+    results = []
+    for mode in modes:
+        CONSOLE.print(f"{mode} ...")
+        results.append(measure(mode, asked, given.before))
+    weights = sum(path.stat().st_size for path in material.glob("*.safetensors"))
+    show(results, weights // 2 * BYTES_PER_PARAMETER)
+    shutil.rmtree(given.folder)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Modules of ``tools/bench_checkpoint.py``: what each rank runs."""

@@ -1,0 +1,143 @@
+"""One rank of the benchmark: builds a trainer with a filled optimizer, saves it several times, tells the seconds.
+
+Run by tools/bench_checkpoint.py, which also measures the memory of all its processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+# Megatron's writer starts a process that imports this module again: what is large is imported where it is used.
+if TYPE_CHECKING:
+    from megatron_dppo.trainer.trainer import Trainer
+
+Timings = list[dict[str, float]]
+
+
+def make_trainer(material: str, ranks: int, expert: int, *, distributed: bool) -> Trainer:
+    """A bfloat16 trainer of the model in ``material``, its optimizer filled as after a step."""
+    import torch
+
+    from megatron_dppo.config import schema as s
+    from megatron_dppo.trainer.trainer import Trainer
+
+    config = s.TrainConfig(
+        run=s.RunConfig(directory="unused", steps=1),
+        model=s.ModelConfig(hf_checkpoint=material, dtype="bfloat16"),
+        data=s.DataConfig(train="unused"),
+        rollout=s.RolloutConfig(prompts_per_step=2, group_size=2, max_response_tokens=64),
+        training=s.TrainingConfig(prompts_per_mini_batch=2, micro_batch_tokens=128),
+        optimizer=s.OptimizerConfig(lr=1e-3, distributed=distributed),
+        parallel=s.ParallelConfig(world_size=ranks, expert=expert),
+    )
+    trainer = Trainer(config)
+    for part in trainer.optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            group["step"] = 1  # Megatron's own state dict asks for it
+            for p in group["params"]:
+                state = part.optimizer.state[p]
+                state.update({n: torch.rand_like(p.data) for n in ("exp_avg", "exp_avg_sq")})
+                state["step"] = torch.tensor(1.0)
+    trainer.step_count = 1
+    return trainer
+
+
+def save_with_store(trainer: Trainer, folder: Path, saves: int, *, background: bool) -> Timings:
+    """This project's checkpoints. An older checkout's store has no background."""
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
+
+    options: dict[str, Any] = {"background": True} if background else {}
+    store = CheckpointStore(folder, 1, **options)
+
+    def save(step: int) -> Callable[[], None] | None:
+        store.save(trainer, step, {})
+        return store.finish if background else None
+
+    return [timed(lambda step=step: save(step)) for step in range(saves)]
+
+
+def save_with_megatron(trainer: Trainer, folder: Path, saves: int, *, background: bool) -> Timings:
+    """Megatron-Core's ``torch_dist``, each replica writing a share; state in its parallel ``dp_reshardable`` form."""
+    import torch.distributed as dist
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+        FullyParallelSaveStrategyWrapper,
+    )
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    inner = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
+    strategy = FullyParallelSaveStrategyWrapper(inner, group, do_cache_distribution=True)
+    calls = AsyncCallsQueue()
+    metadata = {"dp_cp_group": group, "distrib_optim_sharding_type": "dp_reshardable"}
+
+    def save(step: int) -> Callable[[], None] | None:
+        at = folder / f"step_{step}"
+        if dist.get_rank() == 0:
+            at.mkdir(parents=True)
+        dist.barrier()
+        model = {
+            f"m{i}": c.sharded_state_dict(metadata=metadata) for i, c in enumerate(trainer.chunks)
+        }
+        state = {
+            **model,
+            "optimizer": trainer.optimizer.sharded_state_dict(model, metadata=metadata),
+        }
+        request = dist_checkpointing.save(
+            state, str(at), strategy, async_sharded_save=background, validate_access_integrity=False
+        )
+        if not background:
+            return None
+        calls.schedule_async_request(request)
+        return lambda: calls.maybe_finalize_async_calls(blocking=True)
+
+    return [timed(lambda step=step: save(step)) for step in range(saves)]
+
+
+def timed(save: Callable[[], Callable[[], None] | None]) -> dict[str, float]:
+    """Seconds of ``save``, during which the trainer stands still, and of all until the files are there."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    began = time.perf_counter()
+    finish = save()
+    dist.barrier()
+    stood = time.perf_counter() - began
+    if finish is not None:
+        finish()
+        dist.barrier()
+    return {"stood_still": stood, "until_there": time.perf_counter() - began}
+
+
+def main() -> None:
+    """Arguments as JSON: what bench_checkpoint.py asks of a mode."""
+    import torch
+    import torch.distributed as dist
+
+    asked = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    trainer = make_trainer(
+        asked["material"], asked["ranks"], asked["expert"], distributed=asked["distributed"]
+    )
+    save = save_with_megatron if asked["mode"].startswith("megatron") else save_with_store
+    dist.barrier()
+    rank = os.environ["RANK"]
+    Path(asked["folder"], f"ready{rank}").touch()
+    while not Path(asked["folder"], "go").exists():
+        time.sleep(0.05)
+    background = asked["mode"].endswith("background")
+    timings = save(trainer, Path(asked["folder"], "saved"), asked["saves"], background=background)
+    Path(asked["folder"], f"timings{rank}.json").write_text(json.dumps(timings))
+    dist.barrier()
+    os._exit(0)  # Megatron's helper processes would be waited for
+
+
+if __name__ == "__main__":
+    main()
