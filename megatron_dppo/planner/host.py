@@ -40,8 +40,8 @@ def host_bytes(job: Job, columns: ColumnBytes, node: NodeRoles, capture: int) ->
     """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3.
 
     batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
-    copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes an
-    element that it shares with its replicas (12 in float32).
+    copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes
+    an element that it shares with its replicas (12 in float32).
     """
     copies = COPIES + job.rollout.staleness
     per_rank = columns.replicas / job.trainer.layout.data
