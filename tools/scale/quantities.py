@@ -32,8 +32,7 @@ def _columns(name: str) -> Callable[[Verdict], str]:
 
 
 def _held(plan: Verdict) -> str:
-    columns, data = plan.columns, plan.job.trainer.layout.data
-    return gb(columns.everywhere + columns.replicas / data)
+    return gb(plan.columns.replicas / plan.job.trainer.layout.data)
 
 
 def _received(plan: Verdict) -> str:
@@ -111,7 +110,7 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
         Computed(
             "a rank holds of a batch",
             _held,
-            "ids, masks and versions of all, columns of its replica",
+            "ids, masks and columns of its replica",
         ),
         Computed(
             "host memory a node, columns",

@@ -11,7 +11,7 @@ from megatron_dppo.metrics.normal_ranges import BY_METRIC
 from megatron_dppo.metrics.records import Record
 
 SHOWS = "router replay: what the server recorded is what the trainer routes by"
-LIMIT_S = 330.0
+LIMIT_S = 500.0
 
 
 def run(site: Site) -> Iterator[Row]:

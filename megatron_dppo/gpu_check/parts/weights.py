@@ -9,7 +9,7 @@ from megatron_dppo.gpu_check.tiny_runs import records_of, tiny_run, updates_row
 from megatron_dppo.metrics.normal_ranges import Dtype
 
 SHOWS = "weight updates by broadcast, shared memory and disk, verified tensor by tensor"
-LIMIT_S = 600.0
+LIMIT_S = 900.0
 LABELS = {
     "distributed": ("broadcast over gloo", "broadcast over NCCL"),
     "tensor": ("shared host memory", "CUDA IPC"),
