@@ -41,14 +41,14 @@ class Algorithm:
     name: str
     mask: Mask
     weight: Weight
-    ratio_cap: float = math.inf
-    penalties: tuple[tuple[float, Penalty], ...] = ()
-    needs_recomputed: bool = False
-    topk: int = 0
-    needs_full_distribution: bool = False
-    needs_recomputed_distribution: bool = False
-    needs_sequences: bool = False
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    ratio_cap: float
+    penalties: tuple[tuple[float, Penalty], ...]
+    needs_recomputed: bool
+    topk: int
+    needs_full_distribution: bool
+    needs_recomputed_distribution: bool
+    needs_sequences: bool
+    numbers: Mapping[str, float]
 
     @property
     def reads_topk(self) -> bool:

@@ -351,7 +351,7 @@ def test_the_sources_own_error_aborts_and_passes() -> None:
 
 class Among(Source):
     """One rank among others whose sums are ``others``: bytes sent and received, checksums' parts,
-    how often bytes move to engines, bytes of all weights there.
+    engines' hosts that are not its own, how often bytes move to engines, bytes of all weights there.
     """
 
     def __init__(self, *others: list[Any], rank: int = 0) -> None:
@@ -368,7 +368,7 @@ def test_the_report_adds_up_what_all_ranks_sent() -> None:
     """Rank 1 hashes nothing; rank 2 sends tensor d. The engine has what all three sent."""
     engine = Engine()
     engine.held = dict.fromkeys("abcd", "1")
-    source = Among([100, 7, None, 0, 0], [50, 3, [["d"]], 0, 0])
+    source = Among([100, 7, None, [], 0, 0], [50, 3, [["d"]], [], 0, 0])
     report = updater(engine, source=source).update(1)
     assert report.tensors == 4
     assert report.bytes == 24 + 100 + 50
@@ -377,7 +377,7 @@ def test_the_report_adds_up_what_all_ranks_sent() -> None:
 
 
 def test_a_rank_without_engines_reports_rank_0s_figures() -> None:
-    source = Among([24, 10, [["a", "b", "c"]], 2, 24], rank=1)
+    source = Among([24, 10, [["a", "b", "c"]], [], 2, 24], rank=1)
     updates = updater(Engine(), source=source)
     report = updates.update(4)
     assert (report.bytes, report.bytes_moved, report.bytes_bound) == (24, 10 + 48, 9 + 48)
