@@ -125,3 +125,22 @@ def test_a_generation_that_is_refused_gives_the_engine_up_on_every_rank(open_sma
         EngineUnavailableError, match=r"EngineRequestError: .* answered 400: too long"
     ):
         session.generate(job, "rollout")
+
+
+def test_responses_are_parsed_beside_this_process_and_told_as_they_come(open_small):
+    small = open_small()
+    session = small.session
+    members = session._agree_on_members()
+    session._runner.run(session._fleet.serve(members, 1))
+    problems = (Problem(0, "a", "b", (3, 4)), Problem(1, "c", "d", (9,)))
+    told: list[tuple[Any, str]] = []
+    generation = session.start(
+        GenerationJob(problems, 2, SamplingParams(4)),
+        "rollout",
+        lambda key, t: told.append((key, t.text)),
+    )
+    answers = session.finish(generation)
+    assert [t.token_ids.tolist() for t in answers] == [[3, 4, 3], [3, 4, 3], [9, 9], [9, 9]]
+    assert sorted(told) == [((p, s), "engine0") for p in (0, 1) for s in (0, 1)]
+    assert session._parser._process is not None
+    assert session._parser._process.poll() is None
