@@ -34,7 +34,7 @@ from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts
 from megatron_dppo.metrics.sums import MetricSums
-from megatron_dppo.model.flops import BACKWARD_FORWARDS, forward_flops
+from megatron_dppo.model.flops import BACKWARD_FORWARDS, FROZEN_BACKWARD_FORWARDS, forward_flops
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.reduction import reduce_masked_tokens
@@ -170,7 +170,8 @@ class Learner:
 
     def _speed(self, batch: PlannedBatch, seconds: float) -> dict[str, float]:
         """Arithmetic of the optimiser steps (recomputation and passes without gradient don't count), and memory."""
-        flops = (1 + BACKWARD_FORWARDS) * sum(plan.cost for plan in batch.plans)
+        backward = FROZEN_BACKWARD_FORWARDS if self._config.lora.rank else BACKWARD_FORWARDS
+        flops = (1 + backward) * sum(plan.cost for plan in batch.plans)
         world = self._trainer.layout.world_size
         return {
             **arithmetic_speed(flops, seconds, world, platform.peak_flops()),

@@ -67,7 +67,7 @@ batch's optimiser steps.
 """
 TFLOPS = "train/tflops_per_rank"
 """Floating-point operations of the model in a rank's second of training, 1e12: forward, and twice as
-many backward; what is computed again is not counted.
+many backward (as many where only adapters are trained); what is computed again is not counted.
 """
 MFU = "train/mfu"
 """``TFLOPS`` over the GPU's dense bf16 peak; not recorded on a CPU and on a GPU of an unknown peak."""

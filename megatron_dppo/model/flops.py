@@ -8,6 +8,8 @@ from megatron_dppo.model.shape import ModelShape
 
 BACKWARD_FORWARDS = 2
 """A backward pass takes two products for each of the forward's: by the inputs and by the weights."""
+FROZEN_BACKWARD_FORWARDS = 1
+"""The same through frozen weights, which have no gradient; adapters' own products are left out."""
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,11 @@ def test_a_run_with_adapters_from_the_data_to_its_exports(tmp_path: Path) -> Non
         run.finish()
     records = {r["step"]: r for r in records_of(run.directory)}
     trained = [records[step] for step in (1, 2)]
-    assert all(r["weights/updates"] == r["weights/verified"] == 1 for r in trained)
+    updates, verified = (
+        sum(r.get(f"weights/{what}", 0) for r in records.values())
+        for what in ("updates", "verified")
+    )
+    assert updates == verified > 0
     # The second mini-batch of a step is computed by a policy that has left its reference.
     assert all(0 < r["reference/kl"] < 1 for r in trained)
     assert summary_of(run.directory)["hf_export_max_logprob_diff"] <= 1e-4
