@@ -27,6 +27,7 @@ from megatron_dppo.planner.search import Lengths, Proposal, nearest, search
 from megatron_dppo.planner.table import print_plan, print_proposals
 from megatron_dppo.planner.units import GB, GIB
 from megatron_dppo.planner.verdict import Verdict, verdict
+from megatron_dppo.planner.weight_plan import weight_plan
 
 SHOWN = 8
 NEAREST = 3
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         shape = shape_of(config.model.hf_checkpoint, words.model_configs)
     except (ConfigError, ModelError) as error:
         fatal(str(error))
+    if words.weights:
+        return _weights(config, shape, words)
     cluster = Cluster(
         DEVICES[words.gpu], words.nodes, words.gpus_per_node, round(words.host_memory_gib * GIB)
     )
@@ -60,6 +63,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         _print(plan, problems, shown, words)
     return 2 if problems else 0
+
+
+def _weights(config: TrainConfig, shape: ModelShape, words: argparse.Namespace) -> int:
+    """Print a weight update's plan of buckets for every rank; 2 where it would not be a whole update."""
+    problems = layout_problems(config, shape)
+    if problems:
+        fatal(str(ConfigError(problems, words.recipe)))
+    nodes = words.gpus_per_node
+    found = weight_plan(job_of(config, shape, ranks_per_node=nodes), nodes)
+    print(json.dumps(asdict(found), indent=1) if words.json else "\n".join(found.lines()))
+    return 2 if found.problems else 0
 
 
 def _planned(
@@ -168,6 +182,11 @@ def _parser() -> argparse.ArgumentParser:
         "there; default %(default)s",
     )
     parser.add_argument("--search", action="store_true", help="the best layouts, ranked")
+    parser.add_argument(
+        "--weights",
+        action="store_true",
+        help="only a weight update's plan of buckets, for every rank",
+    )
     parser.add_argument("--png", metavar="FILE", help="draw every GPU's memory by part")
     parser.add_argument("--json", action="store_true", help="every number, as JSON")
     parser.add_argument(

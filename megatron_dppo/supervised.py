@@ -40,11 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words.check:
             check_everything_supervised(config, words.config)
             return 0
-        if "RANK" in os.environ or not config.megatron:  # nothing that needs a library's word
+        if (
+            "RANK" in os.environ or not config.forwards_to_megatron
+        ):  # nothing that needs a library's word
             check_supervised_config(config, words.config)
         if "RANK" not in os.environ:
             command = [words.config, *words.overrides]
-            refused = check_in_child(MODULE, command) if config.megatron else 0
+            refused = check_in_child(MODULE, command) if config.forwards_to_megatron else 0
             return refused or run_local(config, MODULE, this_machine())
     except (ConfigError, LaunchError) as error:
         fatal(str(error))

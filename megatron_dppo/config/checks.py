@@ -21,6 +21,7 @@ from megatron_dppo.config.forwarded import (
     megatron_problems,
     replay_problems,
 )
+from megatron_dppo.config.forwarded_training import training_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
 from megatron_dppo.config.lora import engine_adapter_problems, lora_problems
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
@@ -58,6 +59,7 @@ def check_supervised_config(config: SupervisedConfig, source: str = "configurati
     problems = [
         *world_problems(config),
         *megatron_problems(config.megatron),
+        *training_problems(config),
     ]
     if not Path(config.data.train).is_file():
         problems.append(f"data.train: got {config.data.train!r}, expected a JSONL or Parquet file")
@@ -195,6 +197,7 @@ def _certificates(config: TrainConfig) -> Problems:
 
 def _forwarded(config: TrainConfig) -> Problems:
     yield from megatron_problems(config.megatron)
+    yield from training_problems(config)
     yield from SGLANG.problems(config.sglang)
 
 

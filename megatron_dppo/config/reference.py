@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_dppo.config.expectations import expectation, sections_in
 from megatron_dppo.config.forwarded import MEGATRON, SGLANG, ForwardedTable
+from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
 from megatron_dppo.config.yaml_core import dump_yaml
 
@@ -64,7 +65,7 @@ def _nested(section: type[BaseModel]) -> Iterator[str]:
             yield _table(kind)
 
 
-_FORWARDED = {table.name: table for table in (MEGATRON, SGLANG)}
+_FORWARDED = {table.name: table for table in (MEGATRON, DDP, OPTIMIZER, SGLANG)}
 
 
 def _forwarded(table: ForwardedTable) -> str:

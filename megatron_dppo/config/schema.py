@@ -216,7 +216,8 @@ class StepConfig(Section):
     micro_batch_tokens: int = Field(gt=0)
     """Token budget of a packed micro-batch; a longer sequence has one to itself."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation: selective recomputes the core attention, full every layer."""
+    """Activation recomputation: full of every layer; selective of the core attention or, on GPUs, where that keeps
+    next to nothing, of a mixture's expert activations and norms (megatron.recompute_modules names others)."""
 
 
 class TrainingConfig(StepConfig):
@@ -243,8 +244,8 @@ class OptimizerConfig(Section):
     """Share of a weight, times the rate, that every step takes off."""
     clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0: off."""
-    distributed: bool = False
-    """Shard the optimizer's state over data-parallel ranks."""
+    distributed: bool | None = None
+    """Shard the optimizer's state over data-parallel ranks. Empty: on in bfloat16 with several of them."""
 
 
 class EngineConfig(Section):
@@ -383,6 +384,31 @@ class PolicyConfig(Section):
     optimizer: OptimizerConfig
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Forwarded to megatron.core's TransformerConfig; keys are checked against its fields."""
+    megatron_ddp: dict[str, Any] = Field(default_factory=dict)
+    """Forwarded to megatron.core's DistributedDataParallelConfig: overlap_grad_reduce, bucket_size, grad_reduce_in_fp32
+    (true here; false: gradients in the weights' type)."""
+    megatron_optimizer: dict[str, Any] = Field(default_factory=dict)
+    """Forwarded to megatron.core's OptimizerConfig: use_precision_aware_optimizer with its types (exp_avg_dtype:
+    bfloat16), optimizer_cpu_offload. Not yet run on a GPU."""
+
+    @property
+    def forwards_to_megatron(self) -> bool:
+        """Whether a table has something that only Megatron-Core can check."""
+        return bool(self.megatron or self.megatron_ddp or self.megatron_optimizer)
+
+    @property
+    def token_multiple(self) -> int:
+        """What a rank's tokens of a micro-batch must be a multiple of: 1, or what FP8 kernels take."""
+        if self.megatron.get("fp8") is None:
+            return 1
+        return 32 if self.megatron.get("fp8_recipe") == "mxfp8" else 16
+
+    @property
+    def distributed_optimizer(self) -> bool:
+        """``optimizer.distributed`` with its default filled in."""
+        if self.optimizer.distributed is not None:
+            return self.optimizer.distributed
+        return self.model.dtype == "bfloat16" and self.parallel.data > 1
 
     @property
     def temperature(self) -> float:

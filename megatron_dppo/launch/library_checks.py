@@ -21,6 +21,7 @@ from megatron_dppo.config import (
     check_supervised_config,
 )
 from megatron_dppo.config.forwarded import MEGATRON, SGLANG
+from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
 from megatron_dppo.config.library_fields import LibraryMissingError
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import PolicyConfig
@@ -107,6 +108,11 @@ def library_problems(config: PolicyConfig) -> Iterator[str]:
         from megatron_dppo.trainer.transformer_fields import transformer_fields
 
         yield from MEGATRON.library_problems(config.megatron, transformer_fields())
+    if DDP.free(config.megatron_ddp) or OPTIMIZER.free(config.megatron_optimizer):
+        from megatron_dppo.trainer.training_fields import ddp_fields, optimizer_fields
+
+        yield from DDP.library_problems(config.megatron_ddp, ddp_fields())
+        yield from OPTIMIZER.library_problems(config.megatron_optimizer, optimizer_fields())
     if isinstance(config, TrainConfig) and SGLANG.free(config.sglang):
         from megatron_dppo.engine.server_args import server_args_fields
 

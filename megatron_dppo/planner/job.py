@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,8 @@ from megatron_dppo.planner.units import ceil_to
 class TrainerJob:
     """The trainer's side. ``tokens``: of the longest micro-batch; a sequence longer than the budget has one to itself.
     ``micro_batches``: of one replica in one optimiser step. ``trained``: where not everything is.
-    ``reference``: the weights that training started from are kept."""
+    ``reference``: the weights that training started from are kept. ``gradient_bytes``, ``optimizer_bytes``: of each
+    trained parameter, of its gradient and its optimizer state."""
 
     shape: ModelShape
     layout: Layout
@@ -32,6 +34,8 @@ class TrainerJob:
     transformer_engine: bool = True
     trained: Trained | None = None
     reference: bool = False
+    gradient_bytes: int = 4
+    optimizer_bytes: float = 12
 
     @property
     def item_bytes(self) -> int:
@@ -124,7 +128,7 @@ def trainer_job(
     config: PolicyConfig, shape: ModelShape, micro_batches: int, longest: int, *, gpu: bool = True
 ) -> TrainerJob:
     """``longest``: tokens of the longest sequence. ``gpu``: Transformer Engine's layers, else torch's."""
-    sizes = config.parallel.sizes
+    sizes, item = config.parallel.sizes, ITEM_BYTES[config.model.dtype]
     sequence_parallel = sizes.sequence_parallel(shape)
     tokens = max(config.training.micro_batch_tokens, longest)
     return TrainerJob(
@@ -133,13 +137,36 @@ def trainer_job(
         sequence_parallel=sequence_parallel,
         dtype=config.model.dtype,
         recompute=config.training.recompute,
-        distributed=config.optimizer.distributed,
-        tokens=ceil_to(tokens, sizes.tensor if sequence_parallel else 1),
+        distributed=config.distributed_optimizer,
+        tokens=ceil_to(tokens, (sizes.tensor if sequence_parallel else 1) * config.token_multiple),
         micro_batches=micro_batches,
         transformer_engine=gpu,
         trained=Trained.of(config.lora, shape),
         reference=config.keeps_reference,
+        gradient_bytes=4 if config.megatron_ddp.get("grad_reduce_in_fp32", True) else item,
+        optimizer_bytes=_optimizer_bytes(config.megatron_optimizer, item),
     )
+
+
+def _optimizer_bytes(table: Mapping[str, Any], item_bytes: int) -> float:
+    """Bytes of Adam's state for each parameter on the GPU: two moments, and a master where the weights are no fp32.
+
+    A precision-aware optimizer has types of its own, and of a master only the half that the bf16 weight lacks.
+    Offloaded state is on the host.
+    """
+    size = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+    master = size[table.get("main_params_dtype", "float32")] if item_bytes < 4 else 0
+    if (
+        master
+        and table.get("use_precision_aware_optimizer")
+        and table.get("store_param_remainders", True)
+    ):
+        master = 2
+    moments = sum(size[table.get(key, "float32")] for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    offloaded = (
+        table.get("optimizer_offload_fraction", 0) if table.get("optimizer_cpu_offload") else 0
+    )
+    return (master + moments) * (1 - offloaded)
 
 
 def job_of(
@@ -171,7 +198,11 @@ def job_of(
         config.weight_sync.bucket_mib * 2**20,
         config.checkpoint.every,
         config.checkpoint.background,
-        (*(f"megatron.{key}" for key in config.megatron), *_unread(config.sglang)),
+        (
+            *(f"megatron.{key}" for key in config.megatron if key not in _READ_MEGATRON),
+            *(f"megatron_ddp.{key}" for key in config.megatron_ddp if key != "grad_reduce_in_fp32"),
+            *_unread(config.sglang),
+        ),
         1 if config.weight_sync.senders == "holders" else ranks_per_node,
     )
 
@@ -215,6 +246,7 @@ def _engine_job(config: TrainConfig) -> EngineJob:
     )
 
 
+_READ_MEGATRON = ("fp8", "fp8_recipe")
 _READ = ("tp_size", "ep_size", "pp_size", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
          "kv_cache_dtype", "base_gpu_id")  # fmt: skip
 

@@ -61,23 +61,23 @@ class LocalSizes:
 @dataclass(frozen=True)
 class LayerBytes:
     """Bytes per token of a micro-batch that one layer keeps. ``input``: what full recomputation keeps of the layer.
-    ``core``: what the core attention keeps beside its inputs and output, and what selective recomputation drops of it;
-    ``core_inputs``: what that keeps instead."""
+    ``core``: what the core attention keeps beside its inputs and output. ``recomputed``: what selective recomputation
+    drops of everything."""
 
     input: float
     norms: float
     projections: float
     core: float
-    core_inputs: float
     mlp: float
     router: float
+    recomputed: float
 
     def kept(self, recompute: str) -> float:
         """Bytes per token between forward and backward under a setting of ``training.recompute``."""
         if recompute == "full":
             return self.input
-        everything = self.norms + self.projections + self.mlp + self.router
-        return everything + (self.core_inputs if recompute == "selective" else self.core)
+        everything = self.norms + self.projections + self.core + self.mlp + self.router
+        return everything - (self.recomputed if recompute == "selective" else 0)
 
     @property
     def whole(self) -> float:
@@ -91,25 +91,27 @@ def transformer_engine(s: LocalSizes, is_moe: bool) -> LayerBytes:
 
     - Norms fused into linears, and the one before the router, keep input and output of the norm, b each, and 4 bytes.
     - Queries and keys before their norms (where the family has them) and after the rotary embedding, values: b each.
-    - Flash attention: its output (which the projection shares) and a fp32 log-sum-exp a head; selective recomputation
-      keeps inputs and output all the same.
+    - Flash attention: its output (which the projection shares) and a fp32 log-sum-exp a head.
     - SwiGLU keeps its fused input, 2f, and the second linear its input, f; experts also their permuted input, h.
+    - Selective recomputation drops of a mixture the experts' f and the output of the norm before the router
+      (``moe_act``, ``layernorm``), of a dense model the log-sum-exp (``core_attn``).
     """
     norm = (2 * s.hidden * s.item + _FLOAT) * s.rows
     rotated = (s.query + 2 * s.kv) * s.item
     raw = ((s.query + s.kv) * s.item + 2 * _FLOAT * s.heads) if s.qk_norm else 0.0
     output = s.query * s.item
-    mlp = 3 * s.ffn * s.item
+    mlp, recomputed = 3 * s.ffn * s.item, _FLOAT * s.heads
     if is_moe:
+        recomputed = s.assignments * s.expert_ffn * s.item + s.hidden * s.item * s.rows
         mlp = s.assignments * ((s.hidden + 3 * s.expert_ffn) * s.item + _FLOAT)
     return LayerBytes(
         input=s.hidden * s.rows * s.item,
         norms=2 * norm,
         projections=raw + output,
         core=rotated + _FLOAT * s.heads,
-        core_inputs=rotated,
         mlp=mlp,
         router=_router(s, row_id_map=_FLOAT * (2 * s.experts + 1)) if is_moe else 0.0,
+        recomputed=recomputed,
     )
 
 
@@ -129,6 +131,7 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     if s.item == _FLOAT:  # the keys' norm keeps its input itself, a view of the fused projection
         qk_norm += (s.query + s.kv) * s.item if s.qk_norm else 0.0
     rotary = 4 * s.head_dim * s.item
+    core = 2 * (s.query + s.kv) * s.item + _FLOAT * s.heads + 2 * _INDEX
     mlp = 5 * s.ffn * s.item
     if is_moe:
         mlp = s.assignments * ((s.hidden + 6 * s.expert_ffn) * s.item + _FLOAT + _INDEX)
@@ -136,10 +139,10 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
         input=s.hidden * s.rows * s.item,
         norms=2 * norm,
         projections=qk_norm + rotary + s.query * s.item,
-        core=2 * (s.query + s.kv) * s.item + _FLOAT * s.heads + 2 * _INDEX,
-        core_inputs=heads * s.item + fused,
+        core=core,
         mlp=mlp,
         router=_router(s, row_id_map=0) if is_moe else 0.0,
+        recomputed=core - (heads * s.item + fused),
     )
 
 

@@ -10,9 +10,6 @@ from megatron_dppo.planner.job import TrainerJob
 from megatron_dppo.planner.units import ceil_to
 from megatron_dppo.planner.weights import Counts, RankParameters, elements, rank_parameters
 
-GRADIENT_BYTES = 4
-MOMENT_BYTES = 8
-MASTER_BYTES = 4
 _PARAMETER_PAD, _BUCKET_PAD = 64, 128
 
 
@@ -34,8 +31,8 @@ def state_bytes(job: TrainerJob, stage: int) -> StateBytes:
     """Weights, gradient buffer and optimizer state of each rank of ``stage``.
 
     - weights: elements x 2 (bfloat16) or 4 (float32).
-    - gradients: elements x 4: ``grad_reduce_in_fp32=True`` in ``trainer/model.py``; one buffer for dense and one
-      for experts' parameters (``_ParamAndGradBuffer``).
+    - gradients: elements x 4: ``grad_reduce_in_fp32=True`` in ``trainer/model.py``, or x 2; one buffer for dense and
+      one for experts' parameters (``_ParamAndGradBuffer``).
     - optimizer: Adam's two fp32 moments, 8 bytes, and for bfloat16 a fp32 master, 4 bytes (megatron.core
       ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``); a float32 parameter is its own master.
       ``optimizer.distributed`` cuts these by the replicas: ``data`` for dense parameters, ``expert_data`` for experts.
@@ -56,15 +53,14 @@ def state_bytes(job: TrainerJob, stage: int) -> StateBytes:
         for counts, replicas in _groups(parameters, job.layout)
     ]
     held = sum(padded)
-    per_element = MOMENT_BYTES + (0 if job.dtype == "float32" else MASTER_BYTES)
     shared = [
         size // replicas if job.distributed else size
         for size, (_, replicas) in zip(padded, _groups(parameters, job.layout), strict=True)
     ]
     return StateBytes(
         weights=(frozen + held + (changed if job.reference else 0)) * job.item_bytes,
-        gradients=held * GRADIENT_BYTES,
-        optimizer=sum(shared) * per_element,
+        gradients=held * job.gradient_bytes,
+        optimizer=round(sum(shared) * job.optimizer_bytes),
     )
 
 

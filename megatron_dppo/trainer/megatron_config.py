@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    "selective": {"recompute_granularity": "selective"},
     "full": {
         "recompute_granularity": "full",
         "recompute_method": "uniform",
@@ -44,6 +44,7 @@ def transformer_config(
         **_layout_options(layout, sequence_parallel=config.parallel.sizes.sequence_parallel(shape)),
         **_precision_options(DTYPES[config.model.dtype]),
         **_RECOMPUTE[config.training.recompute],
+        "recompute_modules": list(platform.current().recomputed(shape.is_moe)),
         **platform.current().transformer_options,
         **transformer_values(config.megatron),
     }

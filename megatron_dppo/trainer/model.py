@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron.core import parallel_state
@@ -41,18 +41,25 @@ def make_chunks(
 
 
 def wrap_chunks(
-    chunks: list[GPTModel], transformer: TransformerConfig, *, distributed_optimizer: bool
+    chunks: list[GPTModel],
+    transformer: TransformerConfig,
+    options: Mapping[str, Any],
+    *,
+    distributed_optimizer: bool,
 ) -> list[DistributedDataParallel]:
-    """Wrap each chunk in Float16Module (bfloat16 only) and in DDP with fp32 gradient buffers."""
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
-        use_distributed_optimizer=distributed_optimizer,
-    )
+    """Wrap each chunk in Float16Module (bfloat16 only) and in DDP with fp32 gradient buffers.
+
+    ``options``: fields of DistributedDataParallelConfig, in place of ours.
+    """
+    ours = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": distributed_optimizer}
+    ddp = DistributedDataParallelConfig(**{**ours, **options})
     wrapped = []
     for i, chunk in enumerate(chunks):
         module = Float16Module(transformer, chunk) if transformer.bf16 else chunk
         wrapped.append(DistributedDataParallel(transformer, ddp, module, disable_bucketing=i > 0))
+    if ddp.overlap_grad_reduce:  # gradients of all micro-batches but the last only add up
+        without = [chunk.no_sync for chunk in wrapped]
+        transformer.no_sync_func = without if len(without) > 1 else without[0]
     return wrapped
 
 

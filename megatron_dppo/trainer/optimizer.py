@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -16,11 +18,17 @@ from megatron_dppo.config.schema import OptimizerConfig
 
 
 def build_optimizer(
-    config: OptimizerConfig, chunks: list[DistributedDataParallel], dtype: torch.dtype
+    config: OptimizerConfig,
+    chunks: list[DistributedDataParallel],
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    *,
+    distributed: bool,
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
     """Build Adam with decoupled weight decay (none on norms and biases) and its schedule.
 
-    The learning rate of step n = 1, 2, ... is ``lr * min(1, n / warmup_steps)``.
+    The learning rate of step n = 1, 2, ... is ``lr * min(1, n / warmup_steps)``. ``options``: further fields of
+    Megatron-Core's OptimizerConfig.
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -34,7 +42,8 @@ def build_optimizer(
             clip_grad=config.clip_grad,
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
-            use_distributed_optimizer=config.distributed,
+            use_distributed_optimizer=distributed,
+            **options,
         ),
         chunks,
         use_gloo_process_groups=False,
@@ -71,6 +80,7 @@ def apply_step(
     for part in optimizer.chained_optimizers:
         parameters = [] if part.is_stub_optimizer else part.get_parameters()
         if parameters and part.config.clip_grad > 0:
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm)
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, decoupled)
     optimizer.step_with_ready_grads()
     return float(optimizer.param_groups[0]["lr"])

@@ -35,6 +35,8 @@ class Platform:
         device: of the model.
         distributed_backend: of torch.distributed.
         decoder_spec: ``(config, vp_stage)`` -> layer spec of one model chunk.
+        recomputed: whether a model is a mixture of experts -> the modules that selective recomputation
+            recomputes.
         transformer_options: fields of TransformerConfig that depend on the machine (fusions,
             initialisation, communication between pipeline stages).
     """
@@ -42,6 +44,7 @@ class Platform:
     device: torch.device
     distributed_backend: str
     decoder_spec: Callable[[Any, int | None], Any]
+    recomputed: Callable[[bool], tuple[str, ...]]
     transformer_options: Mapping[str, Any]
 
 
@@ -146,6 +149,8 @@ def _cuda() -> Platform:
         decoder_spec=lambda config, vp_stage: get_gpt_decoder_block_spec(
             config, use_transformer_engine=True, vp_stage=vp_stage
         ),
+        # Fused attention keeps its inputs and a number a row: recomputing it saves next to nothing.
+        recomputed=lambda is_moe: ("moe_act", "layernorm") if is_moe else ("core_attn",),
         transformer_options={
             "bias_activation_fusion": True,
             "bias_dropout_fusion": True,
@@ -163,6 +168,7 @@ def _cpu() -> Platform:
         device=torch.device("cpu"),
         distributed_backend="gloo",
         decoder_spec=decoder_spec,
+        recomputed=lambda is_moe: ("core_attn",),
         transformer_options={
             "use_cpu_initialization": True,
             "bias_activation_fusion": False,

@@ -46,6 +46,7 @@ from megatron_dppo.trainer.topology import (
     init_distributed,
     init_topology,
 )
+from megatron_dppo.trainer.training_fields import ddp_values, optimizer_values
 from megatron_dppo.vocab_parallel.arguments import FAULTS, describe
 
 _NONFINITE = "nonfinite_losses"
@@ -120,13 +121,21 @@ class Trainer:
                 device=self.device,
             )
         self.ddp_chunks = wrap_chunks(
-            self.chunks, transformer, distributed_optimizer=config.optimizer.distributed
+            self.chunks,
+            transformer,
+            ddp_values(config.megatron_ddp),
+            distributed_optimizer=config.distributed_optimizer,
         )
         self.optimizer, self.scheduler = build_optimizer(
-            config.optimizer, self.ddp_chunks, self.dtype
+            config.optimizer,
+            self.ddp_chunks,
+            self.dtype,
+            optimizer_values(config.megatron_optimizer),
+            distributed=config.distributed_optimizer,
         )
         self.step_count = 0
-        self.pad_multiple = self.layout.tensor if is_sequence_parallel else 1
+        local = self.layout.tensor if is_sequence_parallel else 1
+        self.pad_multiple = local * config.token_multiple
         self.micro_batch_multiple = self.layout.pipeline if self.layout.chunks > 1 else 1
         self._stats = StatsFunction(
             self.topology, self.shape.vocab_size, config.temperature, self.stats_spec

@@ -51,6 +51,7 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 EP2": ("qwen3_moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
     "DP2": ("qwen3_moe", {}, {}),
     "DP2 distributed optimizer": ("qwen3_moe", {}, {"distributed": True}),
+    "DP2 overlap": ("qwen3_moe", {}, {"ddp": {"overlap_grad_reduce": True, "bucket_size": 4000}}),
     "tied PP2": ("qwen3", {"pipeline": 2}, {}),
     "tied PP2 VPP2": ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "tied TP2": ("qwen3", {"tensor": 2}, {}),
@@ -157,6 +158,7 @@ def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
         ),
         parallel=s.ParallelConfig(**parallel),
         lora=s.LoraConfig(**changes.get("lora", {})),
+        megatron_ddp=changes.get("ddp", {}),
     )
 
 

@@ -5,6 +5,7 @@ from enum import Enum
 from typing import Union, get_args, get_origin
 
 import pytest
+import torch
 from pydantic import ConfigDict, TypeAdapter
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
@@ -15,9 +16,16 @@ from megatron_dppo.config.forwarded import (
     SGLANG_FIXED,
     SGLANG_OWNED,
 )
+from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
 from megatron_dppo.config.library_fields import read_value
 from megatron_dppo.engine.server_args import server_args_fields
 from megatron_dppo.launch.library_checks import library_problems
+from megatron_dppo.trainer.training_fields import (
+    ddp_fields,
+    ddp_values,
+    optimizer_fields,
+    optimizer_values,
+)
 from megatron_dppo.trainer.transformer_fields import transformer_fields, transformer_values
 from tests.unit.config_files import minimal, write_config
 
@@ -95,6 +103,36 @@ FORWARDED = [
         "megatron.init_method=x",
         "megatron.init_method: got 'x' (str), expected a Python function, which YAML can't hold",
     ),
+    (
+        "megatron_ddp.use_distributed_optimizer=true",
+        "megatron_ddp.use_distributed_optimizer: got true (bool), expected nothing: optimizer.distributed sets it",
+    ),
+    (
+        "megatron_ddp.overlap_grad_reduced=true",
+        "megatron_ddp.overlap_grad_reduced: got true (bool), not a field of DistributedDataParallelConfig "
+        "(megatron-core 0.16.1); did you mean overlap_grad_reduce",
+    ),
+    (
+        "megatron_ddp.overlap_param_gather=true",
+        "megatron_ddp.overlap_param_gather: got true (bool), expected nothing: weights are read between steps",
+    ),
+    (
+        "megatron_optimizer.adam_beta1=0.5",
+        "megatron_optimizer.adam_beta1: got 0.5 (float), expected nothing: optimizer.beta1 sets it",
+    ),
+    (
+        "megatron_optimizer.exp_avg_dtype=bfloat16",
+        "megatron_optimizer.exp_avg_dtype: got 'bfloat16' (str), expected nothing without "
+        "megatron_optimizer.use_precision_aware_optimizer",
+    ),
+    (
+        "megatron_optimizer.use_precision_aware_optimizer=true",
+        "megatron_optimizer.use_precision_aware_optimizer: got true, expected false without optimizer.distributed",
+    ),
+    (
+        "megatron_optimizer.optimizer_offload_fraction=half",
+        "megatron_optimizer.optimizer_offload_fraction: got 'half' (str), expected a number",
+    ),
     ("sglang.port=3", "sglang.port: got 3 (int), expected nothing: engine.port sets it"),
     (
         "sglang.temperature=0.7",
@@ -144,8 +182,36 @@ def test_the_sglang_table_of_a_server_elsewhere_needs_no_sglang(problems, monkey
     ]
 
 
+def test_every_option_of_ours_is_one_of_megatrons():
+    for table, fields in ((DDP, ddp_fields()), (OPTIMIZER, optimizer_fields())):
+        assert {*table.owned, *table.fixed} <= set(fields.types)
+
+
+def test_ddp_and_optimizer_tables_become_megatrons_values():
+    assert ddp_values({"grad_reduce_in_fp32": False, "bucket_size": 9}) == {
+        "grad_reduce_in_fp32": False,
+        "bucket_size": 9,
+    }
+    table = {
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bfloat16",
+        "pin_cpu_grads": False,
+    }
+    assert optimizer_values(table) == {**table, "exp_avg_dtype": torch.bfloat16}
+    with pytest.raises(
+        ValueError, match="expected one of 'float32', 'bfloat16', 'float16', 'uint8'"
+    ):
+        optimizer_values({"exp_avg_dtype": "bf16"})
+
+
 def test_forwarded_tables_that_fit(problems):
     assert not problems(
+        "optimizer.distributed=true",
+        "megatron_ddp.overlap_grad_reduce=true",
+        "megatron_ddp.grad_reduce_in_fp32=false",
+        "megatron_optimizer.use_precision_aware_optimizer=true",
+        "megatron_optimizer.exp_avg_dtype=bfloat16",
+        "megatron_optimizer.optimizer_cpu_offload=true",
         "megatron.moe_token_dispatcher_type=flex",
         "megatron.moe_input_jitter_eps=0",
         "megatron.recompute_modules=[core_attn]",

@@ -126,7 +126,8 @@ def test_a_layer_of_transformer_engine_by_hand():
     assert layer.core == (queries + 2 * keys) * 2 + 4 * 8
     assert layer.mlp == 8 / 4 * ((2048 + 3 * 768) * 2 + 4)
     assert layer.kept("full") == layer.input
-    assert layer.kept("selective") == layer.whole - 4 * 8
+    # Selective: without the experts' product and the output of the norm before the router.
+    assert layer.kept("selective") == layer.whole - (8 / 4 * 768 * 2 + 2048 / 4 * 2)
 
 
 def test_activations_by_hand():
@@ -233,6 +234,48 @@ def test_senders_are_the_gather_plans(layout, holders, nodes):
         )
         assert len({bucket.receiver for bucket in plan}) == count
         assert senders(layout, ranks_per_sender) == count
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gradient", "optimizer"),
+    [
+        ([], 4, 12),
+        (["megatron_ddp.grad_reduce_in_fp32=false"], 2, 12),
+        # The master's missing half, and two moments in bf16.
+        (["megatron_optimizer={use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16,"
+          " exp_avg_sq_dtype: bfloat16}"], 4, 6),
+        (["megatron_optimizer={optimizer_cpu_offload: true, optimizer_offload_fraction: 0.75}"], 4, 3),
+        (["model.dtype=float32"], 4, 8),
+    ],
+)  # fmt: skip
+def test_forwarded_options_change_a_parameters_bytes(overrides, gradient, optimizer):
+    trainer = job("qwen3_30b_a3b_base", *overrides).trainer
+    assert (trainer.gradient_bytes, trainer.optimizer_bytes) == (gradient, optimizer)
+    weights = state_bytes(trainer, 0).weights
+    assert state_bytes(trainer, 0).gradients == weights // trainer.item_bytes * gradient
+
+
+def test_the_optimizer_is_sharded_where_several_replicas_train_in_bfloat16():
+    def shards(*words):
+        return recipe(
+            "qwen3_30b_a3b_base", "optimizer.distributed=null", *words
+        ).distributed_optimizer
+
+    assert shards()
+    assert not shards("model.dtype=float32")
+    assert not shards("parallel={world_size: 4, tensor: 4}")
+    assert not recipe("qwen3_30b_a3b_base", "optimizer.distributed=false").distributed_optimizer
+
+
+def test_fp8_pads_each_ranks_tokens():
+    assert recipe().token_multiple == 1
+    assert recipe("qwen3_30b_a3b_base", "megatron.fp8=hybrid").token_multiple == 16
+    both = "megatron={fp8: e4m3, fp8_recipe: mxfp8}"
+    assert recipe("qwen3_30b_a3b_base", both).token_multiple == 32
+    longest = job(
+        "qwen3_30b_a3b_base", "megatron.fp8=hybrid", "training.micro_batch_tokens=40001"
+    ).trainer
+    assert longest.tokens == 40_064  # the next multiple of TP4 x 16
 
 
 def test_communicators_by_hand():

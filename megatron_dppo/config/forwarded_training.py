@@ -1,0 +1,127 @@
+"""The ``megatron_ddp:`` and ``megatron_optimizer:`` tables: which of their keys other sections set, or
+nothing may.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron_dppo.config.expectations import given
+from megatron_dppo.config.forwarded import ForwardedTable
+from megatron_dppo.config.schema import PolicyConfig
+
+_SUMS = "gradients are plain sums: the loss was divided by a global count"
+_FSDP = "weights are gathered from whole parameters of their ranks"
+_LATE = "weights are read between steps, before the forward pass that would gather them"
+
+DDP = ForwardedTable(
+    "megatron_ddp",
+    {"use_distributed_optimizer": "optimizer.distributed"},
+    {
+        "average_in_collective": _SUMS,
+        "overlap_param_gather": _LATE,
+        "align_param_gather": _LATE,
+        "fp8_param_gather": _LATE,
+        "reuse_grad_buf_for_mxfp8_param_ag": _LATE,
+        "num_distributed_optimizer_instances": "checkpoints know one instance",
+        **dict.fromkeys(
+            (
+                "use_megatron_fsdp",
+                "use_custom_fsdp",
+                "data_parallel_sharding_strategy",
+                "outer_dp_sharding_strategy",
+                "suggested_communication_unit_size",
+                "preserve_fp32_weights",
+                "keep_fp8_transpose_cache",
+                "fsdp_double_buffer",
+                "fsdp_manual_registration",
+            ),
+            _FSDP,
+        ),
+    },
+)
+"""Fields of megatron.core's DistributedDataParallelConfig."""
+
+_OTHER = "the optimizer is Adam"
+_SCALE = "bfloat16 needs no loss scale"
+OPTIMIZER = ForwardedTable(
+    "megatron_optimizer",
+    {
+        "lr": "optimizer.lr",
+        "weight_decay": "optimizer.weight_decay",
+        "adam_beta1": "optimizer.beta1",
+        "adam_beta2": "optimizer.beta2",
+        "adam_eps": "optimizer.eps",
+        "clip_grad": "optimizer.clip_grad",
+        "use_distributed_optimizer": "optimizer.distributed",
+        "bf16": "model.dtype",
+        "fp16": "model.dtype",
+        "params_dtype": "model.dtype",
+    },
+    {
+        "optimizer": _OTHER,
+        "decoupled_weight_decay": "weight decay is decoupled",
+        **dict.fromkeys(("min_lr", "decoupled_lr", "decoupled_min_lr"), "the rate is one constant"),
+        **dict.fromkeys(
+            (
+                "loss_scale",
+                "initial_loss_scale",
+                "min_loss_scale",
+                "loss_scale_window",
+                "hysteresis",
+            ),
+            _SCALE,
+        ),
+        **dict.fromkeys(
+            (
+                "sgd_momentum",
+                "muon_momentum",
+                "muon_split_qkv",
+                "muon_use_nesterov",
+                "muon_scale_mode",
+                "muon_fp32_matmul_prec",
+                "muon_num_ns_steps",
+                "muon_tp_mode",
+                "muon_extra_scale_factor",
+            ),
+            _OTHER,
+        ),
+        **dict.fromkeys(
+            (
+                "overlap_param_gather",
+                "overlap_param_gather_with_optimizer_step",
+                "reuse_grad_buf_for_mxfp8_param_ag",
+            ),
+            _LATE,
+        ),
+        "timers": "a Python function, which YAML can't hold",
+    },
+)
+"""Fields of megatron.core's OptimizerConfig."""
+
+STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+_PRECISION_AWARE = "use_precision_aware_optimizer"
+
+
+def training_problems(config: PolicyConfig) -> Iterator[str]:
+    """What is wrong with both tables, as far as our own sections tell."""
+    yield from DDP.problems(config.megatron_ddp)
+    yield from OPTIMIZER.problems(config.megatron_optimizer)
+    table = config.megatron_optimizer
+    is_aware = table.get(_PRECISION_AWARE, False)
+    if is_aware and not config.distributed_optimizer:
+        yield (
+            f"megatron_optimizer.{_PRECISION_AWARE}: got true, expected false without optimizer.distributed: "
+            "Megatron-Core has it in the distributed optimizer only"
+        )
+    yield from (
+        _needs_awareness(table, key) for key in STATE_DTYPES if key in table and not is_aware
+    )
+
+
+def _needs_awareness(table: Mapping[str, Any], key: str) -> str:
+    return (
+        f"megatron_optimizer.{key}: got {given(table[key])}, expected nothing without "
+        f"megatron_optimizer.{_PRECISION_AWARE}"
+    )

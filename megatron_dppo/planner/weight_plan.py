@@ -1,0 +1,136 @@
+"""A weight update on paper: the very plan of buckets that the ranks make, counted and checked for every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron_dppo.model.gather_plan import (
+    Bucket,
+    Piece,
+    TensorSources,
+    elements_between_nodes,
+    fewest_gathered_elements,
+    hf_buckets_plan,
+)
+from megatron_dppo.planner.communicators import PER_COMMUNICATOR
+from megatron_dppo.planner.job import Job
+from megatron_dppo.planner.units import gib
+
+_COPIES = 2
+"""Buffers of gathered buckets that take turns on a sender (``checkpoint_conversion.gathering.Buffers``)."""
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """What one update moves; bytes.
+
+    Attributes:
+        ranks, tensors, buckets: how many.
+        weights: of all tensors.
+        sent: to engines, by sending rank.
+        gathered: what ranks exchange so that senders have whole tensors; ``gathered_bound``: the fewest that any
+            choice of senders needs; ``gathered_between_nodes``: of it, what leaves a node.
+        largest_bucket: of all.
+        sender_memory: that the fullest sender's buckets take: two gathered ones and what is coming in.
+        engine_communicators: NCCL's buffers on an engine GPU for groups with senders.
+        problems: why it would not be a whole update; a line each.
+    """
+
+    ranks: int
+    tensors: int
+    buckets: int
+    weights: int
+    sent: dict[int, int]
+    gathered: int
+    gathered_bound: int
+    gathered_between_nodes: int
+    largest_bucket: int
+    sender_memory: int
+    engine_communicators: int
+    problems: tuple[str, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Bytes of the busiest sender over the mean."""
+        return max(self.sent.values()) * len(self.sent) / sum(self.sent.values())
+
+    def lines(self) -> Iterator[str]:
+        """For people."""
+        yield f"{self.ranks} ranks, {self.tensors} tensors of {gib(self.weights)} in {self.buckets} buckets"
+        yield (
+            f"senders: {len(self.sent)}, ranks {', '.join(map(str, sorted(self.sent)))}; the busiest sends "
+            f"{self.imbalance:.2f} x the mean"
+        )
+        yield (
+            f"gathered between ranks: {gib(self.gathered)} (fewest {gib(self.gathered_bound)}), between nodes "
+            f"{gib(self.gathered_between_nodes)}"
+        )
+        yield (
+            f"memory: {gib(self.sender_memory)} of buckets on a sender, {gib(self.engine_communicators)} of NCCL's "
+            f"buffers on an engine GPU for {len(self.sent)} groups"
+        )
+        yield "every element is sent once" if not self.problems else "\n".join(self.problems)
+
+
+def weight_plan(job: Job, ranks_per_node: int) -> WeightPlan:
+    """The update of ``job`` whose trainer has ``ranks_per_node`` ranks on each node."""
+    trainer, item = job.trainer, job.trainer.item_bytes
+    plan = hf_buckets_plan(
+        trainer.shape,
+        trainer.layout,
+        job.bucket_bytes,
+        item,
+        spread=True,
+        ranks_per_node=job.ranks_per_sender,
+    )
+    sent: Counter[int] = Counter()
+    for bucket in plan:
+        sent[bucket.receiver] += bucket.elements * item
+    return WeightPlan(
+        ranks=trainer.layout.world_size,
+        tensors=sum(len(bucket.tensors) for bucket in plan),
+        buckets=len(plan),
+        weights=sum(sent.values()),
+        sent=dict(sent),
+        gathered=sum(map(_incoming, plan)) * item,
+        gathered_bound=fewest_gathered_elements(trainer.shape, trainer.layout) * item,
+        gathered_between_nodes=sum(elements_between_nodes(b, ranks_per_node) for b in plan) * item,
+        largest_bucket=max(bucket.elements for bucket in plan) * item,
+        sender_memory=max(_COPIES * b.elements + _incoming(b) for b in plan) * item,
+        engine_communicators=len(sent) * PER_COMMUNICATOR,
+        problems=tuple(plan_problems(plan)),
+    )
+
+
+def plan_problems(plan: Sequence[Bucket]) -> Iterator[str]:
+    """Tensors that come twice, and elements that come from no rank or from two."""
+    names = Counter(tensor.name for bucket in plan for tensor in bucket.tensors)
+    yield from (f"{name} is in {count} buckets" for name, count in names.items() if count > 1)
+    for bucket in plan:
+        for tensor in bucket.tensors:
+            if not _is_tiled(tensor):
+                yield f"{tensor.name}: its pieces do not tile it"
+
+
+def _is_tiled(tensor: TensorSources) -> bool:
+    """Whether the pieces, blocks along one dimension, follow one another from the first element to the last."""
+    dims = {piece.segment.dim for piece in tensor.pieces}
+    if len(dims) != 1:
+        return False
+    (dim,) = dims
+    pieces = sorted(tensor.pieces, key=_start)
+    ends = [_start(piece) + piece.segment.length for piece in pieces]
+    follows = [_start(piece) for piece in pieces] == [0, *ends[:-1]]
+    whole = sum(piece.elements for piece in pieces) == tensor.elements
+    return follows and whole and ends[-1] == tensor.shape[dim]
+
+
+def _start(piece: Piece) -> int:
+    return piece.segment.hf_start
+
+
+def _incoming(bucket: Bucket) -> int:
+    """Elements that the receiver gets from other ranks."""
+    return bucket.elements - bucket.elements_by_rank.get(bucket.receiver, 0)
