@@ -55,9 +55,12 @@ def held_by(config: Any, shape: Any, layout: Any, rank: int) -> Any:
     with rank_of(layout, rank):
         transformer = transformer_config(config, shape, layout)
         chunks = build_chunks(transformer, shape)
-        distributed = config.optimizer.distributed
-        wrapped = wrap_chunks(chunks, transformer, distributed_optimizer=distributed)
-        optimizer, _ = build_optimizer(config.optimizer, wrapped, DTYPES[config.model.dtype])
+        distributed = config.distributed_optimizer
+        wrapped = wrap_chunks(chunks, transformer, {}, distributed_optimizer=distributed)
+        dtype = DTYPES[config.model.dtype]
+        optimizer, _ = build_optimizer(
+            config.optimizer, wrapped, dtype, {}, distributed=distributed
+        )
         return held_state(model_state(chunks), optimizer)
 
 
