@@ -44,6 +44,7 @@ def test_rows_that_are_discarded_are_counted_from_the_spans():
     usable = usable_rows(whole.loss_mask, whole.columns)
     assert discarded_rows(whole.version_spans) == 2 == len(usable) - usable.sum()
     assert discarded_rows(()) == 0
+    assert discarded_rows([(5, 0, 1), (6, 1, 3), (7, 3, 9)]) == 1 + 2
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])

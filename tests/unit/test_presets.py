@@ -187,3 +187,9 @@ def test_only_topk_is_a_whole_number():
 def test_bounds_of_the_mismatch_may_meet():
     numbers = build_algorithm("icepop", {"mismatch_low": 2, "mismatch_high": 2}).numbers
     assert (numbers["mismatch_low"], numbers["mismatch_high"]) == (2, 2)
+
+
+def test_each_relaxed_clip_frees_its_own_side():
+    keywords = {n: build_algorithm(f"relax-{n}").mask.keywords for n in ("low", "high", "both")}
+    freed = {n: (found["relax_low"], found["relax_high"]) for n, found in keywords.items()}
+    assert freed == {"low": (True, False), "high": (False, True), "both": (True, True)}

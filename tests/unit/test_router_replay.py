@@ -228,3 +228,18 @@ def test_recordings_of_another_model_are_refused() -> None:
     topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
     with pytest.raises(ValueError, match="a qwen3_moe model routes nothing"):
         ModelReplay([chunk(False)], dense, topology, sequence_parallel=False, device=CPU)
+
+
+def test_a_recording_of_this_ranks_layers_alone_is_read_like_one_of_all() -> None:
+    """A stage with layer 1 alone of a model that routes in both, three experts a token."""
+    shape = replace(SHAPE, experts_per_token=3)
+    topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
+    replays = ModelReplay(
+        [chunk(True, first=2)], shape, topology, sequence_parallel=False, device=CPU
+    )
+    own = [[[2, 1, 0]], [[1, 2, 3]], [[0, 1, 3]]]
+    for routed in (own, [[[3, 2, 1], row[0]] for row in own]):
+        replays.load([batch(routed)])
+        ((recording,),) = replays._recordings
+        assert recording is not None
+        assert recording.experts[:3].tolist() == own
