@@ -388,6 +388,20 @@ def test_one_word_worked_by_the_formula() -> None:
     assert tiled_hash(torch.ones(1)) == f"{total ^ (total >> 31):016x}"
 
 
+def test_views_are_hashed_as_what_they_show() -> None:
+    base = torch.arange(64.0)
+    for view in (
+        base.view(8, 8)[:, ::4],
+        base.view(8, 8)[:, ::8],
+        base.view(1, 64)[:, ::2],
+        base.view(8, 8)[:2, :4],
+        base.view(4, 4, 4)[:, :, :2],
+        base.view(4, 4, 4)[:, :2],
+        base.view(8, 8).T,
+    ):
+        assert tiled_hash(view) == tiled_hash(view.clone(memory_format=torch.contiguous_format))
+
+
 def test_bytes_are_padded_to_a_word_and_an_empty_part_adds_nothing() -> None:
     for count in (5, 6, 7, 8):
         data = torch.arange(1, count + 1, dtype=torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import json
 import threading
 import time
@@ -511,6 +512,8 @@ def test_checks_every_second_update_but_always_the_first_of_an_engine() -> None:
     assert again.canary is not None
     off = updater(Engine(), canary_every=0).update(1)
     assert (off.canary, "canary" in off.seconds) == (None, False)
+    recorded = [r.metrics().get("weights/canary_max_abs_diff") for r in (again, off)]
+    assert recorded == [0.0, None]
 
 
 def test_strategies_that_share_a_host_refuse_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -705,3 +708,31 @@ def test_a_report_counts_the_engines_pause_within_the_update() -> None:
 def test_local_address_of_a_local_engine_is_loopback() -> None:
     assert local_address("http://127.0.0.1:30000") == "127.0.0.1"
     assert on_this_host("http://127.0.0.1:30000")
+
+
+def test_only_hosts_that_every_sender_is_foreign_to_bound_the_bytes_between_nodes() -> None:
+    first, silent = [10, 0, None, ["b"], 1, 10], [0, 5, None, ["c", "d"], 0, 0]
+    bound = "bytes_between_nodes_bound"
+    assert count_bytes([first, silent], 0, 0)[bound] == 10
+    assert count_bytes([first, [5, 0, None, [], 0, 0]], 0, 0)[bound] == 0
+
+
+def test_a_sender_tells_of_engines_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source()
+    updates = updater(Engine(), source=source)
+    monkeypatch.setattr(Engines, "foreign_hosts", ["b", "c"])
+    source.bytes_between_nodes = len  # type: ignore[method-assign, assignment]
+    report = updates.update(1)
+    assert report.bytes_between_nodes == len(BUCKETS) + 24 * 2
+    assert report.bytes_between_nodes_bound == 24 * 2
+
+
+def test_an_updates_seconds_are_those_between_its_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on by a second whenever it is read; it begins at 1000."""
+    updates, ticks = updater(Engine()), itertools.count(1000.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(ticks))
+    report = updates.update(1)
+    assert 2 <= report.stall_s < report.update_s < 500
+    half = replace(report, bytes=10**9, stall_s=0.5).metrics()
+    assert half["weights/gb_per_s"] == 2
+    assert replace(report, bytes=3, stall_s=0.0).metrics()["weights/gb_per_s"] == pytest.approx(3)
