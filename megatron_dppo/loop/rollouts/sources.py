@@ -94,8 +94,10 @@ def verify(
     if not trajectories:
         return []
     pairs = [(t.text, problems[i // group_size].answer) for i, t in enumerate(trajectories)]
-    scores = verifier.check(pairs) if scores is None else scores
-    verifier.require(scores, pairs)
+    if scores is None:
+        scores = verifier.score(pairs)
+    else:
+        verifier.require(scores, pairs)
     zeroed = algorithm.truncated_responses == "zero-reward"
     rewards = [
         0.0 if zeroed and t.truncated else score.value
