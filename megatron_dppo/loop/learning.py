@@ -195,7 +195,9 @@ class Learner:
     def _recomputed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> list[Columns]:
         """By micro-batch, what the algorithm needs of the policy at the rollout's weights and the engine
         doesn't say; empty where it needs nothing."""
-        if not (self._algorithm.needs_recomputed or self._algorithm.needs_recomputed_distribution):
+        algorithm, keeps_reference = self._algorithm, self._config.keeps_reference
+        is_needed = algorithm.needs_recomputed or algorithm.needs_recomputed_distribution
+        if not (is_needed or keeps_reference):
             return []
         batches = self._packed(batch, plan).micro_batches
         found: list[Columns] = [{} for _ in batches]
@@ -208,7 +210,7 @@ class Learner:
             told = self._trainer.topk_log_probs(asking)
             for b, p, columns in zip(asking, told, found, strict=True):
                 columns |= {"topk_ids": b.column("topk_ids"), "topk_log_probs": p.cpu()}
-        if self._config.keeps_reference:
+        if keeps_reference:
             told = self._trainer.reference_log_probs(batches)
             for b, p, columns in zip(batches, told, found, strict=True):
                 columns["reference_log_probs"] = _where_trained(b, p)
