@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST_SHOWN = 16
+MOST_SHOWN = 14
 """Problems in a message: as many as a screen holds."""
 
 
