@@ -4,10 +4,8 @@ nothing may.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
-from megatron_dppo.config.expectations import given
 from megatron_dppo.config.forwarded import ForwardedTable
 from megatron_dppo.config.schema import PolicyConfig
 
@@ -45,6 +43,7 @@ DDP = ForwardedTable(
 
 _OTHER = "the optimizer is Adam"
 _SCALE = "bfloat16 needs no loss scale"
+_STATE = "checkpoints hold Adam's state and master weights in fp32, as they lie on the device"
 OPTIMIZER = ForwardedTable(
     "megatron_optimizer",
     {
@@ -95,33 +94,30 @@ OPTIMIZER = ForwardedTable(
             ),
             _LATE,
         ),
+        **dict.fromkeys(
+            (
+                "use_precision_aware_optimizer",
+                "store_param_remainders",
+                "main_grads_dtype",
+                "main_params_dtype",
+                "exp_avg_dtype",
+                "exp_avg_sq_dtype",
+                "optimizer_cpu_offload",
+                "optimizer_offload_fraction",
+                "use_torch_optimizer_for_cpu_offload",
+                "overlap_cpu_optimizer_d2h_h2d",
+                "pin_cpu_grads",
+                "pin_cpu_params",
+            ),
+            _STATE,
+        ),
         "timers": "a Python function, which YAML can't hold",
     },
 )
 """Fields of megatron.core's OptimizerConfig."""
-
-STATE_DTYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-_PRECISION_AWARE = "use_precision_aware_optimizer"
 
 
 def training_problems(config: PolicyConfig) -> Iterator[str]:
     """What is wrong with both tables, as far as our own sections tell."""
     yield from DDP.problems(config.megatron_ddp)
     yield from OPTIMIZER.problems(config.megatron_optimizer)
-    table = config.megatron_optimizer
-    is_aware = table.get(_PRECISION_AWARE, False)
-    if is_aware and not config.distributed_optimizer:
-        yield (
-            f"megatron_optimizer.{_PRECISION_AWARE}: got true, expected false without optimizer.distributed: "
-            "Megatron-Core has it in the distributed optimizer only"
-        )
-    yield from (
-        _needs_awareness(table, key) for key in STATE_DTYPES if key in table and not is_aware
-    )
-
-
-def _needs_awareness(table: Mapping[str, Any], key: str) -> str:
-    return (
-        f"megatron_optimizer.{key}: got {given(table[key])}, expected nothing without "
-        f"megatron_optimizer.{_PRECISION_AWARE}"
-    )

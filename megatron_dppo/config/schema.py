@@ -388,8 +388,8 @@ class PolicyConfig(Section):
     """Forwarded to megatron.core's DistributedDataParallelConfig: overlap_grad_reduce, bucket_size, grad_reduce_in_fp32
     (true here; false: gradients in the weights' type)."""
     megatron_optimizer: dict[str, Any] = Field(default_factory=dict)
-    """Forwarded to megatron.core's OptimizerConfig: use_precision_aware_optimizer with its types (exp_avg_dtype:
-    bfloat16), optimizer_cpu_offload. Not yet run on a GPU."""
+    """Forwarded to megatron.core's OptimizerConfig: log_num_zeros_in_grad and the like. Precision-aware and offloaded
+    state are refused: checkpoints hold it in fp32."""
 
     @property
     def forwards_to_megatron(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +34,7 @@ class TrainerJob:
     trained: Trained | None = None
     reference: bool = False
     gradient_bytes: int = 4
-    optimizer_bytes: float = 12
+    optimizer_bytes: int = 12
 
     @property
     def item_bytes(self) -> int:
@@ -144,29 +143,8 @@ def trainer_job(
         trained=Trained.of(config.lora, shape),
         reference=config.keeps_reference,
         gradient_bytes=4 if config.megatron_ddp.get("grad_reduce_in_fp32", True) else item,
-        optimizer_bytes=_optimizer_bytes(config.megatron_optimizer, item),
+        optimizer_bytes=8 if item == 4 else 12,
     )
-
-
-def _optimizer_bytes(table: Mapping[str, Any], item_bytes: int) -> float:
-    """Bytes of Adam's state for each parameter on the GPU: two moments, and a master where the weights are no fp32.
-
-    A precision-aware optimizer has types of its own, and of a master only the half that the bf16 weight lacks.
-    Offloaded state is on the host.
-    """
-    size = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
-    master = size[table.get("main_params_dtype", "float32")] if item_bytes < 4 else 0
-    if (
-        master
-        and table.get("use_precision_aware_optimizer")
-        and table.get("store_param_remainders", True)
-    ):
-        master = 2
-    moments = sum(size[table.get(key, "float32")] for key in ("exp_avg_dtype", "exp_avg_sq_dtype"))
-    offloaded = (
-        table.get("optimizer_offload_fraction", 0) if table.get("optimizer_cpu_offload") else 0
-    )
-    return (master + moments) * (1 - offloaded)
 
 
 def job_of(

@@ -6,18 +6,14 @@ import dataclasses
 import functools
 import importlib.metadata
 from collections.abc import Mapping
-from typing import Any, Literal, get_type_hints
+from typing import Any, get_type_hints
 
-import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
 from megatron_dppo.config.forwarded import ForwardedTable
 from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
 from megatron_dppo.config.library_fields import LibraryFields, read_value
-
-_DTYPES = Literal["float32", "bfloat16", "float16", "uint8"]
-"""Types of the optimizer's tensors; uint8 stands for FP8 in Transformer Engine's Adam."""
 
 
 @functools.cache
@@ -28,7 +24,7 @@ def ddp_fields() -> LibraryFields:
 
 @functools.cache
 def optimizer_fields() -> LibraryFields:
-    """Of OptimizerConfig, with torch's types by their names."""
+    """Of OptimizerConfig."""
     return _fields(OptimizerConfig)
 
 
@@ -39,17 +35,12 @@ def ddp_values(table: Mapping[str, Any]) -> dict[str, Any]:
 
 def optimizer_values(table: Mapping[str, Any]) -> dict[str, Any]:
     """The ``megatron_optimizer:`` table as OptimizerConfig takes it. Raises ValueError."""
-    values = _values(OPTIMIZER, optimizer_fields(), table)
-    named = {key for key, kind in optimizer_fields().types.items() if kind is _DTYPES}
-    return {key: getattr(torch, v) if key in named else v for key, v in values.items()}
+    return _values(OPTIMIZER, optimizer_fields(), table)
 
 
 def _fields(kind: Any) -> LibraryFields:
     hints = get_type_hints(kind)
-    types = {
-        field.name: _DTYPES if hints[field.name] is torch.dtype else hints[field.name]
-        for field in dataclasses.fields(kind)
-    }
+    types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     version = importlib.metadata.version("megatron-core")
     return LibraryFields(f"{kind.__name__} (megatron-core {version})", types)
 

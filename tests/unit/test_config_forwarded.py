@@ -5,7 +5,6 @@ from enum import Enum
 from typing import Union, get_args, get_origin
 
 import pytest
-import torch
 from pydantic import ConfigDict, TypeAdapter
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
@@ -122,16 +121,15 @@ FORWARDED = [
     ),
     (
         "megatron_optimizer.exp_avg_dtype=bfloat16",
-        "megatron_optimizer.exp_avg_dtype: got 'bfloat16' (str), expected nothing without "
-        "megatron_optimizer.use_precision_aware_optimizer",
+        "megatron_optimizer.exp_avg_dtype: got 'bfloat16' (str), expected nothing: checkpoints hold Adam's state",
     ),
     (
-        "megatron_optimizer.use_precision_aware_optimizer=true",
-        "megatron_optimizer.use_precision_aware_optimizer: got true, expected false without optimizer.distributed",
+        "megatron_optimizer.optimizer_cpu_offload=true",
+        "megatron_optimizer.optimizer_cpu_offload: got true (bool), expected nothing: checkpoints hold Adam's state",
     ),
     (
-        "megatron_optimizer.optimizer_offload_fraction=half",
-        "megatron_optimizer.optimizer_offload_fraction: got 'half' (str), expected a number",
+        "megatron_optimizer.log_num_zeros_in_grad=many",
+        "megatron_optimizer.log_num_zeros_in_grad: got 'many' (str), expected true or false",
     ),
     ("sglang.port=3", "sglang.port: got 3 (int), expected nothing: engine.port sets it"),
     (
@@ -192,16 +190,9 @@ def test_ddp_and_optimizer_tables_become_megatrons_values():
         "grad_reduce_in_fp32": False,
         "bucket_size": 9,
     }
-    table = {
-        "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": "bfloat16",
-        "pin_cpu_grads": False,
-    }
-    assert optimizer_values(table) == {**table, "exp_avg_dtype": torch.bfloat16}
-    with pytest.raises(
-        ValueError, match="expected one of 'float32', 'bfloat16', 'float16', 'uint8'"
-    ):
-        optimizer_values({"exp_avg_dtype": "bf16"})
+    assert optimizer_values({"log_num_zeros_in_grad": True}) == {"log_num_zeros_in_grad": True}
+    with pytest.raises(ValueError, match="optimizer_cpu_offload: got true"):
+        optimizer_values({"optimizer_cpu_offload": True})
 
 
 def test_forwarded_tables_that_fit(problems):
@@ -209,9 +200,7 @@ def test_forwarded_tables_that_fit(problems):
         "optimizer.distributed=true",
         "megatron_ddp.overlap_grad_reduce=true",
         "megatron_ddp.grad_reduce_in_fp32=false",
-        "megatron_optimizer.use_precision_aware_optimizer=true",
-        "megatron_optimizer.exp_avg_dtype=bfloat16",
-        "megatron_optimizer.optimizer_cpu_offload=true",
+        "megatron_optimizer.log_num_zeros_in_grad=true",
         "megatron.moe_token_dispatcher_type=flex",
         "megatron.moe_input_jitter_eps=0",
         "megatron.recompute_modules=[core_attn]",

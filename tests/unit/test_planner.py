@@ -241,10 +241,6 @@ def test_senders_are_the_gather_plans(layout, holders, nodes):
     [
         ([], 4, 12),
         (["megatron_ddp.grad_reduce_in_fp32=false"], 2, 12),
-        # The master's missing half, and two moments in bf16.
-        (["megatron_optimizer={use_precision_aware_optimizer: true, exp_avg_dtype: bfloat16,"
-          " exp_avg_sq_dtype: bfloat16}"], 4, 6),
-        (["megatron_optimizer={optimizer_cpu_offload: true, optimizer_offload_fraction: 0.75}"], 4, 3),
         (["model.dtype=float32"], 4, 8),
     ],
 )  # fmt: skip
