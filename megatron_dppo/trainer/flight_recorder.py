@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup, distributed_c10d
 
 BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 _ENTRIES = "256"
@@ -63,7 +63,14 @@ def pending() -> list[Pending]:
     dump: Any = vars(_distributed_c10d)["_dump_fr_trace"]
     trace = pickle.loads(dump(True, True, True))
     groups = list(distributed_c10d._world.pg_group_ranks.items())
-    return read_trace(trace, {group.group_name: tuple(ranks) for group, ranks in groups})
+    return read_trace(
+        trace,
+        {
+            group.group_name: tuple(ranks)
+            for group, ranks in groups
+            if isinstance(group, ProcessGroup)  # torch keeps a number for groups without this rank
+        },
+    )
 
 
 def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> list[Pending]:

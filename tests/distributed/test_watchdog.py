@@ -19,6 +19,7 @@ LIMIT_S = 1.0
 
 def worker(stopped: int) -> None:
     init_distributed(2, limit_s=LIMIT_S)
+    dist.new_group([stopped])
     group = dist.new_group([0, 1], group_desc="EXPERTS")
     any_rank(False, group)
     if dist.get_rank() == stopped:

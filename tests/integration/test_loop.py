@@ -59,15 +59,16 @@ def private_places(run: TrainingRun) -> dict[Path, int]:
 @pytest.fixture(scope="module")
 def disturbed(config):
     """Four steps, the engine killed while it generates for the third."""
-    run = TrainingRun(config, "rollout.max_response_tokens=48")
+    run = TrainingRun(config, "rollout.max_response_tokens=160")  # seconds of generation
     with run:
+        run.wait_for_step(1)
+        run.listening, run.private = listening(run), private_places(run)
+        rank, server = run.find("RANK=0", "megatron_dppo.train"), run.find("launch_server")
+        run.keys = json.loads(rank.environ()["MEGATRON_DPPO_STARTED_KEYS"])
         run.wait_for_step(2)
         time.sleep(0.3)
-        run.listening, run.private = listening(run), private_places(run)
-        rank = run.find("RANK=0", "megatron_dppo.train")
-        run.keys = json.loads(rank.environ()["MEGATRON_DPPO_STARTED_KEYS"])
         signalled = time.monotonic()
-        run.find("launch_server").send_signal(signal.SIGKILL)
+        server.send_signal(signal.SIGKILL)
         run.finish()
         run.seconds = time.monotonic() - signalled
     return run
