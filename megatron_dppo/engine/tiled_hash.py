@@ -106,8 +106,6 @@ class TiledHash:
 
     def hexdigest(self) -> str:
         """16 hexadecimal digits of all that was taken; 0 for an empty tensor."""
-        if self._words == 0:
-            return f"{0:016x}"
         total = self._sum
         if self._open:
             total += closed_sum(torch.tensor(list(self._open.values())).T, self._words)

@@ -429,3 +429,43 @@ def test_a_missing_compiler_is_told_and_survived(
     monkeypatch.setattr(tile_sums, "build_library", fail)
     assert tile_sums._kernel.__wrapped__() is None
     assert "run in torch, which is slower: not found on PATH: g++" in caplog.text
+
+
+def test_a_lone_slice_is_hashed_where_it_lies() -> None:
+    """What a dimension of one says of its step does not matter: there is no second one to step to."""
+    whole = torch.arange(3 * 4 * 64, dtype=torch.bfloat16)
+    for part in (
+        whole.view(3, 4, 64)[:1, :2, :8],  # the next of the outermost would be 4 rows further on
+        whole.view(3, 4, 64).permute(1, 2, 0)[:, :8, :1],  # the next innermost, 256 values
+    ):
+        run = run_of(part, 0, part.numel() // 2)
+        assert run.data.data_ptr() == part.data_ptr()
+        assert sums_by_torch(run) == sums_by_torch(run_of(part.clone(), 0, part.numel() // 2))
+
+
+def test_what_is_no_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    part = torch.arange(12, dtype=torch.float32).view(3, 4).T
+    expected = run_of(part.contiguous(), 0, 12).data.tolist()
+
+    def again(*arguments: object) -> None:
+        raise AssertionError("copied twice")
+
+    monkeypatch.setattr(Tensor, "clone", again)
+    monkeypatch.setattr(torch, "cat", again)
+    assert run_of(part, 0, 12).data.tolist() == expected
+
+
+def test_a_kernel_that_leaves_out_a_part_is_refused() -> None:
+    edges = [[(3, 0), (5, 2)], []]
+    words = [[1, 2, 3, 4], [5, 6, 7, 8]]
+    assert tile_sums.collect(edges, [9, 8], words) == [(9, [(3, 1, 2), (5, 3, 4)]), (8, [])]
+    with pytest.raises(ValueError, match="shorter"):
+        tile_sums.collect(edges, [9], words)
+
+
+@pytest.mark.parametrize(
+    ("value", "signed"),
+    [(0, 0), (0x7FFFFFFF, 2**31 - 1), (0x80000000, -(2**31)), (0xFFFFFFFF, -1)],
+)
+def test_factors_are_numbers_that_int32_holds(value: int, signed: int) -> None:
+    assert tile_sums._signed(value) == signed

@@ -311,6 +311,7 @@ def test_one_bad_engine_spoils_the_update_of_all_and_is_named() -> None:
     with pytest.raises(WeightUpdateError, match=r"CanaryError: .* differs by 0.5") as failure:
         updates.update(1)
     assert failure.value.engines == (B,)
+    assert failure.value.attempts == 2
     for engine in (good, bad):
         assert "1" not in engine.calls
         assert engine.calls[-2:] == ["pause", "unverified-1"]
@@ -385,12 +386,16 @@ def test_a_rank_without_engines_reports_rank_0s_figures() -> None:
     assert (report.tensors, updates.committed_version) == (0, 4)
 
 
-@pytest.mark.parametrize(("at_once", "left"), [(False, ["left"]), (True, [])])
-def test_closing_waits_for_the_strategy_unless_it_must_not(at_once: bool, left: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("words", "left"), [({}, ["left"]), ({"at_once": False}, ["left"]), ({"at_once": True}, [])]
+)
+def test_closing_waits_for_the_strategy_unless_it_must_not(
+    words: dict[str, bool], left: list[str]
+) -> None:
     updates, calls = updater(engine := Engine()), []
     assert updates._strategy is not None
     updates._strategy.close = lambda: calls.append("left")  # type: ignore[method-assign]
-    updates.close(at_once=at_once)
+    updates.close(**words)
     assert calls == left
     assert engine.closed
 
