@@ -55,14 +55,14 @@ def _list(record: FleetRecord, words: argparse.Namespace) -> int:
 def _add(record: FleetRecord, words: argparse.Namespace) -> int:
     server = record.attach(words.url)
     print(f"{server.name} is attached", flush=True)
-    verdict = _verdict(record, server.name)
+    verdict = _verdict(record, server.name, words.wait)
     print(verdict)
     return int(verdict.startswith("refused"))
 
 
-def _verdict(record: FleetRecord, name: str) -> str:
+def _verdict(record: FleetRecord, name: str, wait_s: float) -> str:
     """What the trainer, who has the keys and must be reachable back, finds; waited for, but not long."""
-    deadline = time.monotonic() + _VERDICT_S
+    deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         status = record.status()
         if not status:
@@ -95,8 +95,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("run_directory", help="run.directory of the run")
     actions = parser.add_subparsers(dest="action", required=True)
     actions.add_parser("list", help="servers, and what the run makes of them")
-    for name, text in (("add", "attach a server"), ("remove", "detach an attached server")):
-        actions.add_parser(name, help=text).add_argument("url", metavar="URL")
+    add = actions.add_parser("add", help="attach a server, and say what the trainer finds")
+    add.add_argument("url", metavar="URL")
+    add.add_argument(
+        "--wait", type=float, default=_VERDICT_S, metavar="SECONDS", help="for that; default 60"
+    )
+    remove = actions.add_parser("remove", help="detach an attached server")
+    remove.add_argument("url", metavar="URL")
     return parser
 
 

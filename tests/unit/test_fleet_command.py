@@ -16,7 +16,7 @@ def test_a_server_is_attached_listed_and_detached(tmp_path, capsys):
     folder.publish(Server("engine0", "http://127.0.0.1:1", 2, 5))
     folder.publish(Server(ROUTER, "http://127.0.0.1:2", 1, 6))
     folder.publish_status(7, {"engine0": "serves"})
-    assert main([str(tmp_path), "add", "http://other:3/"]) == 0
+    assert main([str(tmp_path), "add", "http://other:3/", "--wait", "0"]) == 0
     assert "http-other-3 is attached" in capsys.readouterr().out
     assert main([str(tmp_path), "list"]) == 0
     assert [line.split(maxsplit=3) for line in capsys.readouterr().out.splitlines()] == [

@@ -213,7 +213,7 @@ def test_the_command_needs_no_fresh_view_of_the_folder(
     stale = tmp_path / "stale"
     (stale / "engine").mkdir(parents=True)
     shutil.copy(folder.path / "endpoint.json", stale / "engine")
-    run(stale, "add", OTHER)
+    run(stale, "add", OTHER, "--wait", "0")
     assert [s.url for s in folder.servers()] == [HERE.url, OTHER]
     run(stale, "list")
     shown = capsys.readouterr().out
