@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
-import os
 import random
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -117,21 +119,14 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_a_full_disk_is_the_disks_error(tmp_path):
-    child = os.fork()
-    if child == 0:
-        import resource
-        import signal
-
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-        code = 1
-        try:
-            with HashedFile(tmp_path / "a") as hashed:
-                tensor = torch.zeros(1 << 20)
-                block = Block("w", (1 << 20,), Box((0,), (1 << 20,)), torch.float32)
-                BlockFile(hashed).add(block, tensor)
-        except OSError as error:
-            code = 0 if error.errno == 27 else 2
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(OSError) as failure, HashedFile(tmp_path / "a") as hashed:
+            block = Block("w", (1 << 20,), Box((0,), (1 << 20,)), torch.float32)
+            BlockFile(hashed).add(block, torch.zeros(1 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert failure.value.errno == errno.EFBIG
