@@ -119,13 +119,14 @@ def test_what_is_missing_is_named(tmp_path):
 
 
 def test_a_full_disk_is_the_disks_error(tmp_path):
+    zeros = torch.zeros(1 << 20)
+    block = Block("w", (1 << 20,), Box((0,), (1 << 20,)), zeros.dtype)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
         with pytest.raises(OSError) as failure, HashedFile(tmp_path / "a") as hashed:
-            block = Block("w", (1 << 20,), Box((0,), (1 << 20,)), torch.float32)
-            BlockFile(hashed).add(block, torch.zeros(1 << 20))
+            BlockFile(hashed).add(block, zeros)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
