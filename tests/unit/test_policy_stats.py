@@ -38,6 +38,21 @@ def loss_of(stats, weights):
     return loss if stats.entropy is None else loss + (stats.entropy * weights[1]).sum()
 
 
+def test_the_dense_twin_by_hand():
+    """p = 1/2, 1/4, 1/4 and 0 at temperature 2, and a column of padding; id -1 stands for none."""
+    logits = 2 * torch.tensor([[0.5, 0.25, 0.25, 0.0, 99.0]]).log()
+    given = {"vocab_size": 4, "temperature": 2.0}
+    twin = dense_policy_stats(
+        logits, torch.tensor([2]), topk_ids=torch.tensor([[0, 3, -1]]), with_entropy=True, **given
+    )
+    assert twin.log_probs.tolist() == pytest.approx([math.log(0.25)])
+    assert twin.topk_log_probs.tolist() == [pytest.approx([math.log(0.5), -math.inf, -math.inf])]
+    assert twin.entropy.tolist() == pytest.approx([1.5 * math.log(2)])
+    assert twin.faults.tolist() == [0, 0, 0]
+    plain = dense_policy_stats(logits, torch.tensor([2]), **given)
+    assert (plain.topk_log_probs, plain.entropy) == (None, None)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize(("backend", "dtype"), CASES)

@@ -50,3 +50,16 @@ def test_it_is_added_to_the_loss_of_tokens_in_the_mask(scale):
     assert float(total.metrics.sums[REFERENCE_KL]) == pytest.approx(float(value[:2].sum()))
     shared = {k: v for k, v in total.metrics.sums.items() if k != REFERENCE_KL}
     assert shared == dict(plain.metrics.sums)
+
+
+def test_what_is_impossible_outside_the_mask_changes_nothing():
+    log_probs = torch.tensor([math.log(0.5), -math.inf], requires_grad=True)
+    mask = torch.tensor([True, False])
+    inputs = TokenInputs(log_probs, torch.full((2,), math.log(0.5)), torch.ones(2), mask)
+    plain = policy_loss(build_algorithm("dppo-binary-tv"), inputs)
+    reference = torch.full((2,), math.log(0.25))
+    total = reference_penalty(0.1)(plain, inputs, reference, None)
+    added = 0.1 * (0.5 - 1 + math.log(2))  # reference / pi is 1/2
+    assert float(total.loss.detach() - plain.loss.detach()) == pytest.approx(added, rel=1e-5)
+    (gradient,) = torch.autograd.grad(total.loss - plain.loss, log_probs)
+    assert gradient.tolist() == pytest.approx([0.1 * (1 - 0.5), 0.0])
