@@ -77,7 +77,13 @@ def test_the_engine_runs_the_merged_model(served: Served, tmp_path: Path) -> Non
 
 
 def test_a_run_with_adapters_from_the_data_to_its_exports(tmp_path: Path) -> None:
-    overrides = ["lora.rank=4", "algorithm.reference_kl=0.05", "run.steps=2", "optimizer.lr=0.01"]
+    overrides = [
+        "lora.rank=4",
+        "algorithm.reference_kl=0.05",
+        "run.steps=2",
+        "optimizer.lr=0.01",
+        "reward.name=tests.unit.planted_rewards:of_every_character",
+    ]
     with TrainingRun(write_material(tmp_path), *overrides) as run:
         run.finish()
     records = {r["step"]: r for r in records_of(run.directory)}
