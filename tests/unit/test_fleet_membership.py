@@ -19,12 +19,15 @@ from tests.unit.small_fleet import KEYS, SmallServer
 
 
 class Book:
-    """A FleetMembership, the servers that it may find, and what it is told."""
+    """A FleetMembership, the servers that it may find, and what it is told.
 
-    def __init__(self, folder: Path, **engine: object) -> None:
+    ``unfit``: why a server does not fit the run, by URL; filled before the server is published.
+    """
+
+    def __init__(self, folder: Path, unfit: dict[str, str] | None = None, **engine: object) -> None:
         self.runner = AsyncRunner()
         self.stopping = False
-        self.unfit: dict[str, str] = {}
+        self.unfit = {} if unfit is None else unfit
         self.folder = FleetFolder(folder, KEYS)
         engines = config_of(folder, folder, start_timeout_s=0.6, **engine).engine
         self.membership = FleetMembership(
@@ -33,8 +36,8 @@ class Book:
         self.servers: list[SmallServer] = []
 
     async def check(self, member: Member) -> None:
-        if member.server.name in self.unfit:
-            raise EngineMismatchError(self.unfit[member.server.name])
+        if member.server.url in self.unfit:
+            raise EngineMismatchError(self.unfit[member.server.url])
 
     def start(self, name: str, incarnation: int = 1) -> Server:
         small = self.runner.run(SmallServer(name).start())
@@ -43,9 +46,11 @@ class Book:
         self.folder.publish(server)
         return server
 
-    def attach(self) -> Server:
+    def attach(self, unfit: str | None = None) -> Server:
         small = self.runner.run(SmallServer("elsewhere").start())
         self.servers.append(small)
+        if unfit is not None:
+            self.unfit[small.url] = unfit
         return self.folder.attach(small.url)
 
     def small(self, server: Server) -> SmallServer:
@@ -260,8 +265,7 @@ def test_an_attached_server_that_fails_twice_is_refused_until_it_is_attached_ane
 def test_one_attached_by_command_that_does_not_fit_is_refused_and_the_run_goes_on(open_book):
     book = open_book()
     book.start("engine0")
-    elsewhere = book.attach()
-    book.unfit[elsewhere.name] = "another model"
+    elsewhere = book.attach(unfit="another model")
     left = book.choose([])
     assert names(left) == ["engine0"]
     book.membership.commit(left, 1)
@@ -272,8 +276,6 @@ def test_one_of_the_configuration_that_does_not_fit_ends_the_run(open_book):
     first = open_book()
     small = first.runner.run(SmallServer("elsewhere").start())
     first.servers.append(small)
-    book = open_book(urls=[small.url], servers=0)
-    [server] = book.folder.servers()
-    book.unfit[server.name] = "another model"
+    book = open_book(urls=[small.url], servers=0, unfit={small.url: "another model"})
     with pytest.raises(EngineMismatchError, match="another model"):
         book.choose([])
