@@ -24,6 +24,8 @@ from rich.text import Text
 PACKAGE = "megatron_dppo"
 TERMINAL_VARIABLE = "MEGATRON_DPPO_TERMINAL"
 """Names the descriptor of the user's terminal (or pipe) in the environment of rank 0."""
+REFUSED = 2
+"""Exit status of a process that ends over something that the user can put right."""
 _FORMAT = "%(asctime)s.%(msecs)03d [{process}] %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s [{process}] %(message)s"
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "yellow", logging.ERROR: "bold red"}
@@ -36,7 +38,7 @@ class FatalError(SystemExit):
     """The user can put it right, so a message says all and no traceback follows. Exit status 2."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(2)
+        super().__init__(REFUSED)
         self.message = message
 
     def __str__(self) -> str:

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import errno
+import faulthandler
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_dppo.config import (
     ConfigError,
@@ -28,8 +30,9 @@ from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everything, check_in_child
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
-from megatron_dppo.logging import configure_logging, fatal
+from megatron_dppo.logging import REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.checked_answers import checked_answers_file
+from megatron_dppo.system.ending import end_now
 
 MODULE = "megatron_dppo.train"
 ANSWERS = "--answers"
@@ -106,13 +109,17 @@ def _check_world(config: TrainConfig, source: str) -> None:
         raise ConfigError([problem], source)
 
 
-def _run_rank(config: TrainConfig) -> int:
+def _run_rank(config: TrainConfig) -> NoReturn:
     # First, so that what the libraries say while they are imported goes to the log.
     configure_logging(config.run.directory, int(os.environ["RANK"]))
+    faulthandler.enable()  # a rank that is aborted leaves its stacks in its output
     from megatron_dppo.loop import run_rank
 
-    run_rank(config)
-    return 0
+    try:
+        run_rank(config)
+    except FatalError:
+        end_now(REFUSED)
+    end_now(0)
 
 
 def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.system.ending import end_now
 from megatron_dppo.system.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,6 +120,7 @@ def _main() -> None:
     torch.save(value, result)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    end_now(0)
 
 
 if __name__ == "__main__":

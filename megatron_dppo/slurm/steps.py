@@ -18,6 +18,7 @@ from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunProcess, StepForm, step_environment
 from megatron_dppo.launch.stops import StopRequests
 from megatron_dppo.launch.supervisor import Outcome
+from megatron_dppo.logging import REFUSED
 from megatron_dppo.preflight import EVERYWHERE, Verdict, judge, needs_of, read_evidence
 from megatron_dppo.preflight.table import table
 from megatron_dppo.slurm.job import Job
@@ -26,7 +27,6 @@ from megatron_dppo.system.processes import quote, start_process, tail
 log = logging.getLogger(__name__)
 
 MODULE = "megatron_dppo.train"
-REFUSED = 2
 _POLL_S = 0.1
 _PREFLIGHT_S = 900.0
 

@@ -139,3 +139,22 @@ def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_dppo.system.ports.free_port", lambda host: next(offers))
     ports = FreePorts("127.0.0.1")
     assert [ports.next(), ports.next()] == [7, 8]
+
+
+ENDS_NOW = """
+import atexit, sys
+from megatron_dppo.system.ending import end_now
+class Kept:
+    def __del__(self):
+        print("the interpreter shut down")
+kept = Kept()
+atexit.register(print, "exit handler", end="")
+print("buffered", end=" ")
+end_now(3)
+"""
+
+
+def test_a_process_that_ends_now_flushes_and_runs_its_exit_handlers_alone():
+    command = [sys.executable, "-c", ENDS_NOW]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (3, "buffered exit handler", "")
