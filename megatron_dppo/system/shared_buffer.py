@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import tempfile
 from pathlib import Path
@@ -47,9 +48,7 @@ class SharedBuffer:
         try:
             if size:
                 os.posix_fallocate(descriptor, 0, size)  # else a full memory is a SIGBUS later
-                self.array: np.ndarray = np.memmap(self.path, np.uint8, "r+", shape=(size,))
-            else:
-                self.array = np.empty(0, np.uint8)
+            self.array = _mapped(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
             self.hide()
             raise
@@ -63,7 +62,19 @@ class SharedBuffer:
 
 def mapped(path: str, size: int) -> np.ndarray:
     """Another process's buffer, to read. Raises OSError, and ValueError for another size."""
-    found = os.stat(path).st_size
-    if found != size:
-        raise ValueError(f"{path}: {found} bytes, expected {size}")
-    return np.memmap(path, np.uint8, "r", shape=(size,)) if size else np.empty(0, np.uint8)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != size:
+            raise ValueError(f"{path}: {found} bytes, expected {size}")
+        return _mapped(descriptor, size, mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(descriptor: int, size: int, protection: int) -> np.ndarray:
+    """With all its pages at once: one by one they would take longer than the copies."""
+    if not size:
+        return np.empty(0, np.uint8)
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    return np.frombuffer(mmap.mmap(descriptor, size, flags, protection), np.uint8)

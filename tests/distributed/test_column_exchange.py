@@ -246,10 +246,11 @@ def error_of(fault: str, topology) -> str:
     from megatron_dppo.data.outline import Outline
     from megatron_dppo.loop.rollouts import exchange, hosts, transfers
 
-    def flipping(directory, rooms, local, into, rank):
-        transfers.transfer(directory, rooms, local, into, rank)
-        part = next(part for part in into if part.name == "rollout_log_probs")
-        into[part].reshape(-1).view(np.uint8)[1] ^= 1
+    def flipping(directory, rooms, local, buffer, rank):
+        transfers.transfer(directory, rooms, local, buffer, rank)
+        places = rooms[rank].places
+        begin, _ = next(places[part] for part in places if part.name == "rollout_log_probs")
+        buffer[begin + 1] ^= 1
 
     whole = whole_batch(8)
     flips = fault == "a bit flipped on its way" and topology.rank == 3  # which leads nobody

@@ -14,7 +14,14 @@ from megatron_dppo.data.routing import discarded_rows, has_repeats, usable_rows
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.exporting import bare
 from megatron_dppo.loop.rollouts.hosts import Site, Sites
-from megatron_dppo.loop.rollouts.parts import ALIGNMENT, Part, PartShapes, Room, Stages
+from megatron_dppo.loop.rollouts.parts import (
+    ALIGNMENT,
+    Part,
+    PartShapes,
+    Piece,
+    Room,
+    Stages,
+)
 from tests.trajectories import same, trajectory
 
 ROUTED = np.arange(24, dtype=np.uint8).reshape(
@@ -83,17 +90,26 @@ def test_a_room_has_an_aligned_place_for_each_part():
     assert [shapes.shape(p) for p in parts] == [(5,), (3,), (4, 2, 2)]
     assert [shapes.size(p) for p in parts] == [5, 12, 16]
     room = Room(shapes, parts)
-    assert room.size == 3 * ALIGNMENT
+    assert room.size == 2 * ALIGNMENT + 16
+    assert room.places == {
+        parts[0]: (0, 5),
+        parts[1]: (ALIGNMENT, ALIGNMENT + 12),
+        parts[2]: (2 * ALIGNMENT, 2 * ALIGNMENT + 16),
+    }
     buffer = np.zeros(room.size, np.uint8)
     views = room.views(buffer)
     views[parts[1]][:] = [1.0, 2.0, 3.0]
     assert buffer[ALIGNMENT : ALIGNMENT + 12].view(np.float32).tolist() == [1, 2, 3]
     assert not buffer[:ALIGNMENT].any()
-    assert list(room.pieces(17)) == [parts[:2], parts[2:]]
-    assert list(room.pieces(28)) == [parts[:2], parts[2:]]
-    assert list(room.pieces(33)) == [parts]
-    assert list(room.pieces(1)) == [[p] for p in parts]
-    assert list(Room(shapes, []).pieces(1)) == []
+    alone = [Piece(*place, [part]) for part, place in room.places.items()]
+    first = Piece(0, ALIGNMENT + 12, parts[:2])
+    assert list(room.pieces(parts, ALIGNMENT + 11)) == alone
+    assert list(room.pieces(parts, ALIGNMENT + 12)) == [first, alone[2]]
+    assert list(room.pieces(parts, room.size - 1)) == [first, alone[2]]
+    assert list(room.pieces(parts, room.size)) == [Piece(0, room.size, parts)]
+    assert list(room.pieces(parts[1:], room.size)) == [Piece(ALIGNMENT, room.size, parts[1:])]
+    assert list(room.pieces([], 1)) == []
+    assert Room(shapes, []).size == 0
 
 
 def test_one_rank_of_a_host_receives_for_its_replica_there():

@@ -136,8 +136,12 @@ class ColumnExchange:
         needs = _Needs(directory, [frozenset(part) for part in needed], self.stages, gather)
         shapes = PartShapes(outlines, directory.forms, self.stages)
 
+        def room_of(site: Site) -> Room:
+            parts = needs.of(site.ranks, site.replica, site.stages)
+            return Room(shapes, sorted(parts, key=lambda p: directory.source(p, site.head)))
+
         def rooms_of(sites: Sites) -> dict[int, Room]:
-            return {s.head: Room(shapes, needs.of(s.ranks, s.replica, s.stages)) for s in sites.all}
+            return {site.head: room_of(site) for site in sites.all}
 
         sites = Sites.gather(at)
         sizes = {head: room.size for head, room in rooms_of(sites).items()}
@@ -166,8 +170,8 @@ class ColumnExchange:
             buffer = np.empty(0, np.uint8)
             if at.rank == site.head:
                 buffer = np.empty(room.size, np.uint8) if shared is None else shared.array
+            transfer(directory, rooms, local, buffer, at.rank)
             views = room.views(buffer) if at.rank == site.head else {}
-            transfer(directory, rooms, local, views, at.rank)
             changed = directory.changed(views, room.shapes.outlines, at.rank)
             if any_rank(bool(changed)):
                 told = [line for part in all_gather_json(changed) for line in part]

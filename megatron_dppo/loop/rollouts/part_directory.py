@@ -81,6 +81,11 @@ class PartDirectory:
                 found[part.name].add(part.position)
         return {name: frozenset(positions) for name, positions in found.items()}
 
+    def source(self, part: Part, target: int) -> int:
+        """The rank that ``target`` has the part from: itself, or the first that holds it."""
+        holders = self.holders[part]
+        return target if target in holders else min(holders)
+
     def changed(
         self, received: Mapping[Part, np.ndarray], outlines: Sequence[Outline], rank: int
     ) -> list[str]:

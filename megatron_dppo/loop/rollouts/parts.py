@@ -5,8 +5,9 @@ A part is one array. Recorded routing has a part for each pipeline stage, which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -124,6 +125,14 @@ ALIGNMENT = 64
 """Where arrays begin in a buffer: a multiple of it."""
 
 
+class Piece(NamedTuple):
+    """Neighbours in a room: ``parts`` in bytes ``begin`` to ``end`` of its buffer."""
+
+    begin: int
+    end: int
+    parts: list[Part]
+
+
 @dataclass(frozen=True)
 class Room:
     """One buffer with a place for each of ``parts``, in order; whoever knows them knows the places."""
@@ -131,33 +140,40 @@ class Room:
     shapes: PartShapes
     parts: Sequence[Part]
 
+    @cached_property
+    def places(self) -> dict[Part, tuple[int, int]]:
+        """The first byte of each part, and the one after its last."""
+        places, begin = {}, 0
+        for part in self.parts:
+            end = begin + self.shapes.size(part)
+            places[part] = begin, end
+            begin = -(-end // ALIGNMENT) * ALIGNMENT
+        return places
+
     @property
     def size(self) -> int:
         """Bytes of the buffer."""
-        return sum(map(self._place, self.parts))
+        return self.places[self.parts[-1]][1] if self.parts else 0
 
     def views(self, buffer: np.ndarray) -> dict[Part, np.ndarray]:
         """The arrays in a ``buffer`` of uint8 [size]; writing to them writes to it."""
-        views, start = {}, 0
-        for part in self.parts:
-            flat = buffer[start : start + self.shapes.size(part)]
-            views[part] = self.shapes.view(part, flat)
-            start += self._place(part)
-        return views
+        return {
+            part: self.shapes.view(part, buffer[begin:end])
+            for part, (begin, end) in self.places.items()
+        }
 
-    def pieces(self, limit: int) -> Iterable[list[Part]]:
-        """The parts in order, in runs of at most ``limit`` bytes, or of one."""
-        run: list[Part] = []
-        filled = 0
-        for part in self.parts:
-            size = self.shapes.size(part)
-            if run and filled + size > limit:
-                yield run
-                run, filled = [], 0
-            run.append(part)
-            filled += size
-        if run:
-            yield run
-
-    def _place(self, part: Part) -> int:
-        return -(-self.shapes.size(part) // ALIGNMENT) * ALIGNMENT
+    def pieces(self, parts: Iterable[Part], limit: int) -> Iterator[Piece]:
+        """``parts``, neighbours in the room's order, in pieces of at most ``limit`` bytes, or of one part."""
+        piece: Piece | None = None
+        for part in parts:
+            begin, end = self.places[part]
+            if piece is not None and end - piece.begin > limit:
+                yield piece
+                piece = None
+            piece = (
+                Piece(begin, end, [part])
+                if piece is None
+                else Piece(piece.begin, end, [*piece.parts, part])
+            )
+        if piece is not None:
+            yield piece

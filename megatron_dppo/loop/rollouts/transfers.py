@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import zip_longest
 
 import numpy as np
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.loop.rollouts.part_directory import PartDirectory
-from megatron_dppo.loop.rollouts.parts import Part, Room
+from megatron_dppo.loop.rollouts.parts import Part, Piece, Room
 from megatron_dppo.trainer import platform
 
 PIECE_BYTES = 64 * 2**20
@@ -21,63 +21,74 @@ def transfer(
     directory: PartDirectory,
     rooms: Mapping[int, Room],
     local: Mapping[Part, np.ndarray],
-    into: Mapping[Part, np.ndarray],
+    buffer: np.ndarray,
     rank: int,
 ) -> None:
-    """Fill ``into``, this rank's views of its room if it heads a site. Collective.
+    """Fill ``buffer``, of this rank's room if it heads a site. Collective.
 
-    ``rooms``: by the rank of each site's head. In rounds: everybody sends to the one ``distance``
-    further on, among those that send or receive.
+    ``rooms``: by the rank of each site's head, its parts in the order of whom they come from. In rounds:
+    everybody sends to the one ``distance`` further on, among those that send or receive.
     """
-    for part in into:
-        if part in local:
-            np.copyto(into[part], local[part])
+    if rank in rooms:
+        for part, (begin, end) in rooms[rank].places.items():
+            if part in local:
+                buffer[begin:end] = _bytes(local[part])
     sources = {min(holders) for holders in directory.holders.values()}
     members = sorted({*sources, *rooms})
     if rank not in members:
         return
     place = members.index(rank)
+    outbox = _Outbox(local)
 
-    def sent(source: int, target: int) -> list[list[Part]]:
+    def sent(source: int, target: int) -> list[Piece]:
         if target not in rooms:
             return []
-        parts = [
-            part
-            for part in rooms[target].parts
-            if target not in directory.holders[part] and min(directory.holders[part]) == source
-        ]
-        return list(Room(rooms[target].shapes, parts).pieces(PIECE_BYTES))
+        room = rooms[target]
+        parts = [part for part in room.parts if directory.source(part, target) == source]
+        return list(room.pieces(parts, PIECE_BYTES))
 
     for distance in range(1, len(members)):
         to = members[(place + distance) % len(members)]
         origin = members[(place - distance) % len(members)]
-        for out, incoming in zip_longest(sent(rank, to), sent(origin, rank), fillvalue=()):
-            _exchange(out, to, local, incoming, origin, into)
+        for out, incoming in zip_longest(sent(rank, to), sent(origin, rank)):
+            payload = None if out is None else outbox.pack(out, rooms[to])
+            target = None if incoming is None else buffer[incoming.begin : incoming.end]
+            _exchange(payload, to, target, origin)
 
 
-def _exchange(
-    out: Sequence[Part],
-    to: int,
-    local: Mapping[Part, np.ndarray],
-    incoming: Sequence[Part],
-    origin: int,
-    into: Mapping[Part, np.ndarray],
-) -> None:
-    """Send one piece and receive another at the same time."""
+class _Outbox:
+    """One buffer for all pieces that are sent: memory that is new each time costs more than the copy."""
+
+    def __init__(self, local: Mapping[Part, np.ndarray]) -> None:
+        self._local = local
+        self._buffer = np.empty(0, np.uint8)
+
+    def pack(self, piece: Piece, room: Room) -> np.ndarray:
+        """The bytes of ``piece`` as they lie in ``room``; valid until the next call."""
+        size = piece.end - piece.begin
+        if len(self._buffer) < size:
+            self._buffer = np.zeros(size, np.uint8)
+        for part in piece.parts:
+            begin, end = room.places[part]
+            self._buffer[begin - piece.begin : end - piece.begin] = _bytes(self._local[part])
+        return self._buffer[:size]
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _exchange(payload: np.ndarray | None, to: int, target: np.ndarray | None, origin: int) -> None:
+    """Send ``payload`` and receive ``target`` at the same time."""
     device = platform.current().device
-    operations, received = [], torch.empty(0, dtype=torch.uint8, device=device)
-    if out:
-        flat = [local[part].reshape(-1).view(np.uint8) for part in out]
-        payload = torch.from_numpy(np.concatenate(flat)).to(device)
-        operations.append(dist.P2POp(dist.isend, payload, to))
-    if incoming:
-        size = sum(into[part].nbytes for part in incoming)
-        received = torch.empty(size, dtype=torch.uint8, device=device)
+    operations = []
+    if payload is not None:
+        operations.append(dist.P2POp(dist.isend, torch.from_numpy(payload).to(device), to))
+    if target is not None:
+        here = torch.from_numpy(target)
+        received = here if here.device == device else torch.empty_like(here, device=device)
         operations.append(dist.P2POp(dist.irecv, received, origin))
     for work in dist.batch_isend_irecv(operations) if operations else ():
         work.wait()
-    brought, start = received.cpu().numpy(), 0
-    for part in incoming:
-        target = into[part].reshape(-1).view(np.uint8)
-        target[:] = brought[start : start + len(target)]
-        start += len(target)
+    if target is not None and received is not here:
+        here.copy_(received)
