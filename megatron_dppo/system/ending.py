@@ -12,8 +12,8 @@ from typing import NoReturn
 def end_now(code: int) -> NoReturn:
     """Run the exit handlers, flush the logs and both standard streams, and end without the interpreter's shutdown.
 
-    As ``multiprocessing`` ends its children. A thread of gloo or NCCL may hold a tensor for a moment after
-    its collective has ended; one that lets go of it while the interpreter shuts down aborts the process.
+    As ``multiprocessing`` ends its children. A daemon thread that is in native code while the interpreter
+    shuts down, such as what watches the collectives, aborts the process when it comes back to Python.
     Whatever a ``with`` block must close is closed before.
     """
     atexit._run_exitfuncs()

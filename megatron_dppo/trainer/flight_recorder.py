@@ -39,6 +39,10 @@ class Pending:
     caller: str
     since_ns: int
 
+    def is_same(self, other: Pending) -> bool:
+        """Whether both are one collective, seen by two ranks or at two moments."""
+        return (self.group, self.name, self.number) == (other.group, other.name, other.number)
+
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
         return asdict(self)
@@ -58,10 +62,14 @@ def switch_on() -> None:
     os.environ.setdefault(BUFFER_VARIABLE, _ENTRIES)
 
 
-def pending() -> list[Pending]:
-    """Collectives of this process that have not ended, the oldest first."""
+def pending(*, callers: bool) -> list[Pending]:
+    """Collectives of this process that have not ended, the oldest first.
+
+    ``callers``: name the lines that asked for them. For that torch imports its compiler in the calling
+    thread: only where the main thread, which imports it too, waits in one of these collectives.
+    """
     dump: Any = vars(_distributed_c10d)["_dump_fr_trace"]
-    trace = pickle.loads(dump(True, True, True))
+    trace = pickle.loads(dump(True, callers, True))
     groups = list(distributed_c10d._world.pg_group_ranks.items())
     return read_trace(
         trace,

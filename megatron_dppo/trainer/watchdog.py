@@ -56,7 +56,7 @@ class Watchdog:
         limit_s: the longest that a collective may take, outside of ``patience``.
         open_store: a connection to the ranks' rendezvous, by which those that wait tell each other.
         on_hang: given the report; by default it is written down and the process ended.
-        pending: the collectives that have not ended.
+        pending: the collectives that have not ended, with their callers where it is asked to.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Watchdog:
         limit_s: float,
         open_store: Callable[[], dist.Store],
         on_hang: Callable[[str], None] | None = None,
-        pending: Callable[[], list[Pending]] = flight_recorder.pending,
+        pending: Callable[..., list[Pending]] = flight_recorder.pending,
     ) -> None:
         self._rank = rank
         self._limit_s = limit_s
@@ -90,7 +90,9 @@ class Watchdog:
         def allowed(pending: Pending) -> float:
             return LONGEST_WAIT_S if pending.group.endswith(f"({BACKGROUND})") else limit
 
-        late = (p for p in self._pending() if now_ns - p.since_ns > allowed(p) * _BILLION)
+        late = (
+            p for p in self._pending(callers=False) if now_ns - p.since_ns > allowed(p) * _BILLION
+        )
         return next(late, None)
 
     @property
@@ -107,6 +109,8 @@ class Watchdog:
 
     def _report(self, hung: Pending) -> str:
         what, limit = self._limit
+        named = self._pending(callers=True)
+        hung = next((p for p in named if p.is_same(hung)), hung)
         heard = self._hear(hung.ranks)
         others = [rank for rank in hung.ranks if rank != self._rank]
         where = [describe(rank, hung, heard) for rank in others] if heard is not None else []
@@ -124,7 +128,7 @@ class Watchdog:
 
         def exchange() -> None:
             store = self._open_store()
-            own = json.dumps([p.to_json() for p in self._pending()])
+            own = json.dumps([p.to_json() for p in self._pending(callers=True)])
             store.set(_key(self._rank), own)
             time.sleep(2 * self._poll_s)  # those that wait for the same rank see it one poll later
             for rank in ranks:
@@ -144,8 +148,7 @@ def describe(rank: int, hung: Pending, heard: Mapping[int, Sequence[Pending]]) -
     """Where another rank of the group is, by what it said."""
     if rank not in heard:
         return f"rank {rank} waits in no collective: it is stopped, or busy with something else"
-    same = [p for p in heard[rank] if p.group == hung.group]
-    if any((p.name, p.number) == (hung.name, hung.number) for p in same):
+    if any(p.is_same(hung) for p in heard[rank]):
         return f"rank {rank} waits in the same"
     waits = [f"{p}, asked for at {p.caller}" for p in heard[rank][:1]]
     return f"rank {rank} waits in {waits[0]}" if waits else f"rank {rank} has gone on"

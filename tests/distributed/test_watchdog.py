@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 import pytest
 import torch.distributed as dist
 
+from megatron_dppo.trainer import flight_recorder
 from megatron_dppo.trainer.collectives import any_rank
 from megatron_dppo.trainer.topology import init_distributed
 from tests.ranks import RankFailedError, run_ranks
@@ -15,6 +17,7 @@ from tests.ranks import RankFailedError, run_ranks
 pytestmark = pytest.mark.distributed
 
 LIMIT_S = 1.0
+COMPILER = ("torch._inductor.utils", "torch._dynamo.")
 
 
 def worker(stopped: int) -> None:
@@ -47,3 +50,15 @@ def test_the_rank_that_waits_names_the_collective_and_who_is_missing(
     assert "(EXPERTS) (ranks 0, 1); asked for at trainer/collectives.py:" in told
     assert "(any_rank)" in told
     assert seen in told
+
+
+def looking_worker() -> list[str]:
+    """torch's compiler modules that a look brought into a process, which its main thread may be importing."""
+    init_distributed(1)
+    any_rank(False)
+    flight_recorder.pending(callers=False)
+    return sorted({name.split(".")[1] for name in sys.modules if name.startswith(COMPILER)})
+
+
+def test_a_look_imports_nothing_beside_the_main_thread() -> None:
+    assert run_ranks("tests.distributed.test_watchdog:looking_worker", 1, timeout=60) == [[]]
