@@ -17,10 +17,12 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmark_rows import Quantity, write_rows
 from rich.console import Console
 from rich.table import Table
 
@@ -33,6 +35,10 @@ BYTES_PER_PARAMETER = 14
 MODES = ("background", "foreground", "megatron background", "megatron foreground")
 
 
+class RanksEndedError(RuntimeError):
+    """A rank ended before it had measured; the message says where its output is."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """Of one mode. ``timings``: of each save, the slowest rank's; ``memory``: bytes of all processes above the start,
@@ -42,6 +48,10 @@ class Measured:
     timings: list[dict[str, float]]
     memory: int
     written: int
+
+    def later(self, key: str) -> float:
+        """The median of all saves but the first."""
+        return statistics.median(timing[key] for timing in self.timings[1:])
 
 
 def make_material(folder: Path, gigabytes: float) -> None:
@@ -89,7 +99,7 @@ def measure(mode: str, asked: dict[str, Any], before: Path | None) -> Measured:
         done = [folder / f"timings{rank}.json" for rank in range(len(ranks))]
         while not all(path.exists() for path in done):
             if any(process.poll() not in (None, 0) for process in ranks):
-                raise SystemExit(f"{mode}: a rank ended; see {folder}/log*")
+                raise RanksEndedError(f"a rank ended; see {folder}/log*")
             peak = max(peak, memory_of(ranks))
             time.sleep(0.1)
         for process in ranks:
@@ -129,7 +139,7 @@ def wait_for(ranks: list[subprocess.Popen], files: list[Path]) -> None:
     """Wait until every rank has written its file."""
     while not all(path.exists() for path in files):
         if any(process.poll() is not None for process in ranks):
-            raise SystemExit(f"a rank ended before it began; see {files[0].parent}/log*")
+            raise RanksEndedError(f"a rank ended before it began; see {files[0].parent}/log*")
         time.sleep(0.1)
 
 
@@ -167,21 +177,30 @@ def show(results: list[Measured], bytes_of_state: int) -> None:
         table.add_column(column, justify="left" if column == "mode" else "right")
     reference = next((r for r in results if r.mode == "megatron foreground"), results[0])
     for result in results:
-        first, later = result.timings[0], result.timings[1:]
-
-        def median(key: str, timings: list[dict[str, float]] = later) -> float:
-            return statistics.median(timing[key] for timing in timings)
-
-        against = statistics.median(t["stood_still"] for t in reference.timings[1:])
+        first = result.timings[0]
         table.add_row(
             result.mode,
-            f"{first['stood_still']:.2f}", f"{median('stood_still'):.2f}",
-            f"{first['until_there']:.2f}", f"{median('until_there'):.2f}",
-            f"{median('stood_still') / against:.3f}",
+            f"{first['stood_still']:.2f}", f"{result.later('stood_still'):.2f}",
+            f"{first['until_there']:.2f}", f"{result.later('until_there'):.2f}",
+            f"{result.later('stood_still') / reference.later('stood_still'):.3f}",
             f"{result.memory / 1e9:.2f}", f"{result.memory / bytes_of_state:.2f}",
             f"{result.written / 1e9:.2f}",
         )  # fmt: skip
     CONSOLE.print(table)
+
+
+def rows(results: list[Measured], bytes_of_state: int, ranks: int) -> Iterator[Quantity]:
+    """For the scale report."""
+    how = f"{bytes_of_state / 1e9:.2f} GB of state in {ranks} ranks of one machine, median of the saves after the first"
+    for result in results:
+        yield Quantity(
+            f"training stands still, {result.mode}", result.later("stood_still"), "s", how
+        )
+        yield Quantity(
+            f"until the files are there, {result.mode}", result.later("until_there"), "s", how
+        )
+        above = result.memory / bytes_of_state
+        yield Quantity(f"memory above the start over the state, {result.mode}", above, "", how)
 
 
 def main() -> None:
@@ -198,6 +217,7 @@ def main() -> None:
     parser.add_argument(
         "--before", type=Path, help="another checkout of this project, to measure too"
     )
+    parser.add_argument("--rows", type=Path, help="write all of it for tools/scale_report.py here")
     parser.add_argument("--modes", nargs="*", default=list(MODES), choices=MODES)
     given = parser.parse_args()
     material = given.folder / "model"
@@ -211,9 +231,16 @@ def main() -> None:
     results = []
     for mode in modes:
         CONSOLE.print(f"{mode} ...")
-        results.append(measure(mode, asked, given.before))
+        try:
+            results.append(measure(mode, asked, given.before))
+        except RanksEndedError as error:
+            raise SystemExit(f"{mode}: {error}") from error
+        CONSOLE.print(f"  stands still for {results[-1].later('stood_still'):.2f} s")
     weights = sum(path.stat().st_size for path in material.glob("*.safetensors"))
-    show(results, weights // 2 * BYTES_PER_PARAMETER)
+    state = weights // 2 * BYTES_PER_PARAMETER
+    show(results, state)
+    if given.rows is not None:
+        write_rows(given.rows, "checkpoints", list(rows(results, state, given.ranks)))
     shutil.rmtree(given.folder)
 
 
