@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, Dims
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
 from megatron_dppo.checkpoint_conversion.saved_tensor import find_saved_tensor
+from megatron_dppo.system.closing import Closing
 
 READ_BYTES = 8 << 20
 """Read at a time where a block's rows are wider than what is wanted of them, or on another device."""
@@ -88,7 +88,7 @@ class StoredTensor:
                     yield box, part
 
 
-class StoredBlocks:
+class StoredBlocks(Closing):
     """The tensors of a ``torch_dist`` folder, open for reading. Raises CheckpointError where it is none, or damaged."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -209,17 +209,6 @@ class StoredBlocks:
         for fd in self._files.values():
             os.close(fd)
         self._files = {}
-
-    def __enter__(self) -> StoredBlocks:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def _writable_bytes(tensor: torch.Tensor) -> memoryview:

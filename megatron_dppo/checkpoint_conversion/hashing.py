@@ -8,9 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
+from megatron_dppo.system.closing import Closing
 
 
-class TensorHashes:
+class TensorHashes(Closing):
     """SHA-256 of tensors that arrive in row blocks, tensor after tensor; computed in a thread, one block behind."""
 
     def __init__(self) -> None:
@@ -34,8 +35,6 @@ class TensorHashes:
             self._pending.result()
             self._pending = None
 
-    def __enter__(self) -> TensorHashes:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
+        """End the thread."""
         self._pool.shutdown()

@@ -20,13 +20,14 @@ from megatron_dppo.checkpoint_conversion.safetensors_file import (
 from megatron_dppo.checkpoint_conversion.tensor_store import check_store, read_slice
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.closing import Closing
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5 * 10**9
 
 
-class SafetensorsReader:
+class SafetensorsReader(Closing):
     """The tensors of a Hugging Face folder; slices are read without the rest of the tensor where rows allow it.
 
     Every shard's header is checked on opening: a missing, truncated or malformed file raises CheckpointError, and so
@@ -99,17 +100,6 @@ class SafetensorsReader:
         for file in self._files:
             file.close()
         self._files = []
-
-    def __enter__(self) -> SafetensorsReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 class ShardedWriter:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -23,11 +22,12 @@ from megatron_dppo.checkpoint_conversion.tensor_store import (
 )
 from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import TorchDistCheckpoint
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.closing import Closing
 
 Store = SafetensorsReader | ShardedCheckpoint | TorchDistCheckpoint
 
 
-class CheckedReader:
+class CheckedReader(Closing):
     """Slices of Hugging Face tensors; a tensor's SHA-256 is compared with the certificate when it is first read.
 
     Without a certificate (a folder that was not converted here) nothing is compared.
@@ -70,15 +70,8 @@ class CheckedReader:
             )
         self._checked.add(name)
 
-    def __enter__(self) -> CheckedReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the store's files."""
         self._store.close()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from megatron_dppo.checkpoint_conversion.safetensors_file import (
 )
 from megatron_dppo.model.adapters import ANY_EXPERT, Adapters, adapter_tensors
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.closing import Closing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
@@ -47,7 +47,7 @@ def peft_names(name: str, shape: ModelShape) -> list[str]:
     return [f"{_PREFIX}{full}{_SUFFIX}" for full in found]
 
 
-class PeftReader:
+class PeftReader(Closing):
     """A folder of adapters, open for reading.
 
     Raises CheckpointError where it is not in PEFT's format, of kinds other than plain LoRA, or not of ``adapters`` and
@@ -81,17 +81,6 @@ class PeftReader:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
-
-    def __enter__(self) -> PeftReader:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def _tensor_problems(self) -> Iterator[str]:
         expected = {

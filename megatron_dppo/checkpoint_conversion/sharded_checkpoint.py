@@ -26,6 +26,7 @@ from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, primary_parameters
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.closing import Closing
 
 
 def file_name(rank: int) -> str:
@@ -83,7 +84,7 @@ class ShardedCheckpointWriter:
                 self._files[piece.rank].write_rows(name, at, block)
 
 
-class ShardedCheckpoint:
+class ShardedCheckpoint(Closing):
     """A converted folder, open for reading as Hugging Face tensors.
 
     Raises CheckpointError where a rank's file is missing, truncated, or holds other tensors than its layout has.
@@ -162,17 +163,6 @@ class ShardedCheckpoint:
         for file in self._files.values():
             file.close()
         self._files = {}
-
-    def __enter__(self) -> ShardedCheckpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def assemble_rows(

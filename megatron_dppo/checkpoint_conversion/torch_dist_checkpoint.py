@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -19,6 +18,7 @@ from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.closing import Closing
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -39,7 +39,7 @@ def find_torch_dist(folder: str | Path) -> Path | None:
     return inner
 
 
-class TorchDistCheckpoint:
+class TorchDistCheckpoint(Closing):
     """Opens ``folder`` as a model of ``shape``. Raises CheckpointError where it holds another model.
 
     ``certificate``: of the conversion that made it; None for a checkpoint of a training run.
@@ -113,14 +113,3 @@ class TorchDistCheckpoint:
     def close(self) -> None:
         """Close the files."""
         self._tensors.close()
-
-    def __enter__(self) -> TorchDistCheckpoint:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

@@ -7,8 +7,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.metrics import names
@@ -27,6 +25,7 @@ from megatron_dppo.metrics.run_info import RunInfo
 from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import write_summary
 from megatron_dppo.metrics.writer import MetricsWriter
+from megatron_dppo.system.closing import Closing
 from megatron_dppo.system.files import write_atomically
 
 log = logging.getLogger(__name__)
@@ -38,7 +37,7 @@ class RecordingError(RuntimeError):
     """The run's records cannot be written, e.g. because the disk is full."""
 
 
-class Recorder:
+class Recorder(Closing):
     """Writes the metrics of each step; does nothing on ranks other than 0. A context manager.
 
     Args:
@@ -90,15 +89,8 @@ class Recorder:
                 resume_step,
             )
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the files."""
         self._stack.close()
 
     def lacks_last_evaluation(self) -> bool:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from megatron_dppo.metrics.records import (
     RECORDS_FILE,
@@ -15,12 +13,13 @@ from megatron_dppo.metrics.records import (
     read_lines,
     step_of,
 )
+from megatron_dppo.system.closing import Closing
 from megatron_dppo.system.files import write_atomically
 
 TENSORBOARD_FOLDER = "tensorboard"
 
 
-class MetricsWriter:
+class MetricsWriter(Closing):
     """Appends one record for each step to both files.
 
     Args:
@@ -79,14 +78,3 @@ class MetricsWriter:
         """Close both files; later writes fail."""
         self._file.close()
         self._events.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()

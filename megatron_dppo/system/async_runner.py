@@ -9,12 +9,14 @@ import asyncio
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
+
+from megatron_dppo.system.closing import Closing
 
 T = TypeVar("T")
 
 
-class AsyncRunner:
+class AsyncRunner(Closing):
     """Runs coroutines on one event loop; ``run`` waits for the result, ``submit`` doesn't.
 
     A context manager. Threads that wait may be several, the loop's own thread must not.
@@ -26,12 +28,6 @@ class AsyncRunner:
             target=self._loop.run_forever, name="engine-io", daemon=True
         )
         self._thread.start()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
         """Start ``coroutine``; cancelling the future cancels it."""
