@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.processes import kill_families, start_process
 
 RANK = Path(__file__).parent / "checkpoint_benchmark" / "rank.py"
 CONSOLE = Console(highlight=False, width=None if sys.stdout.isatty() else 130)
@@ -105,9 +106,7 @@ def measure(mode: str, asked: dict[str, Any], before: Path | None) -> Measured:
         for process in ranks:
             process.wait()
     finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+        kill_families(ranks)  # with the processes that Megatron's writer started
     timings = [json.loads(path.read_text()) for path in done]
     slowest = [
         {key: max(rank[i][key] for rank in timings) for key in timings[0][i]}
@@ -131,7 +130,7 @@ def start(asked: dict[str, Any], before: Path | None) -> list[subprocess.Popen]:
             env["PYTHONPATH"] = str(before)
         with open(Path(asked["folder"], f"log{rank}"), "wb") as log:
             command = [sys.executable, str(RANK), json.dumps(asked)]
-            processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
+            processes.append(start_process(command, environment=env, output=log.fileno()))
     return processes
 
 
