@@ -58,6 +58,20 @@ def redact_server_args() -> None:
     ServerArgs.resolved_dict = lambda self: redact_keys(resolved_dict(self))
 
 
+def refuse_repacked_experts() -> None:
+    """Exit where the environment has SGLang interleave the rows of the experts' weights as it loads them.
+
+    It does so once: a weight update would put rows in the order of the checkpoint among them.
+    """
+    from sglang.srt.environ import envs
+
+    if envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get():
+        sys.exit(
+            "error: SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED is set in the server's environment, expected unset: "
+            "experts' weights in that order can't be updated"
+        )
+
+
 def _change_sglang() -> None:
     """In this process and in each that SGLang spawns."""
     redact_server_args()
@@ -110,6 +124,7 @@ def _run(start: dict[str, Any], recordings: Path | None) -> None:
     from sglang.srt.utils import kill_process_tree
 
     watch_supervisor(kill_process_tree)
+    refuse_repacked_experts()
     load_plugins()
     flags = host_flags(os.environ)
     server_args = prepare_server_args([*sys.argv[1:], *flags])

@@ -14,7 +14,11 @@ from smg.router_args import RouterArgs
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.compatibility import SGLANG_VERSION, compare_server, required_switches
 from megatron_dppo.engine.errors import EngineStartError
-from megatron_dppo.engine.launch_server import host_flags, redact_keys
+from megatron_dppo.engine.launch_server import (
+    host_flags,
+    redact_keys,
+    refuse_repacked_experts,
+)
 from megatron_dppo.engine.options import (
     ServerHosts,
     ServerSections,
@@ -311,3 +315,11 @@ def test_a_deterministic_engine_is_asked_for_and_checked(tmp_path):
     )
     assert required_switches(wanted) == ["enable_deterministic_inference"]
     assert required_switches(sections(tmp_path)) == []
+
+
+def test_experts_in_an_order_that_no_update_keeps_are_refused(monkeypatch):
+    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "0")
+    refuse_repacked_experts()
+    monkeypatch.setenv("SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED", "1")
+    with pytest.raises(SystemExit, match="SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED is set"):
+        refuse_repacked_experts()
