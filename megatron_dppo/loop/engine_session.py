@@ -164,18 +164,11 @@ class EngineSession:
 
     # --- generation
 
-    def generate(self, job: GenerationJob, description: str) -> list[Trajectory]:
-        """All responses of ``job``, this rank's own (an empty job on ranks that lead no replica).
-
-        Raises on every rank RunStoppedError when a clean stop was asked for meanwhile, and
-        EngineUnavailableError.
-        """
-        return self.finish(self.start(job, description))
-
     def start(
         self, job: GenerationJob, description: str, on_response: OnResponse | None = None
     ) -> Generation:
-        """Ask for the responses of ``job`` and return at once; they come while this rank does other work.
+        """Ask for the responses of ``job``, this rank's own (an empty job on ranks that lead no replica), and
+        return at once; they come while this rank does other work.
 
         ``on_response`` is called, in another thread, with each response once, as soon as it is there.
         Until ``finish``, weights must not be updated: an update waits for running requests. Not collective.
@@ -185,10 +178,13 @@ class EngineSession:
         return generation
 
     def finish(self, generation: Generation, held: int | None = None) -> list[Trajectory]:
-        """As ``generate``, of what ``start`` began; shows progress while it waits.
+        """All responses of what ``start`` began; shows progress while it waits.
 
         ``held``: version of the weights that the trainer has by now (None: those that the fleet has). Where the
         whole fleet was lost, the next server gets them under that name, and draws what is missing from them.
+
+        Raises on every rank RunStoppedError when a clean stop was asked for meanwhile, and
+        EngineUnavailableError.
         """
         while True:
             before = len(generation.done)

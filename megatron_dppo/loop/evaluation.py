@@ -8,9 +8,10 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.requests import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.rollouts.sources import own_positions, seeds_of, verify
+from megatron_dppo.loop.rollouts.scored_generation import ScoredGeneration
+from megatron_dppo.loop.rollouts.sources import own_positions, seeds_of
 from megatron_dppo.metrics import names
-from megatron_dppo.rewards import Verifier
+from megatron_dppo.rewards.arrivals import ArrivalScorer
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
@@ -22,7 +23,7 @@ def evaluate(
     config: TrainConfig,
     topology: Topology,
     engine: EngineSession,
-    verifier: Verifier,
+    scorer: ArrivalScorer,
 ) -> dict[str, float]:
     """Generate and score responses to every held-out problem. Collective.
 
@@ -33,7 +34,7 @@ def evaluate(
             top_p 0.95).
         topology: position of this rank; each leader takes its share of the problems.
         engine: servers that generate.
-        verifier: scores the responses.
+        scorer: checks each response as soon as it is there.
 
     Returns:
         metric name -> avg@k, the same on every rank.
@@ -52,8 +53,9 @@ def evaluate(
         own = [problems[p] for p in positions]
         seeds = seeds_of(config, f"evaluation on {name} after step {step}", positions)
         job = GenerationJob(own, settings.samples_per_prompt, sampling, seeds=seeds)
-        answers = engine.generate(job, f"evaluate on {name}")
-        scored = verify(answers, own, job.group_size, config.algorithm, verifier)
+        generation = ScoredGeneration(engine, scorer, job, f"evaluate on {name}")
+        generation.wait()
+        scored = generation.scored(config.algorithm)
         parts = all_gather_json([sum(t.reward for t in scored), len(scored)])
         total, count = (sum(column) for column in zip(*parts, strict=True))
         accuracies[names.accuracy(name)] = total / count

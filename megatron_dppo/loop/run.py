@@ -51,6 +51,7 @@ from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
+from megatron_dppo.rewards.arrivals import ArrivalScorer
 from megatron_dppo.system.fence import FencedError
 from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.lease_files import LeaseError
@@ -163,6 +164,7 @@ class Run:
                 EngineSession(config, self.trainer, stop, fence.check_together)
             )
         self.verifier = Verifier(config.reward.name, config.reward.timeout_s, config.reward.workers)
+        self.scorer = ArrivalScorer(self.verifier)
         if self.trainer.topology.is_leader:  # nobody else scores, so nobody else needs workers
             stack.enter_context(self.verifier)
         if algorithm.needs_recomputed and config.rollout.max_staleness:
@@ -299,7 +301,7 @@ class Run:
         )
         topology = self.trainer.topology
         return GeneratedRollouts(
-            self.config, topology, self.engine, self.verifier, job, feed, self.timer
+            self.config, topology, self.engine, self.scorer, job, feed, self.timer
         )
 
     def _update_weights(self) -> dict[str, float]:
@@ -326,7 +328,7 @@ class Run:
                 self.config,
                 self.trainer.topology,
                 self.engine,
-                self.verifier,
+                self.scorer,
             )
 
     def _failed_checks(self) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 from megatron_dppo.rewards.verifier import Score, Verifier
@@ -30,6 +31,10 @@ class ArrivalScorer:
             self._works = True
         threading.Thread(target=self._work, name="rewards", daemon=True).start()
         return future
+
+    def require(self, scores: Sequence[Score], pairs: Sequence[Pair]) -> None:
+        """Raise VerifierError where a score is a refusal."""
+        self._verifier.require(scores, pairs)
 
     def _work(self) -> None:
         while True:

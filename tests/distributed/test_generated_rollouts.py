@@ -54,7 +54,7 @@ class ScriptedEngine:
         return list(answers.values())
 
 
-def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: dict[str, Any]):
+def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dict[str, Any]):
     from pathlib import Path
 
     import torch.distributed as dist
@@ -84,7 +84,7 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
         TrainConfig.model_validate(tree),
         topology,
         engine,  # type: ignore[arg-type]
-        verifier,
+        scorer,
         GenerationJob((), GROUP, SamplingParams(4)),
         ProblemFeed(problems, sampler),
         PhaseTimer(),
@@ -97,10 +97,11 @@ def steps(
     """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there."""
     from megatron_dppo.data.sampler import ProblemSampler
     from megatron_dppo.rewards import Verifier
+    from megatron_dppo.rewards.arrivals import ArrivalScorer
 
     engine, sampler, batches = ScriptedEngine(flat), ProblemSampler(64, seed=3), []
     with Verifier("exact_integer", 1.0, 1) as verifier:
-        source = source_of(folder, engine, verifier, sampler, changes)
+        source = source_of(folder, engine, ArrivalScorer(verifier), sampler, changes)
         for step in range(1, STEPS + 1):
             batches.append(source.collect(step))
             engine.events.append(f"train {step}")
@@ -111,7 +112,7 @@ def steps(
             if step == resume_after:
                 sampler = ProblemSampler(64, seed=3)
                 sampler.load_state_dict(batches[-1].sampler)
-                source = source_of(folder, engine, verifier, sampler, changes)
+                source = source_of(folder, engine, ArrivalScorer(verifier), sampler, changes)
     return {
         "problems": [[t.problem_id for t in b.outlines[::GROUP]] for b in batches],
         "samples": [[t.sample_index for t in b.outlines] for b in batches],
@@ -127,9 +128,12 @@ def late_weights(folder: str) -> str:
     from megatron_dppo.data.sampler import ProblemSampler
     from megatron_dppo.loop.rollouts.staleness import StalenessError
     from megatron_dppo.rewards import Verifier
+    from megatron_dppo.rewards.arrivals import ArrivalScorer
 
     with Verifier("exact_integer", 1.0, 1) as verifier:
-        source = source_of(folder, ScriptedEngine(5), verifier, ProblemSampler(64, seed=3), {})
+        source = source_of(
+            folder, ScriptedEngine(5), ArrivalScorer(verifier), ProblemSampler(64, seed=3), {}
+        )
         source.collect(1)
         try:
             source.collect(2)

@@ -124,7 +124,7 @@ def test_a_generation_that_is_refused_gives_the_engine_up_on_every_rank(open_sma
     with pytest.raises(
         EngineUnavailableError, match=r"EngineRequestError: .* answered 400: too long"
     ):
-        session.generate(job, "rollout")
+        session.finish(session.start(job, "rollout"))
 
 
 def test_responses_are_parsed_beside_this_process_and_told_as_they_come(open_small):

@@ -21,12 +21,12 @@ from megatron_dppo.loop.batches import (
     plan_mini_batches,
 )
 from megatron_dppo.loop.learning import check_carried_topk
-from megatron_dppo.loop.rollouts.sources import verify
+from megatron_dppo.loop.rollouts.sources import with_rewards
 from megatron_dppo.loop.run import EXPECTED_ERRORS
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.flops import SequenceCost
+from megatron_dppo.rewards import Score
 from megatron_dppo.trainer.token_loss import make_token_loss
-from megatron_dppo.types import Problem
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.trajectories import trajectory
 
@@ -131,17 +131,6 @@ def test_every_response_has_one_place_and_the_denominator_is_global(dp_size):
         assert len({len(rank) for rank in plan.positions}) == 1
 
 
-class Answers:
-    """A verifier that scores every response 1."""
-
-    def score(self, pairs):
-        @dataclass
-        class Score:
-            value: float
-
-        return [Score(1.0) for _ in pairs]
-
-
 @pytest.mark.parametrize(
     ("setting", "rewards", "advantages"),
     [
@@ -152,9 +141,8 @@ class Answers:
 )
 def test_what_a_truncated_response_earns(setting, rewards, advantages):
     batch = answers(truncated=(1,))[:4]
-    problems = [Problem(i, "p", "a", (1,)) for i in range(2)]
     algorithm = AlgorithmConfig(truncated_responses=setting)
-    scored = verify(batch, problems, GROUP, algorithm, Answers())
+    scored = with_rewards(batch, [Score(1.0)] * 4, GROUP, algorithm)
     assert [t.reward for t in scored] == rewards
     assert [t.advantage for t in scored] == advantages
     assert all(t.reward == t.advantage == 0 for t in batch)  # what was given has not changed

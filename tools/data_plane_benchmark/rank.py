@@ -29,11 +29,10 @@ from megatron_dppo.loop.batches import (
     plan_mini_batches,
 )
 from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, announce
-from megatron_dppo.loop.rollouts.sources import own_positions, verify
+from megatron_dppo.loop.rollouts.sources import own_positions, with_rewards
 from megatron_dppo.rewards import Verifier
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.topology import Topology, init_distributed, init_topology
-from megatron_dppo.types import Problem
 
 IN_FLIGHT = 8
 
@@ -63,11 +62,11 @@ def generate(
     return list(done.values())
 
 
-def score(size: Size, positions: list[int], own: list[Trajectory]) -> list[Trajectory]:
+def score(size: Size, own: list[Trajectory]) -> list[Trajectory]:
     """With rewards and advantages."""
-    problems = [Problem(p, "", "42", (7,)) for p in positions]
     with Verifier("exact_integer", 10, 1) as verifier:
-        return verify(own, problems, size.group, size.config().algorithm, verifier)
+        scores = verifier.score([(t.text, "42") for t in own])
+    return with_rewards(own, scores, size.group, size.config().algorithm)
 
 
 def pack_first(
@@ -94,7 +93,7 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
     dist.barrier()
     before = received.total
     with meter("exchange"):
-        own = score(size, positions, own)
+        own = score(size, own)
         generated = sum(t.sampled for t in own)
         outlines, held = announce(own, topology, size.group, groups)
         del own

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
-from megatron_dppo.fleet.generation_run import Generation
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.rollouts.exchange import announce
 from megatron_dppo.loop.rollouts.figures import (
@@ -21,19 +19,18 @@ from megatron_dppo.loop.rollouts.figures import (
     selection_figures,
     speed_figures,
 )
+from megatron_dppo.loop.rollouts.scored_generation import ScoredGeneration
 from megatron_dppo.loop.rollouts.sources import (
     ProblemFeed,
     RolloutBatch,
     own_positions,
     owner,
     seeds_of,
-    verify,
 )
 from megatron_dppo.loop.rollouts.staleness import check_staleness, staleness_figures
 from megatron_dppo.loop.rollouts.zero_variance import GroupQuota, Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.timing import PhaseTimer
-from megatron_dppo.rewards import Score, Verifier
 from megatron_dppo.rewards.arrivals import ArrivalScorer
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
@@ -47,8 +44,7 @@ class _Draft:
     """A batch in the making. Groups are counted in the order in which their problems were drawn.
 
     ``problems``, ``rows``: of all leaders, the same on every rank; a row follows when its group is judged.
-    ``own``: this rank's groups by position. ``generation``: this rank's part of the round that runs, and
-    ``scores`` of its responses by the request's key.
+    ``own``: this rank's groups by position. ``generation``: this rank's part of the round that runs.
     """
 
     step: int
@@ -56,8 +52,7 @@ class _Draft:
     rows: list[GroupRow] = field(default_factory=list)
     own: dict[int, list[Trajectory]] = field(default_factory=dict)
     rounds: int = 0
-    generation: Generation | None = None
-    scores: dict[Hashable, Future[Score]] = field(default_factory=dict)
+    generation: ScoredGeneration | None = None
     sampler: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     waited: float = 0.0
@@ -84,7 +79,7 @@ class GeneratedRollouts:
         config: TrainConfig,
         topology: Topology,
         engine: EngineSession,
-        verifier: Verifier,
+        scorer: ArrivalScorer,
         job: GenerationJob,
         feed: ProblemFeed,
         timer: PhaseTimer,
@@ -92,8 +87,7 @@ class GeneratedRollouts:
         self._config = config
         self._topology = topology
         self._engine = engine
-        self._verifier = verifier
-        self._scorer = ArrivalScorer(verifier)
+        self._scorer = scorer
         self._job = job
         self._feed = feed
         self._timer = timer
@@ -158,41 +152,24 @@ class GeneratedRollouts:
             seeds=seeds_of(self._config, f"step {draft.step}", positions),
         )
         again = f", round {draft.rounds}" if draft.rounds > 1 else ""
-        draft.scores = scores = {}
-
-        def arrived(key: Hashable, t: Trajectory) -> None:
-            scores[key] = self._scorer.add((t.text, job.problems[key[0]].answer))  # type: ignore[index]
-
         what = f"step {draft.step}: generate{again}"
-        draft.generation = self._engine.start(job, what, arrived)
+        draft.generation = ScoredGeneration(self._engine, self._scorer, job, what)
 
     def _receive(self, draft: _Draft, version: int) -> None:
         """Wait for the round's responses. ``version``: of the weights that the trainer holds."""
         assert draft.generation is not None
         began = time.monotonic()
         with self._timer("generate"):
-            trajectories = self._engine.finish(draft.generation, version)
+            draft.generation.wait(version)
         draft.waited += time.monotonic() - began
-        positions = own_positions(draft.unjudged, self._topology)
-        for position, group in zip(positions, self._groups(trajectories), strict=True):
-            draft.own[position] = group
 
     def _judge(self, draft: _Draft) -> None:
         """Verify this rank's new groups, and tell every rank how all of them did."""
-        new, samples = own_positions(draft.unjudged, self._topology), range(self._job.group_size)
+        assert draft.generation is not None
+        new = own_positions(draft.unjudged, self._topology)
         with self._timer("reward"):
-            answers = [t for p in new for t in draft.own[p]]
-            problems = [draft.problems[p] for p in new]
-            scored = verify(
-                answers,
-                problems,
-                self._job.group_size,
-                self._config.algorithm,
-                self._verifier,
-                [draft.scores[i, s].result() for i, _ in enumerate(new) for s in samples],
-            )
+            scored = draft.generation.scored(self._config.algorithm)
             draft.own |= dict(zip(new, self._groups(scored), strict=True))
-            assert draft.generation is not None
             told = all_gather_json(
                 [[GroupRow.of(draft.own[p]) for p in new], draft.generation.seconds]
             )

@@ -12,7 +12,7 @@ from megatron_dppo.data.outline import Outline
 from megatron_dppo.data.sampler import Sampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
-from megatron_dppo.rewards import Score, Verifier
+from megatron_dppo.rewards import Score
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
 
@@ -79,25 +79,17 @@ def seeds_of(config: TrainConfig, purpose: str, positions: Sequence[int]) -> Sam
     return SamplingSeeds(config.run.seed, purpose, positions)
 
 
-def verify(
+def with_rewards(
     trajectories: Sequence[Trajectory],
-    problems: Sequence[Problem],
+    scores: Sequence[Score],
     group_size: int,
     algorithm: AlgorithmConfig,
-    verifier: Verifier,
-    scores: Sequence[Score] | None = None,
 ) -> list[Trajectory]:
-    """The same with their rewards and advantages; groups of ``group_size`` in the order of ``problems``.
-
-    ``scores``: of the verifier, where it has checked them already.
+    """The same with the rewards that ``scores`` (one for each) come to, and advantages within groups of
+    ``group_size`` neighbours.
     """
     if not trajectories:
         return []
-    pairs = [(t.text, problems[i // group_size].answer) for i, t in enumerate(trajectories)]
-    if scores is None:
-        scores = verifier.score(pairs)
-    else:
-        verifier.require(scores, pairs)
     zeroed = algorithm.truncated_responses == "zero-reward"
     rewards = [
         0.0 if zeroed and t.truncated else score.value
