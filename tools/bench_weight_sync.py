@@ -4,10 +4,10 @@
 Starts a CPU server for the checkpoint, then alternates: a whole weight update with verification, a
 plain broadcast of one flat tensor of the same size to a process that copies it, and an update
 without verification. The weights are in Megatron's layout (one rank), as in a trainer. Prints
-medians by phase and the cost of the checksums, s/GB.
+medians by phase, the cost of the checksums, s/GB, and the metrics that a run records of an update.
 
     python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy distributed] [--rounds 9]
-        [--bucket-mib 64]
+        [--bucket-mib 64] [--network-gb-per-s 50]
 """
 
 from __future__ import annotations
@@ -181,6 +181,15 @@ def report(
             f"  x plain          {paired:10.2f}     (median of pairs; fastest/fastest {best:.2f})"
         )
     print(f"checksums, trainer {hashing:10.2f} s/GB")
+    print("metrics of an update, median of those with checksums:")
+    for name, value in median_metrics(verified[1:]).items():
+        print(f"  {name:34} {value:14,.6g}")
+
+
+def median_metrics(reports: Sequence[UpdateReport]) -> dict[str, float]:
+    """Each metric that a run records of an update, its median over ``reports``."""
+    rows = [report.metrics() for report in reports]
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
@@ -236,6 +245,9 @@ def main() -> None:
     parser.add_argument("--strategy", choices=sorted(STRATEGIES), default="distributed")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--bucket-mib", type=int, default=64)
+    parser.add_argument(
+        "--network-gb-per-s", type=float, help="GB/s into a node, for the bound in seconds"
+    )
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.receive:
@@ -243,7 +255,11 @@ def main() -> None:
         return
     if options.checkpoint is None:
         parser.error("checkpoint is missing: expected a Hugging Face folder")
-    settings = {"strategy": options.strategy, "bucket_mib": options.bucket_mib}
+    settings = {
+        "strategy": options.strategy,
+        "bucket_mib": options.bucket_mib,
+        "network_gb_per_s": options.network_gb_per_s,
+    }
     bench(options.checkpoint, options.rounds, settings)
 
 

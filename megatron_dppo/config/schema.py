@@ -313,6 +313,9 @@ class WeightSyncConfig(Section):
     ``nodes`` where the trainer runs on GPUs."""
     bucket_mib: int = Field(default=512, gt=0)
     """MiB of weights in one message."""
+    network_gb_per_s: float | None = Field(default=None, gt=0)
+    """GB/s (1e9 bytes) that can enter a node over its network. With it the fewest seconds of an update are recorded
+    beside the measured ones, ``weights/bound_s``. Empty: bounds in bytes alone."""
     verify_every: int = Field(default=1, gt=0)
     """Compare a hash of every tensor at every n-th update."""
     canary_every: int = Field(default=1, ge=0)

@@ -83,6 +83,20 @@ WEIGHT_UPDATES = "weights/updates"
 """Weight updates that the engine committed since the record before this one."""
 WEIGHT_UPDATES_VERIFIED = "weights/verified"
 """The part of ``WEIGHT_UPDATES`` in which every tensor was compared."""
+UPDATE_SECONDS = "weights/update_s"
+"""Seconds of the newest weight update."""
+UPDATE_STALL = "weights/stall_s"
+"""The part of ``UPDATE_SECONDS`` from the engines' pause to the commit."""
+UPDATE_BOUND = "weights/bound_s"
+"""The fewest seconds of an update: the bytes that must enter one node over its network, at the rate that
+``weight_sync.network_gb_per_s`` states; 0 where nothing must. Not recorded without that rate.
+"""
+UPDATE_BYTES_MOVED = "weights/bytes_moved"
+"""Bytes that the trainer's ranks exchanged and sent to engines for the update."""
+UPDATE_BYTES_BOUND = "weights/bytes_bound"
+"""The static lower bound of ``UPDATE_BYTES_MOVED``."""
+UPDATE_BYTES_BETWEEN_NODES = "weights/bytes_between_nodes"
+"""The part of ``UPDATE_BYTES_MOVED`` that left a node."""
 
 SHARES = frozenset(
     {

@@ -34,6 +34,7 @@ from megatron_dppo.metrics.panels import (
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from megatron_dppo.metrics.run_info import RunInfo
 from megatron_dppo.metrics.time_panel import draw_time
+from megatron_dppo.metrics.update_panels import draw_update_bytes, draw_update_seconds
 from megatron_dppo.metrics.use_panels import draw_arithmetic, draw_memory, is_recorded
 from megatron_dppo.system.files import atomic_file
 
@@ -41,6 +42,8 @@ PANELS = (draw_reward, draw_gap, draw_masked, draw_entropy, draw_length, draw_ti
 USE_PANELS = (draw_arithmetic, draw_memory)
 """Of the machine's use: drawn where any run has recorded it."""
 USE_METRICS = (names.TFLOPS, names.PEAK_MEMORY, names.IDLE_SHARE)
+UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
+"""Of weight updates: drawn where any run has recorded their seconds."""
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -123,8 +126,11 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
 
 
 def _draw(runs: list[RunRecords], title: str) -> Figure:
-    """The page: six panels, two more of the machine's use; of several runs also their names below."""
+    """The page: six panels, two more each of the machine's use and of weight updates; of several runs also their
+    names below.
+    """
     panels = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
+    panels += UPDATE_PANELS if is_recorded(runs, names.UPDATE_SECONDS) else ()
     figure = Figure(figsize=(10.5, 11 * len(panels) / len(PANELS)), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(title, fontsize=12, fontweight="bold")

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dppo.metrics import names
+
 
 @dataclass(frozen=True)
 class CanaryReport:
@@ -28,8 +30,9 @@ class UpdateReport:
     ``verified``: every tensor was compared; ``tensors``: how many, over all engine ranks.
     ``bytes_between_nodes``: of ``bytes_moved``, what the plan sends from one node to another: gathers, and each
     sender's bytes once to each engine host but its own. ``bytes_between_nodes_bound``: all weights once to each host
-    of engines without a sender. ``update_s``: of the whole update; ``stall_s``: of it, from the engines' pause to the
-    commit.
+    of engines without a sender. ``bytes_into_node_bound``: of it, what must enter one node: all weights, or nothing
+    where every host of engines has a sender. ``update_s``: of the whole update; ``stall_s``: of it, from the engines'
+    pause to the commit. ``network``: bytes/s that can enter a node; None: not stated.
     """
 
     version: int
@@ -41,22 +44,30 @@ class UpdateReport:
     tensors: int
     bytes_between_nodes: int
     bytes_between_nodes_bound: int
+    bytes_into_node_bound: int
     update_s: float
     stall_s: float
     canary: CanaryReport | None = None
+    network: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """As recorded: bytes, seconds, GB of weights per second of stall, the canary's differences in nats."""
+        """As recorded: bytes, bytes over their bound, seconds, the fewest seconds that the network allows (where its
+        rate is stated), GB of weights per second of stall, the canary's differences in nats.
+        """
         values: dict[str, float] = {
             "weights/bytes": self.bytes,
-            "weights/bytes_moved": self.bytes_moved,
-            "weights/bytes_bound": self.bytes_bound,
-            "weights/bytes_between_nodes": self.bytes_between_nodes,
+            names.UPDATE_BYTES_MOVED: self.bytes_moved,
+            names.UPDATE_BYTES_BOUND: self.bytes_bound,
+            "weights/bytes_over_bound": self.bytes_moved / max(self.bytes_bound, 1),
+            names.UPDATE_BYTES_BETWEEN_NODES: self.bytes_between_nodes,
             "weights/bytes_between_nodes_bound": self.bytes_between_nodes_bound,
-            "weights/update_s": self.update_s,
-            "weights/stall_s": self.stall_s,
+            "weights/bytes_into_node_bound": self.bytes_into_node_bound,
+            names.UPDATE_SECONDS: self.update_s,
+            names.UPDATE_STALL: self.stall_s,
             "weights/gb_per_s": self.bytes / max(self.stall_s, 1e-9) / 1e9,
         }
+        if self.network is not None:
+            values[names.UPDATE_BOUND] = self.bytes_into_node_bound / self.network
         if self.canary is not None:
             values["weights/canary_max_abs_diff"] = self.canary.max_abs_diff
             values["weights/canary_mean_abs_diff"] = self.canary.mean_abs_diff
@@ -82,4 +93,5 @@ def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) 
         "bytes_bound": bound + copies * whole,
         "bytes_between_nodes": between_nodes + sum(fact[0] * len(fact[3]) for fact in facts),
         "bytes_between_nodes_bound": whole * len(foreign_to_all),
+        "bytes_into_node_bound": whole if foreign_to_all else 0,
     }

@@ -41,6 +41,7 @@ from megatron_dppo.weight_sync.verification import (
 log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
+_GB = 10**9
 _BUSY = "requests kept the engine busy beyond weight_sync.timeout_s"
 _RESUMED = ("canary", "commit")
 
@@ -146,6 +147,7 @@ class WeightUpdater:
             update_s=now - started,
             stall_s=now - paused,
             canary=canary,
+            network=rate * _GB if (rate := self._config.network_gb_per_s) else None,
         )
 
     def close(self, *, at_once: bool = False) -> None:

@@ -14,6 +14,7 @@ from megatron_dppo.metrics.report import main, write_comparison, write_report
 from megatron_dppo.metrics.run_info import RunInfo, describe_layout
 from megatron_dppo.metrics.summary import summarize, window_of, write_summary
 from megatron_dppo.metrics.time_panel import MOST_PHASES, REST, fold_short_phases
+from megatron_dppo.metrics.update_panels import draw_update_bytes, draw_update_seconds
 from megatron_dppo.metrics.use_panels import draw_arithmetic
 
 ONE_RANK = {
@@ -81,10 +82,33 @@ def test_use_of_the_machine_is_drawn_where_it_is_recorded(tmp_path):
     used = save_run(tmp_path / "used", 3)
     lines = [json.loads(line) for line in (used / "metrics.jsonl").read_text().splitlines()]
     speed = {names.TFLOPS: 240.0, names.MFU: 0.24, names.PEAK_MEMORY: 60.0, names.IDLE_SHARE: 0.02}
-    for record in lines[1:]:
-        record.update(speed)
-    (used / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
-    assert imread(write_report(used)).shape[0] == pytest.approx(plain * 4 / 3, abs=2)
+    updates = {names.UPDATE_SECONDS: 3.0, names.UPDATE_STALL: 2.5, names.UPDATE_BYTES_MOVED: 6e10}
+    for recorded, rows in ((speed, 4), (updates, 5)):
+        for record in lines[1:]:
+            record.update(recorded)
+        (used / "metrics.jsonl").write_text("".join(f"{json.dumps(x)}\n" for x in lines))
+        assert imread(write_report(used)).shape[0] == pytest.approx(plain * rows / 3, abs=2)
+
+
+def test_an_update_is_drawn_beside_its_bounds():
+    records = [
+        {"step": step, names.UPDATE_SECONDS: 3.0, names.UPDATE_STALL: 2.5, names.UPDATE_BOUND: 1.25,
+         names.UPDATE_BYTES_MOVED: 6e10, names.UPDATE_BYTES_BOUND: 5e10, names.UPDATE_BYTES_BETWEEN_NODES: 0}
+        for step in (1, 2)
+    ]  # fmt: skip
+    seconds, size, silent = (Figure().subplots() for _ in range(3))
+    draw_update_seconds(seconds, [RunRecords("run", records)])
+    assert [line.get_ydata().tolist() for line in seconds.lines] == [[3, 3], [2.5, 2.5], [1.25] * 2]
+    draw_update_bytes(size, [RunRecords("run", records)])
+    drawn = [line.get_ydata().tolist() for line in size.lines]
+    assert drawn == [pytest.approx([gb, gb]) for gb in (60, 50, 0)]
+    assert (seconds.get_ylabel(), size.get_ylabel()) == ("seconds", "GB")
+    unstated = [{k: v for k, v in r.items() if k != names.UPDATE_BOUND} for r in records]
+    draw_update_seconds(silent, [RunRecords("run", unstated)])
+    assert [t.get_text() for t in silent.get_legend().get_texts()] == [
+        "whole update",
+        "engines paused",
+    ]
 
 
 @pytest.mark.parametrize(

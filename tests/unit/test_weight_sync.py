@@ -699,6 +699,7 @@ def test_bytes_between_nodes_are_counted_for_each_host_of_engines() -> None:
         "bytes_bound": 10 + 3 * 160,
         "bytes_between_nodes": 4 + 2 * 100 + 60,
         "bytes_between_nodes_bound": 160,
+        "bytes_into_node_bound": 160,
     }
 
 
@@ -717,9 +718,9 @@ def test_local_address_of_a_local_engine_is_loopback() -> None:
 
 def test_only_hosts_that_every_sender_is_foreign_to_bound_the_bytes_between_nodes() -> None:
     first, silent = [10, 0, None, ["b"], 1, 10], [0, 5, None, ["c", "d"], 0, 0]
-    bound = "bytes_between_nodes_bound"
-    assert count_bytes([first, silent], 0, 0)[bound] == 10
-    assert count_bytes([first, [5, 0, None, [], 0, 0]], 0, 0)[bound] == 0
+    for bound in ("bytes_between_nodes_bound", "bytes_into_node_bound"):
+        assert count_bytes([first, silent], 0, 0)[bound] == 10
+        assert count_bytes([first, [5, 0, None, [], 0, 0]], 0, 0)[bound] == 0
 
 
 def test_a_sender_tells_of_engines_on_other_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -730,6 +731,21 @@ def test_a_sender_tells_of_engines_on_other_hosts(monkeypatch: pytest.MonkeyPatc
     report = updates.update(1)
     assert report.bytes_between_nodes == len(BUCKETS) + 24 * 2
     assert report.bytes_between_nodes_bound == 24 * 2
+    assert report.bytes_into_node_bound == 24  # of each of the two, which receive at the same time
+
+
+@pytest.mark.parametrize(("hosts", "seconds"), [(["b", "c"], 24 / 6e9), ([], 0.0)])
+def test_the_fewest_seconds_are_bytes_into_a_node_over_the_stated_rate(
+    hosts: list[str], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engines, "foreign_hosts", hosts)
+    stated = updater(Engine(), network_gb_per_s=6).update(1).metrics()
+    assert stated["weights/bound_s"] == pytest.approx(seconds, rel=1e-12)
+    silent = updater(Engine()).update(1).metrics()
+    assert "weights/bound_s" not in silent
+    # 24 bytes once to one engine, 10 gathered; at least 9 must be.
+    assert silent["weights/bytes_over_bound"] == stated["weights/bytes_over_bound"] == 34 / 33
+    assert silent["weights/bytes_into_node_bound"] == (24 if hosts else 0)
 
 
 def test_an_updates_seconds_are_those_between_its_moments(monkeypatch: pytest.MonkeyPatch) -> None:

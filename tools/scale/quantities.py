@@ -51,14 +51,19 @@ def _checkpoint_rank(plan: Verdict) -> str:
     return gb(plan.transfer.checkpoint / plan.job.trainer.layout.world_size)
 
 
+def _nodes_apart(plan: Verdict) -> int:
+    return sum(node.engine > 0 and node.trainer == 0 for node in plan.nodes)
+
+
 def _between_nodes(plan: Verdict) -> str:
     """Bytes that must reach the nodes that serve and don't train."""
-    apart = sum(node.engine > 0 and node.trainer == 0 for node in plan.nodes)
-    return gb(plan.transfer.model * apart)
+    return gb(plan.transfer.model * _nodes_apart(plan))
 
 
 def _bound(plan: Verdict) -> str:
-    return _seconds(plan.transfer.model / plan.cluster.device.network)
+    """All weights over the slowest link that they must cross."""
+    device = plan.cluster.device
+    return _seconds(plan.transfer.model / (device.network if _nodes_apart(plan) else device.nvlink))
 
 
 def _hash_bound(plan: Verdict) -> str:
@@ -154,7 +159,11 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
             _between_nodes,
             "once into each node that serves and doesn't train",
         ),
-        Computed("lower bound", _bound, "bytes once into a node / its network port's rate"),
+        Computed(
+            "lower bound",
+            _bound,
+            "bytes once into a node / its network port's rate; within one node, into a GPU / NVLink's",
+        ),
         Computed(
             "expected",
             lambda p: _seconds(p.transfer.update_seconds),
