@@ -40,6 +40,22 @@ class Reach(Enum):
     SAVED = "no rank; saved batches have it"
 
 
+class ReadBy(Enum):
+    """Which pipeline stages of the replica that trains on a trajectory read a column: only these get it."""
+
+    FIRST = "the first stage, which embeds the tokens"
+    LAST = "the last stage, which computes the loss"
+    ALL = "every stage; of a column by MoE layer, that stage's layers"
+
+    def includes(self, stage: int, stages: int) -> bool:
+        """Whether ``stage`` of ``stages``, counted from 0, is one of them."""
+        return {
+            ReadBy.FIRST: stage == 0,
+            ReadBy.LAST: stage == stages - 1,
+            ReadBy.ALL: True,
+        }[self]
+
+
 class Form(NamedTuple):
     """Type and trailing shape that a batch's arrays of one column have in common."""
 
@@ -65,7 +81,7 @@ class Column:
     the further axes, which are equal in a batch. ``fill``: the value of rows that a pack has no value
     for. ``complete``: every trajectory of a batch has the column, or none; otherwise some may lack
     it. ``packed``: micro-batches carry it. ``usable``: which rows hold (None: all). ``check``: of
-    values that come from elsewhere (``Trajectory.check``).
+    values that come from elsewhere (``Trajectory.check``). ``read_by``: which pipeline stages get it.
     """
 
     name: str
@@ -78,6 +94,7 @@ class Column:
     packed: bool = True
     usable: Usable | None = None
     check: Check | None = None
+    read_by: ReadBy = ReadBy.ALL
 
     @property
     def has_gaps(self) -> bool:
@@ -174,22 +191,43 @@ ROLLOUT_LOG_PROBS = declare(
         Rows.SAMPLED,
         Reach.TRAINING_REPLICA,
         check=_log_probs,
+        read_by=ReadBy.LAST,
     )
 )
 """Natural log mu(token) at the sampling temperature, as the engine returned it."""
 
 RECOMPUTED_LOG_PROBS = declare(
-    Column("recomputed_log_probs", ("float32",), Rows.SAMPLED, Reach.TRAINING_REPLICA)
+    Column(
+        "recomputed_log_probs",
+        ("float32",),
+        Rows.SAMPLED,
+        Reach.TRAINING_REPLICA,
+        read_by=ReadBy.LAST,
+    )
 )
 """The trainer's own log-probabilities at the rollout's weights."""
 
 REFERENCE_LOG_PROBS = declare(
-    Column("reference_log_probs", ("float32",), Rows.SAMPLED, Reach.TRAINING_REPLICA)
+    Column(
+        "reference_log_probs",
+        ("float32",),
+        Rows.SAMPLED,
+        Reach.TRAINING_REPLICA,
+        read_by=ReadBy.LAST,
+    )
 )
 """The trainer's own log-probabilities at the weights that training started from."""
 
 TOPK_IDS = declare(
-    Column("topk_ids", ("int32",), Rows.SAMPLED, Reach.TRAINING_REPLICA, ("topk",), fill=-1)
+    Column(
+        "topk_ids",
+        ("int32",),
+        Rows.SAMPLED,
+        Reach.TRAINING_REPLICA,
+        ("topk",),
+        fill=-1,
+        read_by=ReadBy.LAST,
+    )
 )
 """Ids of TopK(mu) where each token was sampled; -1 where the engine gave fewer than K."""
 
@@ -201,6 +239,7 @@ TOPK_LOG_PROBS = declare(
         Reach.TRAINING_REPLICA,
         ("topk",),
         check=_topk,
+        read_by=ReadBy.LAST,
     )
 )
 """Natural log mu at ``topk_ids``."""
@@ -208,7 +247,8 @@ TOPK_LOG_PROBS = declare(
 WEIGHT_VERSION = declare(
     Column("weight_version", ("int32",), Rows.SAMPLED, Reach.TRAINING_REPLICA, packed=False)
 )
-"""The weights that sampled each token; every rank knows its runs (``data/outline.py``)."""
+"""The weights that sampled each token; every rank knows its runs (``data/outline.py``). Every stage needs them
+for the rows of ``routed_experts`` that hold."""
 
 ROUTED_EXPERTS = declare(
     Column(

@@ -100,7 +100,7 @@ class Learner:
         self._exchange = ColumnExchange(
             trainer.topology,
             sizes if config.router_replay else {},
-            stages_of(trainer) if config.router_replay else Stages(),
+            stages_of(trainer, replays=config.router_replay),
         )
 
     def plan(self, batch: RolloutBatch) -> PlannedBatch:
@@ -217,16 +217,16 @@ class Learner:
         return found
 
 
-def stages_of(trainer: Trainer) -> Stages:
-    """Which layers of a recording each pipeline stage replays. Collective."""
+def stages_of(trainer: Trainer, *, replays: bool) -> Stages:
+    """The pipeline stages, and where recorded routing is replayed, which of its layers each needs. Collective."""
     topology = trainer.topology
-    if topology.pp_size == 1:
-        return Stages()
+    if topology.pp_size == 1 or not replays:
+        return Stages(topology.pp_size)
     told = {
         stage: layers
         for stage, layers in all_gather_json([topology.pp_rank, trainer.replayed_layers])
     }
-    return Stages([told[stage] for stage in range(topology.pp_size)])
+    return Stages(topology.pp_size, [told[stage] for stage in range(topology.pp_size)])
 
 
 def _with_columns(mini: MiniBatch, further: Sequence[Columns]) -> MiniBatch:

@@ -99,12 +99,14 @@ def stages_of(topology):
     """Three layers: the first stage has the second one, the second stage the others."""
     from megatron_dppo.loop.rollouts.parts import Stages
 
-    return Stages(LAYERS_OF_STAGES) if topology.pp_size > 1 else Stages()
+    return Stages(2, LAYERS_OF_STAGES) if topology.pp_size > 1 else Stages()
 
 
 def needed_by(t, topology):
     """A trajectory as a rank of this stage gets it."""
     recorded = t.columns.get("routed_experts")
+    if topology.pp_size > 1 and topology.pp_rank == 0:  # it computes no loss
+        t = t.without("rollout_log_probs", "topk_ids", "topk_log_probs")
     if topology.pp_size == 1 or recorded is None:
         return t
     return t.with_columns(routed_experts=recorded[:, LAYERS_OF_STAGES[topology.pp_rank]])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_dppo.data.columns import Form
+from megatron_dppo.data.columns import Column, Form, Reach, ReadBy, Rows
 from megatron_dppo.data.outline import Outline
 from megatron_dppo.data.routing import discarded_rows, has_repeats, usable_rows
 from megatron_dppo.data.trajectory import Trajectory
@@ -28,7 +28,7 @@ ROUTED = np.arange(24, dtype=np.uint8).reshape(
     4, 3, 2
 )  # 4 tokens but the last, 3 layers, 2 experts
 FORMS = {"routed_experts": Form("uint8", (3, 2)), "rollout_log_probs": Form("float32", ())}
-STAGES = Stages([[1], [0, 2]])
+STAGES = Stages(2, [[1], [0, 2]])
 
 
 def one() -> Trajectory:
@@ -79,9 +79,42 @@ def test_a_stage_gets_its_layers_alone_and_all_stages_make_the_whole():
     second = {p: a for p, a in parts.items() if STAGES.needs(p, 1)}
     cut = whole.with_columns(routed_experts=ROUTED[:, [0, 2]])
     assert same(STAGES.trajectory(Outline.of(whole), second), cut)
+    first = {p: a for p, a in parts.items() if STAGES.needs(p, 0)}
+    cut = whole.with_columns(routed_experts=ROUTED[:, [1]]).without("rollout_log_probs")
+    assert same(STAGES.trajectory(Outline.of(whole), first), cut)
     assert Stages().split(0, whole).keys() == {
         Part(0, n) for n in ("token_ids", "loss_mask", *whole.columns)
     }
+
+
+LOSS_READS = (
+    "rollout_log_probs", "recomputed_log_probs", "reference_log_probs", "topk_ids", "topk_log_probs",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("layers", [(), [[0], [], [1, 2]]])
+def test_what_the_loss_reads_goes_to_the_last_stage_alone(layers):
+    stages = Stages(3, layers)
+    for name in LOSS_READS:
+        assert stages.of(4, name) == [Part(4, name)]
+        assert [stages.needs(Part(4, name), s) for s in range(3)] == [False, False, True], name
+        assert Stages().needs(Part(4, name), 0)  # the first stage is the last
+    for name in ("token_ids", "loss_mask", "weight_version"):
+        assert all(stages.needs(Part(4, name), s) for s in range(3)), name
+    recorded = stages.of(4, "routed_experts")
+    wanted = [[s for s in range(3) if stages.needs(part, s)] for part in recorded]
+    assert wanted == ([[0], [1], [2]] if layers else [[0, 1, 2]])
+
+
+def test_a_column_says_which_stages_read_it():
+    for read_by, wanted in (
+        (ReadBy.FIRST, [True, False, False]),
+        (ReadBy.LAST, [False, False, True]),
+        (ReadBy.ALL, [True, True, True]),
+    ):
+        assert [read_by.includes(stage, 3) for stage in range(3)] == wanted
+        assert read_by.includes(0, 1)
+    assert Column("made_up", ("uint8",), Rows.INPUT, Reach.TRAINING_REPLICA).read_by is ReadBy.ALL
 
 
 def test_a_room_has_an_aligned_place_for_each_part():

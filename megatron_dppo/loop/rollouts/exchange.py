@@ -53,9 +53,9 @@ def announce(
 class Delivery:
     """A batch as this rank has it.
 
-    ``trajectories``: by position, those that it needs; recorded routing of the layers of its pipeline
-    stage. ``forms``: of all columns of the batch, whole, the same on every rank. ``held``: by column,
-    the positions of the trajectories that have it, wherever that is.
+    ``trajectories``: by position, those that it needs, with the columns that its pipeline stage reads and
+    recorded routing of the stage's layers. ``forms``: of all columns of the batch, whole, the same on every
+    rank. ``held``: by column, the positions of the trajectories that have it, wherever that is.
     """
 
     outlines: Sequence[Outline]
@@ -106,7 +106,7 @@ class ColumnExchange:
     """Moves trajectories between the replicas of ``topology``.
 
     ``sizes``: what trailing sizes of columns must be, by their declared names; others are free.
-    ``stages``: which layers of a recording each pipeline stage replays.
+    ``stages``: the pipeline stages, and which layers of a recording each replays.
     """
 
     topology: Topology

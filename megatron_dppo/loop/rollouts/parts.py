@@ -1,6 +1,7 @@
 """What travels between ranks: tokens, loss masks and columns of single trajectories, in parts.
 
-A part is one array. Recorded routing has a part for each pipeline stage, which needs no other layers.
+A part is one array. Recorded routing has a part for each pipeline stage, which needs no other layers; other
+columns go to the stages that read them (``data/columns.py``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LAYERS = "moe_layers"
 
 
 class Part(NamedTuple):
-    """``stage``: the pipeline stage that needs it; 0 of what every stage needs."""
+    """``stage``: the pipeline stage whose layers it holds; 0 of what is not cut by layers."""
 
     position: int
     name: str
@@ -32,22 +33,27 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """Which layers of a recording each pipeline stage replays: places in the recording, by stage."""
+    """The pipeline stages of a replica. ``count``: how many. ``layers``: by stage, the places in a recording that it
+    replays; empty: recordings are not cut."""
 
+    count: int = 1
     layers: Sequence[Sequence[int]] = ()
 
     def cuts(self, name: str) -> bool:
         """Whether the column has a part for each stage."""
-        return len(self.layers) > 1 and name not in TOKENS and LAYERS in declared(name).trailing[:1]
+        return bool(self.layers) and name not in TOKENS and LAYERS in declared(name).trailing[:1]
 
     def of(self, position: int, name: str) -> list[Part]:
         """All parts of a trajectory's column."""
-        count = len(self.layers) if self.cuts(name) else 1
-        return [Part(position, name, stage) for stage in range(count)]
+        stages = range(self.count if self.cuts(name) else 1)
+        return [Part(position, name, stage) for stage in stages]
 
     def needs(self, part: Part, stage: int) -> bool:
         """Whether the ranks of ``stage`` need it."""
-        return not self.cuts(part.name) or part.stage == stage
+        if part.name in TOKENS:
+            return True
+        read = declared(part.name).read_by.includes(stage, self.count)
+        return read and (not self.cuts(part.name) or part.stage == stage)
 
     def form(self, part: Part, forms: Mapping[str, Form]) -> Form:
         """Type and trailing shape of the part's array."""
