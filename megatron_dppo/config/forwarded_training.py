@@ -18,7 +18,6 @@ DDP = ForwardedTable(
     {"use_distributed_optimizer": "optimizer.distributed"},
     {
         "average_in_collective": _SUMS,
-        "overlap_param_gather": _LATE,
         "align_param_gather": _LATE,
         "fp8_param_gather": _LATE,
         "reuse_grad_buf_for_mxfp8_param_ag": _LATE,
@@ -43,7 +42,14 @@ DDP = ForwardedTable(
 
 _OTHER = "the optimizer is Adam"
 _SCALE = "bfloat16 needs no loss scale"
-_STATE = "checkpoints hold Adam's state and master weights in fp32, as they lie on the device"
+_LOW = (
+    "Adam's state is fp32 in checkpoints; a scaled moment of TransformerEngine's FusedAdam is rounded anew when it "
+    "is restored (docs/checkpoints.md)"
+)
+_OFFLOADED = (
+    "checkpoints restore Adam's state where it lies; HybridDeviceOptimizer steps on copies of its own "
+    "(docs/checkpoints.md)"
+)
 OPTIMIZER = ForwardedTable(
     "megatron_optimizer",
     {
@@ -54,6 +60,7 @@ OPTIMIZER = ForwardedTable(
         "adam_eps": "optimizer.eps",
         "clip_grad": "optimizer.clip_grad",
         "use_distributed_optimizer": "optimizer.distributed",
+        "overlap_param_gather": "megatron_ddp.overlap_param_gather",
         "bf16": "model.dtype",
         "fp16": "model.dtype",
         "params_dtype": "model.dtype",
@@ -88,7 +95,6 @@ OPTIMIZER = ForwardedTable(
         ),
         **dict.fromkeys(
             (
-                "overlap_param_gather",
                 "overlap_param_gather_with_optimizer_step",
                 "reuse_grad_buf_for_mxfp8_param_ag",
             ),
@@ -102,6 +108,11 @@ OPTIMIZER = ForwardedTable(
                 "main_params_dtype",
                 "exp_avg_dtype",
                 "exp_avg_sq_dtype",
+            ),
+            _LOW,
+        ),
+        **dict.fromkeys(
+            (
                 "optimizer_cpu_offload",
                 "optimizer_offload_fraction",
                 "use_torch_optimizer_for_cpu_offload",
@@ -109,7 +120,7 @@ OPTIMIZER = ForwardedTable(
                 "pin_cpu_grads",
                 "pin_cpu_params",
             ),
-            _STATE,
+            _OFFLOADED,
         ),
         "timers": "a Python function, which YAML can't hold",
     },
@@ -120,4 +131,9 @@ OPTIMIZER = ForwardedTable(
 def training_problems(config: PolicyConfig) -> Iterator[str]:
     """What is wrong with both tables, as far as our own sections tell."""
     yield from DDP.problems(config.megatron_ddp)
+    if config.megatron_ddp.get("overlap_param_gather") and not config.distributed_optimizer:
+        yield (
+            "megatron_ddp.overlap_param_gather: got true, expected optimizer.distributed: true with it: without "
+            "it every replica has all weights, and nothing is gathered"
+        )
     yield from OPTIMIZER.problems(config.megatron_optimizer)

@@ -145,7 +145,10 @@ class Learner:
         for plan, further in zip(batch.plans, recomputed, strict=True):
             mini = _with_columns(self._packed(batch, plan), further)
             result = self._trainer.train_mini_batch(
-                mini.micro_batches, self._loss, mini.denominator
+                mini.micro_batches,
+                self._loss,
+                mini.denominator,
+                is_last=plan is batch.plans[-1],
             )
             first = result.metrics if first is None else first
             total = total.merge(result.metrics)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ def build_optimizer(
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=distributed,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
             **options,
         ),
         chunks,
@@ -84,3 +85,11 @@ def apply_step(
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, decoupled)
     optimizer.step_with_ready_grads()
     return float(optimizer.param_groups[0]["lr"])
+
+
+def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gather the weights that other replicas updated, where ``overlap_param_gather`` has put it off until a forward
+    pass asks for them. Collective."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)

@@ -29,7 +29,12 @@ from megatron_dppo.trainer.lora.policy import AdaptedPolicy, weights_of
 from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
 from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
 from megatron_dppo.trainer.model import build_chunks, wrap_chunks
-from megatron_dppo.trainer.optimizer import apply_step, build_optimizer, prepare_step
+from megatron_dppo.trainer.optimizer import (
+    apply_step,
+    build_optimizer,
+    complete_weights,
+    prepare_step,
+)
 from megatron_dppo.trainer.reduction import reduce_metrics
 from megatron_dppo.trainer.reference import ReferenceWeights
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
@@ -142,7 +147,12 @@ class Trainer:
         )
 
     def train_mini_batch(
-        self, micro_batches: list[PackedBatch], token_loss: TokenLoss, denominator: float
+        self,
+        micro_batches: list[PackedBatch],
+        token_loss: TokenLoss,
+        denominator: float,
+        *,
+        is_last: bool = True,
     ) -> StepResult:
         """One optimiser step on L = (sum of ``token_loss`` over all replicas' tokens) / denominator.
 
@@ -151,6 +161,8 @@ class Trainer:
                 ``rollout.router_replay`` tokens go to the experts recorded in them.
             token_loss: sum of the loss over the tokens of one micro-batch.
             denominator: a global count, the same on every rank.
+            is_last: the weights are read before the next pass; false: another mini-batch follows at once, whose
+                forward pass may gather what other replicas updated (``overlap_param_gather``).
 
         Raises (on every rank, before the update):
             NonFiniteLossError: a loss or the gradient norm is not finite.
@@ -171,6 +183,8 @@ class Trainer:
         if bad_losses or not math.isfinite(grad_norm):
             raise NonFiniteLossError(grad_norm, self._culprits(results, batches))
         lr = apply_step(self.optimizer, self.scheduler, grad_norm)
+        if is_last:
+            complete_weights(self.ddp_chunks)
         self.step_count += 1
         return StepResult(metrics, grad_norm, lr)
 

@@ -38,6 +38,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }
 
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 4000}
 # name -> (family, parallel section, what else differs from the reference)
 TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 ETP2": ("qwen3_moe", {"tensor": 2}, {}),
@@ -52,6 +53,12 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "DP2": ("qwen3_moe", {}, {}),
     "DP2 distributed optimizer": ("qwen3_moe", {}, {"distributed": True}),
     "DP2 overlap": ("qwen3_moe", {}, {"ddp": {"overlap_grad_reduce": True, "bucket_size": 4000}}),
+    "EP2 overlap, distributed optimizer": (
+        "qwen3_moe",
+        {"expert": 2},
+        {"distributed": True, "ddp": OVERLAP},
+    ),
+    "DP2 overlap, distributed optimizer": ("qwen3_moe", {}, {"distributed": True, "ddp": OVERLAP}),
     "tied PP2": ("qwen3", {"pipeline": 2}, {}),
     "tied PP2 VPP2": ("qwen3", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "tied TP2": ("qwen3", {"tensor": 2}, {}),
@@ -186,7 +193,9 @@ def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dic
         batches = own_micro_batches(trainer, samples())
         out: dict[str, Any] = {"log_probs": trainer.log_probs(batches), "metrics": [], "norms": []}
         for step in range(3):
-            result = trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0)
+            result = trainer.train_mini_batch(
+                batches, policy_token_loss, denominator=200.0, is_last=step == 2
+            )
             out["metrics"].append(result.metrics.values())
             out["norms"].append(result.grad_norm)
             if step == 0 and not changes.get("distributed"):

@@ -112,8 +112,17 @@ FORWARDED = [
         "(megatron-core 0.16.1); did you mean overlap_grad_reduce",
     ),
     (
+        "megatron_ddp.align_param_gather=true",
+        "megatron_ddp.align_param_gather: got true (bool), expected nothing: weights are read between steps",
+    ),
+    (
         "megatron_ddp.overlap_param_gather=true",
-        "megatron_ddp.overlap_param_gather: got true (bool), expected nothing: weights are read between steps",
+        "megatron_ddp.overlap_param_gather: got true, expected optimizer.distributed: true with it",
+    ),
+    (
+        "megatron_optimizer.overlap_param_gather=true",
+        "megatron_optimizer.overlap_param_gather: got true (bool), expected nothing: "
+        "megatron_ddp.overlap_param_gather sets it",
     ),
     (
         "megatron_optimizer.adam_beta1=0.5",
@@ -121,11 +130,11 @@ FORWARDED = [
     ),
     (
         "megatron_optimizer.exp_avg_dtype=bfloat16",
-        "megatron_optimizer.exp_avg_dtype: got 'bfloat16' (str), expected nothing: checkpoints hold Adam's state",
+        "megatron_optimizer.exp_avg_dtype: got 'bfloat16' (str), expected nothing: Adam's state is fp32 in checkpoints",
     ),
     (
         "megatron_optimizer.optimizer_cpu_offload=true",
-        "megatron_optimizer.optimizer_cpu_offload: got true (bool), expected nothing: checkpoints hold Adam's state",
+        "megatron_optimizer.optimizer_cpu_offload: got true (bool), expected nothing: checkpoints restore Adam's state",
     ),
     (
         "megatron_optimizer.log_num_zeros_in_grad=many",
