@@ -6,7 +6,7 @@ Read alone: ``trajectory_codec`` writes the present form.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import numpy as np
 
@@ -14,9 +14,9 @@ from megatron_dppo.data.flat_arrays import split
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory
 
 
-def is_earlier(arrays: Mapping[str, np.ndarray]) -> bool:
-    """Whether a file's arrays have the form that this module reads."""
-    return "counts" in arrays
+def is_earlier(names: Container[str]) -> bool:
+    """Whether a file with arrays of these names has the form that this module reads."""
+    return "counts" in names
 
 
 def from_earlier(arrays: Mapping[str, np.ndarray]) -> list[Trajectory]:

@@ -7,16 +7,18 @@ The text is left out: the tokens say it. Columns follow from their declarations 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from megatron_dppo.data.columns import declared
+from megatron_dppo.data.batch_rows import BatchRows, RowsInFile, RowsInMemory
+from megatron_dppo.data.columns import Rows, declared
 from megatron_dppo.data.earlier_batches import from_earlier, is_earlier
-from megatron_dppo.data.flat_arrays import flat, split
+from megatron_dppo.data.flat_arrays import flat
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
 from megatron_dppo.system.files import write_atomically
 
@@ -58,14 +60,12 @@ def decode(blob: bytes) -> list[Trajectory]:
 
     Raises BatchFormatError, also for a column that is not declared or holds what can't be.
     """
-    try:
+    with _faults_named():
         arrays = load(blob)
-        batch = from_earlier(arrays) if is_earlier(arrays) else _decoded(arrays)
-        for trajectory in batch:
-            trajectory.check()
-    except (SafetensorError, KeyError, ValueError, IndexError) as error:
-        raise BatchFormatError(f"not a batch of trajectories: {error!r}") from error
-    return batch
+        if is_earlier(arrays):
+            return _checked(from_earlier(arrays))
+        batch = _Batch(RowsInMemory(arrays))
+        return _checked(batch.trajectory(i) for i in range(len(batch.problems)))
 
 
 def batch_path(folder: str | Path, step: int) -> Path:
@@ -83,44 +83,112 @@ def save_batch(folder: str | Path, step: int, trajectories: Sequence[Trajectory]
 
 def load_batch(folder: str | Path, step: int) -> list[Trajectory]:
     """Read one step's batch. Raises FileNotFoundError, or BatchFormatError with the path and the fault."""
-    path = batch_path(folder, step)
-    try:
-        return decode(path.read_bytes())
-    except BatchFormatError as error:
-        raise BatchFormatError(f"{path}: {error}") from error
+    saved = SavedBatch(folder, step)
+    return saved.read(range(len(saved.problems)))
 
 
-def _decoded(arrays: dict[str, np.ndarray]) -> list[Trajectory]:
-    numbers, scores = arrays["trajectories"], arrays["scores"]
-    tokens = split(arrays["token_ids"], numbers[:, 2])
-    masks = split(arrays["loss_mask"], numbers[:, 2])
-    columns: list[dict[str, np.ndarray]] = [{} for _ in numbers]
-    for name in (key.removeprefix(COLUMN) for key in arrays if key.startswith(COLUMN)):
-        _read_column(name, arrays, masks, columns)
-    return [
-        Trajectory(
+class SavedBatch:
+    """One step's batch in its file, of which single trajectories are read.
+
+    ``problems``: the problem's id of each, in order.
+
+    Raises FileNotFoundError, or BatchFormatError with the path and the fault.
+    """
+
+    def __init__(self, folder: str | Path, step: int) -> None:
+        self._path = batch_path(folder, step)
+        with _faults_named(f"{self._path}: "):
+            rows = RowsInFile(self._path)
+            self._batch: _Batch | None = None
+            self._whole: list[Trajectory] = []
+            if is_earlier(rows.names()):
+                self._whole = from_earlier({n: rows.read(n, 0, rows.size(n)) for n in rows.names()})
+                self.problems = [t.problem_id for t in self._whole]
+            else:
+                self._batch = _Batch(rows)
+                self.problems = self._batch.problems
+
+    def read(
+        self, positions: Iterable[int], without: Container[str] = frozenset()
+    ) -> list[Trajectory]:
+        """The trajectories at these positions, with empty texts and all columns but those ``without``. Of the others
+        nothing is in memory, unless an earlier version wrote the file."""
+        with _faults_named(f"{self._path}: "):
+            if self._batch is None:
+                return _checked(self._whole[i] for i in positions)
+            return _checked(self._batch.trajectory(i, without) for i in positions)
+
+
+class _Batch:
+    """Where each trajectory's rows are. Raises ValueError and KeyError where arrays don't fit each other."""
+
+    def __init__(self, rows: BatchRows) -> None:
+        self._rows = rows
+        self._numbers = rows.read("trajectories", 0, rows.size("trajectories"))
+        self._scores = rows.read("scores", 0, rows.size("scores"))
+        self.problems: list[int] = self._numbers[:, 0].tolist()
+        lengths = self._numbers[:, 2]
+        self._tokens = self._ends("token_ids", lengths)
+        self._ends("loss_mask", lengths)
+        sampled = np.array([np.count_nonzero(self._mask(i)) for i in range(len(lengths))], np.int64)
+        self._columns = {
+            name.removeprefix(COLUMN): self._column_ends(
+                name.removeprefix(COLUMN), sampled, lengths
+            )
+            for name in rows.names()
+            if name.startswith(COLUMN)
+        }
+
+    def trajectory(self, i: int, without: Container[str] = frozenset()) -> Trajectory:
+        """The one at position ``i``, ``without`` some columns."""
+        problem, sample, _, reason = self._numbers[i].tolist()
+        columns = {
+            name: self._rows.read(COLUMN + name, ends[i], ends[i + 1])
+            for name, (present, ends) in self._columns.items()
+            if present[i] and name not in without
+        }
+        return Trajectory(
             problem_id=problem,
             sample_index=sample,
-            token_ids=tokens[i],
-            loss_mask=masks[i],
-            columns=columns[i],
+            token_ids=self._rows.read("token_ids", self._tokens[i], self._tokens[i + 1]),
+            loss_mask=self._mask(i),
+            columns=columns,
             finish_reason=FINISH_REASONS[reason],
-            reward=float(scores[i, 0]),
-            advantage=float(scores[i, 1]),
+            reward=float(self._scores[i, 0]),
+            advantage=float(self._scores[i, 1]),
         )
-        for i, (problem, sample, _, reason) in enumerate(numbers.tolist())
-    ]
+
+    def _mask(self, i: int) -> np.ndarray:
+        return self._rows.read("loss_mask", self._tokens[i], self._tokens[i + 1])
+
+    def _column_ends(
+        self, name: str, sampled: np.ndarray, lengths: np.ndarray
+    ) -> tuple[np.ndarray, list[int]]:
+        """Which trajectories have the column, and where their rows end."""
+        size = self._rows.size(PRESENT + name)
+        present = self._rows.read(PRESENT + name, 0, size)
+        counts = sampled if declared(name).rows is Rows.SAMPLED else lengths - 1
+        return present, self._ends(COLUMN + name, np.where(present, counts, 0))
+
+    def _ends(self, name: str, counts: np.ndarray) -> list[int]:
+        """0, and where each trajectory's rows end."""
+        ends = [0, *np.cumsum(counts).tolist()]
+        if self._rows.size(name) != ends[-1]:
+            raise ValueError(f"{name} has {self._rows.size(name)} rows, expected {ends[-1]}")
+        return ends
 
 
-def _read_column(
-    name: str,
-    arrays: dict[str, np.ndarray],
-    masks: Sequence[np.ndarray],
-    columns: Sequence[dict[str, np.ndarray]],
-) -> None:
-    """Give each trajectory's dictionary its rows of the column."""
-    column = declared(name)
-    present = np.flatnonzero(arrays[PRESENT + name]).tolist()
-    counts = np.array([column.count(masks[i]) for i in present], dtype=np.int64)
-    for i, rows in zip(present, split(arrays[COLUMN + name], counts), strict=True):
-        columns[i][name] = rows
+def _checked(batch: Iterable[Trajectory]) -> list[Trajectory]:
+    checked = list(batch)
+    for trajectory in checked:
+        trajectory.check()
+    return checked
+
+
+@contextmanager
+def _faults_named(where: str = "") -> Iterator[None]:
+    """Raise BatchFormatError, which begins with ``where``, for what arrays that are no batch raise."""
+    try:
+        yield
+    except (SafetensorError, KeyError, ValueError, IndexError) as error:
+        raise BatchFormatError(f"{where}not a batch of trajectories: {error!r}") from error

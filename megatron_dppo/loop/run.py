@@ -283,7 +283,7 @@ class Run:
         problems = self.data.train.problems
         feed = ProblemFeed(problems, self.sampler)
         if rollout.replay_from is not None:
-            return ReplayedRollouts(rollout, feed, problems)
+            return ReplayedRollouts(rollout, self.trainer.topology, feed, problems)
         assert self.engine is not None
         columns: dict[str, Any] = {"topk": self.topk} if self.topk else {}
         if rollout.router_replay:

@@ -54,6 +54,19 @@ class ScriptedEngine:
         return list(answers.values())
 
 
+def two_leaders() -> Any:
+    import torch.distributed as dist
+
+    from megatron_dppo.trainer.topology import Topology
+
+    world = dist.group.WORLD
+    return Topology(
+        rank=dist.get_rank(), world_size=2, dp_rank=dist.get_rank(), dp_size=2,
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, leaders=(0, 1),
+        data_group=world, tensor_group=world, pipeline_group=world, model_group=world,
+    )  # fmt: skip
+
+
 def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dict[str, Any]):
     from pathlib import Path
 
@@ -65,7 +78,6 @@ def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dic
     from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
     from megatron_dppo.loop.rollouts.sources import ProblemFeed
     from megatron_dppo.metrics.timing import PhaseTimer
-    from megatron_dppo.trainer.topology import Topology
     from megatron_dppo.types import Problem
 
     here = Path(folder) / str(dist.get_rank())
@@ -73,16 +85,10 @@ def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dic
     tree = minimal(here)
     tree["run"]["steps"] = STEPS
     tree["rollout"] |= {"prompts_per_step": PROMPTS, "group_size": GROUP, **changes}
-    world = dist.group.WORLD
-    topology = Topology(
-        rank=dist.get_rank(), world_size=2, dp_rank=dist.get_rank(), dp_size=2,
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, leaders=(0, 1),
-        data_group=world, tensor_group=world, pipeline_group=world, model_group=world,
-    )  # fmt: skip
     problems = [Problem(i, "p", "1", (i, 1)) for i in range(64)]
     return GeneratedRollouts(
         TrainConfig.model_validate(tree),
-        topology,
+        two_leaders(),
         engine,  # type: ignore[arg-type]
         scorer,
         GenerationJob((), GROUP, SamplingParams(4)),
@@ -142,6 +148,57 @@ def late_weights(folder: str) -> str:
     return ""
 
 
+def replayed(folder: str) -> dict[str, Any]:
+    """What each leader reads of a saved batch of three groups, and its errors where the data are others."""
+    from pathlib import Path
+
+    import torch.distributed as dist
+
+    from megatron_dppo.config.schema import RolloutConfig
+    from megatron_dppo.data.sampler import ProblemSampler
+    from megatron_dppo.data.trajectory import Trajectory
+    from megatron_dppo.data.trajectory_codec import BatchFormatError, save_batch
+    from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
+    from megatron_dppo.loop.rollouts.sources import ProblemFeed
+    from megatron_dppo.types import Problem
+
+    drawn, saved = ProblemSampler(64, seed=3).next(3), Path(folder) / "saved"
+    batch = [
+        Trajectory.of_response(
+            [p, 1], [3] * (1 + s), problem_id=p, sample_index=s, reward=float(s),
+            columns={"weight_version": [1] * (1 + s), "loss_trains": [True] * (1 + s)},
+        )
+        for p in drawn
+        for s in range(GROUP)
+    ]  # fmt: skip
+    if dist.get_rank() == 0:
+        save_batch(saved, 2, batch)
+    dist.barrier()
+    found: dict[str, Any] = {}
+    kinds = {"same": 1, "another prompt": drawn[1], "another group size": 1}
+    for kind, other in kinds.items():
+        # The group at position 1 is read by rank 1 alone.
+        problems = [Problem(i, "p", "1", (i, 9 if i == other else 1)) for i in range(64)]
+        size = GROUP + 1 if "size" in kind else GROUP
+        rollout = RolloutConfig(
+            prompts_per_step=3, group_size=size, max_response_tokens=4, replay_from=str(saved)
+        )
+        feed = ProblemFeed(problems, ProblemSampler(64, seed=3))
+        source = ReplayedRollouts(rollout, two_leaders(), feed, problems)
+        try:
+            got = source.collect(2)
+            found[kind] = {
+                "own": {i: (t.token_ids.tolist(), sorted(t.columns)) for i, t in got.own.items()},
+                "outlines": [
+                    (t.problem_id, t.sample_index, t.length, t.reward) for t in got.outlines
+                ],
+                "reward": got.figures["reward/mean"],
+            }
+        except BatchFormatError as error:
+            found[kind] = str(error)
+    return found | {"drawn": drawn}
+
+
 FILTER = {
     "drop_zero_variance_groups": True,
     "oversampling": 2.0,
@@ -163,6 +220,7 @@ def worker(folder: str) -> dict[str, Any]:
         "filtered, resumed": steps(folder, FILTER | ahead, flat=2, resume_after=2),
         "hopeless": steps(folder, FILTER, flat=1),
         "late": late_weights(folder),
+        "replayed": replayed(folder),
     }
 
 
@@ -299,3 +357,24 @@ def test_further_rounds_of_a_prefetched_batch_run_before_the_update(runs):
 def test_rollouts_of_older_weights_are_refused(runs):
     assert "step 2 trains weight version 1" in runs["late"]
     assert "of version 0, expected 1 to 1 (rollout.max_staleness: 0)" in runs["late"]
+
+
+def test_a_leader_reads_its_own_part_of_a_saved_batch(ranks):
+    drawn = ranks[0]["replayed"]["drawn"]
+    for rank, groups in enumerate(([0, 2], [1])):
+        found = ranks[rank]["replayed"]["same"]
+        assert found["own"] == {
+            p * GROUP + s: ([drawn[p], 1] + [3] * (1 + s), ["weight_version"])
+            for p in groups
+            for s in range(GROUP)
+        }
+        assert found["outlines"] == [(p, s, 3 + s, float(s)) for p in drawn for s in range(GROUP)]
+        assert found["reward"] == 0.5
+
+
+def test_what_one_leader_finds_wrong_in_a_saved_batch_every_rank_raises(ranks):
+    for rank in ranks:
+        found = rank["replayed"]
+        wrong = f"problem {found['drawn'][1]} in the batch of step 2"
+        assert wrong in found["another prompt"]
+        assert "has 6 responses, expected 3 prompts x group_size 3" in found["another group size"]

@@ -2,6 +2,7 @@
 files of the earlier form are read.
 """
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from safetensors.numpy import load, save
 from megatron_dppo.data.trajectory import Trajectory, VersionSpan
 from megatron_dppo.data.trajectory_codec import (
     BatchFormatError,
+    SavedBatch,
     decode,
     encode,
     load_batch,
@@ -109,6 +111,48 @@ def test_a_file_with_one_expert_twice_is_refused(tmp_path):
         load_batch(tmp_path, 2)
 
 
+def test_single_trajectories_are_read_from_a_file(tmp_path):
+    routed = np.tile(np.array([3, 250], np.uint8), (3, 4, 1))
+    batch = [answer(0, [7, 8]), answer(1, [9, 4], routed_experts=routed), answer(2, [5])]
+    save_batch(tmp_path, 2, batch)
+    saved = SavedBatch(tmp_path, 2)
+    assert saved.problems == [10, 11, 12]
+    assert all_same(saved.read([1]), [batch[1]])
+    assert all_same(saved.read([2, 0]), [batch[2], batch[0]])
+    assert saved.read([]) == []
+    (bare,) = saved.read([1], without=("routed_experts",))
+    assert same(bare, batch[1].without("routed_experts"))
+    with pytest.raises(BatchFormatError, match=r"step_000002\.safetensors: .*index 3"):
+        saved.read([3])
+
+
+def test_what_is_not_read_takes_no_memory(tmp_path):
+    size = 2**17
+    column = np.tile(np.array([1, 2], np.int32), (size, 1))
+    batch = [
+        answer(i, [7] * size, topk_ids=column, topk_log_probs=-column.astype(np.float32))
+        for i in range(6)
+    ]
+    save_batch(tmp_path, 1, batch)
+    whole = (tmp_path / "step_000001.safetensors").stat().st_size
+    del batch
+    tracemalloc.start()
+    kept = SavedBatch(tmp_path, 1).read([4])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert kept[0].columns["topk_ids"].nbytes == column.nbytes
+    assert peak < 0.4 * whole  # a sixth of it, and what its check takes
+
+
+def test_an_error_in_one_trajectory_is_that_of_its_reader(tmp_path):
+    bad = answer(1, [7, 8], routed_experts=np.ones((3, 4, 2), np.uint8))
+    save_batch(tmp_path, 2, [answer(0, [7, 8]), bad])
+    saved = SavedBatch(tmp_path, 2)
+    assert all_same(saved.read([0]), [answer(0, [7, 8])])
+    with pytest.raises(BatchFormatError, match=r"step_000002.*response 1 to problem 11"):
+        saved.read([1])
+
+
 def test_a_damaged_file_is_named(tmp_path):
     path = save_batch(tmp_path, 3, [answer(0, [7, 8])])
     assert all_same(load_batch(tmp_path, 3), [answer(0, [7, 8])])
@@ -148,6 +192,8 @@ def test_a_file_of_the_earlier_form_is_read(tmp_path):
     assert second.columns["routed_experts"].tolist() == [[[0, 1]], [[2, 3]], [[1, 0]]]
     assert second.columns["routed_experts"].dtype == np.uint8
     assert all_same(decode(encode([first, second])), [first, second])
+    assert SavedBatch(tmp_path, 1).problems == [10, 10]
+    assert all_same(SavedBatch(tmp_path, 1).read([1]), [second])
 
 
 def test_a_damaged_file_of_the_earlier_form_is_refused():

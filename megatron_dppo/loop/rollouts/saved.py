@@ -7,53 +7,77 @@ from pathlib import Path
 
 from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.columns import LOSS_COLUMNS
-from megatron_dppo.data.outline import Outline
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.data.trajectory_codec import BatchFormatError, load_batch
+from megatron_dppo.data.trajectory_codec import BatchFormatError, SavedBatch, batch_path
+from megatron_dppo.loop.rollouts.exchange import announce
 from megatron_dppo.loop.rollouts.figures import generated_figures, rows_of
-from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutBatch
+from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutBatch, own_positions
 from megatron_dppo.loop.rollouts.staleness import staleness_figures
+from megatron_dppo.trainer.collectives import all_gather_json
+from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
 
 
 class ReplayedRollouts:
     """The batches in the folder ``rollout.replay_from`` (``rollout.save`` of the run that generated them).
 
-    ``problems``: the training data, which the batches are checked against.
+    Each leader reads the trajectories that it would have generated, and no others. ``problems``: the training data,
+    which the batches are checked against.
     """
 
     def __init__(
-        self, rollout: RolloutConfig, feed: ProblemFeed, problems: Sequence[Problem]
+        self,
+        rollout: RolloutConfig,
+        topology: Topology,
+        feed: ProblemFeed,
+        problems: Sequence[Problem],
     ) -> None:
         assert rollout.replay_from is not None
         self._folder = Path(rollout.replay_from)
         self._rollout = rollout
+        self._topology = topology
         self._feed = feed
         self._prompts = {p.problem_id: list(p.prompt_ids) for p in problems}
 
     def collect(self, step: int) -> RolloutBatch:
-        """The saved batch of ``step``. Raises BatchFormatError where it is not there or another's."""
-        wanted = self._feed.next(self._rollout.prompts_per_step)
+        """The saved batch of ``step``. Raises BatchFormatError, on all ranks, where it is not there or another's."""
+        wanted, size = self._feed.next(self._rollout.prompts_per_step), self._rollout.group_size
+        own: list[Trajectory] = []
+        fault = None
         try:
-            saved = load_batch(self._folder, step)
+            own = self._own(step, wanted)
+        except BatchFormatError as error:
+            fault = str(error)
+        faults = [found for found in all_gather_json(fault) if found is not None]
+        if faults:
+            raise BatchFormatError(faults[0])
+        outlines, held = announce(own, self._topology, size, range(len(wanted)))
+        figures = generated_figures(rows_of(outlines, size)) | staleness_figures(outlines, step)
+        return RolloutBatch(outlines, held, figures, self._feed.position())
+
+    def _own(self, step: int, wanted: Sequence[Problem]) -> list[Trajectory]:
+        """This rank's trajectories, of the checked batch."""
+        try:
+            saved = SavedBatch(self._folder, step)
         except FileNotFoundError as error:
             raise BatchFormatError(
-                f"rollout.replay_from: no batch of step {step} in {self._folder} ({error.filename})"
+                f"rollout.replay_from: no batch of step {step} in {self._folder} "
+                f"({batch_path(self._folder, step)})"
             ) from error
-        batch = [t.without(*LOSS_COLUMNS) for t in saved]  # of the run that saved them
         size = self._rollout.group_size
-        if len(batch) != len(wanted) * size:
+        if len(saved.problems) != len(wanted) * size:
             raise BatchFormatError(
-                f"rollout.replay_from: the batch of step {step} in {self._folder} has {len(batch)} "
+                f"rollout.replay_from: the batch of step {step} in {self._folder} has {len(saved.problems)} "
                 f"responses, expected {len(wanted)} prompts x group_size {size}"
             )
-        self._check_prompts(step, batch)
         if not self._rollout.drop_zero_variance_groups:
             # What a filter replaced depends on rewards of responses that are not in the file.
-            self._check_order(step, batch, wanted)
-        figures = generated_figures(rows_of(batch, size)) | staleness_figures(batch, step)
-        outlines = [Outline.of(t) for t in batch]
-        return RolloutBatch(outlines, dict(enumerate(batch)), figures, self._feed.position())
+            self._check_order(step, saved.problems, wanted)
+        groups = own_positions(range(len(wanted)), self._topology)
+        positions = (p * size + sample for p in groups for sample in range(size))
+        own = saved.read(positions, without=LOSS_COLUMNS)  # those are of the run that saved them
+        self._check_prompts(step, own)
+        return own
 
     def settle(self, version: int) -> None:
         """Nothing generates."""
@@ -61,10 +85,8 @@ class ReplayedRollouts:
     def run_ahead(self) -> None:
         """Nothing is to be generated."""
 
-    def _check_order(
-        self, step: int, batch: Sequence[Trajectory], wanted: Sequence[Problem]
-    ) -> None:
-        found = list(dict.fromkeys(t.problem_id for t in batch))
+    def _check_order(self, step: int, problems: Sequence[int], wanted: Sequence[Problem]) -> None:
+        found = list(dict.fromkeys(problems))
         expected = list(dict.fromkeys(p.problem_id for p in wanted))
         if found != expected:
             raise BatchFormatError(
