@@ -27,10 +27,10 @@ from megatron_dppo.config.allocator import allocator_problems
 from megatron_dppo.config.checkpoint_folder import missing_weights
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everything, check_in_child
+from megatron_dppo.launch.library_checks import CHECK, check_everything, check_in_child
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
-from megatron_dppo.logging import REFUSED, FatalError, configure_logging, fatal
+from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.checked_answers import checked_answers_file
 from megatron_dppo.system.ending import end_now
 
