@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "RANK" in os.environ:
             check_config(config, words.config)
             _check_world(config, words.config)
+            _check_environment(config)
     except ConfigError as error:
         fatal(str(error))
     return _run_rank(config) if "RANK" in os.environ else _supervise(config, words)
@@ -107,6 +108,13 @@ def _check_world(config: TrainConfig, source: str) -> None:
             f"WORLD_SIZE to {world}"
         )
         raise ConfigError([problem], source)
+
+
+def _check_environment(config: TrainConfig) -> None:
+    """A rank's variables, which a container's image may have set. Raises ConfigError."""
+    problems = list(allocator_problems(config, os.environ)) if this_machine().gpus else []
+    if problems:
+        raise ConfigError(problems, "the environment of this rank")
 
 
 def _run_rank(config: TrainConfig) -> NoReturn:
