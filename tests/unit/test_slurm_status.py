@@ -70,7 +70,10 @@ def run(tmp_path: Path, monkeypatch) -> Path:
         "2026-01-01 10:00:00.000 [supervisor] INFO m: started\n"
         "2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited\n    Traceback\n"
     )
-    (logs / "rank0.log").write_text("2026-01-01 10:00:01.000 [rank0] WARNING m: odd\n")
+    (logs / "rank0.log").write_text(
+        "2026-01-01 10:00:01.000 [rank0] WARNING m: odd\n"
+        "2026-01-01 10:00:01.000 [rank0] WARNING py.warnings: /a/b.py:7: FutureWarning: soon\n"
+    )
     (logs / "engine0-1.log").write_text("a\nb\n")
     (tmp_path / RECORDS_FILE).write_text(
         encode_record(4, {"reward/mean": 0.25, "eval/sums/accuracy": 0.5})
@@ -115,12 +118,16 @@ def test_a_run_whose_job_can_not_be_asked_for_is_not_called_ended(run: Path):
 
 
 def test_logs_by_time_and_by_name(run: Path):
-    assert log_lines(run, None, 3) == [
+    assert log_lines(run, None, 4) == [
         "2026-01-01 10:00:01.000 [rank0] WARNING m: odd",
+        "2026-01-01 10:00:01.000 [rank0] WARNING py.warnings: /a/b.py:7: FutureWarning: soon",
         "2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited",
         "    Traceback",
     ]
     assert log_lines(run, "engine0", 1) == [f"# {run}/logs/engine0-1.log", "b"]
+    for number in (1, 12):  # the newest is another rank's
+        (run / "logs" / f"rank{number}.log").write_text(f"of rank {number}\n")
+    assert log_lines(run, "rank1", 1) == [f"# {run}/logs/rank1.log", "of rank 1"]
     with pytest.raises(
         LaunchError, match=r"no log begins with 'rank7'; there are: engine0-1.log, "
     ):
