@@ -121,7 +121,7 @@ class _Follower:
             time.sleep(POLL_S)
 
     def cancel(self, why: str) -> None:
-        """Have Slurm cancel the job and wait for its end, which the cluster gives ten seconds."""
+        """Have Slurm cancel the job and wait for its end, at most ten seconds."""
         _say(f"{why}: job {self._job} is cancelled, then the cluster ends")
         client = self._cluster.client
         client.run("scancel", self._job, check=False)

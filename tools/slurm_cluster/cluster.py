@@ -24,7 +24,7 @@ from tools.slurm_cluster.signals import held_back
 from tools.slurm_cluster.watchdog import Watchdog
 
 _FOLDERS = ("etc", "log", "state", "spool", "munge", "dev", "node", "shared")
-_START_S = 30.0
+_START_S = 120.0
 _FAKE_GPU = 240  # a device number without a driver: opening it fails, but a cgroup can refuse it
 
 
