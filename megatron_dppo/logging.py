@@ -26,6 +26,8 @@ TERMINAL_VARIABLE = "MEGATRON_DPPO_TERMINAL"
 """Names the descriptor of the user's terminal (or pipe) in the environment of rank 0."""
 REFUSED = 2
 """Exit status of a process that ends over something that the user can put right."""
+INTERRUPTED = 130
+"""Exit status of a program that Ctrl-C ended, as shells give it."""
 _FORMAT = "%(asctime)s.%(msecs)03d [{process}] %(levelname)s %(name)s: %(message)s"
 _CONSOLE_FORMAT = "%(asctime)s [{process}] %(message)s"
 _STYLES = {logging.DEBUG: "dim", logging.WARNING: "yellow", logging.ERROR: "bold red"}

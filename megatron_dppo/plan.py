@@ -10,7 +10,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -19,7 +19,7 @@ from megatron_dppo.config import ConfigError, TrainConfig, load_config
 from megatron_dppo.logging import fatal
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.planner.devices import DEVICES, Cluster
+from megatron_dppo.planner.devices import DEVICES, NETWORK_LATENCY, Cluster
 from megatron_dppo.planner.job import job_of
 from megatron_dppo.planner.layouts import layout_problems
 from megatron_dppo.planner.models import shape_of
@@ -44,9 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fatal(str(error))
     if words.weights:
         return _weights(config, shape, words)
-    cluster = Cluster(
-        DEVICES[words.gpu], words.nodes, words.gpus_per_node, round(words.host_memory_gib * GIB)
-    )
+    cluster = _cluster(words)
     lengths = Lengths(words.mean_response, words.mean_prompt)
     plan, problems = _planned(config, shape, cluster, words)
     wanted = words.search or problems
@@ -63,6 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         _print(plan, problems, shown, words)
     return 2 if problems else 0
+
+
+def _cluster(words: argparse.Namespace) -> Cluster:
+    device = DEVICES[words.gpu]
+    if words.network_gbps is not None:
+        device = replace(device, network=words.network_gbps * GB)
+    return Cluster(
+        device,
+        words.nodes,
+        words.gpus_per_node,
+        round(words.host_memory_gib * GIB),
+        words.network_latency_us * 1e-6,
+    )
 
 
 def _weights(config: TrainConfig, shape: ModelShape, words: argparse.Namespace) -> int:
@@ -159,15 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="the run's configuration")
     parser.add_argument("overrides", metavar="key.path=value", nargs="*", help="replaces one value")
-    parser.add_argument("--gpu", choices=sorted(DEVICES), required=True, help="kind of GPU")
-    parser.add_argument("--nodes", type=_positive, required=True, metavar="N", help="nodes")
-    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default 8")
-    parser.add_argument(
-        "--host-memory-gib", type=float, default=0, help="of a node; default: the maker's"
-    )
-    parser.add_argument(
-        "--storage-gbps", type=float, default=5.0, help="GB/s that checkpoints reach; default 5"
-    )
+    _takes_cluster(parser)
     parser.add_argument(
         "--mean-response", type=float, help="tokens; default: half of rollout.max_response_tokens"
     )
@@ -195,6 +198,29 @@ def _parser() -> argparse.ArgumentParser:
         help="also build a rank's Megatron modules without memory and compare every shape with the conversion's rules",
     )
     return parser
+
+
+def _takes_cluster(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--gpu", choices=sorted(DEVICES), required=True, help="kind of GPU")
+    parser.add_argument("--nodes", type=_positive, required=True, metavar="N", help="nodes")
+    parser.add_argument("--gpus-per-node", type=_positive, default=8, metavar="N", help="default 8")
+    parser.add_argument(
+        "--host-memory-gib", type=float, default=0, help="of a node; default: the maker's"
+    )
+    parser.add_argument(
+        "--storage-gbps", type=float, default=5.0, help="GB/s that checkpoints reach; default 5"
+    )
+    parser.add_argument(
+        "--network-gbps",
+        type=float,
+        help="GB/s of each GPU's port to other nodes; default: the kind's",
+    )
+    parser.add_argument(
+        "--network-latency-us",
+        type=float,
+        default=NETWORK_LATENCY * 1e6,
+        help="microseconds from one node to the next; default %(default)g",
+    )
 
 
 def _positive(text: str) -> int:

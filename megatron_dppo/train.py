@@ -27,10 +27,10 @@ from megatron_dppo.config.allocator import allocator_problems
 from megatron_dppo.config.checkpoint_folder import missing_weights
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.library_checks import CHECK, INTERRUPTED, check_everything, check_in_child
+from megatron_dppo.launch.library_checks import CHECK, check_everything, check_in_child
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
-from megatron_dppo.logging import REFUSED, FatalError, configure_logging, fatal
+from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.checked_answers import checked_answers_file
 from megatron_dppo.system.ending import end_now
 
@@ -61,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "RANK" in os.environ:
             check_config(config, words.config)
             _check_world(config, words.config)
+            _check_environment(config)
     except ConfigError as error:
         fatal(str(error))
     return _run_rank(config) if "RANK" in os.environ else _supervise(config, words)
@@ -107,6 +108,13 @@ def _check_world(config: TrainConfig, source: str) -> None:
             f"WORLD_SIZE to {world}"
         )
         raise ConfigError([problem], source)
+
+
+def _check_environment(config: TrainConfig) -> None:
+    """A rank's variables, which a container's image may have set. Raises ConfigError."""
+    problems = list(allocator_problems(config, os.environ)) if this_machine().gpus else []
+    if problems:
+        raise ConfigError(problems, "the environment of this rank")
 
 
 def _run_rank(config: TrainConfig) -> NoReturn:

@@ -30,8 +30,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = Path("runs/tiny_moe/material")
 SOURCES = ("make_data.py", "make_model.py", "prepare.py", "warm_start.yaml")
 SUPERVISED = "megatron_dppo.supervised"
-INTERRUPTED = 130
-"""Exit code of a run that Ctrl-C stopped."""
+INTERRUPTED = (129, 130, 143)
+"""Exit codes of a run that SIGHUP, Ctrl-C or SIGTERM stopped."""
 STAMP = "made_from.json"
 """File that is written last; a folder without it is incomplete."""
 
@@ -114,8 +114,8 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
     ]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the matrices are too small for two
     code = run_to_the_end(command, env=one_thread)
-    if code == INTERRUPTED:
-        raise SystemExit(INTERRUPTED)
+    if code in INTERRUPTED:
+        raise SystemExit(code)
     if code != 0:
         raise SystemExit(f"the warm start ended with exit code {code}; its output is above")
     (run / "hf").rename(folder / "warm")

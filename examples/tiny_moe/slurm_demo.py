@@ -4,12 +4,14 @@
 
 Starts a cluster of four nodes, submits the recipe, and tells what happens. Once the job has done a step its
 time limit is shortened, on whatever machine: it saves a checkpoint before it, is started again by Slurm,
-resumes and finishes. Nothing is left running, also after Ctrl-C.
+resumes and finishes. Nothing is left running, also after Ctrl-C: the job is cancelled, the cluster ends, and
+the exit code is 130.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import subprocess
 import sys
@@ -18,17 +20,20 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from examples.tiny_moe.prepare import ROOT as MATERIAL
 from examples.tiny_moe.prepare import prepare
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook
 from tools.slurm_cluster import INSTALL, Cluster, missing_programs
+from tools.slurm_cluster.signals import Interrupted, raise_interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "examples/tiny_moe/config.yaml"
 STEPS = 24
 LIMIT_MIN, MARGIN_S = 120, 180
 POLL_S = 0.5
+CANCEL_S = 10.0
 
 
 def main() -> int:
@@ -38,8 +43,9 @@ def main() -> int:
         print(f"not found: {', '.join(missing)}; on Debian and Ubuntu: {INSTALL}", file=sys.stderr)
         return 1
     directory = Path(words.directory).absolute()
+    raise_interrupted()
     try:
-        material = prepare(seed=1)
+        material = prepare(seed=1, root=MATERIAL.absolute())
         overrides = [
             f"run.directory={directory}",
             f"run.steps={STEPS}",
@@ -53,13 +59,14 @@ def main() -> int:
         ]
         _set_aside(directory)
         return _run(directory, overrides)
-    except KeyboardInterrupt:
-        _say("stopped; the cluster and its processes are gone")
-        return 130
+    except Interrupted as end:
+        _say(f"{end.name}: stopped; no job and no process of a cluster is left")
+        return end.code
 
 
 def _run(directory: Path, overrides: Sequence[str]) -> int:
     shared = [ROOT, Path(sys.prefix), Path(sys.base_prefix), directory.parent]
+    _say("Slurm starts")
     with Cluster(4, shared=shared) as cluster:
         kind = "machines of their own" if cluster.isolated else "daemons on this machine"
         _say(f"Slurm runs: nodes {', '.join(cluster.nodes)}, {kind}")
@@ -72,7 +79,13 @@ def _run(directory: Path, overrides: Sequence[str]) -> int:
         if subprocess.run(command, cwd=ROOT, env=cluster.environment, check=False).returncode:
             return 1
         job = int((directory / "job").read_text())
-        state = _Follower(cluster, directory, job).follow()
+        follower = _Follower(cluster, directory, job)
+        try:
+            _say(f"job {job} is followed; Ctrl-C cancels it and ends the cluster")
+            state = follower.follow()
+        except Interrupted as end:
+            follower.cancel(end.name)
+            raise
         status = [sys.executable, "-m", "megatron_dppo.slurm", "status", str(directory)]
         subprocess.run(status, cwd=ROOT, env=cluster.environment, check=False)
     return _result(directory, state)
@@ -106,6 +119,15 @@ class _Follower:
             if states and not states & live:  # empty: the controller did not answer
                 return ", ".join(states)
             time.sleep(POLL_S)
+
+    def cancel(self, why: str) -> None:
+        """Have Slurm cancel the job and wait for its end, at most ten seconds."""
+        _say(f"{why}: job {self._job} is cancelled, then the cluster ends")
+        client = self._cluster.client
+        client.run("scancel", self._job, check=False)
+        with contextlib.suppress(TimeoutError):  # then it ends with its nodes
+            client.wait(self._job, timeout_s=CANCEL_S)
+        self._tell_log()
 
     def _tell_log(self) -> None:
         if not self._log.exists():

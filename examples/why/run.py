@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = 0 if words.only_figure else make_runs(runs)
     except PlanError as error:
         parser.error(str(error))
-    if code == INTERRUPTED:
+    if code in INTERRUPTED:
         return code
     finished = [run for run in plan_runs(root) if run.finished]
     if not finished:
@@ -67,7 +67,7 @@ def make_runs(runs: Sequence[PlannedRun]) -> int:
         CONSOLE.print(f"[why] {name}: in {run.directory}")
         started = time.monotonic()
         code = run_to_the_end(run.command)
-        if code == INTERRUPTED:
+        if code in INTERRUPTED:
             return code
         ending = f"failed with exit code {code}" if code else "done"
         CONSOLE.print(f"[why] {name}: {ending} in {time.monotonic() - started:.0f} s")

@@ -25,13 +25,12 @@ from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
 from megatron_dppo.config.library_fields import LibraryMissingError
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
 
 CHECK = "--check"
 """The word that has an entry point check everything, describe what it found, and exit."""
-INTERRUPTED = 130
-"""Exit code of a program that Ctrl-C ended, as shells give it."""
 
 C = TypeVar("C", bound=PolicyConfig)
 R = TypeVar("R")

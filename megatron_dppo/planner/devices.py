@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from megatron_dppo.planner.units import GB, GIB, MIB
@@ -44,8 +45,54 @@ DEVICES: dict[str, Device] = {
         "B200 SXM 180GB", 183_359 * MIB, PEAKS["B200"], 8000 * GB, 900 * GB, 50 * GB, 2000 * GB,
         "NVIDIA DGX B200 datasheet (18 PFLOPS bf16 without sparsity, 64 TB/s, NVLink 14.4 TB/s of 8; 400 Gb/s, 2 TB)",
     ),
+    "a100-40gb": Device(
+        "A100 SXM 40GB", 40_960 * MIB, PEAKS["A100"], 1555 * GB, 300 * GB, 25 * GB, 1000 * GB,
+        "NVIDIA A100 datasheet (312 TFLOPS, 1,555 GB/s, NVLink 600 GB/s both ways); DGX A100 320GB (200 Gb/s, 1 TB)",
+    ),
+    "h100-pcie": Device(
+        "H100 PCIe 80GB", 81_559 * MIB, PEAKS["H100 PCIe"], 2000 * GB, 64 * GB, 50 * GB, 2000 * GB,
+        "NVIDIA H100 PCIe datasheet (756 TFLOPS without sparsity, 2 TB/s, PCIe 5.0 x16: NVLink joins pairs alone); "
+        "network and host as DGX H100's",
+    ),
+    "h100-nvl": Device(
+        "H100 NVL 94GB", 95_830 * MIB, PEAKS["H100 NVL"], 3900 * GB, 64 * GB, 50 * GB, 2000 * GB,
+        "NVIDIA H100 NVL datasheet (835 TFLOPS without sparsity, 3.9 TB/s, PCIe 5.0 x16: NVLink joins pairs alone); "
+        "network and host as DGX H100's",
+    ),
+    "h200-nvl": Device(
+        "H200 NVL 141GB", 143_771 * MIB, PEAKS["H200 NVL"], 4800 * GB, 64 * GB, 50 * GB, 2000 * GB,
+        "NVIDIA H200 NVL datasheet (835 TFLOPS without sparsity, 4.8 TB/s, PCIe 5.0 x16: NVLink joins two or four); "
+        "network and host as DGX H200's",
+    ),
 }  # fmt: skip
 """By the name that ``--gpu`` takes. Memory: nvidia-smi's total of these boards."""
+
+_BOARDS = {
+    r"A100\b.*40GB": "a100-40gb",
+    r"A100\b.*80GB": "a100",
+    r"H100 PCIe": "h100-pcie",
+    r"H100 NVL": "h100-nvl",
+    r"H100\b.*80GB": "h100",
+    r"H200 NVL": "h200-nvl",
+    r"H200": "h200",
+    r"B200": "b200",
+}
+
+
+def device_named(name: str) -> Device | None:
+    """The board by the name that its driver gives it, such as ``NVIDIA H100 80GB HBM3``; None for another one: a
+    GH200 is no H200, and an A100 may have 64 GB."""
+    for pattern, known in _BOARDS.items():
+        if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
+            return DEVICES[known]
+    return None
+
+
+LINK_EFFICIENCY = 0.7
+"""Share of NVLink's or the network's rate that collectives reach. Assumption; none of them overlaps computation."""
+NETWORK_LATENCY = 5e-6
+"""Seconds from one node to the next in a small collective. NCCL's own model (``hwLat``, network, tree of protocol LL,
+``src/graph/tuning.cc``); ``--network-latency-us`` replaces it."""
 
 CONTEXT = GIB // 2
 """Bytes of a process's CUDA context, kernels and libraries (cuBLAS workspace included). Assumption: 0.3 to 0.6 GiB on
@@ -57,12 +104,14 @@ expandable segments; docs/planner.md."""
 
 @dataclass(frozen=True)
 class Cluster:
-    """``nodes`` nodes of ``gpus_per_node`` GPUs of one kind. ``host_memory``: bytes of each node."""
+    """``nodes`` nodes of ``gpus_per_node`` GPUs of one kind. ``host_memory``: bytes of each node.
+    ``network_latency``: seconds from one node to the next."""
 
     device: Device
     nodes: int
     gpus_per_node: int = 8
     host_memory: int = 0
+    network_latency: float = NETWORK_LATENCY
 
     @property
     def gpus(self) -> int:

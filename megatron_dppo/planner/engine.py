@@ -68,14 +68,18 @@ def default_fraction(device: Device, engine: EngineJob) -> float:
     """``mem_fraction_static`` as SGLang 0.5.23 chooses it (``arg_groups/memory_hook.py``): MiB kept free = 512 + 1.5 x
     chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and on GPUs above 60 GiB at least 10 GiB."""
     memory = device.memory / MIB
-    chunk = engine.chunked_prefill or (
-        2 * _CHUNKED_PREFILL if memory >= 160 * 1024 else _CHUNKED_PREFILL
-    )
+    chunk = chunk_tokens(engine, device)
     graphs = 512 if engine.tensor >= 4 or memory >= 160 * 1024 else 256
     reserved = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graphs
     if memory > 60 * 1024:
         reserved = max(reserved, 10 * 1024)
     return round((memory - reserved) / memory, 3)
+
+
+def chunk_tokens(engine: EngineJob, device: Device) -> int:
+    """Tokens of a prefill's pass, as SGLang chooses them."""
+    large = device.memory >= 160 * 1024 * MIB
+    return engine.chunked_prefill or (2 * _CHUNKED_PREFILL if large else _CHUNKED_PREFILL)
 
 
 def engine_bytes(

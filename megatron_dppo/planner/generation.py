@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from megatron_dppo.model.flops import active_parameters
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.planner.devices import Device
-from megatron_dppo.planner.engine import engine_bytes, kv_bytes_per_token
+from megatron_dppo.planner.devices import Cluster
+from megatron_dppo.planner.engine import chunk_tokens, engine_bytes, kv_bytes_per_token
 from megatron_dppo.planner.flops import attention_flops, linear_flops
 from megatron_dppo.planner.job import Job
+from megatron_dppo.planner.server_network import network_seconds
 
 HBM_EFFICIENCY = 0.7
 """Share of the memory's rate that decoding reaches. Assumption."""
@@ -19,16 +22,18 @@ REDUCE_LATENCY = 15e-6
 """Seconds of one small all-reduce over NVLink; two a layer under tensor parallelism. Assumption."""
 
 
-def decode_seconds(job: Job, device: Device, running: float, context: float) -> float:
+def decode_seconds(job: Job, cluster: Cluster, running: float, context: float) -> float:
     """One decode step of a server with ``running`` sequences of ``context`` tokens: max(bytes / memory rate, FLOPs /
-    peak) + overhead. Bytes of a GPU: the weights that the batch touches, and the KV cache of all sequences."""
-    shape, engine = job.trainer.shape, job.engine
+    peak) + collectives + overhead. Bytes of a GPU: the weights that the batch touches, and the KV cache of all
+    sequences."""
+    shape, engine, device = job.trainer.shape, job.engine, cluster.device
     touched = touched_parameters(shape, running) * 2 / engine.gpus
     cache = running * context * kv_bytes_per_token(shape, engine)
     memory = (touched + cache) / (device.hbm * HBM_EFFICIENCY)
     flops = running * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
     compute = flops / (device.flops * PREFILL_UTILISATION)
     reduce = 2 * shape.num_layers * REDUCE_LATENCY if engine.tensor > 1 else 0.0
+    reduce += network_seconds(shape, engine, cluster, running, running)
     return max(memory, compute) + reduce + DECODE_OVERHEAD
 
 
@@ -42,14 +47,14 @@ def touched_parameters(shape: ModelShape, running: float) -> float:
     return dense + expert * shape.num_experts * share
 
 
-def generation_seconds(job: Job, device: Device) -> float:
+def generation_seconds(job: Job, cluster: Cluster) -> float:
     """Seconds from the first prompt to the last response, over all servers.
 
     Bulk: sampled tokens of a server / sequences at once, each at the decode step of that batch and half of the mean
     length; prompts once a group (the prefix cache serves the rest). Tail: what the longest response needs beyond the
     mean one, with a tenth of the sequences.
     """
-    rollout, engine = job.rollout, job.engine
+    rollout, engine, device = job.rollout, job.engine, cluster.device
     if not engine.servers:
         return 0.0
     memory = engine_bytes(job.trainer.shape, engine, rollout, device)
@@ -58,12 +63,23 @@ def generation_seconds(job: Job, device: Device) -> float:
     running = max(1.0, min(waiting, memory.sequences, leaders))
     context = rollout.mean_prompt + rollout.mean_response / 2
     bulk = rollout.response_tokens / engine.servers / running
-    bulk *= decode_seconds(job, device, running, context)
-    prefill = rollout.prompts * rollout.mean_prompt * linear_flops(job.trainer.shape)
-    prefill /= engine.servers * engine.gpus * device.flops * PREFILL_UTILISATION
+    bulk *= decode_seconds(job, cluster, running, context)
     beyond = rollout.longest_response - rollout.mean_response
-    tail = beyond * decode_seconds(job, device, max(1.0, running / 10), rollout.longest_response)
-    return bulk + prefill + tail
+    tail = beyond * decode_seconds(job, cluster, max(1.0, running / 10), rollout.longest_response)
+    return bulk + prefill_seconds(job, cluster) + tail
+
+
+def prefill_seconds(job: Job, cluster: Cluster) -> float:
+    """Every prompt once, on all servers: FLOPs / (peak x utilisation) + what passes over chunks of prompts take
+    between nodes."""
+    shape, rollout, engine = job.trainer.shape, job.rollout, job.engine
+    tokens = rollout.prompts * rollout.mean_prompt / engine.servers
+    seconds = tokens * linear_flops(shape)
+    seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
+    passes = ceil(tokens / chunk_tokens(engine, cluster.device))
+    prompts = rollout.prompts / engine.servers
+    moved = network_seconds(shape, engine, cluster, tokens / passes, prompts / passes)
+    return seconds + passes * moved
 
 
 def assumptions() -> dict[str, float]:

@@ -11,7 +11,7 @@ from megatron_dppo.model.engine_layout import EngineLayout
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.planner.activations import activation_bytes
-from megatron_dppo.planner.devices import DEVICES, Cluster, Device
+from megatron_dppo.planner.devices import Cluster, Device, device_named
 from megatron_dppo.planner.engine import weight_bytes
 from megatron_dppo.planner.job import Job, job_of
 from megatron_dppo.planner.optimizer import state_bytes
@@ -52,15 +52,21 @@ def memory_here(config: TrainConfig, machine: Machine) -> str:
     return (
         f"memory: {layout.world_size} ranks, each of weights {gib(first.weights)}, gradients {gib(first.gradients)}, "
         f"optimizer {gib(first.optimizer)}, activations up to {gib(live.saved)}; {job.engine.servers} servers with "
-        f"weights of {gib(_engines(job) / max(1, job.engine.servers))}"
+        f"weights of {gib(_engines(job) / max(1, job.engine.servers))}{_judged() if gpu else ''}"
     )
+
+
+def _judged() -> str:
+    device = device_here()
+    if device is None:
+        return "; whether that fits is not judged: the GPUs are of a kind that the planner does not know"
+    return f"; judged as {device.name} of {gib(device.memory)}"
 
 
 def device_here(folder: Path = NVIDIA) -> Device | None:
     """The kind of this machine's first GPU, by the name that its driver gives it; None for an unknown one."""
     for entry in sorted(folder.glob("*/information")):
-        model = entry.read_text(encoding="utf-8").lower()
-        return next((device for name, device in DEVICES.items() if name in model), None)
+        return device_named(entry.read_text(encoding="utf-8"))
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_dppo.planner.devices import Cluster, Device
+from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
 from megatron_dppo.planner.flops import forward_flops, linear_flops, training_flops
 from megatron_dppo.planner.generation import generation_seconds
 from megatron_dppo.planner.job import Job, TrainerJob
@@ -16,8 +16,6 @@ DENSE_UTILISATION = 0.40
 """Share of a GPU's peak that dense layers' forward and backward reach. Assumption, in the range of public figures."""
 MOE_UTILISATION = 0.24
 """The same of fine-grained experts: 240 TFLOP/s of 989 on H100, Megatron-LM's published pretraining figure."""
-LINK_EFFICIENCY = 0.7
-"""Share of NVLink's or the network's rate that collectives reach. Assumption; none of them overlaps computation."""
 UNBALANCED = 1.1
 """Slowest replica over the mean of an optimiser step. Assumption: micro-batches are balanced by tokens."""
 OVERHEAD = 0.5
@@ -73,7 +71,7 @@ def step_seconds(job: Job, cluster: Cluster, transfer: Transfer) -> StepSeconds:
     train = tokens * _training_flops(trainer, length) / rate * slowed
     again = tokens * forward_flops(trainer.shape, length) / rate * slowed
     return StepSeconds(
-        generation=generation_seconds(job, device),
+        generation=generation_seconds(job, cluster),
         recompute_pass=again * (rollout.recompute_pass + trainer.reference),
         training=train + rollout.steps * OVERHEAD,
         communication=communication_seconds(job, cluster),

@@ -175,6 +175,7 @@ def _print_assumptions(console: Console, plan: Verdict) -> None:
     known = {
         **steptime.assumptions(),
         **generation.assumptions(),
+        "seconds from node to node": plan.cluster.network_latency,
         "busiest expert rank over the mean": activations.BUSIEST_RANK,
     }
     text = "; ".join(f"{name} {value:g}" for name, value in known.items())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.logging import fatal
+from megatron_dppo.logging import INTERRUPTED, fatal
 from megatron_dppo.slurm.commands import SlurmError
 
 _PROGRAM = "python -m megatron_dppo.slurm"
@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return act(parser.parse_intermixed_args(given[1:]))
     except (ConfigError, LaunchError, SlurmError) as error:
         fatal(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _supervise(words: argparse.Namespace) -> int:

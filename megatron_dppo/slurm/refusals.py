@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
+from megatron_dppo.config.allocator import allocator_problems
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.preflight.checks import CHECKS
 from megatron_dppo.slurm.commands import SlurmError, fields, slurm
@@ -100,6 +101,20 @@ def node_problems(nodes: int, partition: Mapping[str, str] | None) -> Iterator[s
             f"nodes: got {nodes}, expected at most {total}, those of partition "
             f"{partition['PartitionName']}: the job would wait for ever"
         )
+
+
+def environment_problems(
+    config: TrainConfig, site: SiteConfig, flags: Sequence[str], environment: Mapping[str, str]
+) -> Iterator[str]:
+    """Variables of the steps on GPUs that the run can't work with: the site file's, and those of
+    ``environment`` that sbatch hands on, which is all unless ``flags`` or a variable of its own say what.
+    """
+    if not site.gpus_per_node:
+        return
+    chosen = "SBATCH_EXPORT" in environment or any(f.startswith("--export") for f in flags)
+    variables = {**({} if chosen else environment), **site.environment}
+    for problem in allocator_problems(config, variables):
+        yield f"{problem}; the job would have it from the site file's environment, or this shell's"
 
 
 def site_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:

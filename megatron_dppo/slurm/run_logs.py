@@ -12,6 +12,7 @@ from megatron_dppo.system.processes import tail
 _LOOK_BACK = 400
 _LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \[\w+\] (\w+) ")
 _MATTERS = {"WARNING", "ERROR", "CRITICAL"}
+_FOR_AUTHORS = re.compile(r" py\.warnings: .*(Deprecation|Future)Warning")
 _TOLD = ("supervisor.log", "rank0.log")
 
 
@@ -30,7 +31,9 @@ def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
     folder = directory / "logs"
     if name is None:
         return merged([folder / file for file in _TOLD], count)
-    found = sorted(folder.glob(f"{name}*"), key=lambda path: path.stat().st_mtime)
+    named = re.compile(rf"{re.escape(name)}(?!\d)")  # rank1 is not rank12
+    paths = (path for path in folder.glob("*") if named.match(path.name))
+    found = sorted(paths, key=lambda path: path.stat().st_mtime)
     if not found:
         known = ", ".join(sorted(path.name for path in folder.glob("*"))) or "none"
         raise LaunchError(f"{folder}: no log begins with {name!r}; there are: {known}")
@@ -38,10 +41,15 @@ def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
 
 
 def important_lines(directory: Path, count: int) -> list[str]:
-    """The last warnings and errors of supervisor and rank 0, each with its further lines left out."""
+    """The last warnings and errors of supervisor and rank 0, each with its further lines left out; without
+    what Python tells the authors of libraries."""
     lines = merged([directory / "logs" / file for file in _TOLD], _LOOK_BACK)
-    found = [line for line in lines if (match := _LINE.match(line)) and match[1] in _MATTERS]
-    return found[-count:]
+    return [line for line in lines if _matters(line)][-count:]
+
+
+def _matters(line: str) -> bool:
+    match = _LINE.match(line)
+    return match is not None and match[1] in _MATTERS and not _FOR_AUTHORS.search(line)
 
 
 def merged(paths: Sequence[Path], count: int) -> list[str]:

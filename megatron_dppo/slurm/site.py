@@ -88,7 +88,10 @@ class SiteConfig(Section):
     """``--time``: a Slurm time such as ``1-00:00:00``, or minutes. Empty: the partition's default."""
     gpus_per_node: int = Field(default=8, ge=0)
     """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
-    gpu: Literal["a100", "h100", "h200", "b200"] | None = None
+    gpu: (
+        Literal["a100", "h100", "h200", "b200", "a100-40gb", "h100-pcie", "h100-nvl", "h200-nvl"]
+        | None
+    ) = None
     """Kind of the GPUs; ``submit`` then plans the run's memory and refuses what can't fit."""
     host_memory_gib: int | None = Field(default=None, gt=0)
     """Memory of a node, for the same plan. Empty: what the maker's own nodes with such GPUs have."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from megatron_dppo.config.allocator import allocator_problems
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.child_server import Runtime
@@ -100,6 +101,7 @@ class Start:
         base = port_base(self._job.id)
         self._directory.write_config(resolved_yaml(self._config))
         try:
+            self._require_environment()
             roles = Roles.of(self._config)
             placement = place(roles, Allocation(self._job.hosts, base))
             if self._site.preflight and (bad := self._preflight(placement)):
@@ -109,6 +111,7 @@ class Start:
         except PreflightError as error:
             return Outcome(1, "failed", str(error))
         except LaunchError as error:
+            log.error("refused: %s", error)
             return Outcome(2, "refused", str(error))
         if stopped := self._stops.came():
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
@@ -122,6 +125,11 @@ class Start:
         except LaunchError as error:  # its endpoint can't listen
             return Outcome(1, "failed", str(error))
         return supervisor.run()
+
+    def _require_environment(self) -> None:
+        """What this process has, every step gets. Raises LaunchError for what the run can't work with."""
+        if problems := list(allocator_problems(self._config, os.environ)) if self._job.gpus else []:
+            raise LaunchError("; ".join(problems))
 
     def _preflight(self, placement: Placement) -> dict[str, str]:
         """Nodes that must be left out, with the reason. Raises LaunchError where none is to blame."""

@@ -24,13 +24,18 @@ from megatron_dppo.slurm.commands import SlurmError, slurm
 from megatron_dppo.slurm.run_logs import important_lines
 from megatron_dppo.slurm.submission import JOB_FILE
 
+UNKNOWN = "UNKNOWN"
+"""State of a job of which Slurm can't be asked now."""
+_FORGOTTEN = "Invalid job id"
+"""In what squeue says of a job some minutes after its end."""
 _ENDED = {"done", "asked", "cancelled", "refused", "succeeded"}
 _LINES = 8
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What squeue says of a job. ``state``: None where it knows none."""
+    """What squeue says of a job. ``state``: None where it knows none, ``UNKNOWN`` where it can't say, with
+    the ``reason``."""
 
     job: str | None
     state: str | None
@@ -38,7 +43,7 @@ class JobState:
 
     @property
     def alive(self) -> bool:
-        """Whether the job runs, or waits to."""
+        """Whether the job runs, or waits to, as far as is known."""
         return self.state is not None
 
 
@@ -60,8 +65,10 @@ def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
         return JobState(None, None)
     try:
         shown = slurm("squeue", "--noheader", f"--jobs={job}", "--format=%T %r").split()
-    except SlurmError:  # it forgets a job some minutes after its end, and then knows no such job
-        return JobState(job, None)
+    except SlurmError as error:
+        if _FORGOTTEN in str(error):
+            return JobState(job, None)
+        return JobState(job, UNKNOWN, one_line(str(error)))
     return JobState(job, shown[0] if shown else None, " ".join(shown[1:]))
 
 
@@ -87,6 +94,8 @@ def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
         reason = f" ({job.reason})" if job.reason else ""
         again = f", to start again after: {last.why}" if last is not None else ""
         return f"job {job.job} waits{reason}{again}"
+    if job.state == UNKNOWN:
+        return f"job {job.job}: Slurm can't be asked: {job.reason}"
     if job.state is not None:
         count = f", start {last.attempt + 1}" if last is not None else ""
         where = f" on {last.node}" if last is not None and last.why == RUNNING else ""

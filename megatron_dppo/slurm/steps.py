@@ -83,6 +83,8 @@ class Steps:
         output = self._directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
         self._run("preflight", words, job.hosts, output, tolerant=True)
+        if self._stops.came():  # nodes that were ended before they answered are not ill
+            return {}
         names = [host.name for host in job.hosts]
         evidence = read_evidence(folder, names)
         needs = needs_of(config, gpus=gpus, ports=ports)
@@ -90,8 +92,6 @@ class Steps:
         folder.mkdir(parents=True, exist_ok=True)
         verdict.write(folder)
         log.info("%s", table(evidence, verdict.findings))
-        if self._stops.came():
-            return {}
         reasons = defaultdict(list)
         for finding in verdict.findings:
             reasons[finding.host].append(str(finding))

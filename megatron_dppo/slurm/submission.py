@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +13,7 @@ from megatron_dppo.launch.placement import Roles, place
 from megatron_dppo.launch.places import Allocation, Host, Placement
 from megatron_dppo.slurm.refusals import (
     directory_problems,
+    environment_problems,
     node_problems,
     partition_of,
     site_problems,
@@ -132,10 +134,12 @@ class Submission:
             yield "sbatch: not on the path, expected a login node of a Slurm cluster"
         yield from directory_problems(self.directory)
         partitions: list[dict[str, str] | None] = [None]
-        if not any(flag.startswith(_OWN_LIMITS) for flag in (*self.site.sbatch_flags, *extra)):
+        flags = (*self.site.sbatch_flags, *extra)
+        if not any(flag.startswith(_OWN_LIMITS) for flag in flags):
             names = [self.site.partition, *filter(None, [self.site.server_partition])]
             partitions = [partition_of(name) for name in names]
         yield from dict.fromkeys(p for part in partitions for p in time_problems(self.site, part))
         for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
             yield from node_problems(nodes, partition)
+        yield from environment_problems(self.config, self.site, flags, os.environ)
         yield from site_problems(self.config, self.site, self.directory)

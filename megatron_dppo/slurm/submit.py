@@ -17,7 +17,7 @@ from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.slurm.commands import slurm
 from megatron_dppo.slurm.memory import memory_verdict
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
-from megatron_dppo.slurm.status import job_state
+from megatron_dppo.slurm.status import UNKNOWN, job_state
 from megatron_dppo.slurm.submission import CONFIG_FILE, JOB_FILE, SITE_FILE, Submission
 from megatron_dppo.system.files import write_atomically
 
@@ -67,9 +67,9 @@ def submit(request: Request) -> int:
 def _waiting_problems(directory: Path) -> Iterator[str]:
     """A second job on one run's directory could only wait for the first one's lease, and end."""
     job = job_state(directory, [])
-    if job.state is not None:
+    if job.state not in (None, UNKNOWN):
         yield (
-            f"run.directory: {directory} is that of job {job.job}, which is {job.state.lower()}; end "
+            f"run.directory: {directory} is that of job {job.job}, which is {str(job.state).lower()}; end "
             f"it (python -m megatron_dppo.slurm stop), or give this run another one"
         )
 

@@ -15,13 +15,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="session")
-def slurm_session() -> Iterator[Cluster]:
-    """Four nodes with eight GPUs that only Slurm believes in; isolated where this process is root's."""
+def slurm_programs() -> None:
+    """Slurm's programs are here; else the test is skipped, or fails where ``CI`` is set."""
     if missing := missing_programs():
         text = f"Slurm is not installed (no {', '.join(missing)}): {INSTALL}"
         if os.environ.get("CI"):
             pytest.fail(text)
         pytest.skip(text)
+
+
+@pytest.fixture(scope="session")
+def slurm_session(slurm_programs: None) -> Iterator[Cluster]:
+    """Four nodes with eight GPUs that only Slurm believes in; isolated where this process is root's."""
     with Cluster(shared=[ROOT, Path(sys.prefix), Path(sys.base_prefix)]) as cluster:
         yield cluster
 

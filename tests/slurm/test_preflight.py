@@ -13,7 +13,7 @@ from tests.slurm.conftest import ROOT
 from tests.slurm.recipes import write_config
 
 pytestmark = pytest.mark.slurm
-QUICK = ("--skip", "all_reduce", "--timeout", "10")
+QUICK = ("--skip", "all_reduce")
 
 
 def preflight(cluster, folder, *words, nodes=3) -> tuple[Verdict, int]:
@@ -68,7 +68,7 @@ def test_a_node_that_does_not_share_the_folder_is_named(cluster, folder, isolate
     (folder / "evidence").mkdir()
     isolated.run_on(bad, "mount", "-t", "tmpfs", "own", str(folder / "evidence"))
     try:
-        verdict, _ = preflight(cluster, folder, "--skip", "all_reduce", "--timeout", "2")
+        verdict, _ = preflight(cluster, folder, *QUICK, "--timeout", "2")
     finally:
         isolated.run_on(bad, "umount", str(folder / "evidence"))
     assert f"{bad}: evidence: got none, expected a file of the node's preflight task" in list(
@@ -86,7 +86,7 @@ def test_a_node_whose_firewall_is_closed_is_named(cluster, folder, isolated):
         address = isolated.address(other)
         isolated.run_on(bad, "ip", "route", "add", "blackhole", f"{address}/32")
     try:
-        verdict, _ = preflight(cluster, folder, "--skip", "all_reduce", "--timeout", "5")
+        verdict, _ = preflight(cluster, folder, *QUICK)
     finally:
         for other in (first, second):
             isolated.run_on(bad, "ip", "route", "del", "blackhole", f"{isolated.address(other)}/32")

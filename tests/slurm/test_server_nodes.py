@@ -43,7 +43,8 @@ def test_servers_whose_supervisor_is_gone_end_and_have_the_job_start_again(
     try:
         job.wait(lambda: len(job.attempts()) == 2)
         told = (isolated.root / "log" / "slurmctld.log").read_text()
-        assert "due to failure of node" not in told  # Slurm did not do it by itself
+        # Slurm did not do it by itself.
+        assert f"JobId={job.job} due to failure of node" not in told
         first, second = job.attempts()
         assert (first["why"], second["first_saved"] >= 5) == ("vanished", True)
         assert dead not in second["hosts"]

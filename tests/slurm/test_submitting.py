@@ -52,7 +52,7 @@ def test_a_waiting_run_has_a_status_and_can_be_stopped(cluster: Cluster, folder:
     assert f"submitted as job {job}" in done.stdout
     assert f"state: job {job} waits (JobHeld" in command(cluster, "status", run).stdout
     assert "is out of the queue" in command(cluster, "stop", run).stdout
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while "is gone and never started" not in (told := command(cluster, "status", run).stdout):
         assert time.monotonic() < deadline, told
     assert command(cluster, "stop", run).returncode == 2

@@ -1,8 +1,13 @@
 """Variables of CUDA, NCCL and torch's allocator: what is set, what stays, what is refused."""
 
+from contextlib import nullcontext
+
 import pytest
 
+from megatron_dppo import train
 from megatron_dppo.config.allocator import allocator_problems, expandable_segments
+from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.trainer.gpu_environment import complete
 
@@ -45,6 +50,15 @@ def test_expandable_segments_are_refused_where_memory_is_shared(environment, fou
         problems = list(allocator_problems(config(strategy), environment))
         assert len(problems) == (found is not None and strategy == "tensor")
         assert all(line.startswith(f"{found}: got ") for line in problems)
+
+
+def test_a_rank_refuses_what_its_container_set(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    for gpus, refused in ((0, False), (1, True)):
+        machine = Machine(cores=1, gpus=gpus, memory_bytes=1, open_files=1)
+        monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
+        with pytest.raises(ConfigError) if refused else nullcontext():
+            train._check_environment(config("tensor"))
 
 
 def config(strategy: str) -> TrainConfig:

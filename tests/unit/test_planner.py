@@ -29,6 +29,7 @@ from megatron_dppo.planner.flops import (
     linear_flops,
     training_flops,
 )
+from megatron_dppo.planner.generation import decode_seconds, prefill_seconds
 from megatron_dppo.planner.here import device_here, memory_here, memory_problems
 from megatron_dppo.planner.job import Job, job_of
 from megatron_dppo.planner.logits import logits_bytes
@@ -37,9 +38,11 @@ from megatron_dppo.planner.optimizer import state_bytes
 from megatron_dppo.planner.roles import node_roles
 from megatron_dppo.planner.schedule import bubble, chunks_in_flight
 from megatron_dppo.planner.search import nearest, search
+from megatron_dppo.planner.server_network import network_seconds
 from megatron_dppo.planner.transfer import parameters, transfer
 from megatron_dppo.planner.verdict import verdict
 from megatron_dppo.planner.weights import rank_parameters
+from megatron_dppo.slurm.site import SiteConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES, MODELS = ROOT / "examples" / "recipes", ROOT / "examples" / "model_configs"
@@ -423,10 +426,64 @@ def test_memory_where_there_is_no_gpu(tmp_path):
     assert "2 ranks, each of weights 3.2 GiB, gradients 6.4 GiB" in memory_here(config, machine)
 
 
-def test_a_machine_with_gpus_is_judged_by_their_name(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100"),
+        ("NVIDIA A100-PCIE-40GB", "a100-40gb"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA GH200 480GB", None),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA GeForce RTX 4090", None),
+    ],
+)
+def test_a_machine_with_gpus_is_judged_by_their_name(tmp_path, name, known):
     (tmp_path / "0000:01:00.0").mkdir()
     information = tmp_path / "0000:01:00.0" / "information"
-    information.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ: 1\n")
-    assert device_here(tmp_path) is DEVICES["h100"]
-    information.write_text("Model: \t\t NVIDIA GeForce\n")
-    assert device_here(tmp_path) is None
+    information.write_text(f"Model: \t\t {name}\nIRQ: 1\n")
+    assert device_here(tmp_path) is (None if known is None else DEVICES[known])
+
+
+def test_a_site_file_names_every_kind_of_gpu():
+    for name in DEVICES:
+        assert SiteConfig(gpu=name).gpu == name
+
+
+@pytest.mark.parametrize(
+    ("nodes", "each", "seconds"),
+    [
+        # 97 reductions of 256 x 2,048 x 2 bytes, twice, and logits of 256 x 151,936 x 2 bytes: 281,214,976 bytes, of
+        # which 15/16 leave a GPU, 263,639,040, on the ports of a node's GPUs at 0.7 of 50 GB/s each.
+        (2, 8, 263_639_040 / (8 * 35e9) + 98 * 2 * 5e-6),
+        (4, 4, 263_639_040 / (4 * 35e9) + 98 * 4 * 5e-6),  # a tree of two levels
+        (3, 6, 263_639_040 / (16 / 3 * 35e9) + 98 * 4 * 5e-6),
+        (1, 16, 0.0),
+    ],
+)
+def test_a_decoded_token_of_a_server_over_nodes(nodes, each, seconds):
+    run = job("qwen3_30b_a3b_base", "sglang.tp_size=16")
+    assert (MOE.num_layers, MOE.hidden_size, MOE.vocab_size) == (48, 2048, 151_936)
+    cluster = Cluster(DEVICES["h100"], nodes, each)
+    found = network_seconds(MOE, run.engine, cluster, 256, 256)
+    assert found == pytest.approx(seconds, rel=1e-12)
+    whole = Cluster(DEVICES["h100"], 1, 16)
+    step = decode_seconds(run, cluster, 256, 1000) - decode_seconds(run, whole, 256, 1000)
+    assert step == pytest.approx(seconds)
+
+
+def test_prompts_of_a_server_over_nodes():
+    """Two passes of 8,192 tokens and 64 prompts: 97 x 8,192 x 4,096 bytes twice, 64 x 303,872 bytes."""
+    run = job("qwen3_30b_a3b_base", "sglang.tp_size=16")
+    rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
+    run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
+    over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))
+    difference = prefill_seconds(run, over) - prefill_seconds(run, inside)
+    assert difference == pytest.approx(2 * (6_120_944_640 / 280e9 + 98 * 2 * 1e-5))

@@ -12,7 +12,14 @@ from megatron_dppo.metrics.history import remember_checkpoint
 from megatron_dppo.metrics.records import RECORDS_FILE, encode_record
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook
 from megatron_dppo.slurm.run_logs import important_lines, log_lines
-from megatron_dppo.slurm.status import JobState, require_run, state_of, status_lines
+from megatron_dppo.slurm.status import (
+    UNKNOWN,
+    JobState,
+    job_state,
+    require_run,
+    state_of,
+    status_lines,
+)
 
 FIRST = Attempt("7", 0, "n1", ("n1", "n2"), started=100.0)
 FAILED = replace(
@@ -35,6 +42,7 @@ SECOND = replace(FIRST, attempt=1, started=200.0)
             "job 7 waits (BeginTime), to start again after: failed",
         ),
         (JobState("7", "RUNNING"), [FAILED, SECOND], "job 7 is running on n1, start 2"),
+        (JobState("7", UNKNOWN, "no answer"), [FIRST], "job 7: Slurm can't be asked: no answer"),
         (JobState("7", None), [], "job 7 is gone and never started"),
         (JobState("7", None), [FAILED], "ended: failed; submit it again to resume"),
         (JobState("7", None), [FIRST], "ended: vanished; submit it again to resume"),
@@ -45,17 +53,27 @@ def test_the_state_in_a_line(job, attempts, expected):
     assert state_of(job, attempts) == expected
 
 
+def say_of_jobs(folder: Path, error: str) -> None:
+    """Have ``squeue`` fail with this."""
+    (folder / "squeue").write_text(f"#!/bin/sh\necho '{error}' >&2\nexit 1\n")
+    (folder / "squeue").chmod(0o755)
+
+
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch) -> Path:
     """The folder of a run whose job Slurm does not know any more."""
     monkeypatch.setenv("PATH", str(tmp_path))
+    say_of_jobs(tmp_path, "slurm_load_jobs error: Invalid job id specified")
     logs = tmp_path / "logs"
     logs.mkdir()
     (logs / "supervisor.log").write_text(
         "2026-01-01 10:00:00.000 [supervisor] INFO m: started\n"
         "2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited\n    Traceback\n"
     )
-    (logs / "rank0.log").write_text("2026-01-01 10:00:01.000 [rank0] WARNING m: odd\n")
+    (logs / "rank0.log").write_text(
+        "2026-01-01 10:00:01.000 [rank0] WARNING m: odd\n"
+        "2026-01-01 10:00:01.000 [rank0] WARNING py.warnings: /a/b.py:7: FutureWarning: soon\n"
+    )
     (logs / "engine0-1.log").write_text("a\nb\n")
     (tmp_path / RECORDS_FILE).write_text(
         encode_record(4, {"reward/mean": 0.25, "eval/sums/accuracy": 0.5})
@@ -89,13 +107,27 @@ def test_the_whole_status(run: Path):
     ]
 
 
+def test_a_run_whose_job_can_not_be_asked_for_is_not_called_ended(run: Path):
+    say_of_jobs(run, "Unable to contact slurm controller (connect failure)")
+    text = "\n".join(status_lines(run))
+    assert "state: job 7: Slurm can't be asked: squeue --noheader" in text
+    assert "Unable to contact slurm controller" in text
+    assert "ended" not in text
+    assert "vanished" not in text
+    assert job_state(run, AttemptBook(run).all()).alive
+
+
 def test_logs_by_time_and_by_name(run: Path):
-    assert log_lines(run, None, 3) == [
+    assert log_lines(run, None, 4) == [
         "2026-01-01 10:00:01.000 [rank0] WARNING m: odd",
+        "2026-01-01 10:00:01.000 [rank0] WARNING py.warnings: /a/b.py:7: FutureWarning: soon",
         "2026-01-01 10:00:02.000 [supervisor] ERROR m: rank 3 exited",
         "    Traceback",
     ]
     assert log_lines(run, "engine0", 1) == [f"# {run}/logs/engine0-1.log", "b"]
+    for number in (1, 12):  # the newest is another rank's
+        (run / "logs" / f"rank{number}.log").write_text(f"of rank {number}\n")
+    assert log_lines(run, "rank1", 1) == [f"# {run}/logs/rank1.log", "of rank 1"]
     with pytest.raises(
         LaunchError, match=r"no log begins with 'rank7'; there are: engine0-1.log, "
     ):

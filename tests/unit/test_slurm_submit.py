@@ -14,7 +14,12 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.slurm.__main__ import main
 from megatron_dppo.slurm.job import job_groups
 from megatron_dppo.slurm.memory import memory_verdict
-from megatron_dppo.slurm.refusals import node_problems, seconds_of, time_problems
+from megatron_dppo.slurm.refusals import (
+    environment_problems,
+    node_problems,
+    seconds_of,
+    time_problems,
+)
 from megatron_dppo.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
 from megatron_dppo.slurm.submission import Submission
 from tests.unit.config_files import minimal, write_config
@@ -178,6 +183,45 @@ def test_a_job_that_cannot_work_is_refused(tmp_path, sbatch, capsys, overrides, 
         main(["submit", str(path), f"--site={tmp_path}/site.yaml", *overrides])
     assert ended.value.code == 2
     assert message in capsys.readouterr().err
+    assert not sbatch.exists()
+
+
+EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+@pytest.mark.parametrize(
+    ("shell", "site_file", "flags", "strategy", "refused"),
+    [
+        (EXPANDABLE, {}, [], "tensor", True),
+        ({}, EXPANDABLE, [], "tensor", True),
+        (EXPANDABLE, {}, [], "distributed", False),
+        (EXPANDABLE, {"PYTORCH_ALLOC_CONF": ""}, [], "tensor", False),
+        (EXPANDABLE, {}, ["--export=NONE"], "tensor", False),
+        (EXPANDABLE | {"SBATCH_EXPORT": "NONE"}, {}, [], "tensor", False),
+        ({}, EXPANDABLE, ["--export=NONE"], "tensor", True),
+    ],
+)
+def test_expandable_segments_that_the_job_would_get(
+    tmp_path, shell, site_file, flags, strategy, refused
+):
+    settings = config(tmp_path, weight_sync={"strategy": strategy})
+    for gpus in (0, 2):
+        cluster = site(environment=site_file, gpus_per_node=gpus)
+        problems = list(environment_problems(settings, cluster, flags, shell))
+        assert len(problems) == (refused and gpus > 0)
+        assert all(p.startswith("PYTORCH_ALLOC_CONF: got 'expandable_") for p in problems)
+
+
+def test_a_shell_that_exports_expandable_segments_can_not_submit(
+    tmp_path, sbatch, capsys, monkeypatch
+):
+    monkeypatch.setenv(*next(iter(EXPANDABLE.items())))
+    path = write_config(tmp_path, minimal(tmp_path))
+    words = ["submit", str(path), "weight_sync.strategy=tensor", "sglang.base_gpu_id=0"]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "an engine can't open such memory by a CUDA IPC handle" in capsys.readouterr().err
     assert not sbatch.exists()
 
 

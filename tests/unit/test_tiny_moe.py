@@ -166,17 +166,21 @@ def test_a_failed_warm_start_ends_the_demo_and_leaves_nothing_finished(tmp_path,
 SLOW_TO_STOP = """
 import signal, sys, time
 stopped = []
-signal.signal(signal.SIGINT, lambda *_: stopped.append(1))
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, _: stopped.append(number))
 print("ready", flush=True)
 while not stopped:
     time.sleep(0.05)
-time.sleep(1.5)  # as long as a checkpoint takes
+time.sleep(0.7)  # longer than subprocess.run would wait, as long as a checkpoint takes
 print("saved", flush=True)
-sys.exit(130)
+sys.exit(128 + stopped[0])
 """
 
 
-def test_ctrl_c_lets_a_child_end_in_its_own_way():
+@pytest.mark.parametrize(
+    ("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)]
+)
+def test_ctrl_c_and_a_passed_on_sigterm_let_a_child_end_in_its_own_way(send, number):
     code = (
         "import sys; from examples.tiny_moe.children import run_to_the_end; "
         f"sys.exit(run_to_the_end([sys.executable, '-c', {SLOW_TO_STOP!r}]))"
@@ -186,9 +190,9 @@ def test_ctrl_c_lets_a_child_end_in_its_own_way():
     )
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ready\n"
-    os.killpg(parent.pid, signal.SIGINT)
+    send(parent.pid, number)
     assert parent.stdout.read() == "saved\n"
-    assert parent.wait(30) == 130
+    assert parent.wait(30) == 128 + number
 
 
 SUMMARY = {

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tools.slurm_cluster import INSTALL, Cluster, missing_programs
 from tools.slurm_cluster.shell import CommandError
+from tools.slurm_cluster.signals import Interrupted, raise_interrupted
 
 _VERBS = {
     "crash": Cluster.crash,
@@ -23,6 +24,16 @@ def main() -> int:
     if missing := missing_programs():
         print(f"not found: {', '.join(missing)}; on Debian and Ubuntu: {INSTALL}", file=sys.stderr)
         return 1
+    raise_interrupted()
+    try:
+        _run(words)
+    except Interrupted as end:
+        print(f"\n{end.name}: the cluster is gone")
+        return end.code
+    return 0
+
+
+def _run(words: argparse.Namespace) -> None:
     shared = [Path.cwd(), Path(sys.prefix), *words.shared]
     with Cluster(words.nodes, isolated=False if words.plain else None, shared=shared) as cluster:
         kind = "isolated" if cluster.isolated else "plain"
@@ -30,12 +41,8 @@ def main() -> int:
         print(f"folder that all nodes share: {cluster.shared}")
         print(f"in another terminal: export SLURM_CONF={cluster.configuration}")
         print(f"here: {', '.join(_VERBS)} and a node's name; Ctrl-C ends the cluster")
-        try:
-            for line in sys.stdin:
-                _obey(cluster, line.split())
-        except KeyboardInterrupt:
-            print()
-    return 0
+        for line in sys.stdin:
+            _obey(cluster, line.split())
 
 
 def _obey(cluster: Cluster, words: list[str]) -> None:

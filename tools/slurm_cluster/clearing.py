@@ -6,11 +6,14 @@ import contextlib
 import os
 import shutil
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from tools.slurm_cluster.leftovers import end_process, processes_of, remove_cgroups
 from tools.slurm_cluster.network import Network
+
+_END_S = 5.0
 
 
 def clear(root: Path, network: Network | None, nodes: Sequence[str]) -> None:
@@ -20,9 +23,12 @@ def clear(root: Path, network: Network | None, nodes: Sequence[str]) -> None:
     """
     for pid_file in (root / "slurmctld.pid", root / "munge" / "munged.pid"):
         end_process(pid_file)
-    for pid in processes_of(root / "etc" / "slurm.conf"):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + _END_S  # again and again: a daemon may be about to fork
+    while (left := processes_of(root / "etc" / "slurm.conf")) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
     for node in nodes:
         remove_cgroups(node)
     if network is not None:

@@ -63,7 +63,7 @@ class Client:
         return {part["JobState"] for part in self.job(job)}
 
     def wait(
-        self, job: int, states: Collection[str] = _FINAL, timeout_s: float = 60.0
+        self, job: int, states: Collection[str] = _FINAL, timeout_s: float = 120.0
     ) -> dict[str, str]:
         """The job's (first) record, when all its parts are in one of ``states``: by default, ended.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,10 +20,11 @@ from tools.slurm_cluster.nodes import IsolatedNode, Node, PlainNode, can_isolate
 from tools.slurm_cluster.packages import clean_environment
 from tools.slurm_cluster.settings import Controller, NodeAddress, NodeSize, Settings
 from tools.slurm_cluster.shell import run, start_daemon
+from tools.slurm_cluster.signals import held_back
 from tools.slurm_cluster.watchdog import Watchdog
 
 _FOLDERS = ("etc", "log", "state", "spool", "munge", "dev", "node", "shared")
-_START_S = 30.0
+_START_S = 120.0
 _FAKE_GPU = 240  # a device number without a driver: opening it fails, but a cgroup can refuse it
 
 
@@ -49,9 +50,12 @@ class Cluster:
         isolated: bool | None = None,
         shared: Sequence[Path] = (),
     ) -> None:
+        # A short path: a socket's is limited to 107 characters. Nodes share it, not the rest of /tmp.
+        self.root = Path(f"/tmp/slurm-{os.getpid()}-{secrets.token_hex(4)}")
         self._count = count
         self._size = size or NodeSize()
-        self.isolated = can_isolate() if isolated is None else isolated
+        with held_back():
+            self.isolated = can_isolate() if isolated is None else isolated
         self._seen = list(shared)
         self._network: Network | None = None
         self._watchdog: Watchdog | None = None
@@ -76,13 +80,12 @@ class Cluster:
 
     def start(self) -> None:
         """Start everything; returns when every node is idle."""
-        # A short path: a socket's is limited to 107 characters. Not in /tmp, which nodes don't share.
-        self.root = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         try:
-            self._make_folders()
-            self._network = make_network() if self.isolated else None
-            self._make_nodes()
-            self._watchdog = Watchdog(self.root, self._network, self.nodes)
+            with held_back():  # what a signal interrupts after it, ``stop`` or the watchdog ends
+                self._make_folders()
+                self._network = make_network() if self.isolated else None
+                self._make_nodes()
+                self._watchdog = Watchdog(self.root, self._network, self.nodes)
             self._start_daemons()
             for node in self._nodes.values():
                 node.start()
@@ -92,9 +95,12 @@ class Cluster:
             raise
 
     def stop(self) -> None:
-        """Cancel the jobs, end nodes and daemons, remove the folder; harmless twice."""
-        if not self.root.exists():
-            return
+        """Cancel the jobs, end nodes and daemons, remove the folder; harmless twice. A signal waits for it."""
+        with held_back():
+            if self.root.exists():
+                self._stop()
+
+    def _stop(self) -> None:
         if not self.isolated and (self.root / "slurmctld.pid").exists():
             self.client.cancel_all()  # the tasks of an isolated node end with it
         for node in self._nodes.values():
@@ -151,9 +157,10 @@ class Cluster:
     # -- making it
 
     def _make_folders(self) -> None:
+        self.root.mkdir()
+        self.root.chmod(0o755)
         for name in _FOLDERS:
             (self.root / name).mkdir()
-        self.root.chmod(0o755)
         (self.root / "state").chmod(0o700)
         self.shared = self.root / "shared"
         self.configuration = self.root / "etc" / "slurm.conf"

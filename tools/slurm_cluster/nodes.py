@@ -17,7 +17,7 @@ from tools.slurm_cluster.network import Network
 from tools.slurm_cluster.shell import CommandError, run, start_daemon
 
 _NAMESPACES = ("--net", "--uts", "--mount", "--ipc", "--pid")
-_START_S = 10.0
+_START_S = 60.0
 
 
 class Node(Protocol):

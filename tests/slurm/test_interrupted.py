@@ -1,0 +1,110 @@
+"""The demo on Slurm, ended early from its terminal: in order, within seconds, and nothing is left of its cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from examples.tiny_moe import prepare
+from tests.slurm.conftest import ROOT
+from tests.unit.config_files import write_checkpoint
+from tools.slurm_cluster.leftovers import processes_of
+from tools.slurm_cluster.shell import run
+
+pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm_programs")]
+CTRL_C = b"\x03"
+FOLLOWED = "is followed"
+
+
+def write_material(folder: Path) -> None:
+    """What the demo would prepare, as far as ``submit`` looks at it."""
+    made = folder / prepare.ROOT / "seed-1"
+    write_checkpoint(made / "warm")
+    for name in ("train", "held_out"):
+        (made / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    (made / prepare.STAMP).write_text(json.dumps(prepare.fingerprint(1, [])))
+
+
+class Demo:
+    """The demo as the foreground process of a terminal."""
+
+    def __init__(self, folder: Path) -> None:
+        self._terminal, end = os.openpty()
+        words = ("setsid", "--ctty", sys.executable, "-m", "examples.tiny_moe.slurm_demo")
+        self.process = subprocess.Popen(
+            [*words, "--directory", str(folder / "run")],
+            cwd=folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdin=end,
+            stdout=end,
+            stderr=end,
+        )
+        os.close(end)
+        self.text = ""
+
+    def read_until(self, words: str) -> None:
+        """Until the terminal shows them."""
+        while words not in self.text:
+            more = self._read()
+            assert more, self.text
+            self.text += more
+
+    def end(self, how: bytes | signal.Signals) -> float:
+        """Seconds from a key, or a signal to the demo alone, to its end."""
+        began = time.monotonic()
+        if isinstance(how, bytes):
+            os.write(self._terminal, how)
+        else:
+            self.process.send_signal(how)
+        while more := self._read():
+            self.text += more
+        self.process.wait()
+        os.close(self._terminal)
+        return time.monotonic() - began
+
+    def _read(self) -> str:
+        try:
+            return os.read(self._terminal, 4096).decode(errors="replace")
+        except OSError:  # nobody has the terminal open
+            return ""
+
+    def configuration(self) -> Path:
+        """The cluster's, as soon as it is written."""
+        while not (found := list(Path("/tmp").glob(f"slurm-{self.process.pid}-*/etc/hosts"))):
+            assert self.process.poll() is None, self.text
+            time.sleep(0.005)
+        return found[0].with_name("slurm.conf")
+
+
+@pytest.mark.parametrize(
+    ("shown", "how", "code"),
+    [
+        ("Slurm starts", CTRL_C, 130),
+        ("Slurm starts", signal.SIGTERM, 143),
+        (FOLLOWED, CTRL_C, 130),
+    ],
+)
+def test_it_ends_in_order_and_leaves_nothing(tmp_path, shown, how, code):
+    write_material(tmp_path)
+    demo = Demo(tmp_path)
+    demo.read_until(shown)
+    configuration = demo.configuration()
+    network = re.search(r"\(10\.(\d+)\.0\.254\)", configuration.read_text())
+    took = demo.end(how)
+    assert demo.process.returncode == code, demo.text
+    assert "no job and no process of a cluster is left" in demo.text
+    assert "Traceback" not in demo.text
+    assert ("job 1 is cancelled" in demo.text) == (shown == FOLLOWED)
+    assert took < 60  # seconds, on however busy a machine
+    assert processes_of(configuration) == []
+    assert not configuration.parents[1].exists()
+    if network is not None:
+        assert f"slurm{network.group(1)}:" not in run("ip", "-o", "link")

@@ -1,0 +1,43 @@
+"""A start inside a job that ends before anything is started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.launch.places import Host
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.stops import StopRequests
+from megatron_dppo.slurm.job import Job
+from megatron_dppo.slurm.site import SiteConfig
+from megatron_dppo.slurm.start import Start
+from tests.unit.config_files import minimal
+
+
+@pytest.mark.parametrize(
+    ("gpus", "told"),
+    [
+        (2, "PYTORCH_CUDA_ALLOC_CONF: got 'expandable_segments:True' with weight_sync.strategy"),
+        (0, "parallel.world_size: got 3 ranks on hosts of 2 devices"),  # what comes next
+    ],
+)
+def test_a_job_whose_environment_has_expandable_segments_is_refused(
+    tmp_path, monkeypatch, caplog, gpus, told
+):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    tree = minimal(tmp_path) | {
+        "weight_sync": {"strategy": "tensor"}, "parallel": {"world_size": 3},
+    }  # fmt: skip
+    job = Job("7", 0, (Host("n1", "10.0.0.1", 2, None),), None, gpus)
+    with RunDirectory(tmp_path / "run") as directory:
+        start = Start(
+            TrainConfig.model_validate(tree), job, SiteConfig(), directory, StopRequests({})
+        )
+        decision = start.run()
+    assert (decision.why, decision.code, decision.requeue) == ("refused", 2, False)
+    assert decision.detail.startswith(told)
+    assert f"refused: {told}" in caplog.text
+    [attempt] = (tmp_path / "run" / "attempts").glob("7-0.json")
+    assert json.loads(attempt.read_text())["detail"] == decision.detail
