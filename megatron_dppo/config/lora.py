@@ -44,6 +44,8 @@ def lora_problems(config: PolicyConfig, shape: ModelShape) -> Problems:
         yield f"lora.target_modules: {error}"
         return
     assert adapters is not None
+    if updates_adapters(lora) and not isinstance(config, TrainConfig):
+        yield "lora.update: got 'adapters', expected 'merged': a supervised run has no engines to send them to"
     has_experts = set(module_groups(shape).get(EXPERTS, ())) & set(adapters.modules)
     if lora.experts == "shared" and not has_experts:
         yield "lora.experts: got 'shared', expected 'each': no expert has an adapter"
@@ -108,8 +110,8 @@ def _needs_of_adapter_updates(config: TrainConfig) -> Problems:
         yield f"lora.train_router: got true {with_adapters}, expected false: routers are no adapters"
     if config.engine.deterministic:
         yield (
-            f"engine.deterministic: got true {with_adapters}, expected false: SGLang multiplies adapters for a whole "
-            "batch at once, so an answer depends on its neighbours"
+            f"engine.deterministic: got true {with_adapters}, expected false: what SGLang's LoRA adds to an answer "
+            "may depend on its neighbours in the batch"
         )
     if config.engine.uses_router:
         yield (

@@ -303,6 +303,19 @@ def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
     ]
 
 
+def test_a_server_elsewhere_must_have_lora_where_it_is_sent_adapters(tmp_path):
+    lora = {"rank": 8, "update": "adapters"}
+    wanted, merged = (sections(tmp_path, lora=lora | more) for more in ({}, {"update": "merged"}))
+    info = dict.fromkeys(("version", "dtype", "quantization"), None)
+    info |= {"max_total_num_tokens": 128, "enable_lora": None, "max_lora_rank": 4}
+    model_info = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    assert compare_server(wanted, info, model_info)[2:] == [
+        "--enable-lora: None, expected True",
+        "--max-lora-rank: 4, expected 8",
+    ]
+    assert len(compare_server(merged, info, model_info)) == 2
+
+
 def test_what_a_starting_server_does_is_told_in_words_not_by_its_warnings(tmp_path):
     engine = engine_of(tmp_path, 31000)
     engine.log_path.parent.mkdir()
