@@ -5,9 +5,11 @@ Starts a CPU server for the checkpoint, then alternates: a whole weight update w
 plain broadcast of one flat tensor of the same size to a process that copies it, and an update
 without verification. The weights are in Megatron's layout (one rank), as in a trainer. Prints
 medians by phase, the cost of the checksums, s/GB, and the metrics that a run records of an update.
+With ``--lora-rank``: updates of a trainer with adapters, merged (by the strategy) and adapters alone,
+in turn, all verified and scored.
 
     python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy distributed] [--rounds 9]
-        [--bucket-mib 64] [--network-gb-per-s 50]
+        [--bucket-mib 64] [--network-gb-per-s 50] [--lora-rank 32 [--lora-modules all-linear]]
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.ports import free_port
+from megatron_dppo.trainer.trainer import Trainer
+from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
+from megatron_dppo.weight_sync.adapter_updates import AdapterUpdater
+from megatron_dppo.weight_sync.engines import OpenEngine
 from megatron_dppo.weight_sync.report import UpdateReport
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.transaction import WeightUpdater
@@ -98,19 +104,24 @@ class Weights:
         raise ValueError("this source holds weights only")
 
 
-def start_server(folder: Path, dtype: str, log: Path) -> EngineProcess:
-    """Start a CPU server of ``folder`` and wait until it is healthy."""
-    config = TrainConfig.model_validate(
+def run_config(folder: Path, dtype: str, lora: dict[str, Any]) -> TrainConfig:
+    """A run that serves ``folder`` on a CPU, and trains adapters of it where ``lora`` says which."""
+    return TrainConfig.model_validate(
         {
-            "run": {"directory": str(log.parent), "steps": 1},
+            "run": {"directory": str(folder), "steps": 1},
             "model": {"hf_checkpoint": str(folder), "dtype": dtype},
             "data": {"train": "none.jsonl"},
             "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 64},
             "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 1024},
             "optimizer": {"lr": 1e-6},
             "engine": {"device": "cpu"},
+            "lora": lora,
         }
     )
+
+
+def start_server(config: TrainConfig, log: Path) -> EngineProcess:
+    """Start a CPU server and wait until it is healthy."""
     port = free_port("127.0.0.1")
     server = EngineProcess(
         ServerSections.of(config),
@@ -123,6 +134,17 @@ def start_server(folder: Path, dtype: str, log: Path) -> EngineProcess:
     server.start()
     server.wait_healthy()
     return server
+
+
+def opener(config: TrainConfig) -> OpenEngine:
+    """Opens the weight control of a server at a URL."""
+    shape = load_model_shape(config.model.hf_checkpoint)
+
+    async def open_engine(url: str) -> EngineWeights:
+        client = HttpClient(url, admin_api_key=ADMIN_KEY)
+        return await EngineWeights.connect(client, shape, config.model.dtype, timeout_s=TIMEOUT_S)
+
+    return open_engine
 
 
 def receive(port: int, size: int, rounds: int) -> None:
@@ -196,19 +218,13 @@ def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
     """Alternate updates and plain broadcasts, so that both run under the same load."""
     source = Weights(folder)
     with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
-        server = start_server(folder, source.dtype_name, Path(scratch) / "engine.log")
+        config = run_config(folder, source.dtype_name, {})
+        server, open_engine = start_server(config, Path(scratch) / "engine.log"), opener(config)
         port = free_port("127.0.0.1")
         arguments = [f"--receive={port},{source.bytes},{rounds}"]
         peer = subprocess.Popen([sys.executable, os.path.abspath(__file__), *arguments])
         try:
             _join(port, rank=0)
-
-            async def open_engine(url: str) -> EngineWeights:
-                client = HttpClient(url, admin_api_key=ADMIN_KEY)
-                return await EngineWeights.connect(
-                    client, source.shape, source.dtype_name, timeout_s=TIMEOUT_S
-                )
-
             verified, unverified = (
                 WeightUpdater(
                     source,
@@ -238,6 +254,46 @@ def bench(folder: Path, rounds: int, settings: dict[str, Any]) -> None:
             server.kill()
 
 
+def bench_adapters(
+    folder: Path, rounds: int, lora: dict[str, Any], settings: dict[str, Any]
+) -> None:
+    """Alternate merged updates and updates of adapters alone of one server; print medians of both."""
+    config = run_config(folder, load_model_shape(folder).dtype, {**lora, "update": "adapters"})
+    trainer = Trainer(config)
+    with tempfile.TemporaryDirectory() as scratch, AsyncRunner() as runner:
+        server = start_server(config, Path(scratch) / "engine.log")
+        rest = (lambda error: error, opener(config), runner)
+        updaters = {
+            "merged": WeightUpdater(TrainerWeights(trainer), WeightSyncConfig(**settings), *rest),
+            "adapters": AdapterUpdater(
+                AdapterWeights(trainer), WeightSyncConfig(strategy="disk"), *rest
+            ),
+        }
+        try:
+            for updater in updaters.values():
+                updater.attach([server.url])
+            done = [{n: u.update(v) for n, u in updaters.items()} for v in range(1, rounds + 2)]
+            for name in updaters:
+                report_kind(name, [each[name] for each in done])
+        finally:
+            server.kill()
+    trainer.close()
+
+
+def report_kind(name: str, updates: list[UpdateReport]) -> None:
+    """Print bytes and times of one kind of update: the first, and the median of the others."""
+    first, *others = updates
+    total, stall = (
+        statistics.median(getattr(u, what) for u in others) for what in ("update_s", "stall_s")
+    )
+    phases = {phase: statistics.median(u.seconds[phase] for u in others) for phase in first.seconds}
+    print(
+        f"{name:9} {others[-1].bytes / 1e6:9.2f} MB  {total * 1e3:8.1f} ms, engine held "
+        f"{stall * 1e3:8.1f} ms (first update {first.update_s * 1e3:.0f} ms): "
+        + ", ".join(f"{phase} {seconds * 1e3:.1f}" for phase, seconds in phases.items())
+    )
+
+
 def main() -> None:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -248,6 +304,8 @@ def main() -> None:
     parser.add_argument(
         "--network-gb-per-s", type=float, help="GB/s into a node, for the bound in seconds"
     )
+    parser.add_argument("--lora-rank", type=int, default=0)
+    parser.add_argument("--lora-modules", nargs="+", default=["all-linear"])
     parser.add_argument("--receive", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.receive:
@@ -260,6 +318,10 @@ def main() -> None:
         "bucket_mib": options.bucket_mib,
         "network_gb_per_s": options.network_gb_per_s,
     }
+    if options.lora_rank:
+        lora = {"rank": options.lora_rank, "target_modules": options.lora_modules}
+        bench_adapters(options.checkpoint, options.rounds, lora, settings)
+        return
     bench(options.checkpoint, options.rounds, settings)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,21 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "layers_to_transform": ([], None),
 }
 """Entry of adapter_config.json -> values under which it means plain adapters."""
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """What a folder of adapters holds beside its tensors. ``base``: the model that adapter_config.json names."""
+
+    adapters: Adapters
+    shape: ModelShape
+    base: str
+
+    def write(
+        self, out_dir: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+    ) -> None:
+        """As ``write_peft``."""
+        write_peft(out_dir, self.adapters, self.shape, tensors, base=self.base, dtype=dtype)
 
 
 def peft_names(name: str, shape: ModelShape) -> list[str]:

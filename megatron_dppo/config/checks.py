@@ -23,7 +23,11 @@ from megatron_dppo.config.forwarded import (
 )
 from megatron_dppo.config.forwarded_training import training_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
-from megatron_dppo.config.lora import engine_adapter_problems, lora_problems
+from megatron_dppo.config.lora import (
+    adapter_update_problems,
+    engine_adapter_problems,
+    lora_problems,
+)
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
 from megatron_dppo.config.values import (
     engine_split_problems,
@@ -275,6 +279,7 @@ CHECKS: tuple[Check, ...] = (
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     *LAYOUT_CHECKS,
     lora_problems,
+    adapter_update_problems,
     _router_replay,
     _expert_kernel,
     _lengths,

@@ -20,6 +20,7 @@ from megatron_dppo.model.layout_checks import model_problems, size_problems
 from megatron_dppo.model.shape import ModelShape
 
 Problems = Iterator[str]
+_FUSED_IN_ENGINE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
@@ -43,6 +44,8 @@ def lora_problems(config: PolicyConfig, shape: ModelShape) -> Problems:
         yield f"lora.target_modules: {error}"
         return
     assert adapters is not None
+    if updates_adapters(lora) and not isinstance(config, TrainConfig):
+        yield "lora.update: got 'adapters', expected 'merged': a supervised run has no engines to send them to"
     has_experts = set(module_groups(shape).get(EXPERTS, ())) & set(adapters.modules)
     if lora.experts == "shared" and not has_experts:
         yield "lora.experts: got 'shared', expected 'each': no expert has an adapter"
@@ -56,13 +59,65 @@ def lora_problems(config: PolicyConfig, shape: ModelShape) -> Problems:
 
 
 def engine_adapter_problems(config: TrainConfig) -> Problems:
-    """Keys of the ``sglang:`` table that would give the engine adapters of its own."""
+    """What can't be together with ``lora.update``: engines are sent merged weights, or load adapters of the run's."""
+    own = ("lora_backend",) if updates_adapters(config.lora) else ()
     for key, value in config.sglang.items():
-        if "lora" in key:
+        if "lora" in key and key not in own:
             yield (
-                f"sglang.{key}: got {given(value)}, expected nothing: engines are sent merged weights, "
-                "and updates of adapters alone are not offered"
+                f"sglang.{key}: got {given(value)}, expected nothing: engines are sent merged weights, or with "
+                "lora.update adapters what the lora section says"
             )
+    if updates_adapters(config.lora):
+        yield from _needs_of_adapter_updates(config)
+
+
+def adapter_update_problems(config: TrainConfig, shape: ModelShape) -> Problems:
+    """Why SGLang's LoRA can't compute with the adapters that ``lora.update: adapters`` would send."""
+    if not updates_adapters(config.lora):
+        return
+    try:
+        adapters = adapters_of(config.lora, shape)
+    except AdapterError:  # lora_problems names it
+        return
+    assert adapters is not None
+    modules = set(adapters.modules)
+    if found := sorted(modules & set(module_groups(shape).get(EXPERTS, ()))):
+        yield (
+            f"lora.update: got 'adapters' with {found} of experts, expected 'merged', or lora.target_modules "
+            "of the attention and dense MLP only: SGLang's LoRA of experts runs in GPU kernels that are not tested here"
+        )
+    for fused in _FUSED_IN_ENGINE:
+        if modules & set(fused) and not modules >= set(fused):
+            yield (
+                f"lora.target_modules: got {sorted(modules & set(fused))} with lora.update 'adapters', expected all of "
+                f"{list(fused)} or none: SGLang fuses them and takes no part"
+            )
+
+
+def updates_adapters(lora: LoraConfig) -> bool:
+    """Whether weight updates send adapters alone."""
+    return lora.rank > 0 and lora.update == "adapters"
+
+
+def _needs_of_adapter_updates(config: TrainConfig) -> Problems:
+    with_adapters = "with lora.update 'adapters'"
+    if config.weight_sync.strategy != "disk":
+        yield (
+            f"weight_sync.strategy: got {config.weight_sync.strategy!r} {with_adapters}, expected 'disk': SGLang reads "
+            "adapters from a folder; what it takes over the network it unpickles"
+        )
+    if config.lora.train_router:
+        yield f"lora.train_router: got true {with_adapters}, expected false: routers are no adapters"
+    if config.engine.deterministic:
+        yield (
+            f"engine.deterministic: got true {with_adapters}, expected false: what SGLang's LoRA adds to an answer "
+            "may depend on its neighbours in the batch"
+        )
+    if config.engine.uses_router:
+        yield (
+            f"engine.router: got {given(config.engine.router)} {with_adapters}, expected false: requests that name "
+            "adapters were not tested through the HTTP router"
+        )
 
 
 def _without_adapters(lora: LoraConfig) -> Problems:

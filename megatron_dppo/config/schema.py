@@ -67,6 +67,9 @@ class LoraConfig(Section):
     """Folder of adapters in PEFT's format to start from, of the same model, rank and modules."""
     train_router: bool = False
     """Train the routers' own weights too."""
+    update: Literal["merged", "adapters"] = "merged"
+    """What a weight update sends to the engines: the whole model with its adapters ``merged``, or the ``adapters``
+    alone, which the engines' own LoRA computes with (attention and dense MLP)."""
 
     @property
     def scale_alpha(self) -> float:

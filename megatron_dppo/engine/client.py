@@ -39,17 +39,20 @@ class EngineClient(HttpClient):
     # --- generation
 
     async def generate(
-        self, requests: Sequence[GenerationRequest], rid: str, version: int | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        rid: str,
+        version: int | None = None,
+        adapter: str | None = None,
     ) -> list[Trajectory]:
         """Draw ``requests`` in one call under the id ``rid``, without a time limit.
 
         ``rid`` must be new, and not the beginning of another: SGLang aborts by prefix. ``version``:
-        the weights that it must come from. Raises AbortedError, EngineAnswerError,
-        StaleWeightsError and ``request``'s errors.
+        the weights that it must come from. ``adapter``: name of the engine's adapters to draw with. Raises
+        AbortedError, EngineAnswerError, StaleWeightsError and ``request``'s errors.
         """
-        payload = await self.request(
-            "POST", "/generate", request_body(requests, rid), timeout_s=None
-        )
+        body = request_body(requests, rid, adapter=adapter)
+        payload = await self.request("POST", "/generate", body, timeout_s=None)
         self.note_life()
         return await self.parse(payload, requests, version)
 

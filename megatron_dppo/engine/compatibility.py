@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
+from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.options import ServerSections
@@ -77,6 +78,9 @@ def compare_server(
         "dtype (--dtype)": (info["dtype"], config.model.dtype),
         "quantization": (info["quantization"], None),
     }
+    if updates_adapters(config.lora):
+        wanted["--enable-lora"] = (info.get("enable_lora"), True)
+        wanted["--max-lora-rank"] = (info.get("max_lora_rank"), config.lora.rank)
     for field in required_switches(config):
         wanted[f"--{field.replace('_', '-')}"] = (info[field], True)
     differences = [

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.engine import adapter_digests
 from megatron_dppo.engine.options import HOSTS_VARIABLE
 from megatron_dppo.engine.private_server import (
     bind_stores,
@@ -77,6 +78,7 @@ def _change_sglang() -> None:
     redact_server_args()
     keep_snapshots_private()
     bind_stores()
+    adapter_digests.register()
 
 
 def watch_supervisor(kill: Callable[..., None]) -> None:
@@ -131,6 +133,8 @@ def _run(start: dict[str, Any], recordings: Path | None) -> None:
     for name in KEY_FIELDS:
         setattr(server_args, name, start[name])
     listen_where(server_args.host, several=bool(flags))
+    if server_args.enable_lora:
+        os.environ[adapter_digests.VARIABLE] = "1"
     _change_sglang()
     if recordings is not None:
         offer(recordings)

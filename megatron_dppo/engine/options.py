@@ -8,14 +8,16 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
+from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.schema import (
     DataConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     RolloutConfig,
     TrainConfig,
@@ -27,6 +29,9 @@ CPU_KV_CACHE_BYTES = 1 << 30
 """Budget of the key-value cache on a CPU; SGLang's own takes most of the machine's memory."""
 FIRST_WEIGHT_VERSION = 0
 """What an engine that has just loaded its checkpoint calls its weights; updates count up from 1."""
+
+LORA_SLOTS = 2
+"""Adapters in a server's batch: those of the committed version, and none (health checks)."""
 
 _RANK_VARIABLES = (
     "RANK",
@@ -76,11 +81,14 @@ class ServerSections:
     rollout: RolloutConfig
     engine: EngineConfig
     sglang: Mapping[str, Any]
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
     @classmethod
     def of(cls, config: TrainConfig) -> ServerSections:
         """Those of a whole configuration."""
-        return cls(config.model, config.data, config.rollout, config.engine, config.sglang)
+        return cls(
+            config.model, config.data, config.rollout, config.engine, config.sglang, config.lora
+        )
 
     @property
     def sequence_tokens(self) -> int:
@@ -142,11 +150,29 @@ def server_options(
         if device == "cpu":
             # Where a prompt is cut depends on its neighbours; without cuts SGLang reserves too much.
             options |= {"chunked_prefill_size": -1, "mem_fraction_static": 0.8}
+    options |= adapter_options(config)
     options |= {name: value for name, value in config.sglang.items() if value is not None}
     if hosts is not None:
         options |= hosts.options
     if device == "cuda":
         options["base_gpu_id"] = first_device
+    return options
+
+
+def adapter_options(config: ServerSections) -> dict[str, Any]:
+    """SGLang's for a server that is sent adapters alone; none for one that is sent merged weights."""
+    if not updates_adapters(config.lora):
+        return {}
+    adapters = adapters_of(config.lora, load_model_shape(config.model.hf_checkpoint))
+    assert adapters is not None
+    options: dict[str, Any] = {
+        "enable_lora": True,
+        "max_lora_rank": adapters.rank,
+        "lora_target_modules": list(adapters.modules),
+        "max_loras_per_batch": LORA_SLOTS,
+    }
+    if engine_device(config.engine) == "cpu":
+        options["lora_backend"] = "torch_native"
     return options
 
 

@@ -20,19 +20,29 @@ from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWe
 from megatron_dppo.engine.requests import GenerationRequest
 
 
+def adapter_name(version: int) -> str:
+    """What an engine calls the adapters of a weight version, where updates send adapters alone."""
+    return f"policy-{version}"
+
+
 def request_ids(rid: str, count: int) -> list[str]:
     """The ids that SGLang gives to the ``count`` requests of a call with the id ``rid``."""
     return [rid] if count == 1 else [f"{rid}_{i}" for i in range(count)]
 
 
 def request_body(
-    requests: Sequence[GenerationRequest], rid: str, *, model: str | None = None
+    requests: Sequence[GenerationRequest],
+    rid: str,
+    *,
+    model: str | None = None,
+    adapter: str | None = None,
 ) -> bytes:
     """The JSON body that asks for ``requests`` in one call. They must agree on the sampling and on
     the columns.
 
     One id and one sampling for the call: the router takes no lists of them. ``model``: its name
-    there; SGLang's own server needs none.
+    there; SGLang's own server needs none. ``adapter``: name of the engine's adapters that answer; None:
+    the model without any.
     """
     first = requests[0]
     if any((r.sampling, r.columns) != (first.sampling, first.columns) for r in requests):
@@ -45,6 +55,8 @@ def request_body(
     }
     if model is not None:
         body["model"] = model
+    if adapter is not None:
+        body["lora_path"] = adapter
     for source, option in asked(first.columns):
         body |= source.body(option)
     return orjson.dumps(body)

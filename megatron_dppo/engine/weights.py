@@ -64,7 +64,7 @@ class EngineWeights:
         timeout_s: float,
         patience_s: float = CONTROL_TIMEOUT_S,
     ) -> None:
-        self._client = client
+        self.client = client
         self._timeout = timeout_s
         self._patience = patience_s
         self._dtype = dtype
@@ -106,7 +106,7 @@ class EngineWeights:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.close()
+        await self.client.close()
 
     @property
     def device(self) -> str:
@@ -127,11 +127,11 @@ class EngineWeights:
 
     async def answers(self, timeout_s: float) -> bool:
         """Whether the server answers at all within ``timeout_s``."""
-        return await self._client.answers(timeout_s)
+        return await self.client.answers(timeout_s)
 
     async def schedules(self, timeout_s: float) -> bool:
         """Whether its scheduler answers within ``timeout_s``; a paused one does."""
-        return await self._client.schedules(timeout_s)
+        return await self.client.schedules(timeout_s)
 
     async def pause_when_idle(self, timeout_s: float) -> bool:
         """Let running requests finish, then hold back new ones; none is aborted or cut in two.
@@ -169,22 +169,29 @@ class EngineWeights:
 
     async def version(self) -> str:
         """The ``weight_version`` that answers carry."""
-        return str((await self._client.get_json("/model_info"))["weight_version"])
+        return str((await self.client.get_json("/model_info"))["weight_version"])
 
     async def flush(self) -> None:
         """Drop the cached keys and values of the old weights. Raises EngineAnswerError if it can't."""
         if not await self._flush(0):
             raise EngineAnswerError(f"{self.url}: the cache of the old weights was not flushed")
 
-    async def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
-        """log p(token | tokens before it) at temperature 1 of all but the first, by prompt (nats)."""
-        body = {
+    async def score(
+        self, prompts: Sequence[Sequence[int]], adapter: str | None = None
+    ) -> list[list[float]]:
+        """log p(token | tokens before it) at temperature 1 of all but the first, by prompt (nats).
+
+        ``adapter``: name of the engine's adapters to score with.
+        """
+        body: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
             "return_logprob": True,
             "logprob_start_len": 0,
         }
-        answer = await self._client.request(
+        if adapter is not None:
+            body["lora_path"] = adapter
+        answer = await self.client.request(
             "POST", "/generate", orjson.dumps(body), timeout_s=self._timeout
         )
         scored = [each["meta_info"]["input_token_logprobs"][1:] for each in orjson.loads(answer)]
@@ -217,11 +224,11 @@ class EngineWeights:
             "group_name": name,
             "backend": backend,
         }
-        await self._move("/init_weights_update_group", body)
+        await self.move("/init_weights_update_group", body)
 
     async def close_group(self, name: str) -> None:
         """Have every engine rank leave the broadcast group ``name``; not waited for long."""
-        await self._client.control_json(
+        await self.client.control_json(
             "/destroy_weights_update_group", {"group_name": name}, timeout_s=_LEAVE_S
         )
 
@@ -245,7 +252,7 @@ class EngineWeights:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        await self._move("/update_weights_from_distributed", body)
+        await self.move("/update_weights_from_distributed", body)
 
     async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
         """Have the engine load a bucket from memory that it shares with this process."""
@@ -255,20 +262,20 @@ class EngineWeights:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        await self._move("/update_weights_from_tensor", body)
+        await self.move("/update_weights_from_tensor", body)
 
     async def load_folder(self, folder: str) -> None:
         """Have the engine load the safetensors of ``folder``, which must hold every weight."""
         body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
-        await self._move("/update_weights_from_disk", body)
+        await self.move("/update_weights_from_disk", body)
 
     async def end(self) -> None:
         """Close the update session."""
-        await self._move("/end_weight_update", {})
+        await self.move("/end_weight_update", {})
 
     async def checksums(self) -> list[dict[str, str]]:
         """Checksum by engine tensor, for each engine rank, of what the engine holds now."""
-        answer = await self._move("/weights_checker", {"action": "checksum"})
+        answer = await self.move("/weights_checker", {"action": "checksum"})
         by_rank = {
             rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]
         }
@@ -323,18 +330,18 @@ class EngineWeights:
 
     async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """A call that neither moves weights nor generates."""
-        await self._client.control_json(path, body, timeout_s=self._patience)
+        await self.client.control_json(path, body, timeout_s=self._patience)
 
-    async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """A call that moves or hashes weights. Whoever waits for several keeps the time itself."""
         limit = self._timeout + _SLACK_S
-        return await self._client.control_json(path, body, timeout_s=limit)
+        return await self.client.control_json(path, body, timeout_s=limit)
 
     async def _flush(self, wait_s: float) -> bool:
         """Flush the cache; False where requests still run after ``wait_s``."""
         try:
             limit = wait_s + self._patience
-            await self._client.control(f"/flush_cache?timeout={wait_s}", timeout_s=limit)
+            await self.client.control(f"/flush_cache?timeout={wait_s}", timeout_s=limit)
         except EngineRequestError:
             return False
         return True

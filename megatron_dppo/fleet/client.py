@@ -24,7 +24,7 @@ from megatron_dppo.engine.errors import (
     StaleWeightsError,
 )
 from megatron_dppo.engine.http_client import Answer
-from megatron_dppo.engine.protocol import request_body
+from megatron_dppo.engine.protocol import adapter_name, request_body
 from megatron_dppo.engine.requests import GenerationRequest
 from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.http_router_client import SERVED_BY
@@ -48,6 +48,7 @@ class FleetClient:
         on_lost: called with a server, or the HTTP router, that must be replaced.
         router: the connection to the HTTP router where the run has one.
         parser: of answers; None: this process.
+        adapters: the weights that change are adapters in the engines, which calls name by the committed version.
     """
 
     def __init__(
@@ -55,7 +56,10 @@ class FleetClient:
         on_lost: Callable[[Server], None],
         router: HttpRouterLink | None = None,
         parser: AnswerParser | None = None,
+        *,
+        adapters: bool = False,
     ) -> None:
+        self._adapters = adapters
         self._on_lost = on_lost
         self._parser = parser
         self._router = router
@@ -148,7 +152,7 @@ class FleetClient:
         active.in_flight += len(requests)
         try:
             return await breakable(
-                active.client.generate(requests, rid, self._version), active.calls
+                active.client.generate(requests, rid, self._version, self._adapter), active.calls
             )
         except StaleWeightsError as error:
             raise self._suspend(active, str(error)) from error
@@ -163,7 +167,7 @@ class FleetClient:
     async def _through_router(
         self, router: HttpRouterLink, requests: Sequence[GenerationRequest], rid: str
     ) -> list[Trajectory]:
-        body = request_body(requests, rid, model=ROUTED_MODEL)
+        body = request_body(requests, rid, model=ROUTED_MODEL, adapter=self._adapter)
         try:
             answer = await breakable(router.generate(body), self._routed)
         except EngineLostError as error:
@@ -197,6 +201,10 @@ class FleetClient:
             await asyncio.sleep(_FORGETTING_SECONDS)  # the router may not have dropped it yet
             return self._lost(what)
         return AbortedError(what)
+
+    @property
+    def _adapter(self) -> str | None:
+        return adapter_name(self._version) if self._adapters and self._version is not None else None
 
     # --- losses
 

@@ -16,6 +16,7 @@ from typing import Self
 
 import torch
 
+from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing.process import ParsingProcess
@@ -42,7 +43,12 @@ from megatron_dppo.loop.stopping import RunStoppedError
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.trainer.weight_source import TrainerWeights, ranks_per_sender
+from megatron_dppo.trainer.weight_source import (
+    AdapterWeights,
+    TrainerWeights,
+    ranks_per_sender,
+)
+from megatron_dppo.weight_sync.adapter_updates import AdapterUpdater
 from megatron_dppo.weight_sync.interfaces import WeightUpdateError
 from megatron_dppo.weight_sync.reach import check_reach
 from megatron_dppo.weight_sync.report import UpdateReport
@@ -86,7 +92,8 @@ class EngineSession:
         if config.engine.uses_router:
             router = HttpRouterLink(self._find_router, registers=trainer.topology.rank == 0)
         self._parser = ParsingProcess()
-        self._fleet = FleetClient(self._report_lost, router, self._parser)
+        adapters = updates_adapters(config.lora)
+        self._fleet = FleetClient(self._report_lost, router, self._parser, adapters=adapters)
         self._membership: FleetMembership | None = None
         if trainer.topology.rank == 0:
             self._membership = FleetMembership(
@@ -94,14 +101,7 @@ class EngineSession:
             )
         self._members: list[Member] = []
         self._attached = False
-        self._updater = WeightUpdater(
-            TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders)),
-            config.weight_sync,
-            first_failure,
-            self._open_engine,
-            self._runner,
-            fence,
-        )
+        self._updater = self._make_updater(fence)
         self._failures = 0
         self._alike = ("", 0)
         self.version: int | None = None
@@ -130,6 +130,14 @@ class EngineSession:
         self._admit()
 
     # --- weights
+
+    def _make_updater(self, fence: Callable[[], None]) -> WeightUpdater:
+        config, trainer = self._config, self._trainer
+        rest = (config.weight_sync, first_failure, self._open_engine, self._runner, fence)
+        if updates_adapters(config.lora):
+            return AdapterUpdater(AdapterWeights(trainer), *rest)
+        source = TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
+        return WeightUpdater(source, *rest)
 
     def update_weights(self, version: int) -> UpdateReport:
         """Bring the trainer's weights to the fleet as ``version``; returns when they are committed.

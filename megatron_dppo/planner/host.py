@@ -41,7 +41,7 @@ def host_bytes(job: Job, columns: ColumnBytes, node: NodeRoles, capture: int) ->
 
     batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
     copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes
-    an element that it shares with its replicas (12 in float32).
+    an element that it shares with its replicas (12 in float32); with adapters, of them alone.
     """
     copies = COPIES + job.rollout.staleness
     per_rank = columns.replicas / job.trainer.layout.data
@@ -55,8 +55,12 @@ def host_bytes(job: Job, columns: ColumnBytes, node: NodeRoles, capture: int) ->
 
 def _copied(job: Job) -> int:
     """What a rank of the first stage writes: with its replicas it shares out what they all hold."""
-    layout = job.trainer.layout
-    held = rank_parameters(job.trainer.shape, layout, 0)
-    experts = elements(held.experts) * layout.expert * layout.expert_tensor
-    share = (elements(held.dense) * layout.tensor + experts) * layout.pipeline / layout.world_size
+    layout, trained = job.trainer.layout, job.trainer.trained
+    if trained is None:
+        held = rank_parameters(job.trainer.shape, layout, 0)
+        experts = elements(held.experts) * layout.expert * layout.expert_tensor
+        written = (elements(held.dense) * layout.tensor + experts) * layout.pipeline
+    else:
+        written = trained.elements(job.trainer.shape)
+    share = written / layout.world_size
     return round(share * (12 if job.trainer.dtype == "float32" else 14))

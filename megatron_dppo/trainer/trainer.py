@@ -278,6 +278,10 @@ class Trainer:
         """This rank's present weights by (chunk, name), adapters merged into them. Not collective."""
         return weights_of(self.adapted, named_parameters(self.chunks))
 
+    def base_weights(self) -> Mapping[ParameterKey, Tensor]:
+        """This rank's weights without any adapters: with ``lora``, the frozen ones. Not collective."""
+        return weights_of(None, named_parameters(self.chunks))
+
     def export_hf(self, out_dir: str | Path) -> None:
         """Write the current weights, tokenizer and configuration as a Hugging Face folder.
 

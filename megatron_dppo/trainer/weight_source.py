@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+from torch import Tensor
+
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
+from megatron_dppo.checkpoint_conversion.peft import AdapterFolder
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.model.gather_plan import (
     Bucket,
+    ParameterKey,
+    adapter_buckets_plan,
+    best_receiver,
     elements_between_nodes,
     fewest_gathered_elements,
+    gathered_elements,
     hf_buckets_plan,
 )
 from megatron_dppo.trainer import platform
@@ -68,7 +76,7 @@ class TrainerWeights:
 
     def gather(self, plan: Sequence[Bucket]) -> Iterator[Gathered]:
         """The present weights by the plan's buckets; collective. A bucket holds until the second after."""
-        return gather(plan, self.rank, self._trainer.weights(), self._buffers)
+        return gather(plan, self.rank, self._values(), self._buffers)
 
     def all_gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, by rank; collective."""
@@ -89,6 +97,47 @@ class TrainerWeights:
         trained = flat[batches[0].loss_mask].tolist()
         rows = iter(trained)
         return [list(islice(rows, len(prompt) - 1)) for prompt in prompts]
+
+    def _values(self) -> Mapping[ParameterKey, Tensor]:
+        return self._trainer.weights()
+
+
+class BaseWeights(TrainerWeights):
+    """The same of the weights without adapters."""
+
+    def _values(self) -> Mapping[ParameterKey, Tensor]:
+        return self._trainer.base_weights()
+
+
+class AdapterWeights(TrainerWeights):
+    """The same of the adapters alone, under the names of ``model.adapters``. Raises ValueError where there are none.
+
+    ``base``: the weights that they are added to. ``folder``: what a folder of them says.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        if trainer.adapted is None:
+            raise ValueError("lora.rank is 0: there are no adapters")
+        self._adapted = trainer.adapted
+        self.base = BaseWeights(trainer)
+        self.folder = AdapterFolder(
+            trainer.adapted.adapters, trainer.shape, trainer.config.model.hf_checkpoint
+        )
+
+    def plan(self, bucket_bytes: int, *, spread: bool) -> list[Bucket]:
+        """All A and B in buckets, on rank 0."""
+        t, item = self._trainer, self._trainer.dtype.itemsize
+        return adapter_buckets_plan(self.folder.adapters, t.shape, t.layout, bucket_bytes, item)
+
+    def gather_bound(self) -> int:
+        """The fewest bytes that ranks must exchange so that every A and B is whole somewhere."""
+        (whole,) = self.plan(sys.maxsize, spread=False)
+        elements = sum(gathered_elements(t, best_receiver(t)) for t in whole.tensors)
+        return elements * self._trainer.dtype.itemsize
+
+    def _values(self) -> Mapping[ParameterKey, Tensor]:
+        return self._adapted.values()
 
 
 def ranks_per_sender(senders: str | None) -> int:

@@ -40,7 +40,7 @@ from megatron_dppo.weight_sync.verification import (
 
 log = logging.getLogger(__name__)
 
-_MIB = 1 << 20
+MIB = 1 << 20
 _GB = 10**9
 _BUSY = "requests kept the engine busy beyond weight_sync.timeout_s"
 _RESUMED = ("canary", "commit")
@@ -127,7 +127,7 @@ class WeightUpdater:
             self._share(phases.error, what)
             canary = self._canary(phases, what) if score else None
             self._fence()
-            self._conduct(phases, "commit", lambda e: e.commit(version))
+            self._conduct(phases, "commit", partial(self._commit, version))
             self._share(phases.error, what)
         except WeightUpdateRefusedError:
             self.committed_version = previous
@@ -221,8 +221,11 @@ class WeightUpdater:
             ours = self._source.score(prompts)
         tolerance = canary_tolerance(self._config, self._source.dtype_name)
         return self._conduct(
-            phases, "canary", lambda e: compare_scores(e, prompts, ours, tolerance)
+            phases, "canary", lambda e: compare_scores(e, prompts, ours, tolerance, self._adapter)
         )
+
+    def _commit(self, version: int, engines: Engines) -> None:
+        engines.commit(version)
 
     def _abort(self, phases: Phases, version: int) -> None:
         if self._strategy is not None:
@@ -239,18 +242,25 @@ class WeightUpdater:
     def _sends(self) -> bool:
         return any(bucket.receiver == self._source.rank for bucket in self._plan or ())
 
+    @property
+    def _adapter(self) -> str | None:
+        """Name of the engines' adapters that the update is scored with."""
+        return None
+
+    def _strategy_of(self, transfer: Transfer) -> Strategy:
+        return STRATEGIES[self._config.strategy](transfer)
+
     def _open(self, urls: Sequence[str]) -> None:
-        strategy = STRATEGIES[self._config.strategy]
         if self._plan is None:
-            size = self._config.bucket_mib * _MIB
-            self._plan = self._source.plan(size, spread=strategy.spread)
+            size = self._config.bucket_mib * MIB
+            self._plan = self._source.plan(size, spread=STRATEGIES[self._config.strategy].spread)
         if not (self._conducts or self._sends()):
             return
         engines = Engines.connect(urls, self._open_engine, self._runner)
         dtype = getattr(torch, self._source.dtype_name)
         limit, folder = self._config.timeout_s, self._config.directory
         try:
-            self._strategy = strategy(
+            self._strategy = self._strategy_of(
                 Transfer(self._source.rank, engines, self._plan, dtype, limit, folder)
             )
         except ValueError:

@@ -101,13 +101,14 @@ def compare_scores(
     prompts: Sequence[Sequence[int]],
     trainer: Sequence[Sequence[float]],
     tolerance: Tolerance,
+    adapter: str | None = None,
 ) -> CanaryReport:
-    """Let the engines go on, for as long as it takes to score ``prompts``, and compare.
+    """Let the engines go on, for as long as it takes to score ``prompts`` (with their ``adapter``), and compare.
 
     Returns the worst engine's report. Raises EngineFaultError of CanaryError.
     """
     engines.each(lambda engine: engine.resume())
-    scores = engines.each(lambda engine: engine.score(prompts))
+    scores = engines.each(lambda engine: engine.score(prompts, adapter))
     reports: list[CanaryReport] = []
     faults: dict[str, BaseException] = {}
     for url, theirs in scores.items():

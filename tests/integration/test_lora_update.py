@@ -1,25 +1,35 @@
-"""Merged adapters on their way into the real SGLang server: verified like full weights, and the same every time."""
+"""Adapters on their way into the real SGLang server, alone and merged: verified, and the same every time."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from megatron_dppo.checkpoint_conversion.peft import AdapterFolder
 from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.adapters import adapters_held, drop_adapters, load_adapter
+from megatron_dppo.engine.errors import EngineRequestError
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.loop.engine_session import first_failure
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.trainer.weight_source import TrainerWeights
+from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
+from megatron_dppo.weight_sync.adapter_updates import AdapterUpdater
+from megatron_dppo.weight_sync.interfaces import WeightUpdateError
 from megatron_dppo.weight_sync.transaction import WeightUpdater
-from tests.adapters import save_random_adapters
+from megatron_dppo.weight_sync.verification import Tolerance, compare_canary
+from tests.adapters import peft_model, save_random_adapters
 from tests.integration.runs import TrainingRun, records_of, summary_of, write_material
 from tests.integration.weight_server import (
+    PROMPT,
     RUNNER,
     Served,
+    adapter_log_probs,
     assert_serves,
     engine_weights,
     read,
@@ -31,13 +41,115 @@ from tests.tiny_models import save_tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 SECTION = {"rank": 4}
+ALONE = {"rank": 4, "target_modules": ["attention"], "update": "adapters"}
+CLOSE = Tolerance(1e-5, 1e-5)
+TOKENS = [*PROMPT, 3, 50, 77, 120, 9]
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    server = serve(save_tiny_model(tmp_path_factory.mktemp("base")))
+    """A server that takes both kinds of updates; its frozen model stays what it is until the merged one."""
+    server = serve(save_tiny_model(tmp_path_factory.mktemp("base")), lora=ALONE)
     yield server
     server.process.kill()
+
+
+class Disturbed(AdapterWeights):
+    """The adapters of a trainer whose log-probabilities are ``off`` by so many nats, or whose folders are ``wrong``."""
+
+    off = 0.0
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self.folder = DisturbedFolder(self.folder.adapters, self.folder.shape, self.folder.base)
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[log_prob + self.off for log_prob in each] for each in super().score(prompts)]
+
+
+class DisturbedFolder(AdapterFolder):
+    wrong: ClassVar[bool] = False
+
+    def write(self, out_dir: Any, tensors: Any, dtype: Any) -> None:
+        first, *rest = tensors
+        changed = (first[0], first[1] + 1 if self.wrong else first[1])
+        super().write(out_dir, [changed, *rest], dtype)
+
+
+async def held_by(url: str, base: str) -> list[str]:
+    """The engine's version and adapters."""
+    engine = await engine_weights(url, base)
+    held = [await engine.version(), *await adapters_held(engine)]
+    await engine.close()
+    return held
+
+
+def update_adapters(url: str, base: str, adapters: str, exported: str) -> dict[str, Any]:
+    """Two expert-parallel ranks send adapters alone: two versions, two that fail, and one more."""
+    lora = {**ALONE, "start_from": adapters}
+    trainer = Trainer(run_config(Path(base), parallel={"world_size": 2, "expert": 2}, lora=lora))
+    source, settings = Disturbed(trainer), WeightSyncConfig(strategy="disk")
+
+    async def open_engine(url: str) -> EngineWeights:
+        return await engine_weights(url, base)
+
+    updates = AdapterUpdater(source, settings, first_failure, open_engine, RUNNER)
+    updates.attach([url])
+    steps: list[Any] = []
+
+    def step(version: int) -> None:
+        for value in trainer.adapted.values().values():
+            value.mul_(1.05)
+        try:
+            report = updates.update(version)
+            said = [report.verified, report.bytes, report.tensors, report.canary is not None]
+        except WeightUpdateError as error:
+            said = [str(error)]
+        steps.append([said, RUNNER.run(held_by(url, base))])
+
+    step(1)
+    step(2)
+    DisturbedFolder.wrong = True
+    step(3)
+    DisturbedFolder.wrong, source.off = False, 0.5
+    step(3)
+    source.off = 0.0
+    step(3)
+    updates.close()
+    trainer.export_peft(exported)
+    trainer.close()
+    return {"steps": steps}
+
+
+def test_the_engine_computes_with_adapters_alone(served: Served, tmp_path: Path) -> None:
+    adapters = save_random_adapters(tmp_path / "adapters", served.folder, ALONE)
+    exported = tmp_path / "exported"
+    worker = "tests.integration.test_lora_update:update_adapters"
+    where = (served.process.url, str(served.folder), str(adapters), str(exported))
+    found, *_ = run_ranks(worker, 2, *where)
+    first, second, wrong_file, wrong_scores, third = found["steps"]
+    sent = load_file(exported / "adapter_model.safetensors").values()
+    size, whole = sum(t.nbytes for t in sent), len(RUNNER.run(served.weights().checksums())[0])
+    # Four fused matrices' A and B in two layers, and in the first update the frozen model.
+    assert first == [[True, size, whole + 8, True], ["1", "policy-1"]]
+    assert second == [[True, size, 8, True], ["2", "policy-2"]]
+    name = "base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight"
+    assert f"1 engine tensors differ from the trainer's: {name}" in wrong_file[0][0]
+    assert "canary" in wrong_scores[0][0]
+    assert wrong_file[1] == wrong_scores[1] == ["2", "policy-2"]
+    assert third[1] == ["3", "policy-3"]
+
+    judge, _ = peft_model(str(served.folder), str(exported))
+    with torch.no_grad():
+        logits = judge(torch.tensor([TOKENS])).logits[0, :-1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(TOKENS[1:])[:, None])[:, 0].tolist()
+    compare_canary([expected], [adapter_log_probs(served, "policy-3", TOKENS)], CLOSE)
+    with pytest.raises(EngineRequestError, match="never been loaded: policy-4"):
+        adapter_log_probs(served, "policy-4", TOKENS)
+    # The folder that a run exports, by SGLang's own endpoint.
+    RUNNER.run(load_adapter(served.weights(), "exported", str(exported)))
+    compare_canary([expected], [adapter_log_probs(served, "exported", TOKENS)], CLOSE)
+    RUNNER.run(drop_adapters(served.weights()))
 
 
 def update_twice(url: str, base: str, adapters: str, merged: str) -> dict[str, Any]:
@@ -79,12 +191,14 @@ def test_the_engine_runs_the_merged_model(served: Served, tmp_path: Path) -> Non
 def test_a_run_with_adapters_from_the_data_to_its_exports(tmp_path: Path) -> None:
     overrides = [
         "lora.rank=4",
+        "lora.update=adapters",
+        "weight_sync.strategy=disk",
         "algorithm.reference_kl=0.05",
         "run.steps=2",
         "optimizer.lr=0.01",
         "reward.name=tests.unit.planted_rewards:of_every_character",
     ]
-    with TrainingRun(write_material(tmp_path), *overrides) as run:
+    with TrainingRun(write_material(tmp_path, "qwen3"), *overrides) as run:
         run.finish()
     records = {r["step"]: r for r in records_of(run.directory)}
     trained = [records[step] for step in (1, 2)]

@@ -89,9 +89,9 @@ def run_config(folder: Path, **sections: Any) -> TrainConfig:
     )
 
 
-def serve(folder: Path, **sglang: Any) -> Served:
+def serve(folder: Path, *, lora: dict[str, Any] | None = None, **sglang: Any) -> Served:
     process = EngineProcess(
-        ServerSections.of(run_config(folder, sglang=sglang)),
+        ServerSections.of(run_config(folder, sglang=sglang, lora=lora or {})),
         port=free_port("127.0.0.1"),
         log_path=folder / "engine.log",
         seed=1,
@@ -179,6 +179,11 @@ def reference_log_probs(folder: Path, tokens: list[int]) -> list[float]:
         logits = model(torch.tensor([tokens])).logits[0, :-1]
     chosen = logits.log_softmax(-1).gather(1, torch.tensor(tokens[1:])[:, None])
     return chosen[:, 0].tolist()
+
+
+def adapter_log_probs(served: Served, adapter: str, tokens: list[int]) -> list[float]:
+    """log p(token | tokens before) of ``tokens[1:]`` by the server with its adapters of this name."""
+    return RUNNER.run(served.weights().score([tokens], adapter))[0]
 
 
 def engine_log_probs(served: Served) -> tuple[list[int], list[float], str]:

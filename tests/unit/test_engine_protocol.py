@@ -13,6 +13,7 @@ import pytest
 from megatron_dppo.data.trajectory import VersionSpan
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.engine.protocol import (
+    adapter_name,
     parse_answer,
     parse_answers,
     request_body,
@@ -227,6 +228,12 @@ def test_one_call_cannot_mix_forms():
 def test_a_column_that_nobody_knows_is_refused():
     with pytest.raises(ValueError, match="no column source mood; known are rollout_log_probs"):
         request_body([request(columns={"mood": 1})], "a")
+
+
+def test_a_request_names_the_adapters_that_answer_it():
+    body = json.loads(request_body([request()], "a-00", adapter=adapter_name(12)))
+    assert body["lora_path"] == "policy-12"
+    assert "lora_path" not in json.loads(request_body([request()], "a-00"))
 
 
 def test_the_router_is_told_the_models_name_and_every_request_has_its_own_id():

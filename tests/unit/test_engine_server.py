@@ -110,6 +110,24 @@ def test_experts_on_a_gpu_get_the_kernel_that_leaves_their_layout(tmp_path):
     assert "moe_runner_backend" not in server_options(config, host="h", port=1, seed=1)
 
 
+def test_a_server_that_is_sent_adapters_has_room_for_them(tmp_path):
+    def options(device, **lora) -> dict:
+        config = sections(tmp_path, engine={"device": device}, lora=lora)
+        found = server_options(config, host="h", port=1, seed=1)
+        return {name: value for name, value in found.items() if "lora" in name}
+
+    alone = {"rank": 4, "target_modules": ["o_proj", "q_proj"], "update": "adapters"}
+    expected = {
+        "enable_lora": True,
+        "max_lora_rank": 4,
+        "lora_target_modules": ["q_proj", "o_proj"],
+        "max_loras_per_batch": 2,
+    }
+    assert options("cuda", **alone) == expected
+    assert options("cpu", **alone) == {**expected, "lora_backend": "torch_native"}
+    assert options("cpu", rank=4) == {}
+
+
 def test_a_server_takes_the_devices_that_it_is_given(tmp_path):
     def first(**given) -> object:
         config = sections(tmp_path, **given)
@@ -283,6 +301,19 @@ def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
         "--enable-return-routed-experts: False, expected True",
         "--max-total-tokens: the cache holds 127 tokens, a full sequence has 128",
     ]
+
+
+def test_a_server_elsewhere_must_have_lora_where_it_is_sent_adapters(tmp_path):
+    lora = {"rank": 8, "update": "adapters"}
+    wanted, merged = (sections(tmp_path, lora=lora | more) for more in ({}, {"update": "merged"}))
+    info = dict.fromkeys(("version", "dtype", "quantization"), None)
+    info |= {"max_total_num_tokens": 128, "enable_lora": None, "max_lora_rank": 4}
+    model_info = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    assert compare_server(wanted, info, model_info)[2:] == [
+        "--enable-lora: None, expected True",
+        "--max-lora-rank: 4, expected 8",
+    ]
+    assert len(compare_server(merged, info, model_info)) == 2
 
 
 def test_what_a_starting_server_does_is_told_in_words_not_by_its_warnings(tmp_path):

@@ -69,10 +69,49 @@ def test_refused(problems, overrides, model, words):
 
 
 def test_an_engine_with_adapters_of_its_own_is_refused(problems):
-    assert problems("sglang.enable_lora=true") == [
-        "sglang.enable_lora: got true (bool), expected nothing: engines are sent merged weights, and "
-        "updates of adapters alone are not offered"
+    refusal = [
+        "sglang.enable_lora: got true (bool), expected nothing: engines are sent merged weights, or "
+        "with lora.update adapters what the lora section says"
     ]
+    assert problems("sglang.enable_lora=true") == refusal
+    assert problems(*ALONE, "sglang.enable_lora=true") == refusal
+    assert problems(*ALONE, "sglang.lora_backend=triton") == []
+    assert len(problems("lora.rank=8", "sglang.lora_backend=triton")) == 1
+
+
+ALONE = [
+    "lora.rank=8", "lora.update=adapters", "lora.target_modules=[attention]",
+    "weight_sync.strategy=disk",
+]  # fmt: skip
+
+
+def test_adapters_alone_where_the_engine_can(problems):
+    assert problems(*ALONE) == []
+    assert problems(*ALONE, "lora.target_modules=[all-linear]", model=DENSE) == []
+    assert problems(*ALONE, "lora.target_modules=[o_proj, down_proj]", model=DENSE) == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "model", "words"),
+    [
+        (["lora.rank=0"], MOE, "lora.rank: got 0 (off) with lora.target_modules, lora.update, expected"),
+        (["weight_sync.strategy=distributed"], MOE, "weight_sync.strategy: got 'distributed' with lora.update"),
+        (["weight_sync.strategy=tensor"], MOE, "weight_sync.strategy: got 'tensor' with lora.update"),
+        (["lora.train_router=true"], MOE, "lora.train_router: got true with lora.update 'adapters', expected"),
+        (["engine.deterministic=true"], MOE, "engine.deterministic: got true with lora.update 'adapters'"),
+        (["engine.router=true"], MOE, "engine.router: got true (bool) with lora.update 'adapters', expected"),
+        (["engine.servers=2"], MOE, "engine.router: got null with lora.update 'adapters', expected false"),
+        (["lora.target_modules=[all-linear]"], MOE,
+         "lora.update: got 'adapters' with ['down_proj', 'gate_proj', 'up_proj'] of experts, expected"),
+        (["lora.target_modules=[q_proj, v_proj]"], MOE,
+         "lora.target_modules: got ['q_proj', 'v_proj'] with lora.update 'adapters', expected all of"),
+        (["lora.target_modules=[up_proj]"], DENSE,
+         "lora.target_modules: got ['up_proj'] with lora.update 'adapters', expected all of"),
+    ],
+)  # fmt: skip
+def test_adapters_alone_where_the_engine_cannot(problems, overrides, model, words):
+    found = problems(*ALONE, *overrides, model=model)
+    assert any(problem.startswith(words) for problem in found), found
 
 
 def test_a_rank_may_be_the_smallest_dimension(problems):

@@ -340,6 +340,9 @@ def test_every_rank_copies_its_share_of_a_checkpoint():
     trainers = [host.checkpoint for host in hosts if host.checkpoint]
     assert len(set(trainers)) == 1
     assert sum(trainers) == pytest.approx(14 * parameters(MOE), rel=0.02)
+    lora = job("qwen3_30b_a3b_base_lora")
+    copied = sum(host.checkpoint for host in verdict(lora, H100).hosts)
+    assert copied == pytest.approx(14 * lora.trainer.trained.elements(MOE), rel=1e-6)
     waiting = verdict(job("qwen3_30b_a3b_base", "checkpoint.background=false"), H100)
     assert not any(host.checkpoint for host in waiting.hosts)
 

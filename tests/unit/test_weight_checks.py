@@ -84,7 +84,9 @@ class Checked(EngineWeights):
     async def resume(self) -> None:
         self.resumed = True
 
-    async def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def score(
+        self, prompts: Sequence[Sequence[int]], adapter: str | None = None
+    ) -> list[list[float]]:
         return [[self.value] * (len(prompt) - 1) for prompt in prompts]
 
     def expected(self) -> Any:

@@ -198,7 +198,9 @@ class Engine(EngineWeights):
     def expected(self) -> Expected:
         return Expected(self)
 
-    async def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def score(
+        self, prompts: Sequence[Sequence[int]], adapter: str | None = None
+    ) -> list[list[float]]:
         self.step("score")
         return [[self.score_value] * (len(prompt) - 1) for prompt in prompts]
 

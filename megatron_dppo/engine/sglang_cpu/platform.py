@@ -12,6 +12,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from megatron_dppo.engine.sglang_cpu import batch_invariant
+from megatron_dppo.engine.sglang_cpu.adapters import PREPARED, use_pageable_memory
 from megatron_dppo.engine.sglang_cpu.received_buckets import ReceivedBuckets
 from megatron_dppo.engine.sglang_cpu.seeded_sampling import FilteredSampling, multinomial_with_seed
 from megatron_dppo.engine.tiled_hash import tiled_hash
@@ -72,6 +73,7 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             sampler.top_k_top_p_min_p_sampling_from_probs_torch
         )
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
+        HookRegistry.register(PREPARED, use_pageable_memory, HookType.BEFORE)
         if (
             SCHEDULER in sys.modules
         ):  # this is the scheduler's process, whose hooks are applied already

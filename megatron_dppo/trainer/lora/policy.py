@@ -114,10 +114,14 @@ class AdaptedPolicy:
 
     def tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Buckets of whole A and B by ``adapter_tensors``' names, on global rank 0; elsewhere empty. Collective."""
-        values = adapter_values(self.modules)
+        values = self.values()
         item = next(iter(values.values())).element_size()
         plan = adapter_buckets_plan(self.adapters, self._shape, self._layout, _BUCKET_BYTES, item)
         return (gathered.tensors for gathered in gather(plan, self._rank, values))
+
+    def values(self) -> Mapping[ParameterKey, Tensor]:
+        """This rank's A and B, under the names of ``adapter_parameters``; views."""
+        return adapter_values(self.modules)
 
     def export(self, out_dir: str | Path, base: str) -> None:
         """Write the adapters in PEFT's format; see ``Trainer.export_peft``. Collective."""

@@ -33,12 +33,7 @@ class DiskStrategy:
     copies = 1
 
     def __init__(self, transfer: Transfer) -> None:
-        remote = [e.url for e in transfer.engines.members if not on_this_host(e.url)]
-        if remote and transfer.directory is None:
-            raise EngineMismatchError(
-                f"weight_sync.strategy disk: the engine at {remote[0]} runs on another host; expected "
-                "weight_sync.directory, a folder that trainer and engines see under the same path"
-            )
+        require_shared_folder(transfer)
         self._transfer = transfer
         self._folder: Path | None = None
         self._writing = ExitStack()
@@ -97,3 +92,13 @@ class DiskStrategy:
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def require_shared_folder(transfer: Transfer) -> None:
+    """Raise EngineMismatchError where an engine runs elsewhere and no folder is configured that it sees."""
+    remote = [e.url for e in transfer.engines.members if not on_this_host(e.url)]
+    if remote and transfer.directory is None:
+        raise EngineMismatchError(
+            f"weight_sync.strategy disk: the engine at {remote[0]} runs on another host; expected "
+            "weight_sync.directory, a folder that trainer and engines see under the same path"
+        )

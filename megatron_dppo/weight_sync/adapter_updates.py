@@ -1,0 +1,165 @@
+"""Weight updates that send adapters alone: the same transaction, with the engines' own LoRA.
+
+The engines hold the frozen model, compared tensor by tensor at an engine's first update, and load each version's
+adapters under a name of its own. Until the commit those of the version before are there, too: an update that fails
+leaves them in service.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from megatron_dppo.checkpoint_conversion.peft import AdapterFolder
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.adapters import adapters_held, drop_adapters
+from megatron_dppo.engine.protocol import adapter_name
+from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.types import UNVERIFIED_VERSION
+from megatron_dppo.weight_sync.engines import GRACE_S, Engines, OpenEngine
+from megatron_dppo.weight_sync.interfaces import (
+    Agree,
+    EngineFaultError,
+    Phases,
+    Strategy,
+    Transfer,
+    WeightSource,
+)
+from megatron_dppo.weight_sync.report import UpdateReport
+from megatron_dppo.weight_sync.strategies.adapters import AdapterStrategy
+from megatron_dppo.weight_sync.transaction import MIB, WeightUpdater
+from megatron_dppo.weight_sync.verification import ExpectedByLayout
+
+log = logging.getLogger(__name__)
+
+
+class AdapterSource(WeightSource, Protocol):
+    """The trainer's adapters."""
+
+    @property
+    def base(self) -> WeightSource:
+        """The weights that they are added to."""
+
+    @property
+    def folder(self) -> AdapterFolder:
+        """What a folder of them says."""
+
+
+class AdapterUpdater(WeightUpdater):
+    """See WeightUpdater; every update compares a digest of every tensor that was sent.
+
+    ``verify_every`` is not asked: the frozen model is compared in the first update after ``attach`` or a failure, and
+    doesn't change after it.
+    """
+
+    def __init__(
+        self,
+        source: AdapterSource,
+        config: WeightSyncConfig,
+        agree: Agree,
+        open_engine: OpenEngine,
+        runner: AsyncRunner,
+        fence: Callable[[], None] = lambda: None,
+    ) -> None:
+        super().__init__(source, config, agree, open_engine, runner, fence)
+        self._base = source.base
+        self._folder = source.folder
+        self._former: int | None = None
+        self._name = ""
+        self._base_known = False
+
+    def attach(self, urls: Sequence[str]) -> None:
+        """As there; what the engines hold of the frozen model is unknown then."""
+        self._base_known = False
+        super().attach(urls)
+
+    def update(self, version: int) -> UpdateReport:
+        """As there, of the adapters. Where it fails, engines go on with the version before, if they have it."""
+        report = super().update(version)
+        self._base_known, self._former = True, version
+        return report
+
+    # --- the transaction's parts
+
+    def _begin(self, phases: Phases, version: int, what: str) -> float:
+        """As there; then the engines hold the former version's adapters alone, or none."""
+        self._name = adapter_name(version)
+        if isinstance(self._strategy, AdapterStrategy):
+            self._strategy.name = self._name
+        paused = super()._begin(phases, version, what)
+        if self._former == version:
+            self._former = None  # a name can't stand for two
+        keep = None if self._former is None else adapter_name(self._former)
+        self._conduct(phases, "begin", lambda e: e.each(partial(drop_adapters, keep=keep)))
+        return paused
+
+    def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
+        """Collect the adapters; where the engines' frozen model is unknown, hash the trainer's."""
+        sent, received, _ = super()._stream(phases, verify=False)
+        return sent, received, None if self._base_known else self._hash_base(phases)
+
+    def _hash_base(self, phases: Phases) -> list[Any] | None:
+        plan = self._base.plan(self._config.bucket_mib * MIB, spread=False)
+        expected = ExpectedByLayout(self._engines) if self._conducts and self._engines else None
+        for gathered in self._base.gather(plan):
+            if expected is not None and gathered.tensors:
+                phases.run("hash", expected.add, gathered.tensors)
+        return None if expected is None else expected.partials()
+
+    def _verify(self, phases: Phases, partials: list[Any]) -> int:
+        """Compare the frozen model where it was hashed; adapters were compared when the engines loaded them."""
+        loaded = self._strategy.loaded if isinstance(self._strategy, AdapterStrategy) else 0
+        return loaded + (super()._verify(phases, partials) if partials else 0)
+
+    def _commit(self, version: int, engines: Engines) -> None:
+        """Commit, then drop the former version's adapters, until when an engine could go back to them."""
+        super()._commit(version, engines)
+        try:
+            engines.each(partial(drop_adapters, keep=self._name))
+        except EngineFaultError as error:
+            log.warning("former adapters are dropped at the next update: %s", error)
+
+    def _abort(self, phases: Phases, version: int) -> None:
+        """Put the former version back in service; an engine that has none, or can't, is quarantined."""
+        self._base_known = False
+        if self._strategy is not None:
+            self._strategy.abort()
+        if self._conducts and self._engines is not None:
+            restore = partial(_restore, former=self._former, label=f"{UNVERIFIED_VERSION}{version}")
+            try:
+                self._engines.each(restore)
+            except EngineFaultError as error:
+                log.warning("an engine was not given its former adapters back: %s", error)
+
+    @property
+    def _adapter(self) -> str | None:
+        return self._name
+
+    def _strategy_of(self, transfer: Transfer) -> Strategy:
+        return AdapterStrategy(transfer, self._folder)
+
+    def _static(self) -> tuple[int, int]:
+        if self._strategy is None or self._plan is None:
+            return 0, 0
+        elements = sum(tensor.elements for bucket in self._plan for tensor in bucket.tensors)
+        return self._strategy.copies, elements * getattr(torch, self._source.dtype_name).itemsize
+
+    def _is_due(self, check: str, every: int) -> bool:
+        return check == "verify" or super()._is_due(check, every)
+
+
+async def _restore(engine: EngineWeights, former: int | None, label: str) -> None:
+    if not await engine.schedules(GRACE_S):
+        return
+    await engine.pause()
+    if former is None or adapter_name(former) not in await adapters_held(engine):
+        await engine.set_version(label)
+        return
+    await drop_adapters(engine, keep=adapter_name(former))
+    await engine.set_version(str(former))
+    await engine.resume()
