@@ -7,6 +7,7 @@ and a source where the engine is what says it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -70,7 +71,7 @@ class Form(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return int(np.dtype(self.dtype).itemsize * np.prod(self.trailing, dtype=np.int64))
+        return np.dtype(self.dtype).itemsize * math.prod(self.trailing)
 
 
 @dataclass(frozen=True)

@@ -111,20 +111,22 @@ class PartShapes:
 
     def shape(self, part: Part) -> tuple[int, ...]:
         """Of the part's array."""
-        outline = self.outlines[part.position]
-        tokens = part.name in TOKENS
-        rows = outline.length if tokens else rows_of_column(declared(part.name), outline)
-        return (rows, *self.stages.form(part, self.forms).trailing)
+        return (self._rows(part), *self.stages.form(part, self.forms).trailing)
 
     def size(self, part: Part) -> int:
         """Bytes of the part's array."""
-        form = self.stages.form(part, self.forms)
-        return self.shape(part)[0] * form.row_bytes
+        return self._rows(part) * self.stages.form(part, self.forms).row_bytes
 
     def view(self, part: Part, flat: np.ndarray) -> np.ndarray:
         """The part's array in its bytes."""
         form = self.stages.form(part, self.forms)
-        return flat.view(form.dtype).reshape(self.shape(part))
+        return flat.view(form.dtype).reshape(self._rows(part), *form.trailing)
+
+    def _rows(self, part: Part) -> int:
+        outline = self.outlines[part.position]
+        if part.name in TOKENS:
+            return outline.length
+        return rows_of_column(declared(part.name), outline)
 
 
 ALIGNMENT = 64
