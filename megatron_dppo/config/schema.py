@@ -123,7 +123,7 @@ class RolloutConfig(Section):
     """Keep every rollout batch under ``<directory>/rollouts``."""
     replay_from: str | None = None
     """Train on the rollout batches saved in this folder instead of generating; no engine is
-    started."""
+    started. Each replica's leader reads its own share of them."""
     router_replay: bool = False
     """R3: replay the engine's expert choices in the trainer."""
 
@@ -395,7 +395,7 @@ class PolicyConfig(Section):
     (true here; false: gradients in the weights' type)."""
     megatron_optimizer: dict[str, Any] = Field(default_factory=dict)
     """Forwarded to megatron.core's OptimizerConfig: log_num_zeros_in_grad and the like. Precision-aware and offloaded
-    state are refused: checkpoints hold it in fp32."""
+    state are refused (docs/checkpoints.md)."""
 
     @property
     def forwards_to_megatron(self) -> bool:
