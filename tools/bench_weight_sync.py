@@ -6,7 +6,7 @@ plain broadcast of one flat tensor of the same size to a process that copies it,
 without verification. The weights are in Megatron's layout (one rank), as in a trainer. Prints
 medians by phase, the cost of the checksums, s/GB, and the metrics that a run records of an update.
 With ``--lora-rank``: updates of a trainer with adapters, merged (by the strategy) and adapters alone,
-in turn, all verified and scored.
+in turn, all verified; no canary.
 
     python tools/bench_weight_sync.py HF_CHECKPOINT [--strategy distributed] [--rounds 9]
         [--bucket-mib 64] [--network-gb-per-s 50] [--lora-rank 32 [--lora-modules all-linear]]
@@ -264,9 +264,11 @@ def bench_adapters(
         server = start_server(config, Path(scratch) / "engine.log")
         rest = (lambda error: error, opener(config), runner)
         updaters = {
-            "merged": WeightUpdater(TrainerWeights(trainer), WeightSyncConfig(**settings), *rest),
+            "merged": WeightUpdater(
+                TrainerWeights(trainer), WeightSyncConfig(canary_every=0, **settings), *rest
+            ),
             "adapters": AdapterUpdater(
-                AdapterWeights(trainer), WeightSyncConfig(strategy="disk"), *rest
+                AdapterWeights(trainer), WeightSyncConfig(canary_every=0, strategy="disk"), *rest
             ),
         }
         try:
@@ -275,6 +277,8 @@ def bench_adapters(
             done = [{n: u.update(v) for n, u in updaters.items()} for v in range(1, rounds + 2)]
             for name in updaters:
                 report_kind(name, [each[name] for each in done])
+            for updater in updaters.values():
+                updater.close()
         finally:
             server.kill()
     trainer.close()
@@ -286,7 +290,9 @@ def report_kind(name: str, updates: list[UpdateReport]) -> None:
     total, stall = (
         statistics.median(getattr(u, what) for u in others) for what in ("update_s", "stall_s")
     )
-    phases = {phase: statistics.median(u.seconds[phase] for u in others) for phase in first.seconds}
+    phases = {
+        phase: statistics.median(u.seconds[phase] for u in others) for phase in others[-1].seconds
+    }
     print(
         f"{name:9} {others[-1].bytes / 1e6:9.2f} MB  {total * 1e3:8.1f} ms, engine held "
         f"{stall * 1e3:8.1f} ms (first update {first.update_s * 1e3:.0f} ms): "

@@ -2,8 +2,8 @@
 
 SGLang's own check of adapters belongs to a route that unpickles. This one hashes what the scheduler holds after it
 has read a folder and fused its matrices. Nothing happens in a server that was not started by
-``engine.launch_server`` with ``--enable-lora``. Seen to work on a CPU; written against SGLang's source for servers
-of several ranks, whose digests must agree, where it has not yet been run.
+``engine.launch_server`` with ``--enable-lora``. Seen to work on a CPU with one and two ranks, whose digests must agree.
+Not yet run on a GPU.
 """
 
 from __future__ import annotations
