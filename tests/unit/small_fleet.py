@@ -20,7 +20,8 @@ class SmallServer:
     """Answers every request with its prompt's first token. ``silent``: takes calls and answers none,
     as a stopped process does. ``refuses``: answers 400. ``deaf``: paths on which it is silent, as behind
     a live HTTP process a stopped scheduler or detokenizer is. ``info``: status and text of
-    ``/server_info`` and ``/model_info``; ``asked`` counts what was asked."""
+    ``/server_info`` and ``/model_info``; ``asked`` counts what was asked; ``adapters``: those
+    that calls named."""
 
     def __init__(self, name: str, version: int = 1, delay_s: float = 0.0) -> None:
         self.name = name
@@ -32,6 +33,7 @@ class SmallServer:
         self.info: dict[str, tuple[int, str]] = {}
         self.asked: Counter[str] = Counter()
         self.answered: Counter[int] = Counter()
+        self.adapters: set[str | None] = set()
         self.aborted: list[str] = []
         self._runner: web.AppRunner | None = None
 
@@ -98,6 +100,7 @@ class SmallServer:
         if self.refuses:
             return web.json_response({"error": {"message": "too long"}}, status=400)
         body = await request.json()
+        self.adapters.add(body.get("lora_path"))
         shared = isinstance(body["input_ids"][0], list)
         prompts = body["input_ids"] if shared else [body["input_ids"]]
         await asyncio.sleep(self.delay_s)

@@ -97,6 +97,23 @@ def ask(
     return runner.run(work())
 
 
+def test_calls_name_the_adapters_of_the_committed_version(runner):
+    server = SmallServer("a", version=5)
+
+    async def work(adapters: bool) -> None:
+        await server.start()
+        client = FleetClient(lambda lost: None, adapters=adapters)
+        await client.serve([server.member], 5)
+        await client.generate(requests(1), "rid")
+        await client.close()
+        await server.die()
+
+    runner.run(work(False))
+    assert server.adapters == {None}
+    runner.run(work(True))
+    assert server.adapters == {None, "policy-5"}
+
+
 async def some_answers(client: CountingClient) -> None:
     """The generation is well under way."""
     while client.answered.total() < 8:
