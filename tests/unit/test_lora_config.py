@@ -3,8 +3,8 @@
 import pytest
 
 from megatron_dppo.config import ConfigError, check_config, load_config
-from megatron_dppo.config.lora import adapters_of
-from megatron_dppo.config.schema import LoraConfig
+from megatron_dppo.config.lora import adapters_of, lora_problems
+from megatron_dppo.config.schema import LoraConfig, SupervisedConfig
 from megatron_dppo.model.reader import load_model_shape
 from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
 
@@ -112,6 +112,26 @@ def test_adapters_alone_where_the_engine_can(problems):
 def test_adapters_alone_where_the_engine_cannot(problems, overrides, model, words):
     found = problems(*ALONE, *overrides, model=model)
     assert any(problem.startswith(words) for problem in found), found
+
+
+def test_a_supervised_run_has_no_engines_for_adapters(tmp_path):
+    def problems(update):
+        config = SupervisedConfig.model_validate(
+            {
+                "run": {"directory": str(tmp_path / "run"), "steps": 1},
+                "model": {"hf_checkpoint": str(write_checkpoint(tmp_path / "model"))},
+                "data": {"train": "x.jsonl"},
+                "training": {"sequences_per_step": 1, "micro_batch_tokens": 64},
+                "optimizer": {"lr": 1.0},
+                "lora": {"rank": 4, "update": update},
+            }
+        )
+        return list(lora_problems(config, load_model_shape(tmp_path / "model")))
+
+    assert problems("merged") == []
+    assert problems("adapters") == [
+        "lora.update: got 'adapters', expected 'merged': a supervised run has no engines to send them to"
+    ]
 
 
 def test_a_rank_may_be_the_smallest_dimension(problems):
