@@ -37,7 +37,7 @@ from tests.unit.test_engine_protocol import ROUTED, answer, b64, request
 
 @pytest.fixture(scope="module")
 def process() -> Iterator[ParsingProcess]:
-    made = ParsingProcess()
+    made = ParsingProcess(smallest=0)
     yield made
     made.close()
 
@@ -58,6 +58,19 @@ def test_the_process_parses_as_this_one_does(process):
     assert process._process is not None
     left = f"mdppo-{os.getuid()}-*-{process._process.pid}-*buffer-*"
     assert list(SHARED_MEMORY.glob(left)) == []
+
+
+def test_a_small_answer_is_parsed_where_it_arrives():
+    size = len(orjson.dumps(answer()))
+    for smallest, handed_over in ((size + 1, False), (size, True)):
+        process = ParsingProcess(smallest)
+        assert parsed(process, answer(), [request()]).trajectories
+        assert (process._process is not None) == handed_over
+        process.close()
+    recordings = ParsingProcess(size + 16)
+    parsed(recordings, answer(), [request()], downloaded={"unused": bytes(16)})
+    assert recordings._process is not None
+    recordings.close()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +102,7 @@ def test_a_recording_on_another_host_is_named_and_then_brought(process):
 
 
 def test_the_end_of_the_process_is_told_at_once():
-    process = ParsingProcess()
+    process = ParsingProcess(smallest=0)
     assert parsed(process, answer(), [request()]).trajectories
     assert process._process is not None
     os.kill(process._process.pid, signal.SIGKILL)
@@ -102,7 +115,7 @@ def test_the_end_of_the_process_is_told_at_once():
 
 
 def ParsingProcess_closed() -> ParsingProcess:  # noqa: N802
-    process = ParsingProcess()
+    process = ParsingProcess(smallest=0)
     process.close()
     return process
 

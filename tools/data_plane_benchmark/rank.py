@@ -82,7 +82,7 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
     meter, received = Meter(), ReceivedBytes()
     groups = range(size.responses // size.group)
     positions = own_positions(groups, topology)
-    parser = ParsingProcess()
+    parser = ParsingProcess(smallest=0)
     if positions:
         warm(parser)
     beside = child_seconds()
