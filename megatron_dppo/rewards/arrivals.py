@@ -13,7 +13,8 @@ Pair = tuple[str, str]
 
 
 class ArrivalScorer:
-    """Has ``verifier`` check what is added, in a thread that lives as long as there is work."""
+    """Has ``verifier`` check what is added: at once where it needs no other process, else in a thread that lives as
+    long as there is work."""
 
     def __init__(self, verifier: Verifier) -> None:
         self._verifier = verifier
@@ -24,6 +25,9 @@ class ArrivalScorer:
     def add(self, pair: Pair) -> Future[Score]:
         """Return at once. The future raises what ``Verifier.check`` raises."""
         future: Future[Score] = Future()
+        if self._verifier.runs_inline:
+            self._check([(pair, future)])
+            return future
         with self._lock:
             self._waiting.append((pair, future))
             if self._works:
@@ -43,12 +47,14 @@ class ArrivalScorer:
                 self._works = bool(taken)
             if not taken:
                 return
-            futures = [future for _, future in taken]
-            try:
-                scores = self._verifier.check([pair for pair, _ in taken])
-            except BaseException as error:  # whoever waits for the score gets it
-                for future in futures:
-                    future.set_exception(error)
-                continue
-            for future, score in zip(futures, scores, strict=True):
-                future.set_result(score)
+            self._check(taken)
+
+    def _check(self, taken: Sequence[tuple[Pair, Future[Score]]]) -> None:
+        try:
+            scores = self._verifier.check([pair for pair, _ in taken])
+        except BaseException as error:  # whoever waits for the score gets it
+            for _, future in taken:
+                future.set_exception(error)
+            return
+        for (_, future), score in zip(taken, scores, strict=True):
+            future.set_result(score)

@@ -91,6 +91,11 @@ class Verifier:
             worker.kill()
         self._workers = []
 
+    @property
+    def runs_inline(self) -> bool:
+        """Whether the reward is checked in the caller's thread, within microseconds."""
+        return self._reward.runs_inline
+
     def score(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
         """One ``Score`` for each ``(response, answer)``, in the same order.
 
