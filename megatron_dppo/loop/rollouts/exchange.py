@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -93,11 +94,17 @@ class _Needs:
         """What the ``ranks`` of a replica, in these pipeline ``stages``, need together; in order."""
         if self.gather and 0 in ranks:
             return sorted(self.directory.holders)
+        wanted = self.positions[replica]
+        kinds = {part[1:]: part for part in self.directory.holders}
+        needed = {
+            kind
+            for kind, part in kinds.items()
+            if any(self.stages.needs(part, stage) for stage in stages)
+        }
         return sorted(
             part
             for part in self.directory.holders
-            if part.position in self.positions[replica]
-            and any(self.stages.needs(part, stage) for stage in stages)
+            if part.position in wanted and part[1:] in needed
         )
 
 
@@ -136,6 +143,7 @@ class ColumnExchange:
         needs = _Needs(directory, [frozenset(part) for part in needed], self.stages, gather)
         shapes = PartShapes(outlines, directory.forms, self.stages)
 
+        @cache
         def room_of(site: Site) -> Room:
             parts = needs.of(site.ranks, site.replica, site.stages)
             return Room(shapes, sorted(parts, key=lambda p: directory.source(p, site.head)))
