@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +24,12 @@ Usable = Callable[[np.ndarray, Mapping[str, np.ndarray]], np.ndarray]
 
 Check = Callable[[np.ndarray, Mapping[str, np.ndarray], str], None]
 """(a column, all of the trajectory's, where they are from): raises ValueError for what can't be."""
+
+
+@cache
+def _name(dtype: np.dtype) -> str:
+    """numpy makes the name anew each time, which takes longer than all other checks of an array."""
+    return dtype.name
 
 
 class Rows(Enum):
@@ -66,7 +73,7 @@ class Form(NamedTuple):
     @classmethod
     def of(cls, array: np.ndarray) -> Form:
         """Of an array [rows, ...]."""
-        return cls(array.dtype.name, array.shape[1:])
+        return cls(_name(array.dtype), array.shape[1:])
 
     @property
     def row_bytes(self) -> int:
@@ -124,9 +131,10 @@ class Column:
         ``where``, for a type, a number of axes or a number of rows that is not the declared one.
         """
         array = values if isinstance(values, np.ndarray) else np.asarray(values, self.dtypes[0])
-        if array.dtype.name not in self.dtypes:
+        dtype = _name(array.dtype)
+        if dtype not in self.dtypes:
             raise ValueError(
-                f"{where}: {self.name} is {array.dtype.name}, expected {' or '.join(self.dtypes)}"
+                f"{where}: {self.name} is {dtype}, expected {' or '.join(self.dtypes)}"
             )
         if array.ndim != 1 + len(self.trailing):
             axes = ", ".join(("rows", *self.trailing))

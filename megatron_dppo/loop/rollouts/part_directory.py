@@ -46,30 +46,30 @@ class PartDirectory:
         ``sizes``: what trailing sizes must be, by their declared names. Raises ExchangeError, on all
         ranks, where arrays do not fit them or each other.
         """
-        columns = [
-            [position, name, *Form.of(array)]
-            for position, t in own.items()
-            for name, array in t.columns.items()
-        ]
-        hashes = [[*part, digest(array)] for part, array in parts.items()]
-        shares = all_gather_json([columns, hashes])
+        columns: dict[tuple[str, Form], list[int]] = {}
+        for position, t in own.items():
+            for name, array in t.columns.items():
+                columns.setdefault((name, Form.of(array)), []).append(position)
+        hashes: dict[tuple[str, int], list[tuple[int, str]]] = {}
+        for part, array in parts.items():
+            hashes.setdefault((part.name, part.stage), []).append((part.position, digest(array)))
+        shares = all_gather_json([list(columns.items()), list(hashes.items())])
         forms, problems = dict[str, Form](), list[str]()
         present: dict[str, set[int]] = {}
-        for position, name, dtype, trailing in (
-            c for leader in at.leaders for c in shares[leader][0]
-        ):
-            form = Form(dtype, tuple(trailing))
+        for (name, told), positions in (c for leader in at.leaders for c in shares[leader][0]):
+            form = Form(told[0], tuple(told[1]))
             problem = _misfit(name, form, forms.setdefault(name, form), sizes)
             if problem:
-                problems.append(f"{name_of(position, outlines)}: {problem}")
-            present.setdefault(name, set()).add(position)
+                problems += [f"{name_of(position, outlines)}: {problem}" for position in positions]
+            present.setdefault(name, set()).update(positions)
         problems = problems or _incomplete(forms, present, len(outlines))
         if problems:
             raise ExchangeError("\n".join(dict.fromkeys(problems)))  # holders may be several
         holders: dict[Part, dict[int, str]] = {}
         for leader in at.leaders:
-            for position, name, stage, found in shares[leader][1]:
-                holders.setdefault(Part(position, name, stage), {})[leader] = found
+            for (name, stage), held in shares[leader][1]:
+                for position, found in held:
+                    holders.setdefault(Part(position, name, stage), {})[leader] = found
         return cls(holders, dict(sorted(forms.items())))
 
     @property
