@@ -143,8 +143,8 @@ def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     train_mini_batch, log_probs = Trainer.train_mini_batch, Trainer.log_probs
 
-    def watched_train(self, micro_batches, token_loss, denominator):
-        result = train_mini_batch(self, micro_batches, token_loss, denominator)
+    def watched_train(self, *inputs, **words):
+        result = train_mini_batch(self, *inputs, **words)
         weights = hashlib.sha256()
         for chunk in self.chunks:
             for parameter in chunk.parameters():
