@@ -38,7 +38,11 @@ class Demo:
 
     def __init__(self, folder: Path) -> None:
         self._terminal, end = os.openpty()
-        words = ("setsid", "--ctty", sys.executable, "-m", "examples.tiny_moe.slurm_demo")
+        usual = (
+            "--default-signal=INT,TERM,HUP"  # a job in the background is started to ignore Ctrl-C
+        )
+        demo = (sys.executable, "-m", "examples.tiny_moe.slurm_demo")
+        words = ("setsid", "--ctty", "env", usual, *demo)
         self.process = subprocess.Popen(
             [*words, "--directory", str(folder / "run")],
             cwd=folder,

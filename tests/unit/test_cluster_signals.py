@@ -11,10 +11,10 @@ from tools.slurm_cluster.signals import Interrupted, held_back, raise_interrupte
 
 @pytest.fixture
 def handlers():
-    """The process's own ones, put back afterwards."""
+    """The usual ones, whatever this process was started to ignore; its own are put back afterwards."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in numbers}
-    yield before
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
+    yield
     for number, handler in before.items():
         signal.signal(number, handler)
 

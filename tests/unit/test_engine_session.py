@@ -130,6 +130,7 @@ def test_a_generation_that_is_refused_gives_the_engine_up_on_every_rank(open_sma
 def test_responses_are_parsed_beside_this_process_and_told_as_they_come(open_small):
     small = open_small()
     session = small.session
+    session._parser._smallest = 0
     members = session._agree_on_members()
     session._runner.run(session._fleet.serve(members, 1))
     problems = (Problem(0, "a", "b", (3, 4)), Problem(1, "c", "d", (9,)))
