@@ -37,6 +37,7 @@ def cluster(slurm_session: Cluster) -> Iterator[Cluster]:
     yield slurm_session
     slurm_session.client.cancel_all()
     slurm_session.wait_idle()
+    slurm_session.recount_gpus()
 
 
 @pytest.fixture

@@ -82,6 +82,11 @@ class Client:
         shown = self.run("sinfo", "-h", "-N", "-p", "debug", "-o", "%N %T", check=False).stdout
         return dict(line.split() for line in shown.splitlines())
 
+    def gpus_in_use(self) -> int:
+        """GPUs of all nodes that the controller counts as a job's."""
+        shown = self.run("scontrol", "--details", "show", "node").stdout
+        return sum(map(int, re.findall(r"GresUsed=gpu:[^:()]*:?(\d+)", shown)))
+
     def cancel_all(self) -> None:
         """Cancel every job and wait, at most 15 seconds, until none is left."""
         for state in ("PENDING", "RUNNING", "SUSPENDED"):

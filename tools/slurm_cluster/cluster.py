@@ -154,6 +154,21 @@ class Cluster:
                 raise TimeoutError(f"nodes not idle after {timeout_s:.0f} s: {states}; {self.root}")
             time.sleep(0.05)
 
+    def recount_gpus(self, timeout_s: float = _START_S) -> None:
+        """Have the controller of idle nodes see that no GPU is in use. Raises TimeoutError.
+
+        Slurm 22.05 never takes back the GPUs of a job that lost a node and went on with the others.
+        """
+        if not self.client.gpus_in_use():
+            return
+        self.client.run("scontrol", "reconfigure")
+        deadline = time.monotonic() + timeout_s
+        while used := self.client.gpus_in_use():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{used} GPUs in use after {timeout_s:.0f} s; {self.root}")
+            time.sleep(0.05)
+        self.wait_idle(timeout_s)
+
     # -- making it
 
     def _make_folders(self) -> None:
