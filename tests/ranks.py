@@ -21,14 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.system.ending import end_now
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.ports import hold_port
 
 ROOT = Path(__file__).resolve().parent.parent
-
-
-PORT_ATTEMPTS = 3
-"""Another process may bind the free port that was chosen, before rank 0 does."""
-PORT_TAKEN = "EADDRINUSE"
 
 
 class RankFailedError(AssertionError):
@@ -41,25 +36,24 @@ def run_ranks(
     """Results of ``target`` ("package.module:function") by rank. Raises RankFailedError."""
     import torch
 
-    with tempfile.TemporaryDirectory() as folder:
-        for attempt in range(PORT_ATTEMPTS):
-            processes = _start(target, world_size, json.dumps([args, kwargs]), Path(folder))
-            try:
-                codes = _wait(processes, timeout)
-            finally:
-                _kill(processes)
-            if all(code == 0 for code in codes):
-                break
-            report = _report(codes, Path(folder))
-            if PORT_TAKEN not in report or attempt == PORT_ATTEMPTS - 1:
-                raise RankFailedError(report)
+    with tempfile.TemporaryDirectory() as folder, hold_port("127.0.0.1", 0) as held:
+        call, port = json.dumps([args, kwargs]), int(held.getsockname()[1])
+        processes = _start(target, world_size, call, port, Path(folder))
+        try:
+            codes = _wait(processes, timeout)
+        finally:
+            _kill(processes)
+        if any(code != 0 for code in codes):
+            raise RankFailedError(_report(codes, Path(folder)))
         return [
             torch.load(Path(folder) / f"result{r}.pt", weights_only=True) for r in range(world_size)
         ]
 
 
-def _start(target: str, world_size: int, call: str, folder: Path) -> list[subprocess.Popen]:
-    port, processes = free_port(), []
+def _start(
+    target: str, world_size: int, call: str, port: int, folder: Path
+) -> list[subprocess.Popen]:
+    processes = []
     for rank in range(world_size):
         env = dict(
             os.environ,

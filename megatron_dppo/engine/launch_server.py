@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -34,6 +35,7 @@ from megatron_dppo.engine.private_server import (
 from megatron_dppo.engine.recordings.sglang_plugin import offer
 from megatron_dppo.engine.recordings.store import recordings_folder
 from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE, PATIENCE_VARIABLE, when_it_stops
+from megatron_dppo.system.ports import PortTakenError, hold_port
 from megatron_dppo.system.processes import die_with_parent
 
 KEY_FIELDS = ("api_key", "admin_api_key")
@@ -71,6 +73,17 @@ def refuse_repacked_experts() -> None:
             "error: SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED is set in the server's environment, expected unset: "
             "experts' weights in that order can't be updated"
         )
+
+
+def hold_own_port(host: str, port: int) -> socket.socket:
+    """Keep the port from others while the model is loaded; exit where somebody has it already.
+
+    SGLang binds it at the end, and what it then says of a failure is lost among other errors.
+    """
+    try:
+        return hold_port(host, port)
+    except PortTakenError as error:
+        sys.exit(f"error: {error}")
 
 
 def _change_sglang() -> None:
@@ -138,9 +151,11 @@ def _run(start: dict[str, Any], recordings: Path | None) -> None:
     _change_sglang()
     if recordings is not None:
         offer(recordings)
+    held = hold_own_port(server_args.host, server_args.port)
     try:
         run_server(server_args)
     finally:
+        held.close()
         kill_process_tree(os.getpid(), include_parent=False)
     if server_args.node_rank:  # without this host's ranks the others wait for ever
         sys.exit("this host's part of the server has ended")

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 
 from megatron_dppo.engine.child_server import ChildServer
 from megatron_dppo.engine.errors import PortHeldError
@@ -29,6 +30,10 @@ _DYING_S = 0.1
 
 class EngineGivenUpError(RuntimeError):
     """The engine failed for good; the message holds the end of its log."""
+
+
+class FirstStartError(EngineGivenUpError):
+    """A server did not come up the first time: it is given up, unless :meth:`SupervisedServer.retry` follows."""
 
 
 class SupervisedServer:
@@ -68,6 +73,11 @@ class SupervisedServer:
         self._held: tuple[float, int] | None = None
         self.incarnation = 0
 
+    @property
+    def is_published(self) -> bool:
+        """Whether it is healthy, as far as is known."""
+        return self._published is not None
+
     def start(self) -> None:
         """Start the next incarnation and return at once; :meth:`check` publishes it when it is
         healthy."""
@@ -88,7 +98,8 @@ class SupervisedServer:
         A hung process runs on, so only its clients can tell; a report on an earlier incarnation
         comes too late and is dropped.
 
-        Raises EngineGivenUpError when the first start failed, or the restarts are used up.
+        Raises FirstStartError once when the first start failed, EngineGivenUpError when the restarts
+        are used up.
         """
         if self._due is not None:
             if self._budget.clock() >= self._due:
@@ -111,6 +122,10 @@ class SupervisedServer:
             self._restart(
                 f"{self.what} runs but was reported lost by the trainer; the end of its log:\n{tail}"
             )
+
+    def retry(self, reason: FirstStartError) -> None:
+        """Start again after a first start that failed. Raises EngineGivenUpError as :meth:`check`."""
+        self._restart(str(reason))
 
     def stop(self, *, at_once: bool) -> None:
         """End the server, by force where ``at_once``, and withdraw it."""
@@ -138,7 +153,7 @@ class SupervisedServer:
         if isinstance(error, PortHeldError):
             self._wait_for_port(error)
         elif self.incarnation == 1:
-            raise EngineGivenUpError(f"{self.what} did not start: {error}")
+            raise FirstStartError(f"{self.what} did not start: {error}")
         else:
             self._restart(f"{self.what} did not start again: {error}")
 
@@ -205,6 +220,8 @@ class SupervisedFleet:
         self.keys = keys
         self._endpoint = endpoint
         self._ended: list[SupervisedServer] = []
+        self._first_failed: dict[SupervisedServer, FirstStartError] = {}
+        self._proven = False
 
     @property
     def rank_variables(self) -> dict[str, str]:
@@ -222,13 +239,14 @@ class SupervisedFleet:
     def check(self) -> None:
         """Publish servers that became healthy, restart those that died.
 
+        A server whose first start failed is restarted once another one, of the same configuration, has
+        started; where none does, all are given up at once: the configuration is at fault.
+
         Raises EngineGivenUpError when the last server is given up and none is attached.
         """
-        for server in self._servers[:]:
-            try:
-                server.check()
-            except EngineGivenUpError as error:
-                self._give_up_server(server, error)
+        for server in [s for s in self._servers if s not in self._first_failed]:
+            self._keep(server, server.check)
+        self._decide_first_failed()
         if self._router is not None:
             try:
                 self._router.check()
@@ -248,6 +266,26 @@ class SupervisedFleet:
 
     def _running(self) -> list[SupervisedServer]:
         return self._servers + ([self._router] if self._router is not None else [])
+
+    def _keep(self, server: SupervisedServer, step: Callable[[], None]) -> None:
+        """Take ``step`` of ``server``, and note what comes of it."""
+        try:
+            step()
+        except FirstStartError as error:
+            self._first_failed[server] = error
+        except EngineGivenUpError as error:
+            self._give_up_server(server, error)
+        self._proven = self._proven or server.is_published
+
+    def _decide_first_failed(self) -> None:
+        if not self._proven and len(self._first_failed) < len(self._servers):
+            return
+        failed, self._first_failed = self._first_failed, {}
+        for server, error in failed.items():
+            if self._proven:
+                self._keep(server, partial(server.retry, error))
+            else:
+                self._give_up_server(server, error)
 
     def _give_up_server(self, server: SupervisedServer, error: EngineGivenUpError) -> None:
         self._servers.remove(server)

@@ -20,7 +20,7 @@ from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.places import Host, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.system.interfaces import InterfaceError
-from megatron_dppo.system.ports import FreePorts
+from megatron_dppo.system.ports import free_port
 
 _SEEDS_PER_START = 10_007
 _SEEDS_PER_SERVER = 1_000_003
@@ -49,7 +49,6 @@ class _Maker:
     directory: RunDirectory
     keys: Keys
     seed: int
-    ports: FreePorts
     grounds: Grounds
 
     def server(self, place: ServerPlace, incarnation: int) -> ChildServer:
@@ -89,7 +88,9 @@ class _Maker:
         )
 
     def _port(self, first: int | None, step: int, incarnation: int) -> int:
-        return self.ports.next() if first is None else first + step * (incarnation - 1)
+        if first is None:
+            return free_port(self.config.engine.host)
+        return first + step * (incarnation - 1)
 
 
 def supervised_fleet(
@@ -104,7 +105,7 @@ def supervised_fleet(
     keys = Keys(api_key, admin)
     # A resumed run, or a restarted server, must not draw the samples of its beginning once more.
     seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
-    maker = _Maker(config, directory, keys, seed, FreePorts(engine.host), grounds)
+    maker = _Maker(config, directory, keys, seed, grounds)
     folder = directory.fleet
 
     def supervised(name: str, make: Callable[[int], ChildServer], what: str) -> SupervisedServer:

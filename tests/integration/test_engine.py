@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -461,6 +462,17 @@ def test_a_port_in_use_is_named(engine, model):
     second = engine_of(run_config(model), engine.port, "second.log")
     with pytest.raises(EngineStartError, match=f"cannot bind 127.0.0.1:{engine.port}"):
         second.start()
+
+
+def test_a_port_taken_while_the_server_starts_is_named(model):
+    process = engine_of(run_config(model), free_port("127.0.0.1"), "taken.log")
+    process.start()
+    taken = f"cannot bind 127.0.0.1:{process.port}"
+    with (
+        socket.create_server(("127.0.0.1", process.port)),
+        pytest.raises(EngineStartError, match=f"(?s)exited with code 1 .*error: {taken}"),
+    ):
+        process.wait_healthy()
 
 
 def test_a_server_that_does_not_come_up_shows_its_log(model):

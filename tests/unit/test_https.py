@@ -22,7 +22,7 @@ from megatron_dppo.fleet.http_router_client import HttpRouterClient
 from megatron_dppo.fleet.http_router_process import HttpRouterProcess
 from megatron_dppo.fleet.members import Member, client_of
 from megatron_dppo.fleet.membership import member_from_json, member_to_json
-from megatron_dppo.system.ports import FreePorts
+from megatron_dppo.system.ports import free_port
 
 ADDRESS = "127.0.0.1"
 
@@ -124,10 +124,9 @@ def test_the_router_sends_to_it_too_where_it_is_told_of_the_authority(
 ) -> None:
     port, authority = server
     monkeypatch.setattr(http_router_client, "_REGISTRATION_SECONDS", 10.0 if trusted else 2.0)
-    ports = FreePorts(ADDRESS)
     router = HttpRouterProcess(
         EngineConfig(ca_file=str(authority) if trusted else None),
-        port=ports.next(), metrics_port=ports.next(), log_path=tmp_path / "router.log",
+        port=free_port(ADDRESS), metrics_port=free_port(ADDRESS), log_path=tmp_path / "router.log",
         api_key="user", admin_api_key="admin",
     )  # fmt: skip
     url = f"https://{ADDRESS}:{port}"

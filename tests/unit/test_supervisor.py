@@ -417,6 +417,30 @@ def test_an_engine_that_never_starts_is_not_tried_again(start):
     assert not (run.directory / "logs" / "engine0-2.log").exists()
 
 
+def test_a_first_start_that_failed_beside_one_that_works_is_repeated(start):
+    """The other one comes up later."""
+    rank = "wait_for('engine/servers/engine0.json'); note(read('engine/servers/engine0.json'))"
+    late = "wait_for('failed'); time.sleep(0.5)\n" + STAYS_UP
+    fails = "open(path_of('failed'), 'w').close(); sys.exit('a blip')"
+    run = start(rank, fails, STAYS_UP, others=((late,),), world_size=1, max_restarts=1)
+    assert run.end() == 0
+    assert json.loads(run.notes()[0])["incarnation"] == 2
+    errors = run.errors()
+    assert errors.count("engine0 did not start: exited with 1") == 1
+    assert errors.index("engine1 ready") < errors.index("restart 1 of 1")
+    assert "going on" not in errors
+
+
+def test_first_starts_that_all_fail_end_the_run(start):
+    slow = "wait_for('failed'); time.sleep(0.5); sys.exit('no such model')"
+    fails = "open(path_of('failed'), 'w').close(); sys.exit('no such model')"
+    run = start(RANK + SLEEP, fails, others=((slow,),), max_restarts=3)
+    assert run.end() == 1
+    errors = run.errors()
+    assert errors.index("engine0 did not start") < errors.index("engine1 did not start")
+    assert "restart" not in errors
+
+
 def test_servers_are_kept_one_by_one(start):
     """One dies for good, another hangs once; the rest, and the run, go on."""
     rank = (

@@ -15,7 +15,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.system.ports import FreePorts, PortTakenError, free_port, require_free_port
+from megatron_dppo.system.ports import (
+    PortTakenError,
+    free_port,
+    hold_port,
+    require_free_port,
+)
 from megatron_dppo.system.processes import (
     describe_exit,
     kill_families,
@@ -134,11 +139,25 @@ def test_a_taken_port_is_refused_and_named() -> None:
     require_free_port("127.0.0.1", free_port())
 
 
-def test_no_port_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    offers = iter([7, 7, 7, 8])
-    monkeypatch.setattr("megatron_dppo.system.ports.free_port", lambda host: next(offers))
-    ports = FreePorts("127.0.0.1")
-    assert [ports.next(), ports.next()] == [7, 8]
+def test_a_free_port_is_for_who_asks_for_it_and_for_nobody_else() -> None:
+    """The system finds ports for others as for a socket that sets nothing."""
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("127.0.0.1", port))
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port))
+    for _ in range(2):  # a server, and the next one after it
+        with socket.create_server(("127.0.0.1", port)):
+            socket.create_connection(("127.0.0.1", port)).close()
+            with pytest.raises(PortTakenError):
+                require_free_port("127.0.0.1", port)
+
+
+def test_a_held_port_is_given_back() -> None:
+    with hold_port("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
 
 
 ENDS_NOW = """

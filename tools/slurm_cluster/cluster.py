@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megatron_dppo.system.ports import FreePorts
+from megatron_dppo.system.ports import free_port
 from tools.slurm_cluster.clearing import clear
 from tools.slurm_cluster.client import Client
 from tools.slurm_cluster.leftovers import cgroups_of, processes_of
@@ -183,7 +183,6 @@ class Cluster:
         self.client = Client(self.environment)
 
     def _make_nodes(self) -> None:
-        ports = FreePorts("0.0.0.0")
         host = socket.gethostname().split(".")[0]
         prefix = f"n{os.getpid()}x"  # a control group of the machine bears a node's name
         addresses = []
@@ -191,13 +190,13 @@ class Cluster:
             name = f"{prefix}{number}"
             self._nodes[name] = self._node(name, number)
             if self._network is None:
-                addresses.append(NodeAddress(name, host, "127.0.0.1", ports.next()))
+                addresses.append(NodeAddress(name, host, "127.0.0.1", free_port("0.0.0.0")))
             else:
                 addresses.append(NodeAddress(name, name, self._network.address(number), 6818))
         address = "127.0.0.1" if self._network is None else self._network.controller
         settings = Settings(
             self.root,
-            Controller(host, address, ports.next()),
+            Controller(host, address, free_port("0.0.0.0")),
             addresses,
             self._size,
             [self._gpu_file(i) for i in range(self._size.gpus)],
