@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.layout import Layout
@@ -104,7 +105,8 @@ class EngineJob:
 class Job:
     """A whole run. ``not_counted``: settings of the libraries that change memory or time and that no formula reads.
 
-    ``ranks_per_sender``: ranks of a node, of which one sends weights; 1: every holder sends.
+    ``ranks_per_sender``: ranks of a node, of which one sends weights; 1: every holder sends. ``updates_adapters``:
+    whether weight updates send adapters alone.
     """
 
     trainer: TrainerJob
@@ -116,6 +118,7 @@ class Job:
     checkpoint_background: bool
     not_counted: tuple[str, ...] = ()
     ranks_per_sender: int = 1
+    updates_adapters: bool = False
 
     @property
     def senders(self) -> int:
@@ -182,6 +185,7 @@ def job_of(
             *_unread(config.sglang),
         ),
         1 if config.weight_sync.senders == "holders" else ranks_per_node,
+        updates_adapters(config.lora),
     )
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from megatron_dppo.planner import activations, generation, steptime
 from megatron_dppo.planner.search import Proposal
 from megatron_dppo.planner.steptime import model_flops_utilisation
+from megatron_dppo.planner.transfer import parameters
 from megatron_dppo.planner.units import gb, gib
 from megatron_dppo.planner.verdict import Verdict
 
@@ -66,7 +67,7 @@ def _head(plan: Verdict) -> Iterable[str]:
     job, cluster, found = plan.job, plan.cluster, plan.batches
     shape, device = job.trainer.shape, cluster.device
     yield (
-        f"{shape.family}, {plan.transfer.model / job.trainer.item_bytes / 1e9:.2f} B parameters, on {cluster.nodes} x "
+        f"{shape.family}, {parameters(shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
         f"{cluster.gpus_per_node} {device.name}; trainer {job.trainer.layout.describe()}, recompute "
         f"{job.trainer.recompute}, {'distributed' if job.trainer.distributed else 'plain'} optimizer"
     )
@@ -135,8 +136,8 @@ def _data(plan: Verdict) -> Table:
     columns, moved = plan.columns, plan.transfer
     table = _table("What moves", "what", "bytes", "seconds")
     table.add_row(
-        "weights, to each engine GPU",
-        gb(moved.model),
+        "a weight update, to each engine GPU",
+        gb(moved.update),
         f"{moved.update_seconds:.1f} ({moved.buckets} buckets)",
     )
     table.add_row("of them, between trainer ranks first", gb(moved.gathered), "in these")

@@ -24,10 +24,10 @@ STORAGE = 5 * GB
 
 @dataclass(frozen=True)
 class Transfer:
-    """``model``: bytes of the weights, which every engine GPU receives whole. ``gathered``: of them, what moves between
-    trainer ranks first, at most. ``checkpoint``: bytes of weights and optimizer state."""
+    """``update``: bytes of a weight update, which every engine GPU receives whole. ``gathered``: of them, what moves
+    between trainer ranks first, at most. ``checkpoint``: bytes of weights and optimizer state."""
 
-    model: int
+    update: int
     gathered: int
     buckets: int
     update_seconds: float
@@ -44,30 +44,40 @@ def parameters(shape: ModelShape) -> int:
 def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
     """Update: every engine GPU receives all weights; senders broadcast in turn, so seconds = bytes / (a network port's
     rate x efficiency) + buckets x latency + a fixed part. Gathered first, within nodes where one rank of each sends:
-    all but the sender's own shards; a holder has whole experts with expert tensor parallelism 1.
+    all but the sender's own shards; a holder has whole experts with expert tensor parallelism 1. Adapters alone are
+    gathered on one rank, written and read: seconds = 2 x bytes / the storage's rate + the fixed part.
 
     Checkpoint: elements x (2 + 12) for bfloat16 (weights, fp32 master, two moments), x (4 + 8) for float32, over the
     storage's bytes/s; with adapters, of them alone.
     """
-    shape, layout = job.trainer.shape, job.trainer.layout
-    count = parameters(shape)
-    model = count * job.trainer.item_bytes
-    experts = (
-        shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
-    )
-    spread = (count - experts) * (layout.tensor - 1) / layout.tensor
-    own = job.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
-    spread += experts * (1 - own)
-    buckets = job.senders * math.ceil(model / job.senders / job.bucket_bytes)
-    wire = model / (device.network * BROADCAST_EFFICIENCY)
-    trained = job.trainer.trained
-    stored = count if trained is None else trained.elements(shape)
-    state = stored * (job.trainer.item_bytes + (8 if job.trainer.dtype == "float32" else 12))
+    trainer = job.trainer
+    count = parameters(trainer.shape)
+    stored = count if trainer.trained is None else trainer.trained.elements(trainer.shape)
+    state = stored * (trainer.item_bytes + (8 if trainer.dtype == "float32" else 12))
+    if job.updates_adapters:
+        sent = gathered = stored * trainer.item_bytes
+        buckets, wire = 1, 2 * sent / storage
+    else:
+        sent, gathered = count * trainer.item_bytes, _gathered(job)
+        buckets = job.senders * math.ceil(sent / job.senders / job.bucket_bytes)
+        wire = sent / (device.network * BROADCAST_EFFICIENCY) + buckets * BUCKET_LATENCY
     return Transfer(
-        model=model,
-        gathered=round(spread * job.trainer.item_bytes),
+        update=sent,
+        gathered=gathered,
         buckets=buckets,
-        update_seconds=wire + buckets * BUCKET_LATENCY + FIXED_UPDATE,
+        update_seconds=wire + FIXED_UPDATE,
         checkpoint=state,
         checkpoint_seconds=state / storage,
     )
+
+
+def _gathered(job: Job) -> int:
+    """Bytes of all weights that move between trainer ranks."""
+    shape, layout = job.trainer.shape, job.trainer.layout
+    experts = (
+        shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
+    )
+    spread = (parameters(shape) - experts) * (layout.tensor - 1) / layout.tensor
+    own = job.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
+    spread += experts * (1 - own)
+    return round(spread * job.trainer.item_bytes)

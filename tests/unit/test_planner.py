@@ -206,7 +206,7 @@ def test_kv_cache_by_hand():
 def test_update_and_checkpoint_by_hand():
     found = transfer(job(), DEVICES["h100"], storage=10e9)
     assert parameters(MOE) == 30_532_122_624
-    assert found.model == 2 * parameters(MOE)
+    assert found.update == 2 * parameters(MOE)
     assert found.checkpoint == 14 * parameters(MOE)
     assert found.checkpoint_seconds == pytest.approx(42.7, abs=0.1)
     assert found.buckets == 114  # one node holds every first copy: 61.06 GB in buckets of 512 MiB
@@ -217,6 +217,20 @@ def test_update_and_checkpoint_by_hand():
     holders = transfer(job("qwen3_30b_a3b_base", "weight_sync.senders=holders"), DEVICES["h100"])
     assert holders.buckets == 8 * 15  # eight senders of 7.6 GB
     assert holders.gathered == round(2 * dense * 3 / 4)
+
+
+def test_an_update_of_adapters_by_hand():
+    attention = ("lora.target_modules=[attention]", "weight_sync.strategy=disk")
+    found = transfer(
+        job("qwen3_30b_a3b_base_lora", "lora.update=adapters", *attention), DEVICES["h100"], 5e9
+    )
+    widths = (2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048)  # of q, k and v, o
+    assert found.update == found.gathered == 2 * 48 * 32 * widths
+    assert found.buckets == 1
+    assert found.update_seconds == pytest.approx(1 + 2 * found.update / 5e9)
+    merged = transfer(job("qwen3_30b_a3b_base_lora", *attention), DEVICES["h100"], 5e9)
+    assert merged.update == 2 * parameters(MOE)
+    assert merged.checkpoint == found.checkpoint == 7 * found.update
 
 
 @pytest.mark.parametrize(

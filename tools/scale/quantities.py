@@ -57,17 +57,19 @@ def _nodes_apart(plan: Verdict) -> int:
 
 def _between_nodes(plan: Verdict) -> str:
     """Bytes that must reach the nodes that serve and don't train."""
-    return gb(plan.transfer.model * _nodes_apart(plan))
+    return gb(plan.transfer.update * _nodes_apart(plan))
 
 
 def _bound(plan: Verdict) -> str:
     """All weights over the slowest link that they must cross."""
     device = plan.cluster.device
-    return _seconds(plan.transfer.model / (device.network if _nodes_apart(plan) else device.nvlink))
+    return _seconds(
+        plan.transfer.update / (device.network if _nodes_apart(plan) else device.nvlink)
+    )
 
 
 def _hash_bound(plan: Verdict) -> str:
-    return _seconds(plan.transfer.model / plan.job.senders / plan.cluster.device.hbm)
+    return _seconds(plan.transfer.update / plan.job.senders / plan.cluster.device.hbm)
 
 
 def _trainer_groups(plan: Verdict) -> str:
@@ -148,7 +150,7 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
     "Weight updates": (
         Computed(
             "bytes to each engine GPU",
-            lambda p: gb(p.transfer.model),
+            lambda p: gb(p.transfer.update),
             "parameters x bytes of the dtype",
         ),
         Computed(
