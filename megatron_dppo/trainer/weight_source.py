@@ -51,6 +51,11 @@ class TrainerWeights:
         return self._trainer.shape.vocab_size
 
     @property
+    def num_layers(self) -> int:
+        """Of the model."""
+        return self._trainer.shape.num_layers
+
+    @property
     def dtype_name(self) -> str:
         """The weights' type."""
         return str(self._trainer.dtype).removeprefix("torch.")

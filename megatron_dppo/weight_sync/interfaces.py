@@ -71,6 +71,10 @@ class WeightSource(Protocol):
         """Of the model; token ids are below it."""
 
     @property
+    def num_layers(self) -> int:
+        """Of the model."""
+
+    @property
     def dtype_name(self) -> str:
         """The weights' type, "float32" or "bfloat16"."""
 

@@ -216,10 +216,11 @@ class WeightUpdater:
 
     def _canary(self, phases: Phases, what: str) -> CanaryReport | None:
         """Compare log-probabilities; the trainer's are a collective of their own."""
-        prompts = canary_prompts(self._source.vocab_size)
+        source = self._source
+        prompts = canary_prompts(source.vocab_size)
         with phases.timed("canary"):
             ours = self._source.score(prompts)
-        tolerance = canary_tolerance(self._config, self._source.dtype_name)
+        tolerance = canary_tolerance(self._config, source.dtype_name, source.num_layers)
         return self._conduct(
             phases, "canary", lambda e: compare_scores(e, prompts, ours, tolerance, self._adapter)
         )

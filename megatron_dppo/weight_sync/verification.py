@@ -37,14 +37,21 @@ _TOLERANCE = {"float32": Tolerance(1e-3, 1e-4), "bfloat16": Tolerance(3.0, 0.2)}
 """By weight type. In bfloat16 one logit of 20 is rounded to a multiple of 0.125, and a router whose
 choice is a tie sends a token to another expert: single tokens may differ by a nat, their mean may not.
 """
+_LAYERS = 8
+"""Of the models in which they were measured."""
 
 
-def canary_tolerance(config: WeightSyncConfig, dtype_name: str) -> Tolerance:
-    """What ``config`` takes for rounding in weights of ``dtype_name``, its defaults filled in."""
+def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int) -> Tolerance:
+    """What ``config`` takes for rounding in weights of ``dtype_name``, its defaults filled in.
+
+    The default mean grows with the cube root of the layers from 8 on, as the differences measured with 2 to 48
+    layers do (docs/weight_sync.md).
+    """
     default = _TOLERANCE[dtype_name]
+    deeper = max(1.0, num_layers / _LAYERS) ** (1 / 3)
     return Tolerance(
         largest=default.largest if config.canary_largest is None else config.canary_largest,
-        mean=default.mean if config.canary_mean is None else config.canary_mean,
+        mean=default.mean * deeper if config.canary_mean is None else config.canary_mean,
     )
 
 

@@ -111,6 +111,7 @@ class Source:
 
     rank = 0
     vocab_size = 500
+    num_layers = 2
     dtype_name = "float32"
 
     def __init__(

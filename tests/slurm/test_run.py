@@ -11,7 +11,7 @@ from tests.slurm.runs import SlurmRun, computed
 from tools.slurm_cluster import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow, pytest.mark.timeout(1500)]
-STEPS = 4
+STEPS = 16
 
 
 def test_near_its_time_limit_it_saves_starts_again_and_finishes_with_the_same_result(
@@ -20,7 +20,7 @@ def test_near_its_time_limit_it_saves_starts_again_and_finishes_with_the_same_re
     """As a run without Slurm that is not interrupted. USR1 is what Slurm sends before the limit."""
     overrides = (f"run.steps={STEPS}", f"checkpoint.every={STEPS}", "engine.deterministic=true")
     run = SlurmRun(cluster, folder, *overrides, environment={"OMP_NUM_THREADS": "1"}).submit()
-    run.wait(lambda: 0 in steps_of(run.directory))
+    run.wait(lambda: 1 in steps_of(run.directory))
     cluster.client.run("scancel", "--batch", "--signal=USR1", run.job)
     assert run.wait_for_end()["JobState"] == "COMPLETED", run.log
     assert steps_of(run.directory) == list(range(STEPS + 1))

@@ -45,11 +45,18 @@ def test_the_prompts_are_these_and_spare_the_last_id() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype_name", "expected"),
-    [("float32", Tolerance(1e-3, 1e-4)), ("bfloat16", Tolerance(3.0, 0.2))],
+    ("dtype_name", "layers", "expected"),
+    [
+        ("float32", 2, Tolerance(1e-3, 1e-4)),
+        ("float32", 64, Tolerance(1e-3, 2e-4)),
+        ("bfloat16", 8, Tolerance(3.0, 0.2)),
+        ("bfloat16", 64, Tolerance(3.0, 0.4)),
+    ],
 )
-def test_tolerances_that_nobody_set_are_these(dtype_name: str, expected: Tolerance) -> None:
-    assert canary_tolerance(WeightSyncConfig(), dtype_name) == expected
+def test_tolerances_that_nobody_set_are_these(
+    dtype_name: str, layers: int, expected: Tolerance
+) -> None:
+    assert canary_tolerance(WeightSyncConfig(), dtype_name, layers) == expected
 
 
 def test_five_mismatches_are_named_and_the_rest_counted() -> None:
