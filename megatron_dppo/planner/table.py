@@ -138,7 +138,7 @@ def _data(plan: Verdict) -> Table:
     table.add_row(
         "a weight update, to each engine GPU",
         gb(moved.update),
-        f"{moved.update_seconds:.1f} ({moved.buckets} buckets)",
+        f"{moved.update_seconds:.1f} ({moved.buckets} bucket{'s' if moved.buckets > 1 else ''})",
     )
     table.add_row("of them, between trainer ranks first", gb(moved.gathered), "in these")
     table.add_row("a checkpoint", gb(moved.checkpoint), f"{moved.checkpoint_seconds:.0f}")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +42,37 @@ def test_a_partition_that_is_not_there_is_told_in_slurms_words(
     assert done.returncode == 2
     assert "invalid partition specified: nowhere" in done.stderr
     assert not (folder / "run" / "job").exists()
+
+
+def test_ctrl_c_while_sbatch_answers_leaves_no_job_that_nobody_knows(
+    cluster: Cluster, folder: Path
+) -> None:
+    """It goes to the whole foreground of a terminal, also to sbatch, which here is slow to end."""
+    slow = folder / "sbatch"
+    slow.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys, time\n"
+        f"subprocess.run([{shutil.which('sbatch')!r}, *sys.argv[1:]], check=True); time.sleep(2)\n"
+    )
+    slow.chmod(0o755)
+    environment = cluster.environment | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    words = (
+        "submit", write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
+        f"run.directory={folder}/run", "--sbatch=--hold",
+    )  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-m", "megatron_dppo.slurm", *map(str, words)], cwd=ROOT,
+        env=environment, stdout=subprocess.DEVNULL, start_new_session=True,
+    ) as process:  # fmt: skip
+        while not (jobs := waiting(cluster)):
+            assert process.poll() is None
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(60) == 130
+    assert (folder / "run" / "job").read_text().split() == jobs
+    cluster.client.run("scancel", *jobs)
+
+
+def waiting(cluster: Cluster) -> list[str]:
+    return cluster.client.run("squeue", "--noheader", "--format=%A").stdout.split()
 
 
 def test_a_waiting_run_has_a_status_and_can_be_stopped(cluster: Cluster, folder: Path) -> None:
