@@ -10,7 +10,7 @@ from megatron_dppo.planner.devices import Cluster
 from megatron_dppo.planner.engine import chunk_tokens, engine_bytes, kv_bytes_per_token
 from megatron_dppo.planner.flops import attention_flops, linear_flops
 from megatron_dppo.planner.job import Job
-from megatron_dppo.planner.server_network import network_seconds
+from megatron_dppo.planner.server_network import hand_over_seconds, network_seconds
 
 HBM_EFFICIENCY = 0.7
 """Share of the memory's rate that decoding reaches. Assumption."""
@@ -25,16 +25,23 @@ REDUCE_LATENCY = 15e-6
 def decode_seconds(job: Job, cluster: Cluster, running: float, context: float) -> float:
     """One decode step of a server with ``running`` sequences of ``context`` tokens: max(bytes / memory rate, FLOPs /
     peak) + collectives + overhead. Bytes of a GPU: the weights that the batch touches, and the KV cache of all
-    sequences."""
+    sequences.
+
+    With p pipeline stages the batch is p parts, each in another stage, and every part passes all stages: p times what
+    a stage, 1 / p of the layers, takes for a part and for handing it on. So weights are read p times.
+    """
     shape, engine, device = job.trainer.shape, job.engine, cluster.device
-    touched = touched_parameters(shape, running) * 2 / engine.gpus
-    cache = running * context * kv_bytes_per_token(shape, engine)
+    stages = engine.pipeline
+    part = max(1.0, running / stages)
+    touched = touched_parameters(shape, part) * 2 / engine.gpus
+    cache = part * context * kv_bytes_per_token(shape, engine)
     memory = (touched + cache) / (device.hbm * HBM_EFFICIENCY)
-    flops = running * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
+    flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
     compute = flops / (device.flops * PREFILL_UTILISATION)
+    beside = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
     reduce = 2 * shape.num_layers * REDUCE_LATENCY if engine.tensor > 1 else 0.0
-    reduce += network_seconds(shape, engine, cluster, running, running)
-    return max(memory, compute) + reduce + DECODE_OVERHEAD
+    reduce += network_seconds(shape, engine, cluster, part, part)
+    return stages * (max(memory, compute) + beside) + reduce
 
 
 def touched_parameters(shape: ModelShape, running: float) -> float:
@@ -71,15 +78,17 @@ def generation_seconds(job: Job, cluster: Cluster) -> float:
 
 def prefill_seconds(job: Job, cluster: Cluster) -> float:
     """Every prompt once, on all servers: FLOPs / (peak x utilisation) + what passes over chunks of prompts take
-    between nodes."""
+    between nodes. With p pipeline stages p - 1 more passes fill and drain them."""
     shape, rollout, engine = job.trainer.shape, job.rollout, job.engine
     tokens = rollout.prompts * rollout.mean_prompt / engine.servers
     seconds = tokens * linear_flops(shape)
     seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
     passes = ceil(tokens / chunk_tokens(engine, cluster.device))
     prompts = rollout.prompts / engine.servers
-    moved = network_seconds(shape, engine, cluster, tokens / passes, prompts / passes)
-    return seconds + passes * moved
+    chunk, stages = tokens / passes, engine.pipeline
+    moved = network_seconds(shape, engine, cluster, chunk, prompts / passes) / stages
+    moved += hand_over_seconds(shape, engine, cluster, chunk)
+    return (seconds / passes + moved) * (passes + stages - 1)
 
 
 def assumptions() -> dict[str, float]:

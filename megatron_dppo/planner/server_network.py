@@ -1,4 +1,5 @@
-"""What a server over several nodes pays for its network: tensor parallelism's collectives in a forward pass."""
+"""What a server over several nodes pays for its network: tensor parallelism's collectives in a forward pass, and what
+one pipeline stage hands to the next."""
 
 from __future__ import annotations
 
@@ -32,3 +33,14 @@ def network_seconds(
     rate = size / nodes * cluster.device.network * LINK_EFFICIENCY
     latency = 2 * ceil(log2(nodes)) * cluster.network_latency
     return (reductions + 1) * latency + moved / rate
+
+
+def hand_over_seconds(
+    shape: ModelShape, engine: EngineJob, cluster: Cluster, tokens: float
+) -> float:
+    """Seconds in which a pipeline stage hands ``tokens`` hidden states (bf16) to a stage on another node; 0 where all
+    stages are on one. Each GPU of the stage sends its part, on a port of its own: latency + bytes / rate."""
+    if engine.pipeline == 1 or engine.gpus <= cluster.gpus_per_node:
+        return 0.0
+    sent = tokens * shape.hidden_size * _ITEM / engine.tensor
+    return cluster.network_latency + sent / (cluster.device.network * LINK_EFFICIENCY)

@@ -184,8 +184,8 @@ def interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in zip(told_to_end, handlers, strict=True):
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for received in came:
+            signal.raise_signal(received)
 
 
 def describe_exit(code: int) -> str:

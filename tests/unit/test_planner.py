@@ -29,7 +29,11 @@ from megatron_dppo.planner.flops import (
     linear_flops,
     training_flops,
 )
-from megatron_dppo.planner.generation import decode_seconds, prefill_seconds
+from megatron_dppo.planner.generation import (
+    decode_seconds,
+    prefill_seconds,
+    touched_parameters,
+)
 from megatron_dppo.planner.here import device_here, memory_here, memory_problems
 from megatron_dppo.planner.job import Job, job_of
 from megatron_dppo.planner.logits import logits_bytes
@@ -38,7 +42,7 @@ from megatron_dppo.planner.optimizer import state_bytes
 from megatron_dppo.planner.roles import node_roles
 from megatron_dppo.planner.schedule import bubble, chunks_in_flight
 from megatron_dppo.planner.search import nearest, search
-from megatron_dppo.planner.server_network import network_seconds
+from megatron_dppo.planner.server_network import hand_over_seconds, network_seconds
 from megatron_dppo.planner.transfer import parameters, transfer
 from megatron_dppo.planner.verdict import verdict
 from megatron_dppo.planner.weights import rank_parameters
@@ -494,6 +498,40 @@ def test_a_decoded_token_of_a_server_over_nodes(nodes, each, seconds):
     whole = Cluster(DEVICES["h100"], 1, 16)
     step = decode_seconds(run, cluster, 256, 1000) - decode_seconds(run, whole, 256, 1000)
     assert step == pytest.approx(seconds)
+
+
+def test_pipeline_stages_of_a_server_over_nodes():
+    """Two stages of eight GPUs: a part of 128 tokens is handed on in 128 x 4,096 / 8 bytes a port, at 0.7 x 50 GB/s."""
+    run = job("qwen3_30b_a3b_base", "sglang.tp_size=8", "sglang.pp_size=2")
+    over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))
+    found = hand_over_seconds(MOE, run.engine, over, 128)
+    assert found == pytest.approx(1e-5 + 128 * 4096 / 8 / 35e9)
+    assert hand_over_seconds(MOE, run.engine, inside, 128) == 0
+    step = decode_seconds(run, over, 256, 1000) - decode_seconds(run, inside, 256, 1000)
+    assert step == pytest.approx(2 * found)
+
+
+def test_pipeline_stages_read_the_weights_once_for_each_part():
+    """As many GPUs without stages read them once; a stage's own share is the same."""
+    run = job("qwen3_30b_a3b_base", "sglang.tp_size=4", "sglang.pp_size=2")
+    whole = Cluster(DEVICES["h100"], 1, 8)
+    half = replace(run, engine=replace(run.engine, pipeline=1))
+    reduce = 96 * 15e-6
+    kv = 4_000 * 128 * 24 * 2 * 128 * 2  # of 24 layers and one key-value head
+    weights = touched_parameters(MOE, 128) * 2
+    part = (weights / 8 + kv) / (DEVICES["h100"].hbm * 0.7)
+    assert decode_seconds(run, whole, 256, 4000) == pytest.approx(2 * (part + 0.004) + reduce)
+    flat = (weights / 4 + 2 * kv) / (DEVICES["h100"].hbm * 0.7)
+    assert decode_seconds(half, whole, 128, 4000) == pytest.approx(flat + 0.004 + reduce)
+
+
+def test_pipeline_stages_are_filled_and_drained_in_prefill():
+    run = job("qwen3_30b_a3b_base", "sglang.tp_size=8")
+    rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
+    run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
+    stages = replace(run, engine=replace(run.engine, tensor=4, pipeline=2))
+    cluster = Cluster(DEVICES["h100"], 1, 8)  # two passes of 8,192 tokens
+    assert prefill_seconds(stages, cluster) == pytest.approx(1.5 * prefill_seconds(run, cluster))
 
 
 def test_prompts_of_a_server_over_nodes():
