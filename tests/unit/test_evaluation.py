@@ -66,7 +66,7 @@ class Engine:
         for key, answer in first:
             generation.on_response(key, answer)
         for _ in first:
-            assert self._scored.acquire(timeout=10), "no response was scored before the last came"
+            assert self._scored.acquire(timeout=60), "no response was scored before the last came"
         generation.on_response(*last)
         return list(answers.values())
 

@@ -89,7 +89,7 @@ def test_without_the_admin_key_nothing_is_told_or_changed(
 
 def post(url: str, path: str, body: bytes, **headers: str) -> tuple[int, str]:
     place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=5)
+    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
     connection.request("POST", path, body, {"Authorization": f"Bearer {KEY}", **headers})
     answer = connection.getresponse()
     return answer.status, json.loads(answer.read())["error"]

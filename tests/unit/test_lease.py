@@ -259,7 +259,7 @@ def test_a_succeeded_start_is_fenced_and_its_heartbeat_changes_nothing(tmp_path:
         Holder.of_this_process(), nonce="2" * 16, host="b", pid=88, job="12", attempt=1
     )
     files.install(second)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while first.taken_over is None and time.monotonic() < deadline:
         time.sleep(0.01)
     message = (

@@ -187,7 +187,7 @@ def test_what_a_check_started_ends_with_it(tmp_path, response):
     with Verifier(planted("leave_children"), timeout_s=4.0, workers=1) as verifier:
         [score] = verifier.score([(response, str(noted))])
         assert (score.crashed, score.timed_out) == (response == "die", response == "loop")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while children_of(noted) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert children_of(noted) == []
@@ -212,7 +212,7 @@ def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
     finally:
         rank.kill()
         rank.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(runs(p.pid) for p in workers) or children_of(noted):
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -245,8 +245,8 @@ def test_an_error_reaches_who_waits_and_later_responses_are_scored(inline):
 
     scorer = ArrivalScorer(Failing())  # type: ignore[arg-type]
     with pytest.raises(VerifierError, match="no worker"):
-        scorer.add(("a", "b")).result(timeout=5)
-    assert scorer.add(("c", "d")).result(timeout=5) == Score(1.0)
+        scorer.add(("a", "b")).result(timeout=60)
+    assert scorer.add(("c", "d")).result(timeout=60) == Score(1.0)
 
 
 def test_a_refusal_that_came_early_is_an_error_where_it_is_used():

@@ -54,7 +54,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
 
 def words(path: Path, last: str) -> list[str]:
     """What srun was given, when all of it is there."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while (found := path.read_text().splitlines())[-1:] != [last]:
         assert time.monotonic() < deadline, found
         time.sleep(0.01)

@@ -99,7 +99,7 @@ def test_a_server_over_two_hosts_is_one_step(tmp_path, monkeypatch):
     for count, label in ((1, 0), (2, 1)):
         launcher = SrunLauncher(hosts[:count], "server", StepForm(("--x",)))
         step = launcher.start(["python"], environment=os.environ, log=log, stdin=b"keys\n")
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while step.poll() is None and time.monotonic() < deadline:
             time.sleep(0.01)
         words = log.read_text().splitlines()
@@ -177,7 +177,7 @@ def test_a_step_is_ended_through_its_srun_and_a_command_by_force(tmp_path, kind,
     log = tmp_path / "log"
     command = [sys.executable, "-c", NOTES_TERM]
     process = kind(start_fed(command, environment=os.environ, log=log, stdin=b"keys"))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not log.read_text() and time.monotonic() < deadline:
         time.sleep(0.01)
     process.stop(20) if how == "stop" else process.kill()

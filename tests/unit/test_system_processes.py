@@ -72,7 +72,7 @@ def test_a_child_ends_with_the_thread_that_started_it_or_outlives_it(dies: bool)
     [child] = started
     try:
         if dies:
-            assert child.wait(20) == -signal.SIGKILL
+            assert child.wait(60) == -signal.SIGKILL
         else:
             time.sleep(0.3)
             assert child.poll() is None
@@ -88,7 +88,7 @@ def test_the_terminal_does_not_reach_a_child_and_secrets_come_through_its_input(
         pipe.write(b"secret")
     assert child.stdout is not None
     assert child.stdout.read() == b"True secret\n"
-    assert child.wait(20) == 0
+    assert child.wait(60) == 0
 
 
 def test_the_whole_family_is_killed_also_twice() -> None:
