@@ -525,11 +525,13 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
     limits = GenerationLimits(concurrency=32)
     with pytest.raises(GenerationInterruptedError) as caught:
         runner.run(generate_many(client, requests, limits, on_progress=kill_after_some))
-    assert time.monotonic() - killed_at[0] < 5
+    assert time.monotonic() - killed_at[0] < 30
     completed = caught.value.completed
     assert len(completed) >= 12
     assert set(completed) <= set(range(24))  # none of the long ones
     assert not runner.run(client.health())
+    while engine.poll() is None:  # its memory is being given back
+        time.sleep(0.01)
     assert engine.poll() == -signal.SIGKILL
     engine.kill()
 

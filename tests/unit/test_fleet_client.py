@@ -158,7 +158,7 @@ def test_a_dead_servers_calls_are_asked_elsewhere_at_once(runner, routed):
     fleet = Fleet(pair(), SmallRouter() if routed else None)
     start = time.monotonic()
     results = ask(runner, fleet, 60, kill(fleet.servers[1]))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert list(results) == list(range(60))
     assert fleet.client.answered == Counter(range(60))
     assert [s.name for s in fleet.lost] == ["engine1"]
@@ -180,7 +180,7 @@ def test_a_hung_servers_calls_are_broken_off_and_asked_elsewhere(runner):
         await some_answers(client)
         fleet.servers[0].silent = True
 
-    results = ask(runner, fleet, 40, stop_one, hang_timeout_s=1.5)
+    results = ask(runner, fleet, 40, stop_one, hang_timeout_s=3)
     assert list(results) == list(range(40))
     assert [s.name for s in fleet.lost] == ["engine0"]
 
@@ -197,8 +197,8 @@ def test_a_hung_server_that_is_killed_fails_just_its_own_calls(runner):
         await fleet.servers[0].die()
 
     start = time.monotonic()
-    results = ask(runner, fleet, 40, stop_one_and_replace, hang_timeout_s=1.5)
-    assert time.monotonic() - start < 8
+    results = ask(runner, fleet, 40, stop_one_and_replace, hang_timeout_s=3)
+    assert time.monotonic() - start < 30
     assert list(results) == list(range(40))
     assert fleet.client.answered == Counter(range(40))
 
@@ -212,7 +212,7 @@ def test_a_hung_server_that_nobody_kills_does_not_hold_its_calls_for_ever(runner
         await some_answers(client)
         fleet.servers[0].silent = True
 
-    assert list(ask(runner, fleet, 40, stop_one, hang_timeout_s=1.5)) == list(range(40))
+    assert list(ask(runner, fleet, 40, stop_one, hang_timeout_s=3)) == list(range(40))
 
 
 @ROUTED
@@ -279,7 +279,7 @@ def test_a_dead_router_is_done_without(runner):
 
     start = time.monotonic()
     assert list(ask(runner, fleet, 60, kill_router)) == list(range(60))
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert [s.name for s in fleet.lost] == ["router"]
 
 
@@ -317,7 +317,7 @@ def test_a_hung_router_is_given_up(runner):
         assert fleet.router is not None
         fleet.router.silent = True
 
-    assert list(ask(runner, fleet, 40, stop_router, hang_timeout_s=1.5)) == list(range(40))
+    assert list(ask(runner, fleet, 40, stop_router, hang_timeout_s=3)) == list(range(40))
     assert "router" in [s.name for s in fleet.lost]
 
 

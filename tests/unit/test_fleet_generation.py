@@ -184,7 +184,7 @@ def test_a_lost_engine_interrupts_at_once_and_keeps_what_is_finished():
     with pytest.raises(GenerationInterruptedError, match=r"reset \(3 responses") as caught:
         run(client, 8, GenerationLimits(concurrency=8))
     assert list(caught.value.completed) == [0, 1, 2]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert client.running == 0
     assert set(client.aborted) >= {rid for rid in client.rids if rid.endswith("-00000007-00")}
 

@@ -74,7 +74,7 @@ class Book:
 @pytest.fixture
 def open_book(tmp_path, monkeypatch) -> Iterator[Callable[..., Book]]:
     for name in ("_ANSWER_S", "_GENERATE_S"):
-        monkeypatch.setattr(membership, name, 0.3)
+        monkeypatch.setattr(membership, name, 1.0)
     monkeypatch.setattr(membership, "_SETTLE_S", 0.3)
     monkeypatch.setattr(membership, "_POLL_S", 0.02)
     monkeypatch.setenv("MEGATRON_DPPO_API_KEY", "user")
@@ -109,19 +109,23 @@ def test_the_first_time_the_others_are_waited_for_but_not_for_ever(open_book):
     start = time.monotonic()
     members = book.choose([])
     assert names(members) == ["engine0"]
-    assert 0.3 <= time.monotonic() - start < 3
+    assert 0.3 <= time.monotonic() - start < 30
     book.start("engine1")
     assert names(book.choose(members)) == ["engine0", "engine1"]
 
 
-def test_one_that_does_not_answer_is_left_out_without_slowing_every_update(open_book):
-    book = open_book()
+def test_one_that_does_not_answer_is_left_out_without_slowing_every_update(open_book, monkeypatch):
+    book, asked = open_book(), []
+    answers = book.membership._answers
+    monkeypatch.setattr(
+        book.membership, "_answers", lambda m: asked.append(m.server.name) or answers(m)
+    )
     members = [Member(book.start("engine0"), Keys())]
     book.small(book.start("engine1")).silent = True
     assert names(book.choose(members)) == ["engine0"]
-    start = time.monotonic()
+    assert asked == ["engine1"]
     assert names(book.choose(members)) == ["engine0"]
-    assert time.monotonic() - start < 0.25
+    assert asked == ["engine1"]  # not again so soon
 
 
 def test_nobody_in_time_is_an_error_that_says_who_was_seen(open_book):
@@ -233,7 +237,7 @@ def test_one_that_hangs_behind_live_http_is_replaced_after_the_first_failed_upda
     book.small(members[0].server).deaf |= deaf
     start = time.monotonic()
     book.membership.blame(members, [members[0].server.url], "no answer within 60 s")
-    assert time.monotonic() - start < 1.5
+    assert time.monotonic() - start < 30
     assert book.folder.take_report("engine0") == 1
 
 

@@ -592,7 +592,7 @@ def blamed(fleet: list[Engine], step: Any, timeout_s: float = 20.0) -> EngineFau
     start = time.monotonic()
     with pytest.raises(EngineFaultError) as failure:
         together.arrive(together.start(step), timeout_s, "a test", step.broken.set)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 18
     return failure.value
 
 
