@@ -20,7 +20,7 @@ from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.slurm.status import UNKNOWN, job_state
 from megatron_dppo.slurm.submission import CONFIG_FILE, JOB_FILE, SITE_FILE, Submission
 from megatron_dppo.system.files import write_atomically
-from megatron_dppo.system.processes import interrupts_held
+from megatron_dppo.system.signals import held_back
 
 PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
 """Names the interpreter of the batch process."""
@@ -59,7 +59,7 @@ def submit(request: Request) -> int:
     print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")
     print(shlex.join(command), flush=True)
     os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
-    with interrupts_held():  # or a job could be in the queue that the run directory does not name
+    with held_back():  # or a job could be in the queue that the run directory does not name
         job = slurm(*command).strip().partition(";")[0]
         write_atomically(directory / JOB_FILE, f"{job}\n")
     print(f"\nsubmitted as job {job}; python -m megatron_dppo.slurm status {directory} tells of it")

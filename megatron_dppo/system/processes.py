@@ -10,7 +10,7 @@ import signal
 import subprocess
 import textwrap
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
@@ -166,26 +166,6 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-
-
-@contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP wait until the block ends, also for programs that it starts.
-
-    Main thread only. Programs inherit the mask; in this process another thread may take the signal.
-    """
-    came: list[int] = []
-    told_to_end = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, told_to_end)
-    handlers = [signal.signal(number, lambda n, _: came.append(n)) for number in told_to_end]
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        for number, handler in zip(told_to_end, handlers, strict=True):
-            signal.signal(number, handler)
-        for received in came:
-            signal.raise_signal(received)
 
 
 def describe_exit(code: int) -> str:

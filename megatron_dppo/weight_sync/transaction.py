@@ -219,7 +219,7 @@ class WeightUpdater:
         source = self._source
         prompts = canary_prompts(source.vocab_size)
         with phases.timed("canary"):
-            ours = self._source.score(prompts)
+            ours = source.score(prompts)
         tolerance = canary_tolerance(self._config, source.dtype_name, source.num_layers)
         return self._conduct(
             phases, "canary", lambda e: compare_scores(e, prompts, ours, tolerance, self._adapter)

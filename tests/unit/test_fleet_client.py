@@ -158,7 +158,7 @@ def test_a_dead_servers_calls_are_asked_elsewhere_at_once(runner, routed):
     fleet = Fleet(pair(), SmallRouter() if routed else None)
     start = time.monotonic()
     results = ask(runner, fleet, 60, kill(fleet.servers[1]))
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 20
     assert list(results) == list(range(60))
     assert fleet.client.answered == Counter(range(60))
     assert [s.name for s in fleet.lost] == ["engine1"]
@@ -198,7 +198,7 @@ def test_a_hung_server_that_is_killed_fails_just_its_own_calls(runner):
 
     start = time.monotonic()
     results = ask(runner, fleet, 40, stop_one_and_replace, hang_timeout_s=3)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 20
     assert list(results) == list(range(40))
     assert fleet.client.answered == Counter(range(40))
 
@@ -279,7 +279,7 @@ def test_a_dead_router_is_done_without(runner):
 
     start = time.monotonic()
     assert list(ask(runner, fleet, 60, kill_router)) == list(range(60))
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 20
     assert [s.name for s in fleet.lost] == ["router"]
 
 

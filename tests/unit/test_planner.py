@@ -512,7 +512,7 @@ def test_pipeline_stages_of_a_server_over_nodes():
 
 
 def test_pipeline_stages_read_the_weights_once_for_each_part():
-    """As many GPUs without stages read them once; a stage's own share is the same."""
+    """One stage of as many GPUs as a stage here has reads all weights once a step."""
     run = job("qwen3_30b_a3b_base", "sglang.tp_size=4", "sglang.pp_size=2")
     whole = Cluster(DEVICES["h100"], 1, 8)
     half = replace(run, engine=replace(run.engine, pipeline=1))

@@ -23,7 +23,6 @@ from megatron_dppo.system.ports import (
 )
 from megatron_dppo.system.processes import (
     describe_exit,
-    interrupts_held,
     kill_families,
     quote,
     start_process,
@@ -130,27 +129,6 @@ def test_the_tail_of_a_log(tmp_path: Path) -> None:
     assert quote("") == "    (empty)"
     log.write_bytes(b"x" * (1 << 17) + b"\nend\n")
     assert tail(log, 1) == "end"
-
-
-def test_an_interrupt_waits_for_the_end_of_the_block_and_of_its_children(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The child interrupts itself, then this process, as a terminal does."""
-    raised: list[int] = []
-    code = (
-        "import os, signal; os.kill(os.getpid(), signal.SIGINT)\n"
-        "os.kill(os.getppid(), signal.SIGINT); open('done', 'w').close()"
-    )
-    after, before = tmp_path / "after", signal.getsignal(signal.SIGINT)
-    monkeypatch.setattr(signal, "raise_signal", raised.append)
-    with interrupts_held():
-        subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
-        after.touch()
-    assert (tmp_path / "done").exists()
-    assert after.exists()
-    assert raised == [signal.SIGINT]
-    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
-    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_a_taken_port_is_refused_and_named() -> None:

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.signals import held_back
 from tools.slurm_cluster.clearing import clear
 from tools.slurm_cluster.client import Client
 from tools.slurm_cluster.leftovers import cgroups_of, processes_of
@@ -20,7 +21,6 @@ from tools.slurm_cluster.nodes import IsolatedNode, Node, PlainNode, can_isolate
 from tools.slurm_cluster.packages import clean_environment
 from tools.slurm_cluster.settings import Controller, NodeAddress, NodeSize, Settings
 from tools.slurm_cluster.shell import run, start_daemon
-from tools.slurm_cluster.signals import held_back
 from tools.slurm_cluster.watchdog import Watchdog
 
 _FOLDERS = ("etc", "log", "state", "spool", "munge", "dev", "node", "shared")
