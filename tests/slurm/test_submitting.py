@@ -56,11 +56,13 @@ def test_ctrl_c_while_sbatch_answers_leaves_no_job_that_nobody_knows(
     slow.chmod(0o755)
     environment = cluster.environment | {"PATH": f"{folder}:{os.environ['PATH']}"}
     words = (
-        "submit", write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
+        "env", "--default-signal=INT",  # a job in the background is started to ignore Ctrl-C
+        sys.executable, "-m", "megatron_dppo.slurm", "submit",
+        write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
         f"run.directory={folder}/run", "--sbatch=--hold",
     )  # fmt: skip
     with subprocess.Popen(
-        [sys.executable, "-m", "megatron_dppo.slurm", *map(str, words)], cwd=ROOT,
+        list(map(str, words)), cwd=ROOT,
         env=environment, stdout=subprocess.DEVNULL, start_new_session=True,
     ) as process:  # fmt: skip
         while not (jobs := waiting(cluster)):
