@@ -1,10 +1,9 @@
-"""Collectives of this process that have not ended, as torch's flight recorder keeps them: every group's,
-Megatron-Core's too, of gloo and of NCCL.
+"""Collectives of this process that have not ended, as torch's flight recorders keep them: every group's,
+Megatron-Core's too, of gloo and of NCCL, each of which has a recorder of its own.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -14,8 +13,8 @@ from typing import Any, Self
 from torch._C import _distributed_c10d
 from torch.distributed import ProcessGroup, distributed_c10d
 
-BUFFER_VARIABLE = "TORCH_FR_BUFFER_SIZE"
-_ENTRIES = "256"
+DUMPS = ("_dump_fr_trace", "_dump_nccl_trace")
+"""torch's functions for gloo's recorder and for NCCL's; a build without NCCL lacks the second."""
 _LIBRARIES = ("torch", "megatron")
 
 
@@ -57,37 +56,53 @@ class Pending:
         return f"{self.name}, number {self.number} of group {self.group} (ranks {ranks})"
 
 
-def switch_on() -> None:
-    """Have torch record collectives; before the first process group. A size that is set stays."""
-    os.environ.setdefault(BUFFER_VARIABLE, _ENTRIES)
-
-
 def pending(*, callers: bool) -> list[Pending]:
     """Collectives of this process that have not ended, the oldest first.
 
     ``callers``: name the lines that asked for them. For that torch imports its compiler in the calling
     thread: only where the main thread, which imports it too, waits in one of these collectives.
     """
-    dump: Any = vars(_distributed_c10d)["_dump_fr_trace"]
-    trace = pickle.loads(dump(True, callers, True))
     groups = list(distributed_c10d._world.pg_group_ranks.items())
-    return read_trace(
-        trace,
-        {
-            group.group_name: tuple(ranks)
-            for group, ranks in groups
-            if isinstance(group, ProcessGroup)  # torch keeps a number for groups without this rank
-        },
-    )
+    ranks = {
+        group.group_name: tuple(members)
+        for group, members in groups
+        if isinstance(group, ProcessGroup)  # torch keeps a number for groups without this rank
+    }
+    dumps: list[Any] = [getattr(_distributed_c10d, name, None) for name in DUMPS]
+    # All entries, the ended ones too: a batch of NCCL is known by the one that closes it.
+    traces = [pickle.loads(dump(True, callers, False)) for dump in dumps if dump is not None]
+    found = [each for trace in traces for each in read_trace(trace, ranks)]
+    return sorted(found, key=lambda each: each.since_ns)
 
 
 def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> list[Pending]:
-    """Those of a dump of the recorder (version 2) that are not retired.
+    """Those of a dump of a recorder (version 2) that have not ended.
+
+    The operations of a batch of NCCL (``batch_isend_irecv``) have no state of their own and stay as they
+    were recorded for ever (ProcessGroupNCCL::pointToPoint): the entry that closes the batch, of the same
+    number, has it.
 
     ``ranks``: global ranks by group; the recorder knows NCCL's only.
     """
-    found = [_pending(entry, ranks) for entry in trace.get("entries", ()) if not entry["retired"]]
+    entries = trace.get("entries", ())
+    closed = {_batch(e) for e in entries if e["profiling_name"].endswith("coalesced")}
+    found = [
+        _pending(entry, ranks)
+        for entry in entries
+        if not entry["retired"]
+        and entry["state"] != "completed"  # seen by the device, not yet by torch's watchdog
+        and (entry["profiling_name"].endswith("coalesced") or _batch(entry) not in closed)
+    ]
     return sorted(found, key=lambda each: each.since_ns)
+
+
+def _batch(entry: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Equal for the operations of one batch."""
+    return (entry["process_group"], entry["is_p2p"], _number(entry))
+
+
+def _number(entry: Mapping[str, Any]) -> int:
+    return int(entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"])
 
 
 def _pending(entry: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> Pending:
@@ -96,7 +111,7 @@ def _pending(entry: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> 
         group=f"{name} ({use})" if use and use != "undefined" else name,
         ranks=tuple(ranks.get(name, ())),
         name=entry["profiling_name"],
-        number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+        number=_number(entry),
         caller=next(_callers(entry.get("frames", ())), "unknown"),
         since_ns=entry["time_created_ns"],
     )

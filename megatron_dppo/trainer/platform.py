@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from megatron_dppo.system import gpu_peaks
-from megatron_dppo.trainer import flight_recorder, gpu_environment
+from megatron_dppo.trainer import gpu_environment
 
 log = logging.getLogger(__name__)
 _environment: list[str] = []
@@ -55,7 +55,6 @@ def has_cuda() -> bool:
 
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
-    flight_recorder.switch_on()
     if any(Path("/dev").glob("nvidia[0-9]*")):  # before CUDA is asked, which reads some of it once
         _environment.extend(gpu_environment.complete(os.environ))
     if not has_cuda():

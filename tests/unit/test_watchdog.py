@@ -1,10 +1,12 @@
 """What the watchdog says of a hanging collective, from a recorded dump and from made-up ranks."""
 
+import pickle
 import time
 from dataclasses import replace
 
 import torch.distributed as dist
 
+from megatron_dppo.trainer import flight_recorder
 from megatron_dppo.trainer.flight_recorder import Pending, read_trace
 from megatron_dppo.trainer.watchdog import BACKGROUND, LONGEST_WAIT_S, Watchdog, describe, patience
 
@@ -31,6 +33,7 @@ def entry(**changes):
         "is_p2p": False,
         "time_created_ns": 5 * SECOND,
         "retired": False,
+        "state": "scheduled",
         **changes,
     }
 
@@ -65,6 +68,35 @@ def test_libraries_alone_are_named_by_their_outermost_line():
     assert found.caller == "/v/site-packages/megatron/core/x.py:2"
     (bare,) = read_trace({"entries": [entry(frames=[])]}, {})
     assert bare.caller == "unknown"
+
+
+def batch(number, **closing):
+    """A batch of two sends as NCCL's recorder has it: only the entry that closes it ever changes."""
+    values = {"is_p2p": True, "p2p_seq_id": number, "process_group": ("2", "PIPELINE")}
+    sends = [entry(**values, profiling_name=f"nccl:send 0->{rank}") for rank in (1, 2)]
+    return [*sends, entry(**values, profiling_name="nccl:coalesced", **closing)]
+
+
+def test_a_batch_is_as_its_last_entry():
+    ended = batch(1, retired=True) + batch(2, state="completed")
+    assert read_trace({"entries": ended}, {}) == []
+    (found,) = read_trace({"entries": ended + batch(3, state="started")}, {"2": (0, 1, 2)})
+    assert (found.name, found.number, found.ranks) == ("nccl:coalesced", 3, (0, 1, 2))
+    open_batch = batch(4)[:2]  # the process waits for a connection within the batch
+    names = [found.name for found in read_trace({"entries": ended + open_batch}, {})]
+    assert names == ["nccl:send 0->1", "nccl:send 0->2"]
+
+
+def test_the_recorders_of_gloo_and_of_nccl_are_both_read(monkeypatch):
+    hung = entry(profiling_name="nccl:_all_gather_base", state="started")
+    older = entry(time_created_ns=4 * SECOND)
+    traces = {"_dump_nccl_trace": [entry(retired=True), hung], "_dump_fr_trace": [older]}
+    for name, entries in traces.items():
+        dump = pickle.dumps({"version": "2.10", "entries": entries})
+        module = flight_recorder._distributed_c10d
+        monkeypatch.setattr(module, name, lambda *asked, dump=dump: dump, raising=False)
+    found = flight_recorder.pending(callers=False)
+    assert [each.name for each in found] == ["gloo:all_reduce", "nccl:_all_gather_base"]
 
 
 def test_where_another_rank_is():
