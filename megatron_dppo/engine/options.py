@@ -24,6 +24,7 @@ from megatron_dppo.config.schema import (
 )
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES
+from megatron_dppo.system.cuda import has_visible_gpu
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Budget of the key-value cache on a CPU; SGLang's own takes most of the machine's memory."""
@@ -100,9 +101,7 @@ def engine_device(engine: EngineConfig) -> Literal["cpu", "cuda"]:
     """``engine.device``, or else cuda where the NVIDIA driver shows a device to this process."""
     if engine.device is not None:
         return engine.device
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) and not hidden
-    return "cuda" if has_gpu else "cpu"
+    return "cuda" if has_visible_gpu() else "cpu"
 
 
 def server_options(

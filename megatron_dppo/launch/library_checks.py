@@ -28,6 +28,7 @@ from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.system.cuda import has_visible_gpu
 
 CHECK = "--check"
 """The word that has an entry point check everything, describe what it found, and exit."""
@@ -91,10 +92,27 @@ def _with_libraries(
             continue  # a checkpoint that ``check`` has told of
         except ValueError as error:
             problems.append(f"{key}: {error}")
-    problems += library_problems(config)
+    problems += [*gpu_problems(config), *library_problems(config)]
     if problems:
         raise ConfigError(problems, source)
     return results[0]
+
+
+def gpu_problems(config: PolicyConfig) -> Iterator[str]:
+    """Why training would leave this machine's GPUs alone.
+
+    A torch for CPUs and servers on CPUs (``engine.device=cpu``) are a run that was meant so.
+    """
+    if not has_visible_gpu():
+        return
+    import torch
+
+    from megatron_dppo.trainer import platform
+
+    meant = isinstance(config, TrainConfig) and config.engine.device == "cpu"
+    problem = platform.gpu_problem()
+    if problem is not None and not (meant and torch.version.cuda is None):
+        yield problem
 
 
 def library_problems(config: PolicyConfig) -> Iterator[str]:

@@ -59,7 +59,11 @@ from megatron_dppo.system.tcp_store import ListenError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.collective_actions import on_rank_0
 from megatron_dppo.trainer.collectives import any_rank
-from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
+from megatron_dppo.trainer.errors import (
+    NonFiniteLogProbsError,
+    NonFiniteLossError,
+    UnusableGpuError,
+)
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
@@ -83,6 +87,7 @@ EXPECTED_ERRORS = (
     BatchFormatError,
     ExchangeError,
     StalenessError,
+    UnusableGpuError,
     VerifierError,
 )
 """What can end a run without a fault in the code: the message says all, a traceback would bury it."""

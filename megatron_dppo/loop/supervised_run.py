@@ -29,7 +29,7 @@ from megatron_dppo.system.fence import FencedError
 from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.lease_files import LeaseError
 from megatron_dppo.system.tcp_store import ListenError
-from megatron_dppo.trainer.errors import NonFiniteLossError
+from megatron_dppo.trainer.errors import NonFiniteLossError, UnusableGpuError
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
@@ -42,6 +42,7 @@ _EXPECTED_ERRORS = (
     ListenError,
     ModelError,
     NonFiniteLossError,
+    UnusableGpuError,
 )
 
 log = logging.getLogger(__name__)

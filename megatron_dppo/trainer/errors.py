@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 
+class UnusableGpuError(RuntimeError):
+    """There is a GPU that torch can't use, so that training would go on on CPUs unasked."""
+
+
 class NonFiniteLossError(ValueError):
     """A loss or the gradient norm is not finite; raised on every rank before the optimiser step.
 

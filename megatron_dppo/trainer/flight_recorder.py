@@ -64,7 +64,7 @@ def pending(*, callers: bool) -> list[Pending]:
     """
     groups = list(distributed_c10d._world.pg_group_ranks.items())
     ranks = {
-        group.group_name: tuple(members)
+        str(group.group_name): tuple(members)
         for group, members in groups
         if isinstance(group, ProcessGroup)  # torch keeps a number for groups without this rank
     }

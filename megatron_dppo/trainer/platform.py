@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.system import gpu_peaks
+from megatron_dppo.system import cuda, gpu_peaks
 from megatron_dppo.trainer import gpu_environment
+from megatron_dppo.trainer.errors import UnusableGpuError
 
 log = logging.getLogger(__name__)
 _environment: list[str] = []
@@ -53,9 +54,16 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def gpu_problem() -> str | None:
+    """Why torch can't use the GPU that this process may see; None where it can, or there is none."""
+    if has_cuda() or not cuda.has_visible_gpu():
+        return None
+    return cuda.unusable_gpu(torch.__version__, torch.version.cuda)
+
+
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
-    if any(Path("/dev").glob("nvidia[0-9]*")):  # before CUDA is asked, which reads some of it once
+    if any(cuda.DEVICES.glob("nvidia[0-9]*")):  # before CUDA is asked, which reads some of it once
         _environment.extend(gpu_environment.complete(os.environ))
     if not has_cuda():
         from megatron_dppo.trainer.cpu import megatron_shim
@@ -70,7 +78,17 @@ def environment_lines() -> list[str]:
 
 @cache
 def current() -> Platform:
-    """The Platform of this machine; on GPUs selects the device of LOCAL_RANK."""
+    """The Platform of this machine; on GPUs selects the device of LOCAL_RANK.
+
+    Raises UnusableGpuError where a torch for GPUs can't use the one it may see.
+    """
+    problem = gpu_problem()
+    if problem is not None and torch.version.cuda is not None:
+        raise UnusableGpuError(problem)
+    if (
+        problem is not None
+    ):  # a torch for CPUs was installed on purpose, and a start was not refused
+        log.warning("training on CPUs: %s", problem)
     return _cuda() if has_cuda() else _cpu()
 
 

@@ -13,6 +13,7 @@ from megatron_dppo.preflight.checks.base import CheckError, Site
 from megatron_dppo.preflight.evidence import Evidence
 from megatron_dppo.preflight.findings import Finding, odd_ones
 from megatron_dppo.preflight.needs import Needs
+from megatron_dppo.system.cuda import DRIVER, driver_version
 
 _FIELDS = {
     "name": "name",
@@ -39,8 +40,8 @@ def gpus_here() -> dict[str, Any]:
     Raises CheckError where ``nvidia-smi`` fails.
     """
     program = shutil.which("nvidia-smi")
-    found = _from_proc(Path("/proc/driver/nvidia")) if program is None else parse(_ask(program))
-    return {"gpus": found, "source": program or "/proc/driver/nvidia"}
+    found = _from_proc(DRIVER) if program is None else parse(_ask(program))
+    return {"gpus": found, "source": program or str(DRIVER)}
 
 
 def _ask(program: str) -> str:
@@ -74,17 +75,14 @@ def _value(word: str) -> str | int | None:
 
 
 def _from_proc(folder: Path) -> list[dict[str, Any]]:
-    version = folder / "version"
-    if not version.exists():
+    if not (folder / "version").exists():
         return []
-    driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", version.read_text())
     models = [
         re.search(r"^Model:\s*(.+)$", (gpu / "information").read_text(), re.MULTILINE)
         for gpu in sorted((folder / "gpus").iterdir())
     ]
     return [
-        {"name": model and model.group(1).strip(), "driver": driver and driver.group()}
-        for model in models
+        {"name": model and model.group(1).strip(), "driver": driver_version()} for model in models
     ]
 
 

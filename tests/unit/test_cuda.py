@@ -1,0 +1,77 @@
+"""What the machine has of CUDA, by made-up files; a GPU that torch can't use is refused."""
+
+import logging
+
+import pytest
+import torch
+
+from megatron_dppo.launch.library_checks import gpu_problems
+from megatron_dppo.system import cuda
+from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.errors import UnusableGpuError
+from tests.unit.test_gpu_environment import config
+
+VERSION = (
+    "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\nGCC version: 12\n"
+)
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Gives the machine a GPU under ``driver`` (None: none is loaded), and torch a CUDA version."""
+
+    def make(driver, built_for):
+        (tmp_path / "nvidia0").touch()
+        if driver is not None:
+            (tmp_path / "version").write_text(VERSION.format(driver))
+        monkeypatch.setattr(torch.version, "cuda", built_for)
+
+    monkeypatch.setattr(cuda, "DEVICES", tmp_path)
+    monkeypatch.setattr(cuda, "DRIVER", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    platform.current.cache_clear()
+    yield make
+    platform.current.cache_clear()
+
+
+def test_a_machine_without_a_gpu_trains_on_cpus(machine):
+    assert not cuda.has_visible_gpu()
+    assert platform.gpu_problem() is None
+    assert platform.current().distributed_backend == "gloo"
+
+
+@pytest.mark.parametrize(
+    ("driver", "built_for", "reason"),
+    [
+        ("570.86.15", "13.0", "(CUDA 13.0) can't use it: got driver 570.86.15, expected 580 or newer"),
+        ("520.61", "12.8", "(CUDA 12.8) can't use it: got driver 520.61, expected 525 or newer"),
+        ("580.65.06", "13.0", "got driver 580.65.06, expected one that answers: nvidia-smi says why"),
+        ("900.1", "15.0", "got driver 900.1, expected one for CUDA 15.0"),
+        (None, "13.0", "got driver of unknown version, expected 580 or newer"),
+    ],
+)  # fmt: skip
+def test_a_gpu_that_torch_cant_use_is_refused(machine, monkeypatch, driver, built_for, reason):
+    machine(driver, built_for)
+    with pytest.raises(UnusableGpuError) as refusal:
+        platform.current()
+    assert reason in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert list(gpu_problems(config("distributed"))) == [str(refusal.value)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert platform.current().distributed_backend == "gloo"
+    assert list(gpu_problems(config("distributed"))) == []
+
+
+def test_a_torch_for_cpus_beside_a_gpu_is_refused_unless_the_servers_are_meant_to_be_on_cpus(
+    machine, caplog
+):
+    machine("580.65.06", None)
+    run = config("distributed")
+    (problem,) = gpu_problems(run)
+    assert "is built for CPUs alone, expected the packages of tools/environment/gpu.txt" in problem
+    engine = run.engine.model_copy(update={"device": "cpu"})
+    assert list(gpu_problems(run.model_copy(update={"engine": engine}))) == []
+    with caplog.at_level(logging.WARNING):
+        assert platform.current().distributed_backend == "gloo"
+    assert f"training on CPUs: {problem}" in caplog.text
