@@ -25,7 +25,7 @@ from examples.tiny_moe.prepare import prepare
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook
-from tools.slurm_cluster import INSTALL, Cluster, missing_programs
+from tools.slurm_cluster import Cluster, what_is_missing
 from tools.slurm_cluster.signals import Interrupted, raise_interrupted
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,8 +39,8 @@ CANCEL_S = 10.0
 def main() -> int:
     """The exit code: 0 where the job was started again by its limit, resumed and finished."""
     words = _parser().parse_intermixed_args()
-    if missing := missing_programs():
-        print(f"not found: {', '.join(missing)}; on Debian and Ubuntu: {INSTALL}", file=sys.stderr)
+    if missing := what_is_missing():
+        print(missing, file=sys.stderr)
         return 1
     directory = Path(words.directory).absolute()
     raise_interrupted()

@@ -9,19 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from tools.slurm_cluster import INSTALL, Cluster, missing_programs
+from tools.slurm_cluster import Cluster, what_is_missing
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def slurm_programs() -> None:
-    """Slurm's programs are here; else the test is skipped, or fails where ``CI`` is set."""
-    if missing := missing_programs():
-        text = f"Slurm is not installed (no {', '.join(missing)}): {INSTALL}"
+    """Every test of this folder needs Slurm's programs: else it is skipped, or fails where ``CI`` is set."""
+    if missing := what_is_missing():
         if os.environ.get("CI"):
-            pytest.fail(text)
-        pytest.skip(text)
+            pytest.fail(missing)
+        pytest.skip(missing)
 
 
 @pytest.fixture(scope="session")

@@ -118,6 +118,7 @@ def test_a_killed_owner_leaves_nothing():
     said = ""
     while "SLURM_CONF=" not in said:
         said = owner.stdout.readline()
+        assert said, f"it ended with {owner.wait()} before its cluster was there"
     configuration = Path(said.split("SLURM_CONF=")[1].strip())
     assert len(processes_of(configuration)) >= 4
     os.kill(owner.pid, signal.SIGKILL)

@@ -19,7 +19,7 @@ from tests.unit.config_files import write_checkpoint
 from tools.slurm_cluster.leftovers import processes_of
 from tools.slurm_cluster.shell import run
 
-pytestmark = [pytest.mark.slurm, pytest.mark.usefixtures("slurm_programs")]
+pytestmark = pytest.mark.slurm
 CTRL_C = b"\x03"
 FOLLOWED = "is followed"
 

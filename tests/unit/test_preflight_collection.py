@@ -15,6 +15,7 @@ from megatron_dppo.preflight.checks.base import Site
 from megatron_dppo.preflight.meeting import Meeting
 from megatron_dppo.preflight.needs import needs_of
 from megatron_dppo.preflight.table import table
+from tests.slurm.recipes import write_config
 
 GIB = 2**30
 
@@ -146,3 +147,16 @@ def test_the_table_has_a_dash_for_what_was_not_collected():
     told = {"host": {"name": "a"}, "memory": {"available": 3 * GIB, "shm_free": GIB // 2}}
     lines = table({"a": told}, []).splitlines()
     assert lines[1].split() == ["a", "none", "3.0", "GiB", "0.5", "GiB", "-", "-", "-", "ok"]
+
+
+def test_this_machine_alone_gets_a_table(tmp_path):
+    config = write_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-m", "megatron_dppo.preflight", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    header, line = done.stdout.splitlines()
+    assert header.split()[0] == "node"
+    assert line.split()[-1] == "ok"
+    [verdict] = (tmp_path / "run" / "preflight").glob("local-*/verdict.json")
+    assert '"bad_hosts": []' in verdict.read_text()

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from tools.slurm_cluster import INSTALL, Cluster, missing_programs
+from tools.slurm_cluster import Cluster, what_is_missing
 from tools.slurm_cluster.shell import CommandError
 from tools.slurm_cluster.signals import Interrupted, raise_interrupted
 
@@ -21,8 +21,8 @@ _VERBS = {
 def main() -> int:
     """Start it, say how to use it, obey lines such as ``crash n1``."""
     words = _parser().parse_args()
-    if missing := missing_programs():
-        print(f"not found: {', '.join(missing)}; on Debian and Ubuntu: {INSTALL}", file=sys.stderr)
+    if missing := what_is_missing():
+        print(missing, file=sys.stderr)
         return 1
     raise_interrupted()
     try:

@@ -18,9 +18,9 @@ from tools.slurm_cluster.client import Client
 from tools.slurm_cluster.leftovers import cgroups_of, processes_of
 from tools.slurm_cluster.network import Network, make_network
 from tools.slurm_cluster.nodes import IsolatedNode, Node, PlainNode, can_isolate
-from tools.slurm_cluster.packages import clean_environment
+from tools.slurm_cluster.packages import clean_environment, what_is_missing
 from tools.slurm_cluster.settings import Controller, NodeAddress, NodeSize, Settings
-from tools.slurm_cluster.shell import run, start_daemon
+from tools.slurm_cluster.shell import CommandError, run, start_daemon
 from tools.slurm_cluster.watchdog import Watchdog
 
 _FOLDERS = ("etc", "log", "state", "spool", "munge", "dev", "node", "shared")
@@ -40,6 +40,9 @@ class Cluster:
         size: what each claims to have.
         isolated: True or False instead of what this process may.
         shared: folders below ``/tmp`` that all nodes see, beside ``cluster.shared``.
+
+    Raises:
+        CommandError: Slurm is not installed.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Cluster:
         isolated: bool | None = None,
         shared: Sequence[Path] = (),
     ) -> None:
+        if missing := what_is_missing():
+            raise CommandError(missing)
         # A short path: a socket's is limited to 107 characters. Nodes share it, not the rest of /tmp.
         self.root = Path(f"/tmp/slurm-{os.getpid()}-{secrets.token_hex(4)}")
         self._count = count
@@ -184,7 +189,8 @@ class Cluster:
 
     def _make_nodes(self) -> None:
         host = socket.gethostname().split(".")[0]
-        prefix = f"n{os.getpid()}x"  # a control group of the machine bears a node's name
+        # A control group of the machine bears a node's name; a process id may be another container's too.
+        prefix = f"n{secrets.token_hex(3)}x"
         addresses = []
         for number in range(1, self._count + 1):
             name = f"{prefix}{number}"

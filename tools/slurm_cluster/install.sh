@@ -1,11 +1,26 @@
 #!/usr/bin/env bash
-# Installs Slurm's programs on Debian and Ubuntu, where they are missing.
+# Installs the programs that a Slurm cluster needs, on Debian and Ubuntu, where one of them is missing.
+# `install.sh --missing` installs nothing and prints those that are missing, one a line.
 set -euo pipefail
-PATH=$PATH:/usr/sbin:/sbin
-command -v slurmctld slurmd munged sbatch srun ip >/dev/null && exit 0
+programs=(slurmctld slurmd munged sbatch srun scontrol scancel squeue sinfo ip unshare nsenter)
+packages=(slurm-wlm munge iproute2 util-linux)
+export PATH=$PATH:${DAEMON_FOLDERS=/usr/sbin:/sbin} # which an ordinary user's PATH may lack
+say() { printf '[slurm] %s\n' "$*" >&2; }
+stop() { say "$*"; exit 1; }
+
+# One by one: `command -v a b` is content with either.
+missing() { for name in "${programs[@]}"; do command -v "$name" >/dev/null || echo "$name"; done; }
+
+[ "${1:-}" != --missing ] || { missing; exit 0; }
+names=$(missing | paste -sd ' ')
+[ -n "$names" ] || exit 0
+command -v apt-get >/dev/null || stop "not found: $names; there is no apt-get here: install Slurm, munge and iproute2 with this system's packages"
 as_root=()
 [ "$(id -u)" = 0 ] || as_root=(sudo)
+say "not found: $names; installing ${packages[*]}"
 # The packages would start daemons of their own; the cluster needs the programs alone.
 export DEBIAN_FRONTEND=noninteractive RUNLEVEL=1
 "${as_root[@]}" apt-get -o Acquire::Retries=5 update -q
-"${as_root[@]}" apt-get -o Acquire::Retries=5 install -y --no-install-recommends slurm-wlm munge iproute2
+"${as_root[@]}" apt-get -o Acquire::Retries=5 install -y --no-install-recommends "${packages[@]}"
+names=$(missing | paste -sd ' ')
+[ -z "$names" ] || stop "still not found after ${packages[*]} were installed: $names"

@@ -68,5 +68,6 @@ def _remove_tree(group: Path) -> None:
     for folder in reversed(sorted(folders)):
         with contextlib.suppress(OSError):  # a process is still ending, or the kernel removed it
             for pid in (folder / "cgroup.procs").read_text().split():
-                os.kill(int(pid), signal.SIGKILL)
+                if int(pid):  # 0: of another pid namespace, and to kill() this process's own group
+                    os.kill(int(pid), signal.SIGKILL)
             folder.rmdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import time
@@ -186,7 +187,7 @@ def can_isolate() -> bool:
     """Whether this process may make namespaces and network interfaces: usually root alone."""
     if os.geteuid() != 0:
         return False
-    probe = f"slurmp{os.getpid()}"
+    probe = f"slurmp{secrets.token_hex(3)}"  # process ids are not one container's alone
     try:
         run("unshare", *_NAMESPACES, "--fork", "--kill-child", "mount", "--make-rprivate", "/")
         run("ip", "link", "add", probe, "type", "bridge")

@@ -1,18 +1,12 @@
-"""Which of Slurm's programs this machine has, and the command that installs them."""
+"""Whether this machine has Slurm's programs; ``install.sh`` knows which they are."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import subprocess
+from pathlib import Path
 
-INSTALL = "apt-get install -y --no-install-recommends slurm-wlm munge iproute2"
-"""Debian's and Ubuntu's command for everything that a cluster needs."""
-
-_PROGRAMS = (
-    *("slurmctld", "slurmd", "munged"),
-    *("sbatch", "srun", "scontrol", "scancel", "squeue", "sinfo"),
-    *("ip", "unshare", "nsenter"),
-)
+_INSTALL = Path(__file__).with_name("install.sh")
 _JOB_VARIABLES = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SCANCEL_", "SQUEUE_", "SINFO_")
 
 
@@ -21,9 +15,13 @@ def search_path() -> str:
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 
 
-def missing_programs() -> list[str]:
-    """The programs that a cluster needs and this machine lacks."""
-    return [name for name in _PROGRAMS if shutil.which(name, path=search_path()) is None]
+def what_is_missing() -> str | None:
+    """A line that names the programs that this machine lacks, and what installs them; None where it has all."""
+    command = ("/bin/bash", str(_INSTALL), "--missing")
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    if not names:
+        return None
+    return f"Slurm is not installed (no {', '.join(names)}); on Debian and Ubuntu: {_INSTALL}"
 
 
 def clean_environment() -> dict[str, str]:
