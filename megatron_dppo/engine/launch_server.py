@@ -34,9 +34,11 @@ from megatron_dppo.engine.private_server import (
 )
 from megatron_dppo.engine.recordings.sglang_plugin import offer
 from megatron_dppo.engine.recordings.store import recordings_folder
+from megatron_dppo.system.cuda import has_visible_gpu
 from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE, PATIENCE_VARIABLE, when_it_stops
 from megatron_dppo.system.ports import PortTakenError, hold_port
 from megatron_dppo.system.processes import die_with_parent
+from megatron_dppo.system.toolchain import offer_tools
 
 KEY_FIELDS = ("api_key", "admin_api_key")
 _REQUEUE_S = 60
@@ -126,6 +128,8 @@ def host_flags(environment: Mapping[str, str]) -> list[str]:
 def main() -> None:
     """Read the keys, parse SGLang's flags, run its server until it is told to stop."""
     start = json.load(sys.stdin)
+    if has_visible_gpu():  # here, on the server's own machine, before SGLang looks for its compiler
+        print(*offer_tools(os.environ), sep="\n", flush=True)
     os.environ[_PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
     with private_place(), recordings_folder() as recordings:
         _run(start, recordings)

@@ -25,9 +25,14 @@ from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
 from megatron_dppo.config.library_fields import LibraryMissingError
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.engine.options import engine_device
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.preflight.checks.base import CheckError
+from megatron_dppo.preflight.checks.pythons import inspect_python
+from megatron_dppo.preflight.checks.toolkit import toolkit_findings, toolkit_here
+from megatron_dppo.preflight.needs import pythons_of
 from megatron_dppo.system.cuda import has_visible_gpu
 
 CHECK = "--check"
@@ -92,7 +97,11 @@ def _with_libraries(
             continue  # a checkpoint that ``check`` has told of
         except ValueError as error:
             problems.append(f"{key}: {error}")
-    problems += [*gpu_problems(config), *library_problems(config)]
+    problems += [
+        *gpu_problems(config),
+        *compiler_problems(config),
+        *library_problems(config),
+    ]
     if problems:
         raise ConfigError(problems, source)
     return results[0]
@@ -113,6 +122,21 @@ def gpu_problems(config: PolicyConfig) -> Iterator[str]:
     problem = platform.gpu_problem()
     if problem is not None and not (meant and torch.version.cuda is None):
         yield problem
+
+
+def compiler_problems(config: PolicyConfig) -> Iterator[str]:
+    """Why a server that is started on this machine's GPUs could not compile its kernels."""
+    if not isinstance(config, TrainConfig) or engine_device(config.engine) == "cpu":
+        return
+    python = pythons_of(config).get("engine")
+    if python is None or not has_visible_gpu():  # it is checked on the nodes
+        return
+    try:
+        here = toolkit_here(python, inspect_python(python)["cuda"])
+    except CheckError as error:
+        yield f"engine.python: {error}"
+        return
+    yield from map(str, toolkit_findings("this machine", here))
 
 
 def library_problems(config: PolicyConfig) -> Iterator[str]:

@@ -10,6 +10,7 @@ import ctypes
 import ctypes.util
 import json
 import platform
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,10 +48,21 @@ def nccl_version() -> str | None:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
+def torch_cuda() -> str | None:
+    """The CUDA that torch was built for, e.g. ``13.0``, as it is written down; None: for CPUs, or no torch."""
+    for folder in map(Path, sys.path):
+        path = folder / "torch" / "version.py"
+        if path.is_file():
+            found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", path.read_text(), re.MULTILINE)
+            return found and found.group(1)
+    return None
+
+
 if __name__ == "__main__":
     told = {
         "version": platform.python_version(),
         "packages": {name: package_version(name) for name in sys.argv[1:]},
         "nccl": nccl_version(),
+        "cuda": torch_cuda(),
     }
     print(json.dumps(told))

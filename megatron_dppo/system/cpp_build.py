@@ -11,10 +11,11 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
+
+from megatron_dppo.system.toolchain import tool_path
 
 FLAGS = ["-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math"]
 X86_FLAGS = ["-mprefer-vector-width=512"]
@@ -38,7 +39,8 @@ def build_library(source: Path) -> ctypes.CDLL:
     Raises KernelBuildError where there is no compiler or it fails.
     """
     tools = (os.environ.get("CXX", "g++").split()[0], "ninja")
-    missing = [tool for tool in tools if shutil.which(tool, path=_tool_path()) is None]
+    path = tool_path(os.environ)
+    missing = [tool for tool in tools if shutil.which(tool, path=path) is None]
     if missing:
         raise KernelBuildError(f"not found on PATH: {', '.join(missing)}")
     folder = cache_directory(source)
@@ -62,7 +64,7 @@ def _compile(source: Path, folder: Path) -> Path:
     from torch.utils import cpp_extension
 
     path = os.environ.get("PATH")
-    os.environ["PATH"] = _tool_path()
+    os.environ["PATH"] = tool_path(os.environ)
     try:
         cpp_extension.load(
             f"{source.stem}_build",
@@ -80,13 +82,6 @@ def _compile(source: Path, folder: Path) -> Path:
 
 def _flags() -> list[str]:
     return FLAGS + (X86_FLAGS if platform.machine() == "x86_64" else [])
-
-
-def _tool_path() -> str:
-    """PATH with this interpreter's own folder in front, where ``ninja`` of a virtual environment
-    lies.
-    """
-    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
 def _key(source: Path) -> str:

@@ -19,9 +19,9 @@ def has_visible_gpu() -> bool:
     return not hidden and any(DEVICES.glob("nvidia[0-9]*"))
 
 
-def driver_version() -> str | None:
-    """Of the loaded kernel module, such as ``580.65.06``; None without one."""
-    path = DRIVER / "version"
+def driver_version(folder: Path | None = None) -> str | None:
+    """Of the loaded kernel module, such as ``580.65.06``; None without one. ``folder``: in place of DRIVER."""
+    path = (folder or DRIVER) / "version"
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", path.read_text()) if path.exists() else None
     return found and found.group()
 

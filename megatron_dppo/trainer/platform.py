@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.system import cuda, gpu_peaks
+from megatron_dppo.system import cuda, gpu_peaks, toolchain
 from megatron_dppo.trainer import gpu_environment
 from megatron_dppo.trainer.errors import UnusableGpuError
 
@@ -65,6 +65,7 @@ def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
     if any(cuda.DEVICES.glob("nvidia[0-9]*")):  # before CUDA is asked, which reads some of it once
         _environment.extend(gpu_environment.complete(os.environ))
+        _environment.extend(toolchain.offer_tools(os.environ))
     if not has_cuda():
         from megatron_dppo.trainer.cpu import megatron_shim
 

@@ -15,6 +15,7 @@ from megatron_dppo.preflight.checks import (
     ports,
     pythons,
     shared_folder,
+    toolkit,
 )
 from megatron_dppo.preflight.checks.base import Check
 
@@ -26,6 +27,7 @@ CHECKS: Mapping[str, Check] = {
     "open_files": Check(open_files.collect, open_files.judge),
     "ports": Check(ports.collect, ports.judge),
     "pythons": Check(pythons.collect, pythons.judge),
+    "toolkit": Check(toolkit.collect, toolkit.judge),
     "shared_folder": Check(shared_folder.collect, shared_folder.judge),
     "network": Check(network.collect, network.judge),
     "all_reduce": Check(all_reduce.collect, all_reduce.judge),

@@ -82,7 +82,8 @@ def _from_proc(folder: Path) -> list[dict[str, Any]]:
         for gpu in sorted((folder / "gpus").iterdir())
     ]
     return [
-        {"name": model and model.group(1).strip(), "driver": driver_version()} for model in models
+        {"name": model and model.group(1).strip(), "driver": driver_version(folder)}
+        for model in models
     ]
 
 

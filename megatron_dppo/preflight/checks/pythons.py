@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,14 @@ def collect(site: Site) -> dict[str, Any]:
         Requirement(line).name for lines in site.needs.requirements.values() for line in lines
     }
     told = {
-        python: _inspect(python, sorted(packages)) for python in set(site.needs.pythons.values())
+        python: inspect_python(python, sorted(packages))
+        for python in set(site.needs.pythons.values())
     }
     return {role: told[python] for role, python in site.needs.pythons.items()}
 
 
-def _inspect(python: str, packages: list[str]) -> dict[str, Any]:
+def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """What an interpreter tells of itself. Raises CheckError where it can't."""
     command = [python, str(_INSPECTION), *packages]
     try:
         done = subprocess.run(
