@@ -34,6 +34,9 @@ class RunConfig(Section):
     sha256_list: str | None = None
     """File as sha256sum writes it: inputs (checkpoint, tokenizer, data) that must have these bytes, named
     relative to its folder. Compared before every start, and by ``--check``."""
+    show_sample_every: int = Field(default=5, ge=0)
+    """Steps from one response on the console to the next, with its reward and the reason; 0: none. The file
+    ``samples.jsonl`` has a few of every step."""
 
 
 class ModelConfig(Section):

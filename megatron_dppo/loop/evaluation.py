@@ -10,7 +10,9 @@ from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.rollouts.scored_generation import ScoredGeneration
 from megatron_dppo.loop.rollouts.sources import own_positions, seeds_of
+from megatron_dppo.loop.samples import SampleMaker, chosen
 from megatron_dppo.metrics import names
+from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.rewards.arrivals import ArrivalScorer
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
@@ -24,7 +26,8 @@ def evaluate(
     topology: Topology,
     engine: EngineSession,
     scorer: ArrivalScorer,
-) -> dict[str, float]:
+    samples: SampleMaker,
+) -> tuple[dict[str, float], list[Sample]]:
     """Generate and score responses to every held-out problem. Collective.
 
     Args:
@@ -35,9 +38,10 @@ def evaluate(
         topology: position of this rank; each leader takes its share of the problems.
         engine: servers that generate.
         scorer: checks each response as soon as it is there.
+        samples: makes texts of a few responses to each set.
 
     Returns:
-        metric name -> avg@k, the same on every rank.
+        metric name -> avg@k, and the samples; the same on every rank.
     """
     settings = config.evaluation
     sampling = SamplingParams(
@@ -47,7 +51,7 @@ def evaluate(
         stop_token_ids=tuple(config.rollout.stop_token_ids),
         stop=tuple(config.rollout.stop),
     )
-    accuracies = {}
+    accuracies, kept = {}, []
     for name, problems in sets.items():
         positions = own_positions(range(len(problems)), topology)
         own = [problems[p] for p in positions]
@@ -56,7 +60,12 @@ def evaluate(
         generation = ScoredGeneration(engine, scorer, job, f"evaluate on {name}")
         generation.wait()
         scored = generation.scored(config.algorithm)
-        parts = all_gather_json([sum(t.reward for t in scored), len(scored)])
-        total, count = (sum(column) for column in zip(*parts, strict=True))
+        size = settings.samples_per_prompt
+        asked = [problem for problem in own for _ in range(size)]
+        lines = [s.to_json() for s in samples.of_evaluation(step, name, asked, scored)]
+        parts = all_gather_json([sum(t.reward for t in scored), len(scored), lines])
+        total, count = (sum(part[i] for part in parts) for i in range(2))
         accuracies[names.accuracy(name)] = total / count
-    return accuracies
+        shown = [Sample.from_json(line) for *_, lines in parts for line in lines]
+        kept += [shown[i] for i in chosen(shown, step)]
+    return accuracies, kept

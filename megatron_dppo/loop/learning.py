@@ -32,7 +32,11 @@ from megatron_dppo.loop.rollouts.parts import Stages
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
-from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts
+from megatron_dppo.metrics.masked_tokens import (
+    MaskedResponses,
+    MaskedToken,
+    MaskedTokenCounts,
+)
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.flops import BACKWARD_FORWARDS, FROZEN_BACKWARD_FORWARDS, forward_flops
 from megatron_dppo.trainer import platform
@@ -67,6 +71,7 @@ class Learner:
     """Turns batches into optimiser steps by ``algorithm``. ``topk``: K of the batches' TopK(mu), 0: none.
 
     Of the last batch: ``most_masked``, the tokens that the mask blocked most often, the same on every rank;
+    ``masked_by_response``, how many of each response it blocked, on the ranks that computed their loss;
     ``loss_columns``, what the loss saw of each token, by position in the batch, on global rank 0 of a run with
     ``rollout.save``.
     """
@@ -86,6 +91,8 @@ class Learner:
             config.algorithm.reference_kl,
         )
         self.most_masked: list[MaskedToken] = []
+        self.masked_by_response: dict[int, int] = {}
+        self._masked_responses = MaskedResponses()
         self.loss_columns: LossColumns = {}
         self.layout = BatchLayout(
             dp_rank=trainer.topology.dp_rank,
@@ -141,6 +148,7 @@ class Learner:
         began = time.perf_counter()
         recomputed = [self._recomputed(batch, plan) for plan in batch.plans]
         self._masked.clear()
+        self._masked_responses = MaskedResponses()
         total, first, grad_norms, lr = MetricSums(), None, [], 0.0
         for plan, further in zip(batch.plans, recomputed, strict=True):
             mini = _with_columns(self._packed(batch, plan), further)
@@ -155,6 +163,7 @@ class Learner:
             grad_norms.append(result.grad_norm)
             lr = result.lr
         self.most_masked = reduce_masked_tokens(self._masked, self._trainer.topology)
+        self.masked_by_response = self._masked_responses.counts()
         if self._seen is not None:
             self.loss_columns = self._seen.collect(self._trainer.topology)
         if first is None:
@@ -184,6 +193,9 @@ class Learner:
     def _count_masked(self, batch: PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
         if sums.blocked is not None:
             self._masked.add(batch.target_ids, batch.advantages, sums.blocked)
+            self._masked_responses.add(
+                batch.sequence_index, batch.cu_seqlens, batch.advantages, sums.blocked
+            )
 
     def _packed(self, batch: PlannedBatch, plan: MiniBatchPlan) -> MiniBatch:
         """This rank's share of one optimiser step. Packs are made anew when they are used: those of a

@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.metrics import names
-from megatron_dppo.metrics.masked_tokens import MaskedToken
-from megatron_dppo.metrics.masked_tokens_file import MaskedTokensFile
+from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE, SAMPLES_FILE
+from megatron_dppo.metrics.masked_tokens import MaskedToken, with_text
 from megatron_dppo.metrics.records import (
     RECORDS_FILE,
     Record,
@@ -22,6 +23,8 @@ from megatron_dppo.metrics.records import (
 )
 from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.run_info import RunInfo
+from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines
+from megatron_dppo.metrics.step_lines import StepLines
 from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import write_summary
 from megatron_dppo.metrics.writer import MetricsWriter
@@ -44,7 +47,7 @@ class Recorder(Closing):
         config: of the run.
         rank: global rank.
         first_step: the last step that is recorded already; 0 for a fresh run.
-        text_of: token id -> text, for ``masked_tokens.jsonl``.
+        text_of: token ids -> text, for ``masked_tokens.jsonl``.
         fence: called before each change of a file; raises once another start of the run has taken over.
     """
 
@@ -54,7 +57,7 @@ class Recorder(Closing):
         rank: int,
         first_step: int,
         *,
-        text_of: Callable[[int], str] = str,
+        text_of: Callable[[Sequence[int]], str] = str,
         fence: Callable[[], None] = lambda: None,
     ) -> None:
         self._fence = fence
@@ -63,19 +66,22 @@ class Recorder(Closing):
         self._carried: dict[str, float] = {}
         self._stack = ExitStack()
         self._writer: MetricsWriter | None = None
-        self._masked: MaskedTokensFile | None = None
+        self._masked: StepLines | None = None
+        self._samples: StepLines | None = None
+        self._text_of = text_of
         if rank == 0:
-            self._open(first_step + 1 if first_step else 0, text_of)
+            self._open(first_step + 1 if first_step else 0)
         self._console = StepTable(config.model.dtype, config.run.steps)
 
-    def _open(self, resume_step: int, text_of: Callable[[int], str]) -> None:
+    def _open(self, resume_step: int) -> None:
         """Open the files; a resumed run whose records are gone says so and goes on."""
         self._fence()
         where = self._config.run.directory
         try:
             writer = MetricsWriter(where, resume_step=resume_step)
             self._writer = self._stack.enter_context(writer)
-            self._masked = MaskedTokensFile(where, resume_step, text_of)
+            self._masked = StepLines(Path(where) / MASKED_TOKENS_FILE, resume_step)
+            self._samples = StepLines(Path(where) / SAMPLES_FILE, resume_step)
             recorded = len(read_records(where))
         except OSError as error:
             raise RecordingError(f"records in {where}: {error.strerror}") from error
@@ -139,14 +145,34 @@ class Recorder(Closing):
 
     def write_masked_tokens(self, step: int, tokens: Sequence[MaskedToken]) -> None:
         """Record the tokens that the step's mask blocked most often. Raises RecordingError."""
-        if self._masked is None:
+
+        def lines() -> list[dict[str, Any]]:
+            named = with_text(tokens, lambda token: self._text_of([token]))
+            return [{"step": step, "tokens": named}]
+
+        self._append(self._masked, lines, "masked tokens")
+
+    def write_samples(self, samples: Sequence[Sample]) -> None:
+        """Record ``samples``, and show one of a training step every few steps. Raises RecordingError."""
+        self._append(self._samples, lambda: [sample.to_json() for sample in samples], "samples")
+        every = self._config.run.show_sample_every
+        trained = [sample for sample in samples if sample.set == TRAINING]
+        if trained and every and trained[0].step % every == 0:
+            turn = trained[0].step // every  # the first is a right one, the second a wrong one, ...
+            self._console.note(console_lines(trained[turn % len(trained)]))
+
+    def _append(
+        self, file: StepLines | None, lines: Callable[[], Sequence[Mapping[str, Any]]], called: str
+    ) -> None:
+        """``lines``: made on the rank that writes, and where no other start has taken over."""
+        if file is None:
             return
         self._fence()
         try:
-            self._masked.write(step, tokens)
+            file.write(lines())
         except OSError as error:
             where = self._config.run.directory
-            raise RecordingError(f"masked tokens in {where}: {error.strerror}") from error
+            raise RecordingError(f"{called} in {where}: {error.strerror}") from error
 
     def finish(self, hf_export_max_logprob_diff: float | None) -> None:
         """Close the files and write ``report.png`` and ``summary.json``."""

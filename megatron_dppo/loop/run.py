@@ -38,6 +38,7 @@ from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
 from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutSource
 from megatron_dppo.loop.rollouts.staleness import STALE_ANCHOR, StalenessError, with_gap_named
 from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.loop.samples import SampleMaker
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
@@ -174,6 +175,7 @@ class Run:
             stack.enter_context(self.verifier)
         if algorithm.needs_recomputed and config.rollout.max_staleness:
             log.warning(STALE_ANCHOR, config.algorithm.name)
+        self.samples = SampleMaker(config, data)
         self.learner = Learner(config, self.trainer, algorithm, self.topk)
         self.recorder = stack.enter_context(
             Recorder(
@@ -215,6 +217,7 @@ class Run:
         with patience("others generate"):
             batch = self.source.collect(step)
         self._check_checkpoint()
+        self.samples.take(step, batch)
         with self.timer("train"):
             planned = self.learner.plan(batch)
             learned = self.learner.learn(planned)
@@ -223,6 +226,7 @@ class Run:
         self.examples = Examples.of(planned.trajectories)
         self.fence.check_together()
         self._save_batch(step, planned.trajectories)
+        samples = self.samples.of_step(step, planned.trajectories, self.learner.masked_by_response)
         del planned  # before the next batch is received
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
@@ -237,6 +241,7 @@ class Run:
         finally:  # a stop in the middle leaves a checkpoint of this step, so its record too
             measured |= {**self._failed_checks(), **self.store.figures()}
             self.recorder.write(step, {**measured, **self.timer.finish_step()})
+            self.recorder.write_samples(samples)
         if self._is_due(self.config.checkpoint.every):
             self._save_checkpoint()
         if any_rank(self.should_stop()):
@@ -327,14 +332,17 @@ class Run:
         if self.engine is None:
             return {}
         with self.timer("evaluate"), patience("others generate"):
-            return evaluate(
+            accuracies, samples = evaluate(
                 self.state.step,
                 self.data.held_out,
                 self.config,
                 self.trainer.topology,
                 self.engine,
                 self.scorer,
+                self.samples,
             )
+        self.recorder.write_samples(samples)
+        return accuracies
 
     def _failed_checks(self) -> dict[str, float]:
         """Reward checks that were killed or died since the last call, over all leaders."""

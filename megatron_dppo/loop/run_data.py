@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+
+import numpy as np
 
 from megatron_dppo.config.data_section import ProblemFile
 from megatron_dppo.config.schema import TrainConfig
@@ -112,9 +115,9 @@ class RunData:
             log.warning("%s: %d prompts are too long and were left out", file.path, found.dropped)
         return extracted(found, self._config.reward.name)
 
-    def text_of(self, token_id: int) -> str:
-        """Text of a single token."""
-        return str(self._tokenizer.decode([token_id]))
+    def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
+        """Text of tokens, special ones included."""
+        return str(self._tokenizer.decode(list(token_ids)))
 
 
 def _name(file: ProblemFile) -> str:

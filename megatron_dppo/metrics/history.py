@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE, REPORT_FILE
+from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE, REPORT_FILE, SAMPLES_FILE
 from megatron_dppo.metrics.records import (
     RECORDS_FILE,
     RecordsError,
@@ -27,7 +27,10 @@ CHECKPOINTS_FOLDER = "checkpoints"
 ROLLOUTS_FOLDER = "rollouts"
 EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
-_RECORDS = (RECORDS_FILE, MASKED_TOKENS_FILE, TENSORBOARD_FOLDER, REPORT_FILE, SUMMARY_FILE)
+_RECORDS = (
+    *(RECORDS_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE),
+    *(TENSORBOARD_FOLDER, REPORT_FILE, SUMMARY_FILE),
+)
 
 
 @dataclass(frozen=True)

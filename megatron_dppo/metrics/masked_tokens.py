@@ -1,13 +1,20 @@
-"""Counts of the tokens that the mask blocks, by token id: summed on the device, read once a step."""
+"""Counts of the tokens that the mask blocks, by token id and by response: summed on the device, read once a step.
+
+A line of ``masked_tokens.jsonl`` is ``{"step": n, "tokens": [{"id", "raised", "lowered", "text"}, ...]}``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TypedDict
 
 import torch
 from torch import Tensor
+
+from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE
+from megatron_dppo.metrics.step_lines import read_step_lines
 
 SHOWN = 20
 """Largest number of ids in a record."""
@@ -61,6 +68,37 @@ class MaskedTokenCounts:
             self.counts.zero_()
 
 
+@dataclass
+class MaskedResponses:
+    """How many tokens of each response the mask blocked in one step; no device sync before ``counts``."""
+
+    _parts: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def add(
+        self, positions: Tensor, cu_seqlens: Tensor, advantages: Tensor, blocked: Tensor
+    ) -> None:
+        """Count the blocked tokens of a micro-batch by sequence. Tokens with A = 0 have no gradient, not counted.
+
+        Args:
+            positions: int64 ``[S]``, of the responses in their batch; -1: none, padding.
+            cu_seqlens: int32 ``[S + 1]``, where the sequences begin and the last one ends.
+            advantages: float ``[T]``.
+            blocked: bool ``[T]``.
+        """
+        summed = torch.nn.functional.pad((blocked & (advantages != 0)).long().cumsum(0), (1, 0))
+        ends = summed[cu_seqlens.to(summed.device, torch.int64)]
+        self._parts.append((positions, ends.diff()[: len(positions)]))
+
+    def counts(self) -> dict[int, int]:
+        """Blocked tokens by position in the batch, of the responses that have any. Device sync."""
+        return {
+            position: count
+            for positions, counts in self._parts
+            for position, count in zip(positions.tolist(), counts.tolist(), strict=True)
+            if position >= 0 and count
+        }
+
+
 def most_masked(counts: Tensor, shown: int = SHOWN) -> list[MaskedToken]:
     """The at most ``shown`` ids with the largest counts, descending; ties in the order of ids.
 
@@ -81,3 +119,17 @@ def with_text(
 ) -> list[NamedMaskedToken]:
     """``tokens`` with the text of each id."""
     return [NamedMaskedToken(**token, text=text_of(token["id"])) for token in tokens]
+
+
+def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | None:
+    """The tokens that the step's mask blocked most often; None where nothing is recorded of it.
+
+    Raises RecordsError.
+    """
+    for line in read_step_lines(Path(directory) / MASKED_TOKENS_FILE):
+        if line["step"] == step:
+            return [
+                MaskedToken(id=t["id"], raised=t["raised"], lowered=t["lowered"])
+                for t in line["tokens"]
+            ]
+    return None

@@ -6,7 +6,7 @@ Written to a file or a pipe, the rows have no colours, no control codes and no l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -125,6 +125,11 @@ class StepTable:
             for metric in [name for name in unusual if name not in self._explained]:
                 self._explained.add(metric)
                 self._print(Text(f"  ! {unusual[metric]}. {BY_METRIC[metric].why}", style="yellow"))
+
+    def note(self, lines: Sequence[str]) -> None:
+        """Print ``lines`` below the last row."""
+        for line in lines:
+            self._print(Text(f"  {line}", style="dim"))
 
     def _header(self) -> Text:
         top = ["".rjust(self._step_width), *(c.top.rjust(c.width) for c in COLUMNS)]

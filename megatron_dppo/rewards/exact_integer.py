@@ -17,8 +17,13 @@ def exact_integer(response: str, answer: str) -> float:
     expected = answer.strip()
     if not INTEGER.fullmatch(expected):
         raise ValueError(f"the answer is {answer!r}, expected an integer")
-    given = response.rpartition("=")[2].strip()
+    given = stated_result(response)
     return float(bool(INTEGER.fullmatch(given)) and _normalise(given) == _normalise(expected))
+
+
+def stated_result(response: str) -> str:
+    """The text after the response's last ``=``; without one, all of it."""
+    return response.rpartition("=")[2].strip()
 
 
 def _normalise(integer: str) -> str:

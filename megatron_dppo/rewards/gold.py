@@ -1,4 +1,4 @@
-r"""The final answer of a worked gold solution: ``#### 72`` of GSM8K, ``\boxed{72}`` of MATH.
+r"""Final answers: of a worked gold solution, ``#### 72`` of GSM8K and ``\boxed{72}`` of MATH, and of a response.
 
 Imports none of the rewards' libraries.
 """
@@ -15,6 +15,14 @@ _BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
 _UNBRACED_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s+([^${}]+?)\s*(?:\$|$)")
 _MARK = "####"
 _GROUPED_NUMBER = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+
+_STATED = re.compile(r"(?i)\banswer\b\W{0,4}?(?:\s+is\b\s*:?|:)\s*([^\n]+)")
+_FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_SENTENCE_END = re.compile(r"\.(?:\s|$)")
+_STYLE = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|bm|boldsymbol)\s*\{")
+_PARENTHESISED_NUMBER = re.compile(r"\(\s*([+-]?\d+(?:\.\d+)?)\s*\)")
+_BEFORE = " \t\n\r$*~"
+_AFTER = _BEFORE + ".,;:"
 
 
 def gold_answer(text: str) -> str:
@@ -55,3 +63,43 @@ def braced(text: str, start: int) -> str | None:
         if depth == 0:
             return text[start : match.start()]
     return None
+
+
+def final_answer(response: str) -> str:
+    r"""The final answer of a response, without the markup around it; empty if there is none.
+
+    The last of ``\boxed{X}`` (``\framebox``, ``\fbox``), ``Answer: X`` (DAPO-Math's form) and ``answer
+    is X``; in a response without these, the last formula of the last line, or that line.
+    """
+    return without_markup(_written_answer(response))
+
+
+def _written_answer(response: str) -> str:
+    stated = [(m.start(1), _first_answer_of(m[1])) for m in _STATED.finditer(response)]
+    found = [*boxes(response), *stated]
+    if found:
+        return max(found)[1]
+    last_line = response.strip().rpartition("\n")[2]
+    formulas = _formulas(last_line)
+    return formulas[-1] if formulas else last_line
+
+
+def _first_answer_of(line: str) -> str:
+    """The answer in the text after ``Answer:``: its first formula, else its first sentence."""
+    formulas = _formulas(line)
+    return formulas[0] if formulas else _SENTENCE_END.split(line, maxsplit=1)[0]
+
+
+def _formulas(line: str) -> list[str]:
+    return [next(group for group in m.groups() if group) for m in _FORMULA.finditer(line)]
+
+
+def without_markup(text: str) -> str:
+    """``text`` without fonts, dollar signs and punctuation around the whole of it."""
+    text = text.lstrip(_BEFORE).rstrip(_AFTER)
+    while (match := _STYLE.match(text)) and (inner := braced(text, match.end())) is not None:
+        if match.end() + len(inner) + 1 != len(text):
+            break
+        text = inner.lstrip(_BEFORE).rstrip(_AFTER)
+    number = _PARENTHESISED_NUMBER.fullmatch(text)
+    return number[1] if number else text

@@ -7,16 +7,9 @@ import re
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
-from megatron_dppo.rewards.gold import LONGEST_ANSWER, boxes, braced
+from megatron_dppo.rewards.gold import LONGEST_ANSWER, final_answer, without_markup
 
-_STATED = re.compile(r"(?i)\banswer\b\W{0,4}?(?:\s+is\b\s*:?|:)\s*([^\n]+)")
-_FORMULA = re.compile(r"\$\$?(.+?)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
-_SENTENCE_END = re.compile(r"\.(?:\s|$)")
-_STYLE = re.compile(r"\\(?:text|textbf|textrm|mathbf|mathrm|bm|boldsymbol)\s*\{")
-_PARENTHESISED_NUMBER = re.compile(r"\(\s*([+-]?\d+(?:\.\d+)?)\s*\)")
 _INTEGER = re.compile(r"([+-]?)0*(\d+)")
-_BEFORE = " \t\n\r$*~"
-_AFTER = _BEFORE + ".,;:"
 
 
 def math_verify(response: str, answer: str) -> float:
@@ -31,8 +24,8 @@ def math_verify(response: str, answer: str) -> float:
     No time limit of its own: nested powers can take unlimited time. Raises ValueError if ``answer``
     cannot be parsed.
     """
-    expected = _strip_markup(answer)
-    given = _strip_markup(final_answer(response))
+    expected = without_markup(answer)
+    given = final_answer(response)
     if not given or len(given) > LONGEST_ANSWER:
         return 0.0
     if _same_text(given, expected):
@@ -49,7 +42,7 @@ def check_gold(response: str, answer: str) -> float:
     ``response`` is ignored: this has a reward's form so that a verifier can bound its time. Raises
     ValueError where ``answer`` cannot be parsed, or is longer than the longest that is compared.
     """
-    expected = _strip_markup(answer)
+    expected = without_markup(answer)
     if not expected or len(expected) > LONGEST_ANSWER:
         raise ValueError(
             f"the answer has {len(expected)} characters, expected 1 to {LONGEST_ANSWER}"
@@ -60,38 +53,6 @@ def check_gold(response: str, answer: str) -> float:
     if not gold:
         raise ValueError(f"math-verify cannot parse the answer {answer!r}")
     return float(verify(gold, gold, timeout_seconds=None))
-
-
-def final_answer(response: str) -> str:
-    """The final answer as written in ``response``; empty if there is none."""
-    stated = [(m.start(1), _first_answer_of(m[1])) for m in _STATED.finditer(response)]
-    found = [*boxes(response), *stated]
-    if found:
-        return max(found)[1]
-    last_line = response.strip().rpartition("\n")[2]
-    formulas = _formulas(last_line)
-    return formulas[-1] if formulas else last_line
-
-
-def _first_answer_of(line: str) -> str:
-    """The answer in the text after ``Answer:``: its first formula, else its first sentence."""
-    formulas = _formulas(line)
-    return formulas[0] if formulas else _SENTENCE_END.split(line, maxsplit=1)[0]
-
-
-def _formulas(line: str) -> list[str]:
-    return [next(group for group in m.groups() if group) for m in _FORMULA.finditer(line)]
-
-
-def _strip_markup(text: str) -> str:
-    """``text`` without fonts, dollar signs and punctuation around the whole of it."""
-    text = text.lstrip(_BEFORE).rstrip(_AFTER)
-    while (match := _STYLE.match(text)) and (inner := braced(text, match.end())) is not None:
-        if match.end() + len(inner) + 1 != len(text):
-            break
-        text = inner.lstrip(_BEFORE).rstrip(_AFTER)
-    number = _PARENTHESISED_NUMBER.fullmatch(text)
-    return number[1] if number else text
 
 
 def _same_text(given: str, expected: str) -> bool:

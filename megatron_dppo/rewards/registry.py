@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST_REFUSAL = 200
+_LONGEST_READ = 4000
+"""Characters of a response's end that are read for a reason: the patterns take quadratic time."""
+_LONGEST_SHOWN = 80
 RewardFunction = Callable[[str, str], float]
 """``(response, answer) -> score``. Deterministic; the score lies in [0, 1]."""
 
@@ -25,11 +28,14 @@ class Reward:
             for string functions whose time is linear in the response's length.
         gold_target: as ``target``, of a function that scores an answer 1 where responses can match
             it, whatever the response. None: ``target`` itself; an answer need not match itself.
+        answer_target: as ``target``, of a function from a response to the part of it that is compared
+            with the answer, for people to read; imports no library. None: it can't be told.
     """
 
     target: str
     runs_inline: bool = False
     gold_target: str | None = None
+    answer_target: str | None = None
 
     @property
     def reads_solutions(self) -> bool:
@@ -38,21 +44,46 @@ class Reward:
 
     def load(self) -> RewardFunction:
         """Import the function. Raises ValueError where there is no such module or function."""
-        module, _, function = self.target.partition(":")
-        try:
-            return getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ValueError(f"the reward {self.target!r} can't be imported: {error}") from error
+        return _imported(self.target)
+
+    def reason(self, response: str, answer: str, score: float) -> str:
+        """Why ``response`` has this score, as far as it can be told without the reward's libraries."""
+        if self.answer_target is None:
+            return f"by {self.target}"
+        given = _imported(self.answer_target)(response[-_LONGEST_READ:])
+        given = given if len(given) <= _LONGEST_SHOWN else f"{given[:_LONGEST_SHOWN]}..."
+        if score > 0:
+            return f"{given!r} is right"
+        if given == answer:
+            return f"{given!r} is right, but the check ended without a score"
+        return f"{given!r}, expected {answer!r}" if given else f"no answer, expected {answer!r}"
 
     def __call__(self, response: str, answer: str) -> float:
         return self.load()(response, answer)
 
 
+def _imported(target: str) -> Callable[..., Any]:
+    module, _, function = target.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"the reward {target!r} can't be imported: {error}") from error
+
+
 _EXACT = "megatron_dppo.rewards.exact_integer:exact_integer"
 _MATH = "megatron_dppo.rewards.math_verify"
 REWARDS: dict[str, Reward] = {
-    "exact_integer": Reward(_EXACT, runs_inline=True, gold_target=_EXACT),
-    "math_verify": Reward(f"{_MATH}:math_verify", gold_target=f"{_MATH}:check_gold"),
+    "exact_integer": Reward(
+        _EXACT,
+        runs_inline=True,
+        gold_target=_EXACT,
+        answer_target="megatron_dppo.rewards.exact_integer:stated_result",
+    ),
+    "math_verify": Reward(
+        f"{_MATH}:math_verify",
+        gold_target=f"{_MATH}:check_gold",
+        answer_target="megatron_dppo.rewards.gold:final_answer",
+    ),
 }
 
 

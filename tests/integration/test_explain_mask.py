@@ -19,6 +19,7 @@ from megatron_dppo.data.problems import load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import load_batch, save_batch
+from megatron_dppo.metrics.samples import read_samples
 from tests.integration.runs import GROUP, PROMPTS, ROOT, TrainingRun, records_of, write_material
 
 sys.path.insert(0, str(ROOT / "tools"))
@@ -133,6 +134,20 @@ def test_every_token_is_what_the_loss_saw(run, tmp_path, capsys):
         assert token["raised"] == sum(a > 0 for a in own)
         assert token["lowered"] == sum(a < 0 for a in own)
     assert f"{len(rows)} tokens, {len(blocked)} blocked; agrees with" in capsys.readouterr().out
+
+
+def test_the_samples_tell_how_many_tokens_were_masked(run):
+    blocked = {
+        (t.problem_id, t.sample_index): int((~t.column("loss_trains")).sum())
+        for t in load_batch(run / "rollouts", STEP)
+        if not t.truncated
+    }
+    samples = list(read_samples(run))
+    assert {s.set for s in samples} == {"training"}  # nothing generates, so nothing is evaluated
+    assert any(s.truncated for s in samples)  # which no micro-batch trains
+    for sample in samples:
+        assert sample.masked == blocked.get((sample.problem, sample.sample), 0)
+    assert max(s.masked for s in samples) == max(blocked.values()) > 1
 
 
 def test_another_algorithm_on_the_same_numbers_is_told_as_such(run, tmp_path, capsys):

@@ -18,6 +18,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.rollouts.scored_generation import ScoredGeneration
+from megatron_dppo.loop.samples import SampleMaker
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.rewards.arrivals import ArrivalScorer
 from megatron_dppo.types import Problem
@@ -90,6 +91,13 @@ def settings(folder: Path, **evaluation: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
+def sample_maker(folder: Path, problems: list[Problem]) -> SampleMaker:
+    data: Any = SimpleNamespace(
+        train=SimpleNamespace(problems=problems), text_of=lambda ids: " ".join(map(str, ids))
+    )
+    return SampleMaker(settings(folder), data)
+
+
 def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None:
     verifier = Told()
     engine: Any = Engine(verifier.scored)
@@ -98,12 +106,15 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
         Problem(1, "p", "3", (9,)),
         Problem(2, "p", "5", (9,)),
     ]
-    found = evaluate(
+    found, samples = evaluate(
         6, {"test": problems[:2], "hard": problems[1:]}, settings(tmp_path, top_p=0.5), TOPOLOGY,
-        engine, ArrivalScorer(verifier),
+        engine, ArrivalScorer(verifier), sample_maker(tmp_path, problems),
     )  # fmt: skip
     # Of the samples 0 to 3 one answers problem 0, one problem 1, none problem 2.
     assert found == {"evaluation/test/accuracy": 2 / 8, "evaluation/hard/accuracy": 1 / 8}
+    assert [s.set for s in samples] == ["test"] * 4 + ["hard"] * 4
+    for name in ("test", "hard"):  # what earned something is among them
+        assert 1.0 in {s.reward for s in samples if s.set == name}
     assert engine.descriptions == ["evaluate on test", "evaluate on hard"]
     assert [list(job.problems) for job in engine.jobs] == [problems[:2], problems[1:]]
     assert [job.group_size for job in engine.jobs] == [4, 4]
@@ -162,8 +173,9 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
     engine: Any = Given([response(PROBLEM, s, "1") for s in range(4)])
     with pytest.raises(VerifierError, match="reward exact_integer: no number"):
         evaluate(
-            1, {"test": [PROBLEM]}, settings(tmp_path), TOPOLOGY, engine, ArrivalScorer(verifier)
-        )
+            1, {"test": [PROBLEM]}, settings(tmp_path), TOPOLOGY, engine, ArrivalScorer(verifier),
+            sample_maker(tmp_path, [PROBLEM]),
+        )  # fmt: skip
 
 
 def test_a_generation_frees_its_responses_with_itself() -> None:

@@ -23,7 +23,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
     {"fleet", "trainer", "weight_sync", "preflight"},
     {"launch", "loop"},
     {"planner"},
-    {"train", "supervised", "convert", "plan", "slurm", "gpu_check"},
+    {"train", "supervised", "convert", "plan", "samples", "slurm", "gpu_check"},
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {"megatron": "trainer", "sglang": "engine", "smg": "fleet"}

@@ -68,6 +68,7 @@ def test_a_fenced_start_records_nothing(tmp_path):
         actions = (
             lambda: recorder.write(2, {}),
             lambda: recorder.write_masked_tokens(2, ["never looked at"]),
+            lambda: recorder.write_samples(["never looked at"]),
             lambda: recorder.complete({"evaluation/sums/accuracy": 0.5}),
             lambda: recorder.finish(None),
             lambda: Recorder(settings, 0, 1, fence=fence),

@@ -9,9 +9,15 @@ import torch
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.presets import build_algorithm
-from megatron_dppo.metrics.masked_tokens import MaskedTokenCounts, most_masked, with_text
-from megatron_dppo.metrics.masked_tokens_file import MaskedTokensFile
+from megatron_dppo.metrics.masked_tokens import (
+    MaskedResponses,
+    MaskedTokenCounts,
+    most_masked,
+    read_masked_tokens,
+    with_text,
+)
 from megatron_dppo.metrics.records import RecordsError
+from megatron_dppo.metrics.step_lines import StepLines
 
 
 def test_counts_by_sign_over_micro_batches() -> None:
@@ -49,20 +55,40 @@ def test_the_loss_says_what_its_mask_blocked() -> None:
     assert blocked.tolist() == [True, False, True, False]
 
 
+def test_blocked_tokens_are_counted_by_response() -> None:
+    # Two micro-batches: sequences of 3, 2 and (padding) 2 tokens, then one of 2.
+    masked = MaskedResponses()
+    masked.add(
+        torch.tensor([7, 4, -1]),
+        torch.tensor([0, 3, 5, 7], dtype=torch.int32),
+        torch.tensor([1.0, 1.0, 0.0, -1.0, -1.0, 1.0, 1.0]),
+        torch.tensor([True, True, True, False, True, True, True]),
+    )
+    masked.add(
+        torch.tensor([2]),
+        torch.tensor([0, 2], dtype=torch.int32),
+        torch.tensor([1.0, 1.0]),
+        torch.tensor([False, False]),
+    )
+    assert masked.counts() == {7: 2, 4: 1}  # A = 0 doesn't count, nor does padding
+
+
 def test_a_resumed_run_drops_the_lines_that_it_will_write_again(tmp_path: Path) -> None:
-    file = MaskedTokensFile(tmp_path, 0, str)
-    for step in (1, 2, 3):
-        file.write(step, [{"id": step, "raised": 1, "lowered": 0}])
     path = tmp_path / "masked_tokens.jsonl"
+    file = StepLines(path, 0)
+    for step in (1, 2, 3):
+        file.write([{"step": step, "tokens": [{"id": step, "raised": 1, "lowered": 0}]}])
     path.write_text(path.read_text() + '{"step": 4, "tok')
-    MaskedTokensFile(tmp_path, 3, str).write(3, [])
+    StepLines(path, 3).write([{"step": 3, "tokens": []}])
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert lines[1]["tokens"] == [{"id": 2, "raised": 1, "lowered": 0, "text": "2"}]
-    assert lines[2]["tokens"] == []
+    assert read_masked_tokens(tmp_path, 2) == [{"id": 2, "raised": 1, "lowered": 0}]
+    assert read_masked_tokens(tmp_path, 3) == []
+    assert read_masked_tokens(tmp_path, 4) is None
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
-    (tmp_path / "masked_tokens.jsonl").write_text('{"step": 1, "tokens": []}\nnonsense\n')
+    path = tmp_path / "masked_tokens.jsonl"
+    path.write_text('{"step": 1, "tokens": []}\nnonsense\n')
     with pytest.raises(RecordsError, match="line 2"):
-        MaskedTokensFile(tmp_path, 2, str)
+        StepLines(path, 2)

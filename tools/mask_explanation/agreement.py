@@ -14,8 +14,7 @@ from megatron_dppo.algorithms.mask_divergence import DISTANCES
 from megatron_dppo.algorithms.presets import PRESETS, Algorithm
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE
-from megatron_dppo.metrics.masked_tokens import MaskedTokenCounts, most_masked
-from megatron_dppo.metrics.masked_tokens_file import read_masked_tokens
+from megatron_dppo.metrics.masked_tokens import MaskedTokenCounts, most_masked, read_masked_tokens
 from megatron_dppo.metrics.records import RECORDS_FILE, read_records, step_of
 
 COUNTS = ("policy/tokens", "mask/tokens_positive", "mask/tokens_negative", "mask/masked")

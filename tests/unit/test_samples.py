@@ -1,0 +1,195 @@
+"""The responses that a run keeps as text: which, with what reason, and the command that shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.outline import Outline
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.loop.rollouts.sources import RolloutBatch
+from megatron_dppo.loop.samples import KEPT, SampleMaker, chosen
+from megatron_dppo.metrics.samples import Sample, console_lines, one_line, shortened
+from megatron_dppo.metrics.step_lines import StepLines
+from megatron_dppo.rewards import find_reward
+from megatron_dppo.samples import main
+from megatron_dppo.types import Problem
+from tests.unit.config_files import minimal
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    store = dist.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trajectory(
+    problem: int, reward: float = 0.0, *, cut: bool = False, text: str = ""
+) -> Trajectory:
+    return Trajectory.of_response(
+        [1, 2], [3, 4, 5], problem_id=problem, reward=reward, advantage=reward - 0.5, text=text,
+        finish_reason="length" if cut else "stop",
+    )  # fmt: skip
+
+
+def test_each_kind_of_response_is_among_the_chosen() -> None:
+    rows = [trajectory(0) for _ in range(500)]
+    rows[123], rows[321] = trajectory(0, 1.0), trajectory(0, cut=True)
+    for step in range(20):
+        positions = chosen(rows, step)
+        assert len(set(positions)) == KEPT
+        assert {123, 321} <= set(positions)
+    assert len({tuple(chosen(rows, step)) for step in range(20)}) == 20
+    assert chosen(rows, 7) == chosen([Outline.of(t) for t in rows], 7)  # as other ranks choose
+
+
+def test_a_step_in_which_all_earn_nothing_has_its_samples() -> None:
+    assert len(chosen([trajectory(0) for _ in range(9)], 1)) == KEPT
+    assert sorted(chosen([trajectory(0, cut=True) for _ in range(2)], 1)) == [0, 1]
+    assert chosen([], 1) == []
+
+
+def maker(folder: Path, truncated_responses: str = "zero-reward") -> SampleMaker:
+    tree = minimal(folder)
+    tree["algorithm"] = {"truncated_responses": truncated_responses}
+    tree["reward"] = {"name": "exact_integer"}
+    data: Any = SimpleNamespace(
+        train=SimpleNamespace(problems=[Problem(i, "p", str(i), (1, 2)) for i in range(9)]),
+        text_of=lambda ids: " ".join(map(str, ids)),
+    )
+    return SampleMaker(TrainConfig.model_validate(tree), data)
+
+
+def batch_of(rows: list[Trajectory]) -> RolloutBatch:
+    return RolloutBatch([Outline.of(t) for t in rows], dict(enumerate(rows)), {}, {})
+
+
+def test_a_sample_says_what_the_response_earned_and_why(tmp_path: Path) -> None:
+    rows = [
+        trajectory(0, 1.0, text="=0"),
+        trajectory(1, text="2=3"),
+        trajectory(2, cut=True, text="2=2"),
+    ]
+    samples = maker(tmp_path)
+    samples.take(3, batch_of(rows))
+    by_problem = {s.problem: s for s in samples.of_step(3, {}, {1: 2})}
+    assert by_problem[0] == Sample(
+        step=3, set="training", problem=0, sample=0, prompt="1 2", response="3 4 5", answer="0",
+        reward=1.0, reason="'0' is right", truncated=False, tokens=3, advantage=0.5, masked=0,
+    )  # fmt: skip
+    assert by_problem[1].reason == "'3', expected '1'"
+    assert (by_problem[1].masked, by_problem[2].masked) == (2, 0)
+    assert "algorithm.truncated_responses" in by_problem[2].reason
+    verified = maker(tmp_path, "as-verified")
+    verified.take(3, batch_of(rows))
+    assert "ended without a score" in verified.of_step(3, {}, {})[2].reason
+
+
+def test_the_most_masked_response_is_kept_beside_the_chosen(tmp_path: Path) -> None:
+    rows = [trajectory(p % 9) for p in range(40)]
+    samples = maker(tmp_path)
+    samples.take(1, batch_of(rows))
+    left_out = sorted(set(range(40)) - set(chosen(rows, 1)))
+    counts = {left_out[0]: 1, left_out[5]: 3, left_out[6]: 2}
+    last = samples.of_step(1, dict(enumerate(rows)), counts)[-1]
+    assert (last.problem, last.masked) == (rows[left_out[5]].problem_id, 3)
+    samples.take(1, batch_of(rows))
+    assert len(samples.of_step(1, dict(enumerate(rows)), {})) == KEPT
+
+
+@pytest.mark.parametrize(
+    ("reward", "response", "score", "reason"),
+    [
+        ("exact_integer", "1+1=+2", 1.0, "'+2' is right"),
+        ("math_verify", r"so \boxed{\frac12}.", 0.0, r"'\\frac12', expected '3'"),
+        ("math_verify", "", 0.0, "no answer, expected '3'"),
+        ("math_verify", "Answer: 3", 0.0, "'3' is right, but the check ended without a score"),
+        ("tests.unit.planted_rewards:anything", "3", 0.5, "by tests.unit.planted_rewards:anything"),
+    ],
+)
+def test_the_reason_of_a_reward(reward: str, response: str, score: float, reason: str) -> None:
+    assert find_reward(reward).reason(response, "3", score) == reason
+
+
+def test_a_reason_is_found_at_once_in_a_response_made_to_be_slow() -> None:
+    assert find_reward("math_verify").reason("\\(" * 200_000, "3", 0.0).startswith("'")
+
+
+def test_long_texts_keep_both_ends() -> None:
+    assert shortened("a" * 50 + "b" * 50, 20) == "a" * 10 + " [... 80 characters ...] " + "b" * 10
+    assert shortened("a" * 20, 20) == "a" * 20
+
+
+def test_a_response_cannot_command_the_terminal() -> None:
+    assert one_line("a\nb\x1b[2J") == "a\u23ceb\\x1b[2J"
+    sample = Sample(1, "training", 2, 0, "p\x1b[2J", "r", "4", 0.0, "no answer", False, 3, -0.25, 1)
+    first, _, last = console_lines(sample)
+    assert first == "sample of training, step 1, problem 2: p\\x1b[2J"
+    assert last == "  reward 0, A = -0.25, 1 of 3 tokens masked: no answer"
+
+
+def sample(step: int, reward: float = 0.0, **fields: Any) -> Sample:
+    base = Sample(
+        step, "training", 2, 0, "p", f"<said {step}>", "4", reward, "why", False, 3, -0.25, 0
+    )
+    return replace(base, **fields)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    StepLines(tmp_path / "samples.jsonl", 0).write(
+        [
+            sample(0, 1.0, set="held-out", advantage=None, masked=None).to_json(),
+            sample(1, 0.25, masked=2).to_json(),
+            sample(2, truncated=True).to_json(),
+            sample(3).to_json(),
+        ]
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ([], [0, 1, 2, 3]),
+        (["--limit", "2"], [2, 3]),
+        (["--step", "1"], [1]),
+        (["--right"], [0, 1]),
+        (["--wrong"], [2, 3]),
+        (["--truncated"], [2]),
+        (["--masked"], [1]),
+        (["--right", "--set", "held-out"], [0]),
+    ],
+)
+def test_the_command_shows_what_it_is_asked_for(
+    run: Path, options: list[str], steps: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(run), *options])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("<said")] == [f"<said {s}>" for s in steps]
+
+
+def test_the_page_holds_the_same_and_escapes_it(run: Path) -> None:
+    main([str(run), "--truncated", "--html"])
+    page = (run / "samples.html").read_text()
+    assert "&lt;said 2&gt;" in page
+    assert "<said" not in page
+    assert "truncated" in page
+
+
+def test_what_is_not_there_is_named(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([str(run), "--step", "9"])
+    assert ended.value.code == 2
+    assert (
+        "recorded are 4 samples of steps 0 to 3, sets held-out, training" in capsys.readouterr().err
+    )
