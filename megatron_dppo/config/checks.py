@@ -31,6 +31,7 @@ from megatron_dppo.config.lora import (
 from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
 from megatron_dppo.config.values import (
     engine_split_problems,
+    length_problems,
     refuse_unusable_values,
     url_problems,
     without_os_errors,
@@ -222,25 +223,6 @@ def _expert_kernel(config: TrainConfig, model: ModelShape) -> Problems:
         yield from expert_kernel_problems(config.sglang)
 
 
-def _lengths(config: TrainConfig, model: ModelShape) -> Problems:
-    limits = {
-        "model's": model.max_position_embeddings,
-        "engine's sglang.context_length of": config.sglang.get("context_length"),
-    }
-    prompt = config.data.max_prompt_tokens
-    responses = {"rollout": config.rollout.max_response_tokens}
-    if config.evaluation.max_response_tokens is not None:  # else it is the rollout's
-        responses["evaluation"] = config.evaluation.max_response_tokens
-    for section, response in responses.items():
-        for whose, longest in limits.items():
-            if isinstance(longest, int) and prompt + response > longest:
-                yield (
-                    f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens "
-                    f"{prompt} that is {prompt + response}, expected at most the {whose} {longest} "
-                    "positions"
-                )
-
-
 def _topk(config: TrainConfig, model: ModelShape) -> Problems:
     if config.rollout.topk_log_probs > model.vocab_size:
         yield (
@@ -282,7 +264,7 @@ MODEL_CHECKS: tuple[ModelCheck, ...] = (
     adapter_update_problems,
     _router_replay,
     _expert_kernel,
-    _lengths,
+    length_problems,
     engine_split_problems,
     _topk,
     _stop_tokens,

@@ -18,6 +18,11 @@ LONGEST_PROSE = 65536
 PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop"}
 """Keys whose text is for the model: it may have lines."""
 LARGEST_NUMBER = 2**63 - 1
+SPARE_POSITIONS = 2
+"""Of its context and of its cache SGLang 0.5.23 fills two positions fewer: ``max_req_len`` is one less
+(``tp_worker.py``), and a response ends one before that (``scheduler.py``), as a truncated one."""
+PROMPT_SPARE_POSITIONS = 7
+"""A prompt must be this much shorter than the context, or SGLang refuses it (``max_req_input_len``)."""
 
 
 def refuse_unusable_values(config: PolicyConfig, source: str) -> None:
@@ -67,6 +72,40 @@ def engine_split_problems(config: TrainConfig, model: ModelShape) -> Iterator[st
             f"sglang.tp_size: got {size}, expected a divisor or a multiple of the model's {groups} "
             "key-value heads"
         )
+
+
+def length_problems(config: TrainConfig, model: ModelShape) -> Iterator[str]:
+    """Prompts and responses against the model's positions, and what a server of them serves.
+
+    A run that replays rollouts asks no server: it has all of the model's positions.
+    """
+    generates = config.rollout.replay_from is None
+    spare, prompt_spare = (SPARE_POSITIONS, PROMPT_SPARE_POSITIONS) if generates else (0, 1)
+    limits = {"model's": model.max_position_embeddings}
+    if generates:
+        for key in ("context_length", "max_total_tokens"):
+            limits[f"engine's sglang.{key} of"] = config.sglang.get(key)
+    prompt = config.data.max_prompt_tokens
+    responses = {"rollout": config.rollout.max_response_tokens}
+    if config.evaluation.max_response_tokens is not None:  # else it is the rollout's
+        responses["evaluation"] = config.evaluation.max_response_tokens
+    why = ", of which SGLang fills all but {}" if generates else ""
+    for whose, longest in limits.items():
+        if not isinstance(longest, int):
+            continue
+        if prompt > longest - prompt_spare:
+            yield (
+                f"data.max_prompt_tokens: got {prompt}, expected at most {longest - prompt_spare}: the "
+                f"{whose} {longest} positions{why.format(f'{prompt_spare} with a prompt')}"
+            )
+            continue
+        for section, response in responses.items():
+            if prompt + response > longest - spare:
+                yield (
+                    f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens {prompt} "
+                    f"that is {prompt + response}, expected at most {longest - spare - prompt}: the {whose} "
+                    f"{longest} positions{why.format(spare)}"
+                )
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

@@ -10,6 +10,7 @@ import orjson
 
 from megatron_dppo.config.forwarded import EXPERT_KERNEL
 from megatron_dppo.config.lora import updates_adapters
+from megatron_dppo.config.values import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.options import ServerSections
@@ -70,7 +71,6 @@ def compare_server(
     expect.
     """
     family = family_of(load_model_shape(config.model.hf_checkpoint))
-    room = config.sequence_tokens
     wanted: dict[str, tuple[Any, Any]] = {
         "sglang version": (info["version"], SGLANG_VERSION),
         "model type": (model_info["model_type"], family.model_type),
@@ -88,10 +88,18 @@ def compare_server(
         for what, (found, expected) in wanted.items()
         if found != expected
     ]
+    room = config.sequence_tokens + SPARE_POSITIONS * info.get("page_size", 1)
     if info["max_total_num_tokens"] < room:
         differences.append(
             f"--max-total-tokens: the cache holds {info['max_total_num_tokens']} tokens, "
-            f"a full sequence has {room}"
+            f"a full sequence of {config.sequence_tokens} needs {room}"
+        )
+    # The longest prompt plus one is what SGLang tells of its context, or of its cache where that is smaller.
+    context = info.get("max_req_input_len", room) + PROMPT_SPARE_POSITIONS - 1
+    if room <= info["max_total_num_tokens"] and context < config.sequence_tokens + SPARE_POSITIONS:
+        differences.append(
+            f"--context-length: it has {context} positions, a full sequence of {config.sequence_tokens} "
+            f"needs {config.sequence_tokens + SPARE_POSITIONS}"
         )
     return differences
 

@@ -17,6 +17,7 @@ from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.schema import (
     DataConfig,
     EngineConfig,
+    EvaluationConfig,
     LoraConfig,
     ModelConfig,
     RolloutConfig,
@@ -83,18 +84,26 @@ class ServerSections:
     engine: EngineConfig
     sglang: Mapping[str, Any]
     lora: LoraConfig = field(default_factory=LoraConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
     @classmethod
     def of(cls, config: TrainConfig) -> ServerSections:
         """Those of a whole configuration."""
         return cls(
-            config.model, config.data, config.rollout, config.engine, config.sglang, config.lora
+            config.model,
+            config.data,
+            config.rollout,
+            config.engine,
+            config.sglang,
+            config.lora,
+            config.evaluation,
         )
 
     @property
     def sequence_tokens(self) -> int:
-        """Tokens of the longest prompt and the longest response together."""
-        return self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        """Tokens of the longest prompt and the longest response together, in training or evaluation."""
+        evaluated = self.evaluation.max_response_tokens or 0
+        return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, evaluated)
 
 
 def engine_device(engine: EngineConfig) -> Literal["cpu", "cuda"]:

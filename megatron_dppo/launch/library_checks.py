@@ -155,13 +155,22 @@ def library_problems(config: PolicyConfig) -> Iterator[str]:
         yield from DDP.library_problems(config.megatron_ddp, ddp_fields())
         yield from OPTIMIZER.library_problems(config.megatron_optimizer, optimizer_fields())
     if isinstance(config, TrainConfig) and SGLANG.free(config.sglang):
-        from megatron_dppo.engine.server_args import server_args_fields
+        yield from _server_problems(config)
 
-        try:
-            yield from SGLANG.library_problems(config.sglang, server_args_fields())
-        except LibraryMissingError as error:
-            if config.engine.started > 0 and config.rollout.replay_from is None:
-                yield f"{SGLANG.name}: can't be checked: {error}"
+
+def _server_problems(config: TrainConfig) -> Iterator[str]:
+    """Of the ``sglang:`` table, as the interpreter that will serve sees it."""
+    from megatron_dppo.engine.server_args import table_problems, table_problems_elsewhere
+
+    python = config.engine.python
+    try:
+        if python is None:
+            yield from table_problems(config.sglang)
+        else:
+            yield from table_problems_elsewhere(config.sglang, python)
+    except LibraryMissingError as error:
+        if config.engine.started > 0 and config.rollout.replay_from is None:
+            yield f"{SGLANG.name}: can't be checked: {error}"
 
 
 def _algorithm(config: TrainConfig) -> None:

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.values import PROMPT_SPARE_POSITIONS, length_problems
 from megatron_dppo.data.trajectory import Trajectory, VersionSpan
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.compatibility import check_engine
@@ -336,6 +338,33 @@ def test_a_refused_request_says_why(runner, client):
     too_long = GenerationRequest("long", (5,) * 3000, SamplingParams(4))
     with pytest.raises(EngineRequestError, match=r"answered 400: .*3000"):
         generate(runner, client, [too_long])
+
+
+@pytest.mark.parametrize("prompt", [2041, 2000])
+def test_the_longest_sequences_that_the_checks_take_are_served_and_no_longer_ones(
+    runner, engine, client, model, prompt
+):
+    """The largest values that a refusal names, on the real server: with them a request is answered in full."""
+    shape = load_model_shape(model)
+    config = run_config(model, data={"max_prompt_tokens": prompt}, rollout={"max_response_tokens": 64})
+    (refusal,) = length_problems(config, shape)
+    longest = int(re.search(r"expected at most (\d+)", refusal)[1])
+    sections = {"data": {"max_prompt_tokens": prompt}, "rollout": {"max_response_tokens": longest}}
+    assert not list(length_problems(run_config(model, **sections), shape))
+    info = runner.run(client.get_json("/server_info"))
+    assert info["max_req_input_len"] == 2048 - PROMPT_SPARE_POSITIONS + 1
+
+    def answer(prompt_tokens: int, tokens: int) -> Results:
+        sampling = SamplingParams(tokens, ignore_eos=True)
+        request = GenerationRequest("long", (5,) * prompt_tokens, sampling)
+        return generate(runner, client, [request])
+
+    assert len(answer(prompt, longest)["long"].response_ids) == longest
+    with pytest.raises(EngineAnswerError, match="cut off after"):
+        answer(prompt, longest + 1)
+    if prompt == 2041:  # the longest prompt
+        with pytest.raises(EngineRequestError, match="answered 400"):
+            answer(prompt + 1, longest - 1)
 
 
 def test_a_response_that_the_engine_cut_short_is_refused(runner, client):

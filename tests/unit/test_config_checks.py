@@ -233,11 +233,16 @@ REFUSED = [
     (
         ["data.max_prompt_tokens=2000"],
         "rollout.max_response_tokens: got 64, with data.max_prompt_tokens 2000 that is 2064, "
-        "expected at most the model's 2048 positions",
+        "expected at most 46: the model's 2048 positions, of which SGLang fills all but 2",
     ),
     (
-        ["evaluation.max_response_tokens=1025"],
-        "evaluation.max_response_tokens: got 1025, with data.max_prompt_tokens 1024",
+        ["data.max_prompt_tokens=2042", "rollout.max_response_tokens=4"],
+        "data.max_prompt_tokens: got 2042, expected at most 2041: the model's 2048 positions, of which "
+        "SGLang fills all but 7 with a prompt",
+    ),
+    (
+        ["evaluation.max_response_tokens=1023"],
+        "evaluation.max_response_tokens: got 1023, with data.max_prompt_tokens 1024",
     ),
     (
         ["rollout.topk_log_probs=512"],
@@ -392,13 +397,21 @@ def test_how_many_servers_start_and_whether_a_router_does(given, started, router
     assert (engine.started, engine.uses_router) == (started, router)
 
 
-def test_the_engine_s_own_context_bounds_the_lengths(problems, check):
-    check("sglang.context_length=1088")
-    (problem,) = problems("sglang.context_length=1087")
+@pytest.mark.parametrize("key", ["context_length", "max_total_tokens"])
+def test_the_engine_s_own_context_and_cache_bound_the_lengths(problems, check, key):
+    check(f"sglang.{key}=1090")
+    (problem,) = problems(f"sglang.{key}=1089")
     assert problem == (
         "rollout.max_response_tokens: got 64, with data.max_prompt_tokens 1024 that is 1088, "
-        "expected at most the engine's sglang.context_length of 1087 positions"
+        f"expected at most 63: the engine's sglang.{key} of 1089 positions, of which SGLang fills all "
+        "but 2"
     )
+
+
+def test_the_longest_that_a_model_serves_or_a_replay_trains(problems, check, tmp_path):
+    check("data.max_prompt_tokens=1982")  # 2046 of 2048 with the response
+    assert len(problems("data.max_prompt_tokens=1983")) == 1
+    check("data.max_prompt_tokens=1984", f"rollout.replay_from={tmp_path}")
 
 
 def test_the_engine_s_split_divides_the_heads(problems, check):

@@ -168,6 +168,24 @@ FORWARDED = [
         "sglang.custom_sigquit_handler=x",
         "sglang.custom_sigquit_handler: got 'x' (str), expected nothing: ServerArgs",
     ),
+    (
+        "sglang.attention_backend=flashinfr",
+        "sglang.attention_backend: got 'flashinfr' (str), which SGLang refuses: argument "
+        "--attention-backend: invalid choice: 'flashinfr' (choose from 'triton', ",
+    ),
+    (
+        "sglang.context_length=12q",
+        "sglang.context_length: got '12q' (str), which SGLang refuses: argument --context-length: Invalid",
+    ),
+    (
+        "sglang.max_lora_chunk_size=17",
+        "sglang.max_lora_chunk_size: got 17 (int), which SGLang refuses: argument --max-lora-chunk-size: "
+        "invalid choice: 17 (choose from 16, 32, 64, 128)",
+    ),
+    (  # its file of options takes no deprecated flag
+        "sglang.disable_cuda_graph=true",
+        "sglang.disable_cuda_graph: got true (bool), which SGLang refuses: Unsupported config option",
+    ),
     ("sglang.attn_tp_size=2", "sglang.attn_tp_size: got 2 (int), not a field of ServerArgs"),
 ]
 
@@ -187,6 +205,19 @@ def test_the_sglang_table_of_a_server_elsewhere_needs_no_sglang(problems, monkey
     assert problems("sglang.port=1") == [
         "sglang.port: got 1 (int), expected nothing: engine.port sets it"
     ]
+
+
+def test_the_servers_own_interpreter_is_asked(problems, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ntouch {tmp_path}/asked\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (found,) = problems("sglang.load_format=dumy", f"engine.python={python}")
+    assert found.startswith("sglang.load_format: got 'dumy' (str), which SGLang refuses: ")
+    assert found.endswith("; did you mean dummy?")
+    assert (tmp_path / "asked").exists()
+    python.write_text("#!/bin/sh\necho No module named megatron_dppo >&2\nexit 1\n")
+    (found,) = problems("sglang.load_format=dummy", f"engine.python={python}")
+    assert found == f"sglang: can't be checked: {python} says: No module named megatron_dppo"
 
 
 def test_every_option_of_ours_is_one_of_megatrons():
@@ -219,7 +250,7 @@ def test_forwarded_tables_that_fit(problems):
         "sglang.mem_fraction_static=0.5",
         "sglang.tp_size=2",
         "sglang.max_total_tokens=8192",
-        "sglang.disable_cuda_graph=true",
+        "sglang.cuda_graph_backend_decode=disabled",
         "sglang.gc_threshold=[1, 2]",
         "sglang.load_format=dummy",
         "sglang.context_length=128k",

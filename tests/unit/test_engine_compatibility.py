@@ -23,7 +23,7 @@ __all__ = ["engine"]  # a fixture
 @pytest.fixture
 def fitting(engine: Engine) -> Engine:
     engine.info(
-        enable_return_routed_experts=False, version=SGLANG_VERSION, max_total_num_tokens=128
+        enable_return_routed_experts=False, version=SGLANG_VERSION, max_total_num_tokens=130
     )
     engine.answers["/model_info"] = (200, json.dumps(MODEL))
     return engine
@@ -58,7 +58,7 @@ def test_nothing_is_generated_on_a_paused_engine(fitting, tmp_path):
 
 def test_other_differences_are_told_of_a_paused_engine_too(fitting, tmp_path):
     fitting.answers["/ready"] = (503, "")
-    fitting.info(version="0.5.22", max_total_num_tokens=128)
+    fitting.info(version="0.5.22", max_total_num_tokens=130)
     with pytest.raises(EngineMismatchError, match=r"sglang version: '0.5.22'"):
         check(tmp_path, fitting.url)
 
@@ -80,7 +80,7 @@ def test_a_server_of_something_else_is_refused(fitting, tmp_path, path, answer, 
 
 @pytest.mark.parametrize("changes", [{"max_total_num_tokens": "many"}, {"dtype": None}])
 def test_fields_of_another_type_are_refused(fitting, tmp_path, changes):
-    fitting.info(**{"version": SGLANG_VERSION, "max_total_num_tokens": 128, **changes})
+    fitting.info(**{"version": SGLANG_VERSION, "max_total_num_tokens": 130, **changes})
     with pytest.raises(EngineMismatchError, match=f"does not say {next(iter(changes))} as SGLang"):
         check(tmp_path, fitting.url)
 

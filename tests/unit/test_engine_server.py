@@ -283,12 +283,12 @@ def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
         "dtype": "float32",
         "quantization": None,
         "enable_return_routed_experts": False,
-        "max_total_num_tokens": 128,
+        "max_total_num_tokens": 130,
     }
     model_info = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     config = sections(tmp_path)
     assert compare_server(config, info, model_info) == []
-    wrong = info | {"version": "0.5.22", "dtype": "bfloat16", "max_total_num_tokens": 127}
+    wrong = info | {"version": "0.5.22", "dtype": "bfloat16", "max_total_num_tokens": 129}
     lines = compare_server(
         sections(tmp_path, rollout={"router_replay": True}),
         wrong,
@@ -299,7 +299,19 @@ def test_a_server_elsewhere_is_compared_field_by_field(tmp_path):
         "model type: 'llama', expected 'qwen3_moe'",
         "dtype (--dtype): 'bfloat16', expected 'float32'",
         "--enable-return-routed-experts: False, expected True",
-        "--max-total-tokens: the cache holds 127 tokens, a full sequence has 128",
+        "--max-total-tokens: the cache holds 129 tokens, a full sequence of 128 needs 130",
+    ]
+    assert compare_server(config, info | {"max_req_input_len": 124}, model_info) == []
+    assert compare_server(config, info | {"max_req_input_len": 123}, model_info) == [
+        "--context-length: it has 129 positions, a full sequence of 128 needs 130"
+    ]
+    paged = info | {"page_size": 16, "max_total_num_tokens": 159}
+    assert compare_server(config, paged, model_info) == [
+        "--max-total-tokens: the cache holds 159 tokens, a full sequence of 128 needs 160"
+    ]
+    longer = sections(tmp_path, evaluation={"max_response_tokens": 29})
+    assert compare_server(longer, info, model_info) == [
+        "--max-total-tokens: the cache holds 130 tokens, a full sequence of 129 needs 131"
     ]
 
 
@@ -307,7 +319,7 @@ def test_a_server_elsewhere_must_have_lora_where_it_is_sent_adapters(tmp_path):
     lora = {"rank": 8, "update": "adapters"}
     wanted, merged = (sections(tmp_path, lora=lora | more) for more in ({}, {"update": "merged"}))
     info = dict.fromkeys(("version", "dtype", "quantization"), None)
-    info |= {"max_total_num_tokens": 128, "enable_lora": None, "max_lora_rank": 4}
+    info |= {"max_total_num_tokens": 130, "enable_lora": None, "max_lora_rank": 4}
     model_info = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     assert compare_server(wanted, info, model_info)[2:] == [
         "--enable-lora: None, expected True",
