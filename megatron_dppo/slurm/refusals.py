@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megatron_dppo.config.allocator import allocator_problems
+from megatron_dppo.config.forwarded import SGLANG
+from megatron_dppo.config.library_fields import LibraryMissingError
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.server_args import table_problems_elsewhere
+from megatron_dppo.logging import say
 from megatron_dppo.preflight.checks import CHECKS
 from megatron_dppo.slurm.commands import SlurmError, fields, slurm
 from megatron_dppo.slurm.site import SiteConfig
@@ -121,6 +126,7 @@ def site_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Ite
     """Names in the site file that nothing has, a container that lacks something."""
     if unknown := [name for name in site.preflight_skip if name not in CHECKS]:
         yield f"preflight_skip: got {unknown[0]!r}, expected some of {', '.join(CHECKS)}"
+    yield from _shell_problems(site)
     container, python = site.container, config.engine.python
     if container.kind == "none":
         if container.image or container.server_image:
@@ -134,6 +140,48 @@ def site_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Ite
         if image is not None and image.startswith("/") and not Path(image).exists():
             yield f"container.image: got {image!r}, which is not there"
     yield from _mount_problems(config, site, directory)
+
+
+def _shell_problems(site: SiteConfig) -> Iterator[str]:
+    """A prologue that is no shell, a ``gres`` of another number of GPUs than the roles are placed on."""
+    if site.prologue:
+        words = ["bash", "-n"]
+        parsed = subprocess.run(
+            words, input=site.prologue, capture_output=True, text=True, check=False
+        )
+        if parsed.returncode:
+            told = parsed.stderr.strip().splitlines()[0]
+            yield f"prologue: {told}; expected lines that bash can run"
+    if site.gres is None:
+        return
+    gpus = [entry.split("(")[0].split(":") for entry in site.gres.split(",")]
+    count = sum(int(e[-1]) if e[-1].isdigit() else 1 for e in gpus if e[0] == "gpu")
+    if count != site.gpus_per_node:
+        yield (
+            f"gres: got {site.gres!r}, {count} GPUs, expected gpus_per_node = {site.gpus_per_node}: such as "
+            f"gpu:{site.gpus_per_node}"
+        )
+
+
+def server_option_problems(config: TrainConfig, site: SiteConfig) -> Iterator[str]:
+    """Values of the ``sglang:`` table that the servers would end over, by the Python that they get.
+
+    Nothing where the run starts no server, and where that Python can't be asked from here: the job's own
+    check on its first node asks it then.
+    """
+    starts = config.engine.started > 0 and config.rollout.replay_from is None
+    if not starts or not SGLANG.free(config.sglang):
+        return
+    container = site.container
+    if container.kind != "none":
+        say("sglang: checked in the job alone, by the Python of its container")
+        return
+    python = config.engine.python or container.interpreter
+    say(f"sglang: {python} is asked whether SGLang takes the table's values (seconds)")
+    try:
+        yield from table_problems_elsewhere(config.sglang, python)
+    except LibraryMissingError as error:
+        say(f"sglang: checked in the job alone: {error}")
 
 
 def _mount_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:

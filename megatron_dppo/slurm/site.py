@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -46,13 +47,16 @@ class ContainerConfig(Section):
         pairs = (mount.split(":")[:2] for mount in self.mounts)
         return [Path(folder), *(Path(pair[0]) for pair in pairs if pair[0] == pair[-1])]
 
-    def form(self, folder: str, *, server: bool, flags: Sequence[str] = ()) -> StepForm:
-        """How a step of ranks, or of a ``server``, is started from ``folder``."""
+    def form(
+        self, folder: str, *, server: bool, flags: Sequence[str] = (), prologue: str = ""
+    ) -> StepForm:
+        """How a step of ranks, or of a ``server``, is started from ``folder``, after a ``prologue``."""
         if self.kind == "none":
-            return StepForm(tuple(flags))
+            return StepForm(tuple(flags), prologue_words(prologue))
         image = (self.server_image if server else None) or self.image or ""
         mounts = [f"{folder}:{folder}", *self.mounts]
-        return _FORMS[self.kind](image, mounts, folder, flags)
+        form = _FORMS[self.kind](image, mounts, folder, flags)
+        return replace(form, prefix=(*prologue_words(prologue), *form.prefix))
 
 
 def _pyxis(image: str, mounts: list[str], folder: str, flags: Sequence[str]) -> StepForm:
@@ -68,6 +72,21 @@ def _pyxis(image: str, mounts: list[str], folder: str, flags: Sequence[str]) -> 
 def _apptainer(image: str, mounts: list[str], folder: str, flags: Sequence[str]) -> StepForm:
     binds = tuple(f"--bind={mount}" for mount in mounts)
     return StepForm(tuple(flags), ("apptainer", "exec", "--nv", f"--pwd={folder}", *binds, image))
+
+
+def prologue_words(lines: str) -> tuple[str, ...]:
+    """The words before a command that have a shell run ``lines`` first; none where there are none.
+
+    A login shell, since that is where clusters define ``module``. A line that fails ends the step.
+    """
+    if not lines.strip():
+        return ()
+    script = (
+        "set -e; trap 'echo \"prologue: failed: $BASH_COMMAND\" >&2' ERR\n"
+        # A server's standard input holds its keys.
+        f'{{\n{lines.strip()}\n}} </dev/null\ntrap - ERR\nexec "$@"'
+    )
+    return ("bash", "--login", "-c", script, "prologue")
 
 
 _FORMS = {"pyxis": _pyxis, "apptainer": _apptainer}
@@ -88,6 +107,9 @@ class SiteConfig(Section):
     """``--time``: a Slurm time such as ``1-00:00:00``, or minutes. Empty: the partition's default."""
     gpus_per_node: int = Field(default=8, ge=0)
     """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
+    gres: str | None = None
+    """``--gres`` in place of ``--gpus-per-node``, such as ``gpu:h100:8``, where a cluster wants that; as many as
+    ``gpus_per_node`` says."""
     gpu: (
         Literal["a100", "h100", "h200", "b200", "a100-40gb", "h100-pcie", "h100-nvl", "h200-nvl"]
         | None
@@ -123,7 +145,26 @@ class SiteConfig(Section):
     """Further flags of every srun."""
     environment: dict[str, str] = Field(default_factory=dict)
     """Variables of every rank and server, such as NCCL_SOCKET_IFNAME."""
+    prologue: str = ""
+    """Shell lines before the Python of every rank, server and check, on each node: ``module load cuda``, exports.
+    bash runs them as a login shell; one that fails ends the step. With apptainer before the container is entered,
+    with pyxis inside of it. The supervisor has the environment in which ``submit`` was run."""
     container: ContainerConfig = ContainerConfig()
+
+    @property
+    def device_flag(self) -> str:
+        """sbatch's flag that asks for a node's devices."""
+        if self.gres is not None:
+            return f"--gres={self.gres}"
+        if self.gpus_per_node:
+            return f"--gpus-per-node={self.gpus_per_node}"
+        return f"--ntasks-per-node={self.processes_per_node}"
+
+    def form(self, folder: str, *, server: bool) -> StepForm:
+        """How a step of ranks, or of a ``server``, is started from ``folder``."""
+        return self.container.form(
+            folder, server=server, flags=self.srun_flags, prologue=self.prologue
+        )
 
     def devices(self, environment: Mapping[str, str]) -> int:
         """Devices of a node: of the job that ``environment`` describes, else as configured."""

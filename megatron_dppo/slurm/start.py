@@ -173,8 +173,7 @@ class Start:
         return Runtime(launcher, python, variables)
 
     def _form(self, *, server: bool) -> StepForm:
-        folder = str(Path.cwd())
-        return self._site.container.form(folder, server=server, flags=self._site.srun_flags)
+        return self._site.form(str(Path.cwd()), server=server)
 
 
 def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:

@@ -81,18 +81,13 @@ class Submission:
             "reservation": site.reservation,
             "time": site.time,
         }
-        devices = (
-            f"--gpus-per-node={site.gpus_per_node}"
-            if site.gpus_per_node
-            else f"--ntasks-per-node={site.processes_per_node}"
-        )
         first, *others = self._nodes_by_group
         return [
             "sbatch",
             "--parsable",
             f"--job-name={self.directory.parent.name}-{self.directory.name}",
             f"--nodes={first}",
-            devices,
+            site.device_flag,
             *(f"--{name}={value}" for name, value in named.items() if value is not None),
             f"--signal=B:USR1@{site.checkpoint_margin_s}",
             f"--chdir={Path.cwd()}",
@@ -100,13 +95,13 @@ class Submission:
             *(["--no-kill"] if site.spares_servers else []),
             *site.sbatch_flags,
             *extra,
-            *self._second_group(others, devices),
+            *self._second_group(others),
             str(SCRIPT),
             str(self.directory / CONFIG_FILE),
             f"--site={self.directory / SITE_FILE}",
         ]
 
-    def _second_group(self, others: Sequence[int], devices: str) -> list[str]:
+    def _second_group(self, others: Sequence[int]) -> list[str]:
         """Options of the servers' nodes in a heterogeneous job; the script's own hold for the first group."""
         site = self.site
         named = {"account": site.account, "qos": site.qos, "time": site.time}
@@ -117,7 +112,7 @@ class Submission:
             for word in (
                 ":",
                 f"--nodes={nodes}",
-                devices,
+                site.device_flag,
                 f"--partition={site.server_partition}",
                 "--exclusive",
                 *told,

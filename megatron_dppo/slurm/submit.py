@@ -16,6 +16,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.slurm.commands import slurm
 from megatron_dppo.slurm.memory import memory_verdict
+from megatron_dppo.slurm.refusals import server_option_problems
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.slurm.status import UNKNOWN, job_state
 from megatron_dppo.slurm.submission import CONFIG_FILE, JOB_FILE, SITE_FILE, Submission
@@ -43,19 +44,29 @@ def submit(request: Request) -> int:
     """Submit it, or only show it; the exit code. Raises ConfigError, SlurmError."""
     site = load_site(site_path(request.site_file), request.site_overrides)
     config = load_config(request.recipe, request.overrides)
-    submission, memory = _checked(config, site, request)
-    command = submission.command(request.sbatch_flags)
-    directory = submission.directory
-    print(f"run directory: {directory}\n")
-    print(f"{submission.placement.table()}\n\n{memory}\n")
+    findings = _checked(config, site, request)
+    if findings.problems and not request.dry_run:
+        raise ConfigError(findings.problems, request.recipe)
+    if (submission := findings.submission) is not None:
+        print(f"run directory: {submission.directory}\n")
+        print(f"{submission.placement.table()}\n\n{findings.memory}\n")
     if request.dry_run:
         print(f"# {CONFIG_FILE}\n{resolved_yaml(config)}")
         print(f"# {SITE_FILE}\n{resolved_yaml(site)}")
-        print(shlex.join(command))
-        return 0
+    if submission is not None and request.dry_run:
+        print(shlex.join(submission.command(request.sbatch_flags)), flush=True)
+    if findings.problems:
+        raise ConfigError(findings.problems, f"{request.recipe} would be refused")
+    assert submission is not None
+    return 0 if request.dry_run else _hand_over(submission, request.sbatch_flags)
+
+
+def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
+    """Freeze the configuration in the run's directory and give the job to sbatch."""
+    directory, command = submission.directory, submission.command(flags)
     (directory / "logs").mkdir(parents=True, exist_ok=True)
-    write_atomically(directory / CONFIG_FILE, resolved_yaml(config))
-    write_atomically(directory / SITE_FILE, resolved_yaml(site))
+    write_atomically(directory / CONFIG_FILE, resolved_yaml(submission.config))
+    write_atomically(directory / SITE_FILE, resolved_yaml(submission.site))
     print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")
     print(shlex.join(command), flush=True)
     os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
@@ -76,17 +87,24 @@ def _waiting_problems(directory: Path) -> Iterator[str]:
         )
 
 
-def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> tuple[Submission, str]:
-    """The submission and its memory's verdict, when nothing speaks against it.
+@dataclass(frozen=True)
+class _Findings:
+    """``submission``: None where the roles have no place; ``memory``: its verdict in a line; ``problems``: all that
+    speaks against it."""
 
-    Raises ConfigError with everything that does.
-    """
+    submission: Submission | None
+    memory: str
+    problems: list[str]
+
+
+def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> _Findings:
     problems: list[str] = []
-    submission = None
+    submission, memory = None, "memory: not planned, for the configuration can't be used"
     try:
         check_config(config, request.recipe)
     except ConfigError as error:
         problems += error.problems
+    fits = not problems
     try:
         submission = Submission.plan(config, site, request.nodes)
     except PlacementError as error:
@@ -96,9 +114,8 @@ def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> tuple[S
             *submission.problems(request.sbatch_flags),
             *_waiting_problems(submission.directory),
         ]
-    if problems or submission is None:
-        raise ConfigError(problems, request.recipe)
-    memory, lacking = memory_verdict(config, site, submission.nodes)
-    if lacking:
-        raise ConfigError(lacking, request.recipe)
-    return submission, memory
+    if submission is not None and fits:
+        memory, lacking = memory_verdict(config, site, submission.nodes)
+        problems += lacking
+    problems += server_option_problems(config, site)
+    return _Findings(submission, memory, problems)

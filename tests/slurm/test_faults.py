@@ -10,11 +10,16 @@ pytestmark = pytest.mark.slurm
 
 
 def test_a_job_runs_to_its_end(cluster, folder):
-    job = StandInJob(cluster, folder).submit()
+    """Each step begins with the site's prologue, and has all GPUs of a node that were asked for by gres."""
+    told = 'echo "prologue: GPUs $CUDA_VISIBLE_DEVICES"'
+    job = StandInJob(cluster, folder, prologue=told).submit("--gres=gpu:8")
     assert job.wait_for_end()["JobState"] == "COMPLETED", job.log
     assert job.ends() == ["done"]
     assert job.steps() == list(range(1, 21))
     assert job.attempts()[0]["hosts"] == cluster.nodes[:3]
+    for name in ("check.out", "rank0.out", "rank1.out", "engine0-1.log"):
+        lines = (job.directory / "logs" / name).read_text().splitlines()
+        assert "prologue: GPUs 0,1,2,3,4,5,6,7" in lines, name
 
 
 def test_a_killed_server_starts_again_on_its_node_and_the_job_goes_on(cluster, folder):

@@ -178,9 +178,9 @@ FORWARDED = [
         "sglang.context_length: got '12q' (str), which SGLang refuses: argument --context-length: Invalid",
     ),
     (
-        "sglang.max_lora_chunk_size=17",
-        "sglang.max_lora_chunk_size: got 17 (int), which SGLang refuses: argument --max-lora-chunk-size: "
-        "invalid choice: 17 (choose from 16, 32, 64, 128)",
+        "sglang.log_requests_level=7",
+        "sglang.log_requests_level: got 7 (int), which SGLang refuses: argument --log-requests-level: "
+        "invalid choice: 7 (choose from 0, 1, 2, 3)",
     ),
     (  # its file of options takes no deprecated flag
         "sglang.disable_cuda_graph=true",

@@ -30,6 +30,8 @@ def test_it_asks_for_what_its_recipe_fills_and_ends_in_the_supervisor(path):
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, re.MULTILINE))
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert lines == ["set -euo pipefail", END % path.stem]
+    for wanted in ("##SBATCH --account=", "##SBATCH --partition=", "# export MEGATRON_DPPO_SITE="):
+        assert f"\n{wanted}" in text  # to be put in by whoever needs it
     roles = Roles.of(load_config(ROOT / "examples" / "recipes" / f"{path.stem}.yaml"))
     nodes, gpus = int(options["nodes"]), int(options["gpus-per-node"])
     hosts = tuple(Host(f"n{i}", f"n{i}", gpus) for i in range(nodes))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from megatron_dppo.launch.places import Allocation, Host
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunLauncher
 from megatron_dppo.launch.srun_ranks import SrunRanks
-from megatron_dppo.slurm.site import ContainerConfig
+from megatron_dppo.slurm.site import ContainerConfig, SiteConfig
 from tests.unit.test_engine_server import run_config
 
 HOSTS = tuple(Host(f"n{i}", f"10.0.0.{i}", 8) for i in (1, 2))
@@ -105,3 +106,28 @@ def test_the_step_of_a_server_with_a_python_of_its_own(run: RunDirectory, kind: 
     )
     assert "secret" not in " ".join(found)
     server.stop()
+
+
+def test_a_prologue_runs_before_the_command_and_hands_it_its_standard_input(tmp_path: Path) -> None:
+    lines = "export A='x y'\ncat\nB=1"
+    prefix = SiteConfig(prologue=lines).form("/here", server=False).prefix
+    done = subprocess.run(
+        [*prefix, "sh", "-c", "echo $A $1 $(cat)", "0", "a b"], input="keys", capture_output=True, text=True, check=False
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "x y a b keys\n")
+    failing = SiteConfig(prologue="module load nothing-of-that-name\ntrue").form("/", server=True)
+    done = subprocess.run(
+        [*failing.prefix, "touch", tmp_path / "ran"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode
+    assert "prologue: failed: module load nothing-of-that-name" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_prologue_comes_before_apptainer_and_inside_of_pyxis() -> None:
+    for kind, before in (("apptainer", "apptainer"), ("pyxis", None), ("none", None)):
+        site = SiteConfig(prologue="true", container=container(kind))
+        prefix = site.form("/here", server=False).prefix
+        assert prefix[:2] == ("bash", "--login")
+        assert (prefix[5:] or (None,))[0] == before
+    assert SiteConfig(prologue=" \n").form("/here", server=False).prefix == ()

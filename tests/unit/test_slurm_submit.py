@@ -72,6 +72,12 @@ def test_the_whole_command_line(tmp_path, monkeypatch):
     assert (given, its_site) == (f"{run}/submitted.yaml", f"--site={run}/site.yaml")
 
 
+def test_gpus_are_asked_for_by_gres_where_the_site_says_so(tmp_path):
+    plan = Submission.plan(config(tmp_path), site(gres="gpu:h100:2,shard:1"), None)
+    assert "--gres=gpu:h100:2,shard:1" in plan.command()
+    assert not any(word.startswith("--gpus-per-node") for word in plan.command())
+
+
 def test_nodes_without_gpus_are_counted_in_processes(tmp_path):
     cluster = site(gpus_per_node=0, processes_per_node=1)
     plan = Submission.plan(config(tmp_path), cluster, 3)
@@ -137,6 +143,40 @@ def test_a_dry_run_shows_all_and_leaves_nothing(tmp_path, sbatch, capsys):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_dry_run_shows_placement_and_command_also_where_something_is_missing(
+    tmp_path, sbatch, capsys
+):
+    path = write_config(tmp_path, minimal(tmp_path))
+    words = ["submit", "--dry-run", str(path), "model.hf_checkpoint=nowhere", "--set=account=rl"]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    shown, told = capsys.readouterr()
+    assert "node1  rank 0   0        node1" in shown
+    assert "\nsbatch --parsable" in shown
+    assert "--account=rl" in shown
+    assert f"{path} would be refused:\n  model.hf_checkpoint: got 'nowhere'" in told
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_servers_python_is_asked_of_the_sglang_table_before_anything_queues(
+    tmp_path, sbatch, capsys
+):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\necho $* $(cat) > {tmp_path}/asked\necho \'["sglang.x: bad"]\'\n')
+    python.chmod(0o755)
+    path = write_config(tmp_path, minimal(tmp_path))
+    words = ["submit", str(path), "sglang.load_format=dumy", f"engine.python={python}"]
+    with pytest.raises(SystemExit):
+        main(words)
+    assert "\n  sglang.x: bad" in capsys.readouterr().err
+    asked = (tmp_path / "asked").read_text().strip()
+    assert asked == '-W ignore -m megatron_dppo.engine.server_args {"load_format": "dumy"}'
+    python.write_text("#!/bin/sh\nexit 1\n")  # it has none of the packages: the job's own check will say
+    assert main(words) == 0
+    assert "checked in the job alone" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -170,6 +210,8 @@ def test_a_dry_run_shows_all_and_leaves_nothing(tmp_path, sbatch, capsys):
             ["--set=preflight_skip=[disc]"],
             "preflight_skip: got 'disc', expected some of host, gpus",
         ),
+        (["--set=gres=gpu:h100:4"], "gres: got 'gpu:h100:4', 4 GPUs, expected gpus_per_node = 2"),
+        (["--set=prologue=if true"], "prologue: bash: line 2: syntax error"),
         (["--nodes=0"], "got no hosts, expected at least one"),
         (["--set=partitoin=gpu"], "partitoin: unknown key"),
     ],
