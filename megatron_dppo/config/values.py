@@ -81,7 +81,7 @@ def length_problems(config: TrainConfig, model: ModelShape) -> Iterator[str]:
     """
     generates = config.rollout.replay_from is None
     spare, prompt_spare = (SPARE_POSITIONS, PROMPT_SPARE_POSITIONS) if generates else (0, 1)
-    limits = {"model's": model.max_position_embeddings}
+    limits: dict[str, Any] = {"model's": model.max_position_embeddings}
     if generates:
         for key in ("context_length", "max_total_tokens"):
             limits[f"engine's sglang.{key} of"] = config.sglang.get(key)

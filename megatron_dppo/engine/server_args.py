@@ -105,7 +105,9 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
     try:
         words = merger._convert_config_to_args({key.replace("_", "-"): value})
         parser.parse_args(["--model-path=any", *words])  # the one flag that it demands
-    except ValueError as error:  # _RefusedError, and the merger's for an action that it does not know
+    except (
+        ValueError
+    ) as error:  # _RefusedError, and the merger's for an action that it does not know
         choices = (a.choices for a in parser._actions if a.dest == key and a.choices)
         near = closest(str(value), map(str, next(choices, ())))
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -346,7 +346,9 @@ def test_the_longest_sequences_that_the_checks_take_are_served_and_no_longer_one
 ):
     """The largest values that a refusal names, on the real server: with them a request is answered in full."""
     shape = load_model_shape(model)
-    config = run_config(model, data={"max_prompt_tokens": prompt}, rollout={"max_response_tokens": 64})
+    config = run_config(
+        model, data={"max_prompt_tokens": prompt}, rollout={"max_response_tokens": 64}
+    )
     (refusal,) = length_problems(config, shape)
     longest = int(re.search(r"expected at most (\d+)", refusal)[1])
     sections = {"data": {"max_prompt_tokens": prompt}, "rollout": {"max_response_tokens": longest}}

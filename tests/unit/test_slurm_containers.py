@@ -111,9 +111,8 @@ def test_the_step_of_a_server_with_a_python_of_its_own(run: RunDirectory, kind: 
 def test_a_prologue_runs_before_the_command_and_hands_it_its_standard_input(tmp_path: Path) -> None:
     lines = "export A='x y'\ncat\nB=1"
     prefix = SiteConfig(prologue=lines).form("/here", server=False).prefix
-    done = subprocess.run(
-        [*prefix, "sh", "-c", "echo $A $1 $(cat)", "0", "a b"], input="keys", capture_output=True, text=True, check=False
-    )  # fmt: skip
+    words = [*prefix, "sh", "-c", "echo $A $1 $(cat)", "0", "a b"]
+    done = subprocess.run(words, input="keys", capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "x y a b keys\n")
     failing = SiteConfig(prologue="module load nothing-of-that-name\ntrue").form("/", server=True)
     done = subprocess.run(

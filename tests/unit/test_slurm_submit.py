@@ -163,7 +163,7 @@ def test_the_servers_python_is_asked_of_the_sglang_table_before_anything_queues(
     tmp_path, sbatch, capsys
 ):
     python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho $* $(cat) > {tmp_path}/asked\necho \'["sglang.x: bad"]\'\n')
+    python.write_text(f"#!/bin/sh\necho $* $(cat) > {tmp_path}/asked\necho '[\"sglang.x: bad\"]'\n")
     python.chmod(0o755)
     path = write_config(tmp_path, minimal(tmp_path))
     words = ["submit", str(path), "sglang.load_format=dumy", f"engine.python={python}"]
@@ -172,7 +172,9 @@ def test_the_servers_python_is_asked_of_the_sglang_table_before_anything_queues(
     assert "\n  sglang.x: bad" in capsys.readouterr().err
     asked = (tmp_path / "asked").read_text().strip()
     assert asked == '-W ignore -m megatron_dppo.engine.server_args {"load_format": "dumy"}'
-    python.write_text("#!/bin/sh\nexit 1\n")  # it has none of the packages: the job's own check will say
+    python.write_text(
+        "#!/bin/sh\nexit 1\n"
+    )  # it has none of the packages: the job's own check will say
     assert main(words) == 0
     assert "checked in the job alone" in capsys.readouterr().out
 
