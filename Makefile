@@ -12,7 +12,7 @@ setup:  ## the virtual environment .venv (done once)
 	@tools/environment/setup.sh
 
 demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2, DIRECTORY=..., OVERRIDES="key=value ...")
-	@$(PYTHON_IN_VENV) -m examples.tiny_moe.demo $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
+	@$(PYTHON_IN_VENV) -m megatron_dppo demo $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
 
 slurm-demo: setup  ## a real Slurm of four nodes on this machine: the tiny recipe with R3 is submitted, restarted by its time limit, finished
 	@$(PYTHON_IN_VENV) -m examples.tiny_moe.slurm_demo $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
@@ -21,7 +21,7 @@ why: setup  ## four algorithms where the trust region matters, three seeds each:
 	@$(PYTHON_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
 
 gpu-check: setup  ## what to run first on a GPU machine; without one it checks what it can: page in runs/gpu_check (also ONLY=kernels,mask)
-	@$(PYTHON_IN_VENV) -m megatron_dppo.gpu_check $(if $(ONLY),--only $(ONLY))
+	@$(PYTHON_IN_VENV) -m megatron_dppo gpu-check $(if $(ONLY),--only $(ONLY))
 
 test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow Slurm tests too)
 	@$(PYTHON_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slurm_slow')

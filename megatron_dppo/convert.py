@@ -1,4 +1,4 @@
-"""``python -m megatron_dppo.convert``: checkpoints between Hugging Face and Megatron, in bounded memory."""
+"""``megatron-dppo convert``: checkpoints between Hugging Face and Megatron, in bounded memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    top = argparse.ArgumentParser(prog="python -m megatron_dppo.convert", description=__doc__)
+    top = argparse.ArgumentParser(prog="megatron-dppo convert", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _hf_to_megatron_arguments(
         _command(

@@ -1,4 +1,4 @@
-"""Entry point: ``python -m megatron_dppo.plan RECIPE.yaml [key.path=value ...] --gpu h100 --nodes 4``.
+"""Entry point: ``megatron-dppo plan RECIPE.yaml [key.path=value ...] --gpu h100 --nodes 4``.
 
 What a recipe takes on a cluster, from its file and the model's config.json alone: memory of every rank, server and
 host, bytes and seconds of a step, and whether it fits. Exit codes: 0 it fits, 2 refused.
@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_dppo import EXAMPLES
 from megatron_dppo.config import ConfigError, TrainConfig, load_config
 from megatron_dppo.logging import fatal
 from megatron_dppo.model.errors import ModelError
@@ -164,7 +165,7 @@ def plan_json(plan: Verdict) -> dict[str, Any]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_dppo.plan",
+        prog="megatron-dppo plan",
         description="What a recipe takes on a cluster, and whether it fits; needs no weights and no GPU.",
         epilog="Exit codes: 0 it fits, 2 refused. docs/planner.md: formulas, sources, accuracy.",
     )
@@ -179,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model-configs",
-        default="examples/model_configs",
+        default=EXAMPLES / "model_configs",
         metavar="FOLDER",
         help="where config.json is looked for, by the checkpoint's name in small letters, while the checkpoint is not "
         "there; default %(default)s",

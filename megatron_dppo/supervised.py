@@ -1,4 +1,4 @@
-"""Entry point: ``python -m megatron_dppo.supervised CONFIG.yaml [key.path=value ...]``.
+"""Entry point: ``megatron-dppo supervised CONFIG.yaml [key.path=value ...]``.
 
 Maximum likelihood on prompt-response pairs by the same trainer as the RL run, as a warm start: the
 result is a Hugging Face folder, ``<run.directory>/hf``. Short runs: nothing is checkpointed between.
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
+        prog="megatron-dppo supervised",
         description="Train on prompt-response pairs; writes a Hugging Face folder.",
         epilog="Keys and their meaning: SupervisedConfig in megatron_dppo/config/schema.py.",
     )

@@ -1,4 +1,4 @@
-"""Entry point: ``python -m megatron_dppo.train CONFIG.yaml [key.path=value ...]``.
+"""Entry point: ``megatron-dppo train CONFIG.yaml [key.path=value ...]``.
 
 Everything that can be refused is refused first, within seconds, by a child process that may import
 the libraries. Then this process is either the supervisor of a run on this machine, which starts the
@@ -160,7 +160,7 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
+        prog="megatron-dppo train",
         description="Train a language model with RL: Megatron-Core trainers, SGLang rollouts.",
         epilog=(
             "Ctrl-C once: end the step, save a checkpoint, stop. Twice: end at once. The same "

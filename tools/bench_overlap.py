@@ -3,7 +3,7 @@
 
 Each round runs both modes one after the other (the order alternates) and compares seconds per step, without
 evaluations and without the first and last step, which in one-step-off mode wait for two generations and for none.
-Run directories are kept, for `python -m megatron_dppo.metrics.report`.
+Run directories are kept, for `megatron-dppo report`.
 
     python tools/bench_overlap.py examples/tiny_moe/config.yaml --rounds 3 run.steps=20 parallel.world_size=1
 

@@ -31,8 +31,8 @@ that the program is started in.
 
 def reference() -> str:
     """Every section and key of both kinds of run: what it takes, its default, its meaning."""
-    parts = [_INTRODUCTION, "## `python -m megatron_dppo.train`\n", *_sections(TrainConfig)]
-    parts += ["## `python -m megatron_dppo.supervised`\n", _summary(SupervisedConfig)]
+    parts = [_INTRODUCTION, "## `megatron-dppo train`\n", *_sections(TrainConfig)]
+    parts += ["## `megatron-dppo supervised`\n", _summary(SupervisedConfig)]
     known = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
     parts += _sections(SupervisedConfig, known)
     return "\n".join(parts)

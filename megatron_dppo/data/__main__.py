@@ -1,10 +1,11 @@
-"""Data sets: ``python -m megatron_dppo.data prepare NAME --from SOURCE --out FILE`` and
-``python -m megatron_dppo.data inspect FILE``; docs/data.md tells more."""
+"""Data sets: ``megatron-dppo data prepare NAME --from SOURCE --out FILE``, ``megatron-dppo data inspect FILE`` and
+``megatron-dppo data check-rewards FILE``; docs/data.md tells more."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dppo.data.json_lines import DataError
@@ -14,31 +15,29 @@ from megatron_dppo.logging import fatal
 from megatron_dppo.rewards import VerifierError, find_reward
 
 
-def main(words: Sequence[str] | None = None) -> None:
-    """Do what the words of the command line say."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Do what the words of the command line say; the exit code: 1 where a reward fails its check, 2 refused."""
     options = _parser().parse_args(words)
     try:
-        options.run(options)
+        return int(options.run(options))
     except (DataError, VerifierError, OSError) as error:
         fatal(str(error))
 
 
-def _prepare(options: argparse.Namespace) -> None:
+def _prepare(options: argparse.Namespace) -> int:
     prepared = prepare(options.name, options.source, Path(options.out), options.split)
     print(f"{options.out}: {options.name}")
     print("\n".join(prepared.report()))
+    return 0
 
 
-def _inspect(options: argparse.Namespace) -> None:
+def _inspect(options: argparse.Namespace) -> int:
     from megatron_dppo.config.schema import RewardConfig
     from megatron_dppo.data.inspection import Inspection, inspect
     from megatron_dppo.data.problems import DataKeys
     from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 
-    try:
-        find_reward(options.reward)
-    except ValueError as error:
-        fatal(f"--reward: {error}")
+    _require_reward(options.reward)
     asked = Inspection(
         options.file,
         keys=DataKeys(options.prompt_key, options.answer_key),
@@ -50,13 +49,44 @@ def _inspect(options: argparse.Namespace) -> None:
     )
     for line in inspect(asked):
         print(line, flush=True)
+    return 0
+
+
+def _check_rewards(options: argparse.Namespace) -> int:
+    from megatron_dppo.data.reward_check import check_rewards
+
+    _require_reward(options.reward)
+    return check_rewards(options.file, options.reward, options.timeout, options.workers)
+
+
+def _require_reward(name: str) -> None:
+    try:
+        find_reward(name)
+    except ValueError as error:
+        fatal(f"--reward: {error}")
+
+
+def _at_least(least: float, kind: type) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        value: float = kind(text)
+        if not value >= least:
+            raise argparse.ArgumentTypeError(f"got {text}, expected at least {least:g}")
+        return value
+
+    return parse
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_dppo.data", description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="prepare|inspect")
+    parser = argparse.ArgumentParser(prog="megatron-dppo data", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="prepare|inspect|check-rewards")
     _add_prepare(commands.add_parser("prepare", help="published problems as JSON Lines"))
     _add_inspect(commands.add_parser("inspect", help="what a run would make of a file of problems"))
+    _add_check_rewards(
+        commands.add_parser(
+            "check-rewards",
+            help="a reward against worked solutions: right for the line's answer, wrong for another",
+        )
+    )
     return parser
 
 
@@ -87,5 +117,17 @@ def _add_inspect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plain", action="store_true", help="as data.apply_chat_template=false")
 
 
+def _add_check_rewards(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_check_rewards)
+    parser.add_argument("file", type=Path, help="JSON Lines with 'solution' and 'answer'")
+    parser.add_argument("--reward", default="math_verify", help="default %(default)s")
+    parser.add_argument(
+        "--timeout", type=_at_least(0.1, float), default=10.0, help="seconds for one check"
+    )
+    parser.add_argument(
+        "--workers", type=_at_least(1, int), default=2, help="processes; default %(default)s"
+    )
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""``python -m megatron_dppo.data inspect``: what a run would make of a file of problems, as text."""
+"""``megatron-dppo data inspect``: what a run would make of a file of problems, as text."""
 
 from __future__ import annotations
 

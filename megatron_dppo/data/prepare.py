@@ -1,4 +1,4 @@
-"""``python -m megatron_dppo.data prepare``: published problems as the JSON Lines that a run reads.
+"""``megatron-dppo data prepare``: published problems as the JSON Lines that a run reads.
 
 One line a problem: ``problem`` without the publisher's instructions, ``answer`` as what follows
 ``####`` or stands in the box, ``source``. How the problem is put to the model is the recipe's to say

@@ -1,4 +1,4 @@
-"""The servers of a run, while it runs: ``python -m megatron_dppo.fleet RUN_DIRECTORY list|add|remove``.
+"""The servers of a run, while it runs: ``megatron-dppo fleet RUN_DIRECTORY list|add|remove``.
 
 ``add URL`` attaches an SGLang server that was started elsewhere, and says what the trainer finds; one that
 fits serves from the next weight update on. ``remove URL`` takes an attached one out at the next update. Keys of
@@ -89,7 +89,7 @@ _ACTIONS: dict[str, Callable[[FleetRecord, argparse.Namespace], int]] = {
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"python -m {MODULE}",
+        prog="megatron-dppo fleet",
         description="List, attach and detach the SGLang servers of a run, while it runs.",
     )
     parser.add_argument("run_directory", help="run.directory of the run")

@@ -1,1 +1,1 @@
-"""``python -m megatron_dppo.gpu_check``: what a person runs first on a GPU machine. docs/gpu_check.md"""
+"""``megatron-dppo gpu-check``: what a person runs first on a GPU machine. docs/gpu_check.md"""

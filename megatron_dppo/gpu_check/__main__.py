@@ -1,4 +1,4 @@
-"""Entry point: ``python -m megatron_dppo.gpu_check [--only kernels,mask] [--directory runs/gpu_check]``.
+"""Entry point: ``megatron-dppo gpu-check [--only kernels,mask] [--directory runs/gpu_check]``.
 
 Exit codes: 0 nothing is wrong (parts may lack something), 1 something is, 2 refused.
 """
@@ -93,7 +93,7 @@ def _say_end(result: Result) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_dppo.gpu_check",
+        prog="megatron-dppo gpu-check",
         description="Check this machine's GPUs with this project's own parts; without a GPU, what can be.",
         epilog="Exit codes: 0 nothing is wrong, 1 something is, 2 refused. docs/gpu_check.md",
     )

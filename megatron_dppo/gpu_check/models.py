@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.schema import PolicyConfig
-from megatron_dppo.gpu_check.commands import require
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.reader import load_model_shape
 
@@ -20,13 +19,10 @@ if TYPE_CHECKING:
 
     from megatron_dppo.data.packing import PackedBatch
 
-EXAMPLE = "examples/tiny_moe"
-
 
 def tiny_model(folder: Path) -> Path:
     """The demo's model with random weights, written into ``folder``: Qwen3-MoE, 2 layers, 8 experts, fp32."""
-    require(EXAMPLE)
-    from examples.tiny_moe.make_model import make_model
+    from megatron_dppo.demo.make_model import make_model
 
     make_model(folder, seed=1)
     return folder

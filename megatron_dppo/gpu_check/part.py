@@ -16,8 +16,6 @@ from pathlib import Path
 
 PARTS = "megatron_dppo.gpu_check.parts"
 """The package in which parts are looked for."""
-ROOT = Path(__file__).resolve().parents[2]
-"""The project's folder, where ``tools/`` and ``examples/`` are."""
 
 
 class LackingError(Exception):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_dppo.gpu_check.child import ROWS
-from megatron_dppo.gpu_check.part import ROOT, Part, Row
+from megatron_dppo.gpu_check.part import Part, Row
 from megatron_dppo.system.processes import describe_exit, kill_families, start_process, tail
 
 LOG = "log.txt"
@@ -54,7 +54,7 @@ def run_part(
         command = [sys.executable, "-m", "megatron_dppo.gpu_check.child"]
         child = start_process(
             [*command, part.module, str(folder.resolve()), str(gpus)],
-            environment=_environment(),
+            environment=os.environ,
             output=log.fileno(),
         )
     ended = _Lines(folder / ROWS)
@@ -70,12 +70,6 @@ def run_part(
     result.seconds = time.monotonic() - began
     result.files = sorted(p.name for p in folder.iterdir() if p.name not in (LOG, ROWS))
     return result
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with the project's folder among the modules: tools and examples are started from it."""
-    path = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT)}
 
 
 def _take(lines: _Lines, result: Result, tell: Callable[[Row], None]) -> None:

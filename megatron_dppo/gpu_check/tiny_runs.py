@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_dppo.gpu_check.commands import must_run, require
-from megatron_dppo.gpu_check.models import EXAMPLE, tiny_model
+from megatron_dppo import EXAMPLES
+from megatron_dppo.gpu_check.commands import must_run
+from megatron_dppo.gpu_check.models import tiny_model
 from megatron_dppo.gpu_check.part import LackingError, Row, Site
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.normal_ranges import BY_METRIC, Dtype
 from megatron_dppo.metrics.records import Record, read_records
 from megatron_dppo.preflight.inspection import package_version
 
-RECIPE = f"{EXAMPLE}/config.yaml"
+RECIPE = str(EXAMPLES / "tiny_moe" / "config.yaml")
 _SMALL = (
     "parallel.world_size=1", "parallel.expert=1", "rollout.prompts_per_step=16",
     "training.prompts_per_mini_batch=8", "evaluation.every=1000", "data.evaluation={}",
@@ -30,9 +31,8 @@ def require_engine() -> None:
 def tiny_run(site: Site, name: str, dtype: Dtype, overrides: Sequence[str]) -> Path:
     """Train the demo's random model for a step or as ``overrides`` say; the run's directory, in the part's folder."""
     require_engine()
-    require(EXAMPLE)
-    from examples.tiny_moe.devices import engine_overrides
-    from examples.tiny_moe.make_data import make_data
+    from megatron_dppo.demo.devices import engine_overrides
+    from megatron_dppo.demo.make_data import make_data
 
     material = site.folder / "material"
     if not material.exists():
@@ -40,7 +40,7 @@ def tiny_run(site: Site, name: str, dtype: Dtype, overrides: Sequence[str]) -> P
         make_data(material, seed=1)
     directory = site.folder / name
     must_run([
-        "-m", "megatron_dppo.train", RECIPE, f"run.directory={directory}", "run.steps=1",
+        "train", RECIPE, f"run.directory={directory}", "run.steps=1",
         f"model.hf_checkpoint={material / 'model'}", f"model.dtype={dtype}",
         f"data.train={material / 'train.jsonl'}", *_SMALL, *engine_overrides(site.gpus), *overrides,
     ])  # fmt: skip

@@ -1,7 +1,7 @@
 """``report.png``: figures of one run, or a comparison of several, on one page.
 
-python -m megatron_dppo.metrics.report runs/demo            # writes runs/demo/report.png
-python -m megatron_dppo.metrics.report runs/a runs/b --output ab.png   # one line a run
+megatron-dppo report runs/demo            # writes runs/demo/report.png
+megatron-dppo report runs/a runs/b --output ab.png   # one line a run
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _save(figure: Figure, output: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line; exits with status 2 and a message if a run cannot be drawn."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_dppo.metrics.report", description="Draw a run, or compare several."
+        prog="megatron-dppo report", description="Draw a run, or compare several."
     )
     parser.add_argument("directories", nargs="+", metavar="DIR", help="folder of a run")
     parser.add_argument(

@@ -1,6 +1,6 @@
 """Whether the nodes of an allocation can do a run's work, told by evidence that each collects.
 
-One task a node writes a JSON file (``python -m megatron_dppo.preflight``); ``judge``, a pure function of
+One task a node writes a JSON file (``megatron-dppo preflight``); ``judge``, a pure function of
 all files, names the nodes at fault and why. docs/preflight.md lists the checks.
 """
 

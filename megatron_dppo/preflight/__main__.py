@@ -1,4 +1,4 @@
-"""Entry point: ``python -m megatron_dppo.preflight CONFIG.yaml [key.path=value ...]``.
+"""Entry point: ``megatron-dppo preflight CONFIG.yaml [key.path=value ...]``.
 
 On one machine it checks that machine and tells the result. As a Slurm step with one task a node it writes
 the node's evidence, which the supervisor judges.
@@ -79,7 +79,7 @@ def _folder(run: Path) -> Path:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_dppo.preflight",
+        prog="megatron-dppo preflight",
         description="Check that this machine, or each node of a Slurm step, can do a run's work.",
         epilog="Exit codes: 0 all is well, 2 refused, 3 a node is not fit. docs/preflight.md",
     )

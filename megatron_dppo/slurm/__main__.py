@@ -1,4 +1,4 @@
-"""Entry point: ``python -m megatron_dppo.slurm COMMAND ...``."""
+"""Entry point: ``megatron-dppo slurm COMMAND ...``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.logging import INTERRUPTED, fatal
 from megatron_dppo.slurm.commands import SlurmError
 
-_PROGRAM = "python -m megatron_dppo.slurm"
+_PROGRAM = "megatron-dppo slurm"
 Command = Callable[[argparse.Namespace], int]
 
 

@@ -73,7 +73,7 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
     with held_back():  # or a job could be in the queue that the run directory does not name
         job = slurm(*command).strip().partition(";")[0]
         write_atomically(directory / JOB_FILE, f"{job}\n")
-    print(f"\nsubmitted as job {job}; python -m megatron_dppo.slurm status {directory} tells of it")
+    print(f"\nsubmitted as job {job}; megatron-dppo slurm status {directory} tells of it")
     return 0
 
 
@@ -83,7 +83,7 @@ def _waiting_problems(directory: Path) -> Iterator[str]:
     if job.state not in (None, UNKNOWN):
         yield (
             f"run.directory: {directory} is that of job {job.job}, which is {str(job.state).lower()}; end "
-            f"it (python -m megatron_dppo.slurm stop), or give this run another one"
+            f"it (megatron-dppo slurm stop), or give this run another one"
         )
 
 

@@ -1,12 +1,10 @@
-"""tools/bench_mask.py from the command line, on a problem small enough to say nothing about speed."""
+"""``megatron-dppo bench-mask`` from the command line, on a problem small enough to say nothing about speed."""
 
 import json
 import subprocess
 import sys
 
 import pytest
-
-from tests.ranks import ROOT
 
 pytestmark = pytest.mark.distributed
 
@@ -16,7 +14,7 @@ def test_two_ranks_write_table_json_and_chart(tmp_path):
     tables = tmp_path / "mask.md"
     run = subprocess.run(
         [
-            sys.executable, str(ROOT / "tools" / "bench_mask.py"), "--tp", "2", "--tokens", "24",
+            sys.executable, "-m", "megatron_dppo", "bench-mask", "--tp", "2", "--tokens", "24",
             "--vocab", "1001", "--topk", "4", "--dtype", "float32", "--repetitions", "3",
             "--json", str(result_file), "--png", str(chart), "--markdown", str(tables),
         ],

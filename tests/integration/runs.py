@@ -1,4 +1,4 @@
-"""Start, watch and disturb real runs of ``python -m megatron_dppo.train`` on a tiny model."""
+"""Start, watch and disturb real runs of ``megatron-dppo train`` on a tiny model."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def report(run) -> dict[str, Any]:
     subprocess.run(
-        [sys.executable, "tools/mismatch_report.py", str(run),
+        [sys.executable, "-m", "megatron_dppo", "mismatch", str(run),
          "--json", str(run / "gap.json"), "--png", str(run / "gap.png")],
         cwd=ROOT, check=True,
     )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.tiny_moe import prepare
+from megatron_dppo.demo import prepare
 from tests.slurm.conftest import ROOT
 from tests.unit.config_files import write_checkpoint
 from tools.slurm_cluster.leftovers import processes_of

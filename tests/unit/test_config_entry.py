@@ -1,4 +1,4 @@
-"""``python -m megatron_dppo.train``: what is refused before anything starts, and how it says so."""
+"""``megatron-dppo train``: what is refused before anything starts, and how it says so."""
 
 import json
 import os

@@ -115,7 +115,11 @@ def test_the_check_fails_without_the_walk(walk, material, tmp_path):
 def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """A command of the guide, with the package that lies in ``folder``, or else this one."""
     path = os.pathsep.join([str(folder), str(ROOT)])
-    command = [sys.executable if words[0] == "python" else words[0], *words[1:]]
+    programs = {
+        "python": [sys.executable],
+        "megatron-dppo": [sys.executable, "-m", "megatron_dppo"],
+    }
+    command = [*programs.get(words[0], words[:1]), *words[1:]]
     return subprocess.run(
         command,
         cwd=folder,

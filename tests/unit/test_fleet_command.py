@@ -1,4 +1,4 @@
-"""``python -m megatron_dppo.fleet``: what it shows and what it writes."""
+"""``megatron-dppo fleet``: what it shows and what it writes."""
 
 from __future__ import annotations
 

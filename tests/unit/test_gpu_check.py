@@ -10,7 +10,7 @@ import torch
 
 from megatron_dppo.gpu_check.__main__ import chosen, fresh_folder, main
 from megatron_dppo.gpu_check.page import page
-from megatron_dppo.gpu_check.part import ROOT, discover, load
+from megatron_dppo.gpu_check.part import discover, load
 from megatron_dppo.gpu_check.parts.full_layer import compared
 from megatron_dppo.gpu_check.parts.layers import Passed
 from megatron_dppo.gpu_check.parts.mask import rows as mask_rows
@@ -20,6 +20,7 @@ from megatron_dppo.gpu_check.problems import Problem, errors
 from megatron_dppo.gpu_check.runner import run_part
 from megatron_dppo.gpu_check.tiny_runs import gap_row, updates_row
 from megatron_dppo.metrics import names
+from tests.ranks import ROOT
 
 PLANTED = "tests.unit.planted_parts"
 

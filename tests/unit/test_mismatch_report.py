@@ -1,4 +1,4 @@
-"""``tools/mismatch_report.py`` on a tiny model: every rung against transformers, and inputs that
+"""``megatron-dppo mismatch`` on a tiny model: every rung against transformers, and inputs that
 can't be used.
 """
 
@@ -20,6 +20,7 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import save_batch
+from megatron_dppo.mismatch.ladder import rungs
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model
 
@@ -85,7 +86,7 @@ def rollouts(model: Path) -> list[Trajectory]:
 
 def reported(run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "tools/mismatch_report.py", str(run), *arguments],
+        [sys.executable, "-m", "megatron_dppo", "mismatch", str(run), *arguments],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
@@ -139,10 +140,7 @@ def test_what_cannot_be_measured_is_said(run, arguments, told):
 
 
 @pytest.mark.parametrize(("precision", "passes"), [(True, 2), (False, 1)])
-def test_the_pass_in_float32_can_be_left_out(monkeypatch, tmp_path, precision, passes):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    from mismatch.ladder import rungs
-
+def test_the_pass_in_float32_can_be_left_out(tmp_path, precision, passes):
     config = SimpleNamespace(model=SimpleNamespace(dtype="bfloat16"), temperature=1.0)
     found = rungs(
         config, rollout_policy=tmp_path, policy=tmp_path, recorded=False, precision=precision

@@ -1,11 +1,11 @@
-"""``make demo`` on this machine's GPUs."""
+"""The demo on this machine's GPUs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 
-from megatron_dppo.gpu_check.commands import run_python
+from megatron_dppo.gpu_check.commands import run_command
 from megatron_dppo.gpu_check.part import Row, Site
 from megatron_dppo.gpu_check.tiny_runs import require_engine
 
@@ -18,9 +18,7 @@ def run(site: Site) -> Iterator[Row]:
     """The demo judges itself by its exit code; its figures and its report."""
     require_engine()
     run = site.folder / "run"
-    code = run_python(
-        ["-m", "examples.tiny_moe.demo", "--directory", str(run)], ["examples/tiny_moe/demo.py"]
-    )
+    code = run_command(["demo", "--directory", str(run)])
     yield Row("exit code", str(code), "0", code == 0)
     summary = run / "summary.json"
     if summary.exists():

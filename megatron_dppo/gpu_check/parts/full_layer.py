@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.gpu_check.commands import require
+from megatron_dppo import EXAMPLES
 from megatron_dppo.gpu_check.models import policy_config, random_batch, random_model
-from megatron_dppo.gpu_check.part import ROOT, LackingError, Row, Site
+from megatron_dppo.gpu_check.part import LackingError, Row, Site
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.planner.activations import activation_bytes
 from megatron_dppo.planner.devices import CONTEXT
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 SHOWS = "one layer of Qwen3-30B-A3B in full size: time and memory against the plan"
 LIMIT_S = 400.0
-MODEL = "examples/model_configs/qwen3-30b-a3b/config.json"
+MODEL = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
 LENGTHS = [16_384, 1_024]
 SMALL = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -49,8 +49,7 @@ class Held:
 
 def run(site: Site) -> Iterator[Row]:
     """A row of each kind of memory and one of the time."""
-    require(MODEL)
-    config = json.loads((ROOT / MODEL).read_text()) | {"num_hidden_layers": 1}
+    config = json.loads(MODEL.read_text()) | {"num_hidden_layers": 1}
     lengths = LENGTHS
     if not site.gpus:
         config |= SMALL

@@ -13,13 +13,12 @@ from megatron_dppo.preflight.inspection import package_version
 
 SHOWS = "bandwidth of policy statistics beside TE, Liger, Megatron and torch; what a mask adds"
 LIMIT_S = 420.0
-_TOOL = "tools/bench_mask.py"
 _PEERS = {"transformer-engine": "Transformer Engine's", "liger-kernel": "Liger's"}
 _LOG_PROB_LIMIT = 4e-6
 
 
 def run(site: Site) -> Iterator[Row]:
-    """``tools/bench_mask.py`` on one GPU, and on two where there are; its figures, tables and chart."""
+    """``megatron-dppo bench-mask`` on one GPU, and on two where there are; its figures, tables and chart."""
     for name, owner in _PEERS.items():
         if package_version(name) is None:
             yield Row(f"{owner} cross entropy", f"not here: {name} is not installed")
@@ -47,7 +46,7 @@ def _measured(site: Site, ranks: int) -> dict[str, Any]:
         f"--repetitions={repetitions}",
         f"--tp={ranks}",
     ]
-    must_run([_TOOL, *device, *sizes, *files], needs=[_TOOL])
+    must_run(["bench-mask", *device, *sizes, *files])
     return json.loads(Path(f"{stem}.json").read_text(encoding="utf-8"))
 
 

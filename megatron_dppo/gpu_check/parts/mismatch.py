@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_dppo.gpu_check.commands import must_run, require
+from megatron_dppo.gpu_check.commands import must_run
 from megatron_dppo.gpu_check.part import Row, Site
 from megatron_dppo.gpu_check.tiny_runs import gap_row, records_of, tiny_run
 from megatron_dppo.metrics import names
@@ -14,12 +14,10 @@ from megatron_dppo.metrics.normal_ranges import BY_METRIC
 
 SHOWS = "trainer against server in bfloat16: mean |pi - mu| and its parts"
 LIMIT_S = 600.0
-_TOOL = "tools/mismatch_report.py"
 
 
 def run(site: Site) -> Iterator[Row]:
-    """A step with saved rollouts and recorded routing, then ``tools/mismatch_report.py`` on its batch."""
-    require(_TOOL)
+    """A step with saved rollouts and recorded routing, then ``megatron-dppo mismatch`` on its batch."""
     settings = ["rollout.save=true", "rollout.router_replay=true", "rollout.temperature=0.8"]
     run = tiny_run(site, "run", "bfloat16", settings)
     yield gap_row(records_of(run)[1], "bfloat16")
@@ -29,7 +27,7 @@ def run(site: Site) -> Iterator[Row]:
         words.append("--no-precision")
         why = "not here: Transformer Engine has no float32 attention of packed sequences"
         yield Row("numerics with a float32 trainer", why)
-    must_run([_TOOL, *words])
+    must_run(["mismatch", *words])
     yield from part_rows(json.loads(told.read_text(encoding="utf-8")))
 
 

@@ -1,4 +1,4 @@
-"""The batch process of a job whose ranks are stand-ins: as ``python -m megatron_dppo.slurm supervise``."""
+"""The batch process of a job whose ranks are stand-ins: as ``megatron-dppo slurm supervise``."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
-"""``tools/explain_mask.py`` on a tiny model: rows worked by hand, TopK(mu) and exact divergences,
+"""``megatron-dppo explain`` on a tiny model: rows worked by hand, TopK(mu) and exact divergences,
 the reports, and inputs that can't be used.
 """
 
 import csv
 import math
-import sys
 from html.parser import HTMLParser
 
 import numpy as np
@@ -17,15 +16,11 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import save_batch
-from tests.ranks import ROOT
+from megatron_dppo.explain import __main__ as explain
+from megatron_dppo.explain import page, summary_tables
+from megatron_dppo.explain.explanation import Place, threshold_text
+from megatron_dppo.explain.recomputed import explain_response
 from tests.tiny_models import save_tiny_model
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import explain_mask
-from mask_explanation import page, summary_tables
-from mask_explanation.explanation import Place, threshold_text
-from mask_explanation.recomputed import explain_response
 
 TEMPERATURE = 0.5
 PROMPT, RESPONSES = [20, 21, 22], [([30, 31, 32, 33], 0.5), ([30, 34, 35, 36], -0.5)]
@@ -85,7 +80,7 @@ def rows_of(path):
 def explained(run, model, tmp_path, *arguments):
     out = tmp_path / "tokens.csv"
     common = [str(run), "--policy", str(model), "--csv", str(out)]
-    assert explain_mask.main([*common, *arguments]) == 0
+    assert explain.main([*common, *arguments]) == 0
     return rows_of(out)
 
 
@@ -176,9 +171,9 @@ def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tm
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     """pi = mu = pi': nothing is blocked, every weight is 1 and every divergence 0."""
-    from mask_explanation.policies import Policy, TokenTexts
-
     from megatron_dppo.data.prompts import load_tokenizer
+    from megatron_dppo.explain.explanation import TokenTexts
+    from megatron_dppo.explain.recomputed import Policy
 
     ids, advantage = RESPONSES[0]
     arrays = {}
@@ -246,7 +241,7 @@ class Hostile:
 
 
 def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
-    from mask_explanation.policies import Policy
+    from megatron_dppo.explain.recomputed import Policy
 
     sampled = Far.rollouts(log_pi)[0]
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})
@@ -303,16 +298,16 @@ def test_responses_without_a_gradient_are_left_out(model, log_pi, tmp_path, caps
 )
 def test_unusable_input_is_one_message(arguments, message, model, log_pi, tmp_path, capsys):
     run = write_run(tmp_path / "run", model, Far.rollouts(log_pi))
-    assert explain_mask.main([str(run), "--policy", str(model), *arguments]) == 2
+    assert explain.main([str(run), "--policy", str(model), *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_missing_runs_and_other_models(model, log_pi, tmp_path, capsys):
-    assert explain_mask.main([str(tmp_path / "none")]) == 2
+    assert explain.main([str(tmp_path / "none")]) == 2
     assert "config.yaml" in capsys.readouterr().err
     run = write_run(tmp_path / "run", model, [answer([600], 1.0, [math.log(0.5)])])
-    assert explain_mask.main([str(run), "--policy", str(model)]) == 2
+    assert explain.main([str(run), "--policy", str(model)]) == 2
     assert "token id 600, but this model's vocabulary has 512" in capsys.readouterr().err
     save_batch(run / "rollouts", 3, [answer([30], 0.0, np.log([0.5]).tolist())])
-    assert explain_mask.main([str(run), "--policy", str(model)]) == 2
+    assert explain.main([str(run), "--policy", str(model)]) == 2
     assert "nothing to explain" in capsys.readouterr().err

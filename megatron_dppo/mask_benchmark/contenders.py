@@ -24,7 +24,7 @@ class Inputs:
     target_ids: Tensor
     topk_ids: Tensor
     vocab_size: int
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None
     ranks: int
 
 
@@ -99,6 +99,13 @@ def liger(logits: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None]:
     from liger_kernel.transformers.functional import liger_cross_entropy
 
     return -liger_cross_entropy(logits, inputs.target_ids, reduction="none"), None
+
+
+def prepare_megatron(tensor_parallel: int) -> None:
+    """Megatron-Core's own process groups, which its cross entropies ask for."""
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
 
 
 def contenders(device: str, ranks: int, compiled: bool) -> list[Contender]:

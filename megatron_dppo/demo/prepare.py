@@ -1,6 +1,6 @@
 """Material of the demo: data, a random model, and the supervised warm start that RL begins from.
 
-    python -m examples.tiny_moe.prepare [--seed 1] [--root runs/tiny_moe/material] [key.path=value
+    python -m megatron_dppo.demo.prepare [--seed 1] [--root runs/tiny_moe/material] [key.path=value
     ...]
 
 Makes ``<root>/seed-<seed>/`` with train.jsonl, held_out.jsonl, warm_start.jsonl, ``random/`` (the
@@ -17,18 +17,22 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from examples.tiny_moe.children import run_to_the_end
-from examples.tiny_moe.make_data import make_data
+from megatron_dppo import EXAMPLES
+from megatron_dppo.demo.make_data import make_data
 
 HERE = Path(__file__).resolve().parent
 ROOT = Path("runs/tiny_moe/material")
-SOURCES = ("make_data.py", "make_model.py", "prepare.py", "warm_start.yaml")
+WARM_START = EXAMPLES / "tiny_moe" / "warm_start.yaml"
+SOURCES = (HERE / "make_data.py", HERE / "make_model.py", HERE / "prepare.py", WARM_START)
 SUPERVISED = "megatron_dppo.supervised"
 INTERRUPTED = (129, 130, 143)
 """Exit codes of a run that SIGHUP, Ctrl-C or SIGTERM stopped."""
@@ -86,7 +90,7 @@ def _make(folder: Path, seed: int, overrides: Sequence[str]) -> None:
 
 def fingerprint(seed: int, overrides: Sequence[str]) -> dict[str, object]:
     """All that the material depends on: hashes of its sources, seed and overrides."""
-    digests = {name: hashlib.sha256((HERE / name).read_bytes()).hexdigest() for name in SOURCES}
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES}
     return {"seed": seed, "overrides": list(overrides), "sources": digests}
 
 
@@ -96,7 +100,7 @@ def _stamp(folder: Path) -> object:
 
 
 def _make_random_model(folder: Path, seed: int) -> None:
-    from examples.tiny_moe.make_model import make_model  # imports torch: only if needed
+    from megatron_dppo.demo.make_model import make_model  # imports torch: only if needed
 
     print(f"material: a random Qwen3-MoE of {make_model(folder, seed):,} parameters", flush=True)
 
@@ -105,7 +109,7 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
     print("material: supervised warm start", flush=True)
     run = folder / "warm_start"
     command = [
-        *(sys.executable, "-m", SUPERVISED, str(HERE / "warm_start.yaml")),
+        *(sys.executable, "-m", SUPERVISED, str(WARM_START)),
         f"run.directory={run}",
         f"run.seed={seed}",
         f"model.hf_checkpoint={folder / 'random'}",
@@ -119,6 +123,28 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
     if code != 0:
         raise SystemExit(f"the warm start ended with exit code {code}; its output is above")
     (run / "hf").rename(folder / "warm")
+
+
+def run_to_the_end(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Run ``command`` and return its exit code; what ends the parent does not cut it short.
+
+    A terminal sends Ctrl-C, and SIGHUP when it closes, to parent and child. ``subprocess.run`` would then
+    kill the child after 0.25 s; here the parent ignores it and waits until the child has saved its state and
+    ended. SIGTERM, which comes to the parent alone, is passed on.
+    """
+    # Started before signals are ignored: a child inherits that.
+    process = subprocess.Popen(command, env=env)
+    handlers: dict[int, Any] = {
+        signal.SIGINT: signal.SIG_IGN,
+        signal.SIGHUP: signal.SIG_IGN,
+        signal.SIGTERM: lambda *_: process.terminate(),
+    }
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def main() -> None:

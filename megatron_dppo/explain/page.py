@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from mask_explanation.explanation import Response, Token
-from mask_explanation.summary_tables import (
+from megatron_dppo.explain.explanation import Response, Token
+from megatron_dppo.explain.summary_tables import (
     LEFT_ALIGNED,
     Sheet,
     number,

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from megatron_dppo.metrics.panels import BLUE, GREEN, ORANGE, PINK, SMALL, VERMILION
 from megatron_dppo.metrics.report import STYLE
-from mismatch.ladder import Measured
+from megatron_dppo.mismatch.ladder import Measured
 
 COLOURS = {
     "sampling transform": ORANGE,

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Explanation of a mask: which tokens of a saved rollout batch are blocked, which train, and why.
 
-    python tools/explain_mask.py runs/demo --step 3 --csv tokens.csv --html tokens.html
+    megatron-dppo explain runs/demo --step 3 --csv tokens.csv --html tokens.html
 
 The run must have been started with ``rollout.save=true``: then every batch holds log pi, the divergence
 and the mask of each token as the loss saw them, which are shown here. They are compared with
@@ -32,15 +31,18 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.config.yaml_core import parse_scalar
 
 if TYPE_CHECKING:
-    from mask_explanation.explanation import Place, Response
-
     from megatron_dppo.algorithms.presets import Algorithm
     from megatron_dppo.data.trajectory import Trajectory
+    from megatron_dppo.explain.explanation import Place, Response
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo explain",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
     parser.add_argument("--step", type=int, help="whose batch; default: the last saved one")
     parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: as the step was")
@@ -69,10 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def explain(options: argparse.Namespace, config: TrainConfig) -> None:
     """Read the batch, explain its tokens, write the requested files."""
-    from mask_explanation import page, summary_tables
-
     from megatron_dppo.algorithms.presets import build_algorithm
     from megatron_dppo.data.trajectory_codec import load_batch
+    from megatron_dppo.explain import page, summary_tables
 
     algorithm = build_algorithm(*chosen_algorithm(options, config))
     step = saved_step(options.run / "rollouts", options.step)
@@ -113,12 +114,10 @@ def as_trained(
 
     Raises ValueError where the batch does not say, or says what the run's records do not.
     """
-    from mask_explanation.agreement import check_agreement
-    from mask_explanation.policies import TokenTexts
-    from mask_explanation.seen import SeenStep, explain_seen
-
     from megatron_dppo.algorithms.presets import build_algorithm
     from megatron_dppo.data.prompts import load_tokenizer
+    from megatron_dppo.explain.explanation import TokenTexts
+    from megatron_dppo.explain.seen import SeenStep, check_agreement, explain_seen
 
     if options.rollout_policy is not None:
         raise ValueError(
@@ -150,10 +149,9 @@ def under_policy(
     chosen: list[int],
 ) -> tuple[list[Response], str]:
     """As :func:`as_trained`, under the weights of ``--policy``."""
-    from mask_explanation.policies import Policy, TokenTexts
-    from mask_explanation.recomputed import explain_response
-
     from megatron_dppo.data.prompts import load_tokenizer
+    from megatron_dppo.explain.explanation import TokenTexts
+    from megatron_dppo.explain.recomputed import Policy, explain_response
     from megatron_dppo.metrics.progress import progress
 
     policy = Policy(options.policy)
@@ -180,7 +178,7 @@ def under_policy(
 
 def place_of(index: int, config: TrainConfig) -> Place:
     """Where the response at ``index`` of a batch stands."""
-    from mask_explanation.explanation import Place
+    from megatron_dppo.explain.explanation import Place
 
     size = config.training.prompts_per_mini_batch * config.rollout.group_size
     return Place(index, index // size + 1)
@@ -237,7 +235,7 @@ def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list
 
 def show(title: str, facts: Sequence[str], tables: Sequence[Any]) -> None:
     """Print title, facts and tables; 200 columns wide if the output is not a terminal."""
-    from mask_explanation.summary_tables import LEFT_ALIGNED
+    from megatron_dppo.explain.summary_tables import LEFT_ALIGNED
 
     console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
     console.print(title, style="bold")

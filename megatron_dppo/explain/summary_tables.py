@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from mask_explanation.explanation import Response, Token
+from megatron_dppo.explain.explanation import Response, Token
 from megatron_dppo.metrics.definitions import DEFINITIONS, means
 from megatron_dppo.metrics.sums import MetricSums
 

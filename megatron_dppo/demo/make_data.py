@@ -1,6 +1,6 @@
 """Data of the demo: sums and differences of four small numbers, e.g. ``3+5-2+4`` with answer 10.
 
-    python -m examples.tiny_moe.make_data FOLDER [--seed 1]
+    python -m megatron_dppo.demo.make_data FOLDER [--seed 1]
 
 Writes into FOLDER, in the JSON Lines form of DAPO-Math and AIME files:
 

@@ -1,6 +1,6 @@
 """``make demo``: prepare model and data, train by DPPO, judge the results.
 
-    python -m examples.tiny_moe.demo [--seed N] [--directory runs/demo] [key.path=value ...]
+    megatron-dppo demo [--seed N] [--directory runs/demo] [key.path=value ...]
 
 An interrupted demo resumes. The folder of a finished one is renamed, and a new one starts.
 """
@@ -20,26 +20,26 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from examples.tiny_moe.children import run_to_the_end
-from examples.tiny_moe.devices import (
+from megatron_dppo import EXAMPLES
+from megatron_dppo.config.machine import this_machine
+from megatron_dppo.demo.devices import (
     EXPORT_BOUNDS,
     GAP_BOUNDS,
     engine_overrides,
     trainer_overrides,
 )
-from examples.tiny_moe.prepare import prepare
-from megatron_dppo.config.machine import this_machine
+from megatron_dppo.demo.prepare import prepare, run_to_the_end
 from megatron_dppo.metrics.normal_ranges import Dtype
 
-CONFIG = "examples/tiny_moe/config.yaml"
+CONFIG = EXAMPLES / "tiny_moe" / "config.yaml"
 FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}
 CONSOLE = Console(highlight=False)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code of the training, or 1 if a result misses its target."""
     parser = _parser()
-    words = parser.parse_intermixed_args()
+    words = parser.parse_intermixed_args(arguments)
     for override in words.overrides:
         flag = FLAGS.get(override.partition("=")[0])
         if flag:
@@ -50,7 +50,7 @@ def main() -> int:
     directory = Path(words.directory)
     set_aside(directory, words.seed, words.overrides)
     command = [
-        *(sys.executable, "-m", "megatron_dppo.train", CONFIG),
+        *(sys.executable, "-m", "megatron_dppo.train", str(CONFIG)),
         f"run.directory={directory}",
         f"run.seed={words.seed}",
         f"model.hf_checkpoint={material.warm_checkpoint}",
@@ -66,7 +66,7 @@ def main() -> int:
         return code
     summary = json.loads((directory / "summary.json").read_text())
     dtype = yaml.safe_load((directory / "config.yaml").read_text())["model"]["dtype"]
-    results = judge(summary, yaml.safe_load(Path(CONFIG).read_text())["run"]["steps"], dtype)
+    results = judge(summary, yaml.safe_load(CONFIG.read_text())["run"]["steps"], dtype)
     show(results, summary, directory, time.monotonic() - started)
     return int(any(result.holds is False for result in results))
 
@@ -78,7 +78,7 @@ def set_aside(directory: Path, seed: int, overrides: Sequence[str]) -> None:
         return
     before = yaml.safe_load(config.read_text())
     chosen = dict(override.split("=", 1) for override in overrides)
-    recipe = yaml.safe_load(Path(CONFIG).read_text())
+    recipe = yaml.safe_load(CONFIG.read_text())
     algorithm = chosen.get("algorithm.name", recipe["algorithm"]["name"])
     same = (before["run"]["seed"], before["algorithm"]["name"]) == (seed, algorithm)
     finished = (directory / "summary.json").exists()
@@ -161,7 +161,7 @@ def _at_most(value: float | None, bound: float) -> bool:
     return value is not None and value <= bound
 
 
-def _arrow(summary: dict, key: str) -> str:
+def _arrow(summary: Mapping[str, Any], key: str) -> str:
     start, end = summary[f"{key}_start"], summary[f"{key}_end"]
     return f"{_digits(start)} -> {_digits(end)}"
 
@@ -176,7 +176,7 @@ def _small(value: float | None) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m examples.tiny_moe.demo",
+        prog="megatron-dppo demo",
         description="Train a tiny mixture of experts by DPPO on this machine, on its GPUs if it has any.",
     )
     parser.add_argument("--seed", type=int, default=1, help="of model, data order and sampling")

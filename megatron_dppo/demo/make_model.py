@@ -1,6 +1,6 @@
 """Model of the demo: a random Qwen3-MoE of 1.1 million parameters with a tokenizer of numbers.
 
-    python -m examples.tiny_moe.make_model FOLDER [--seed 1]
+    python -m megatron_dppo.demo.make_model FOLDER [--seed 1]
 
 Writes a Hugging Face folder: config.json, model.safetensors, tokenizer.json with a chat template.
 The model has the features of its family: 8 experts, 2 per token, grouped-query attention,

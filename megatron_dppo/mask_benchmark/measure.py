@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mask_benchmark.clock import Clock, copy_bandwidth, counted_collectives, peak_extra_bytes
-from mask_benchmark.contenders import Contender, Inputs, contenders
-from mask_benchmark.overheads import mask_overheads
+from megatron_dppo.mask_benchmark.clock import (
+    Clock,
+    copy_bandwidth,
+    counted_collectives,
+    peak_extra_bytes,
+)
+from megatron_dppo.mask_benchmark.contenders import Contender, Inputs, contenders, prepare_megatron
+from megatron_dppo.mask_benchmark.overheads import mask_overheads
 from megatron_dppo.trainer import platform
 
 CHECKED_ROWS = 16
@@ -33,9 +38,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
-    from megatron.core import parallel_state
-
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=options.tp)
+    prepare_megatron(options.tp)
     bench = Bench(options, device)
     rows = bench.compare()
     result = {
@@ -154,6 +157,8 @@ class Bench:
         exact_log_probs = exact.log_softmax(-1).gather(1, ids[:, None])[:, 0]
         exact_log_probs.backward(self.coefficients[:rows].double().cpu())
         width = self.logits.shape[1]
+        assert exact.grad is not None
+        assert leaf.grad is not None
         expected = exact.grad[:, self.rank * width : (self.rank + 1) * width]
         got = leaf.grad[:rows, : expected.shape[1]].double().cpu()
         log_prob_error = (log_probs[:rows].detach().double().cpu() - exact_log_probs.detach()).abs()

@@ -1,21 +1,17 @@
-"""Check of a reward against a data set's own solutions.
-
-    python tools/check_rewards.py DATA.jsonl [--reward math_verify] [--timeout 10] [--workers 2]
+"""``megatron-dppo data check-rewards``: a reward against a data set's own solutions.
 
 The worked solution of a line must score 1 against the line's answer, and 0 against a wrong answer
-(the answer plus one if it is an integer, else another line's answer). Prints the failed lines and
-the counts. Exit code: 0, 1 if a check failed, 2 if the file cannot be used.
+(the answer plus one if it is an integer, else another line's answer). The failed lines and
+the counts are printed.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from pathlib import Path
 
 from rich.progress import track
 
+from megatron_dppo.data.json_lines import DataError, parse_lines
 from megatron_dppo.rewards import Score, Verifier
 
 CHUNK = 64
@@ -23,19 +19,16 @@ CHUNK = 64
 
 
 def read_solutions(path: Path) -> list[tuple[int, str, str]]:
-    """(line number, solution, answer) of every line with both. Raises ValueError naming the line."""
+    """(line number, solution, answer) of every line with both. Raises DataError naming the line, OSError."""
+    records, places = parse_lines(path, path.read_bytes())
     rows = []
-    for number, line in enumerate(path.read_text("utf-8-sig").rstrip().split("\n"), start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
-        if not isinstance(record, dict) or "answer" not in record:
-            raise ValueError(f"{path}, line {number}: no 'answer'")
+    for number, (record, where) in enumerate(zip(records, places, strict=True), start=1):
+        if "answer" not in record:
+            raise DataError(f"{where}: no 'answer'")
         if isinstance(record.get("solution"), str):
             rows.append((number, record["solution"], str(record["answer"])))
     if not rows:
-        raise ValueError(f"{path}: no line has a 'solution'")
+        raise DataError(f"{path}: no line has a 'solution'")
     return rows
 
 
@@ -46,20 +39,13 @@ def wrong_answer(answer: str, others: list[str]) -> str | None:
     return next((other for other in others if other != answer), None)
 
 
-def main(arguments: list[str]) -> int:
-    """Run the check; returns the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--reward", default="math_verify")
-    parser.add_argument("--timeout", type=float, default=10.0, help="seconds for one check")
-    parser.add_argument("--workers", type=int, default=2)
-    options = parser.parse_args(arguments)
-    try:
-        rows = read_solutions(options.data)
-        verifier = Verifier(options.reward, options.timeout, options.workers)
-    except (OSError, ValueError) as error:
-        print(error, file=sys.stderr)
-        return 2
+def check_rewards(path: Path, reward: str, timeout_s: float, workers: int) -> int:
+    """Check every line, at most ``timeout_s`` seconds each; the exit code: 1 where a check failed, else 0.
+
+    Raises DataError naming the line where ``path`` can't be used, VerifierError where the reward's worker fails.
+    """
+    rows = read_solutions(path)
+    verifier = Verifier(reward, timeout_s, workers)
     answers = [answer for _, _, answer in rows]
     checks = [(number, solution, answer, 1.0) for number, solution, answer in rows]
     for number, solution, answer in rows:
@@ -86,7 +72,3 @@ def report(checks: list[tuple[int, str, str, float]], scores: list[Score]) -> in
         right = sum(s.value == expected for s in of_kind)
         print(f"{right} of {len(of_kind)} solutions score {expected:g} against {kind}")
     return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""``tools/check_rewards.py`` on problems made up here, written the way official solutions are."""
+"""``megatron-dppo data check-rewards`` on problems made up here, written the way official solutions are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tools.check_rewards import main, read_solutions
+from megatron_dppo.data.__main__ import main
+from megatron_dppo.data.reward_check import read_solutions
 
 SOLUTIONS = [
     (r"$a + b = \boxed{7}$. Or: $7$ by symmetry, \framebox{7} minutes. -someone, 2024", "7"),
@@ -22,7 +23,7 @@ def write(path, rows):
 
 
 def test_good_solutions_pass(tmp_path, capsys):
-    assert main([write(tmp_path / "good.jsonl", SOLUTIONS), "--workers", "1"]) == 0
+    assert main(["check-rewards", write(tmp_path / "good.jsonl", SOLUTIONS), "--workers", "1"]) == 0
     out = capsys.readouterr().out
     assert "4 of 4 solutions score 1 against the given answer" in out
     assert "4 of 4 solutions score 0 against a wrong answer" in out
@@ -30,14 +31,16 @@ def test_good_solutions_pass(tmp_path, capsys):
 
 def test_a_solution_that_disagrees_is_shown(tmp_path, capsys):
     rows = [*SOLUTIONS, (r"\boxed{8}", "9")]
-    assert main([write(tmp_path / "bad.jsonl", rows), "--workers", "1"]) == 1
+    assert main(["check-rewards", write(tmp_path / "bad.jsonl", rows), "--workers", "1"]) == 1
     out = capsys.readouterr().out
     assert "line 5: scored" in out
     assert "4 of 5 solutions score 1" in out
 
 
 def test_unusable_files(tmp_path, capsys):
-    assert main([str(tmp_path / "none.jsonl")]) == 2
+    with pytest.raises(SystemExit) as refused:
+        main(["check-rewards", str(tmp_path / "none.jsonl")])
+    assert refused.value.code == 2
     assert "No such file" in capsys.readouterr().err
     path = tmp_path / "x.jsonl"
     for content, message in (

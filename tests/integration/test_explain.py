@@ -1,4 +1,4 @@
-"""``tools/explain_mask.py`` on a real run: every token as the loss saw it, or nothing.
+"""``megatron-dppo explain`` on a real run: every token as the loss saw it, or nothing.
 
 Two pipeline stages of two replicas each replay a batch whose mu is known, so no engine is needed. The
 second of the two mini-batches is trained on with other weights than the first.
@@ -6,7 +6,6 @@ second of the two mini-batches is trained on with other weights than the first.
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,12 +18,9 @@ from megatron_dppo.data.problems import load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.data.trajectory_codec import load_batch, save_batch
+from megatron_dppo.explain import __main__ as explain
 from megatron_dppo.metrics.samples import read_samples
-from tests.integration.runs import GROUP, PROMPTS, ROOT, TrainingRun, records_of, write_material
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import explain_mask
+from tests.integration.runs import GROUP, PROMPTS, TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -96,7 +92,7 @@ def run(tmp_path_factory):
 
 def rows_of(run, tmp_path) -> list[dict[str, str]]:
     out = tmp_path / "tokens.csv"
-    assert explain_mask.main([str(run), "--step", "1", "--limit", "0", "--csv", str(out)]) == 0
+    assert explain.main([str(run), "--step", "1", "--limit", "0", "--csv", str(out)]) == 0
     with out.open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -152,14 +148,14 @@ def test_the_samples_tell_how_many_tokens_were_masked(run):
 
 def test_another_algorithm_on_the_same_numbers_is_told_as_such(run, tmp_path, capsys):
     command = [str(run), "--algorithm", "grpo-clip-higher", "--rows", "0"]
-    assert explain_mask.main(command) == 0
+    assert explain.main(command) == 0
     out = capsys.readouterr().out
     assert "for dppo-binary-tv, which the run trained with" in out
     assert "only grpo-clip-higher blocks: 0 tokens" in out
 
 
 def refused(run, capsys) -> str:
-    assert explain_mask.main([str(run), "--step", "1"]) == 2
+    assert explain.main([str(run), "--step", "1"]) == 2
     out, error = capsys.readouterr()
     assert not out
     return error

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from mask_explanation.policies import TokenTexts
 from megatron_dppo.algorithms import divergence, masks
 from megatron_dppo.algorithms.decisions import Decisions
 from megatron_dppo.algorithms.diagnostics import PPO_CLIP
@@ -111,9 +111,10 @@ def token_columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor
     """Fields of ``Token`` for every row of ``inputs``."""
     pi, mu, recomputed = inputs.log_probs, inputs.rollout_log_probs, inputs.recomputed_log_probs
     topk_tv = topk_kl = None
-    if inputs.topk_log_probs is not None:
-        topk = (inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid)
-        topk_tv, topk_kl = divergence.topk_tv(*topk), divergence.topk_kl(*topk)
+    log_pi, log_mu, valid = inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid
+    if log_pi is not None and log_mu is not None and valid is not None:
+        topk_tv = divergence.topk_tv(log_pi, log_mu, valid)
+        topk_kl = divergence.topk_kl(log_pi, log_mu, valid)
     return {
         "mu": mu.exp(),
         "pi": pi.exp(),
@@ -157,3 +158,29 @@ def threshold_text(algorithm: Algorithm, positive: bool) -> str:
     ]
     anchor = " (against pi')" if algorithm.needs_recomputed and bounds else ""
     return ", ".join(bounds) + anchor
+
+
+class TokenTexts:
+    """Token id -> text. A token that is part of a character is shown by its name in the vocabulary,
+    an id that the tokenizer does not know by its number.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        if token_id not in self._known:
+            self._known[token_id] = self._text(token_id)
+        return self._known[token_id]
+
+    def joined(self, token_ids: list[int]) -> str:
+        """The text of a whole sequence, special tokens included."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def _text(self, token_id: int) -> str:
+        text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        if text and "\ufffd" not in text:
+            return text
+        name = self._tokenizer.convert_ids_to_tokens(token_id)
+        return f"<id {token_id}>" if name is None else str(name)

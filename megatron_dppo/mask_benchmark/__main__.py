@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Benchmark of policy statistics and masks on this machine, against other implementations.
 
-    python tools/bench_mask.py --tokens 256 --vocab 151936 --dtype bfloat16 --tp 2 --json mask.json
+    megatron-dppo bench-mask --tokens 256 --vocab 151936 --dtype bfloat16 --tp 2 --json mask.json
 
 All implementations run in the same processes on the same logits, interleaved; reported are medians
 and interquartile ranges. A mask's overhead is paired with the same update without a mask; the
@@ -18,14 +17,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo.system.ports import free_port
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="megatron-dppo bench-mask",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel processes")
     parser.add_argument("--tokens", type=int, default=256, help="tokens of the micro-batch")
@@ -43,11 +47,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks, read rank 0's measurements, print and write them; returns the exit code."""
-    options = parse()
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(words)
     if options.rank_result is not None:
-        from mask_benchmark.measure import measure
+        from megatron_dppo.mask_benchmark.measure import measure
 
         result = measure(options)
         if int(os.environ["RANK"]) == 0:
@@ -55,12 +60,12 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
-        codes = wait_for(start_ranks(options, result_path))
+        codes = wait_for(start_ranks(words, options, result_path))
         if any(codes):
             print(f"ranks ended with exit codes {codes}", file=sys.stderr)
             return 1
         result = json.loads(result_path.read_text())
-    from mask_benchmark import output
+    from megatron_dppo.mask_benchmark import output
 
     output.show(result)
     if options.json:
@@ -85,7 +90,9 @@ def wait_for(ranks: list[subprocess.Popen]) -> list[int]:
     return [p.wait() for p in ranks]
 
 
-def start_ranks(options: argparse.Namespace, result: Path) -> list[subprocess.Popen]:
+def start_ranks(
+    words: Sequence[str], options: argparse.Namespace, result: Path
+) -> list[subprocess.Popen]:
     """Start one process for each tensor-parallel rank, on this machine."""
     environment = {
         "WORLD_SIZE": str(options.tp),
@@ -94,7 +101,8 @@ def start_ranks(options: argparse.Namespace, result: Path) -> list[subprocess.Po
         "OMP_NUM_THREADS": str(options.threads),
         "TORCHDYNAMO_DISABLE": "0" if options.compile else "1",
     }
-    command = [sys.executable, *sys.argv, "--rank-result", str(result)]
+    command = [sys.executable, "-m", "megatron_dppo.mask_benchmark", *words]
+    command += ["--rank-result", str(result)]
     return [
         subprocess.Popen(
             command, env={**os.environ, **environment, "RANK": str(r), "LOCAL_RANK": str(r)}

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mask_benchmark.clock import Clock, counted_collectives
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.presets import Algorithm, build_algorithm
+from megatron_dppo.mask_benchmark.clock import Clock, counted_collectives
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
 
 if TYPE_CHECKING:
-    from mask_benchmark.measure import Bench
+    from megatron_dppo.mask_benchmark.measure import Bench
 
 NEVER = {"tv_threshold": 1.0, "kl_threshold": 1e9}
 """Thresholds that no token exceeds: every mask runs and blocks nothing."""
@@ -35,6 +35,7 @@ class Update:
         noise = torch.randn(tokens, generator=generator) * 0.05
         with torch.no_grad():
             start = self.statistics(bench.fresh(), topk=True)
+        assert start.topk_log_probs is not None
         self.rollout = start.log_probs + noise.to(bench.device)
         self.rollout_topk = torch.cat([start.topk_log_probs, self.rollout[:, None]], 1)
         self.valid = torch.ones(tokens, k + 1, dtype=torch.bool, device=bench.device)
@@ -57,6 +58,7 @@ class Update:
 
     def inputs(self, stats: PolicyStats) -> TokenInputs:
         """Inputs of the loss; with Top-K if ``stats`` has it."""
+        assert stats.entropy is not None
         topk = None
         if stats.topk_log_probs is not None:
             topk = torch.cat([stats.topk_log_probs, stats.log_probs.detach()[:, None]], 1)
@@ -135,7 +137,7 @@ def _row(
     base_payloads: int,
     base_wire: float,
 ) -> dict[str, Any]:
-    from mask_benchmark.measure import median_iqr
+    from megatron_dppo.mask_benchmark.measure import median_iqr
 
     whole = statistics.median(r["total"] for r in base)
     overhead, spread = median_iqr(

@@ -6,23 +6,63 @@ Legend: S = tokens of a trajectory, N = sampled ones; V = vocabulary; K = ids of
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
-from mask_explanation.explanation import Place, Response, response_of, token_columns
-from mask_explanation.policies import TokenTexts
 from megatron_dppo.algorithms.decisions import decide
 from megatron_dppo.algorithms.diagnostics import token_metrics
 from megatron_dppo.algorithms.presets import Algorithm
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.explain.explanation import (
+    Place,
+    Response,
+    TokenTexts,
+    response_of,
+    token_columns,
+)
 from megatron_dppo.trainer.token_loss import inputs_from
 from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.exact import exact_divergence
 
 DEFAULT_TOPK = 20
 """K if neither the batch nor the algorithm sets it; the paper's value."""
+
+
+class Policy:
+    """The model in ``folder`` by transformers, in float32.
+
+    Raises OSError or ValueError if transformers cannot load a model from the folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"{folder}: expected a Hugging Face folder, found no config.json")
+        disable_progress_bar()
+        self.folder = folder
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, use_safetensors=True
+        ).eval()
+        self.vocab_size = int(self._model.config.vocab_size)
+
+    @torch.no_grad()
+    def logits(self, trajectory: Trajectory) -> Tensor:
+        """Logits, float32 [S, V]; row t predicts token t + 1.
+
+        Raises ValueError for an id outside the model's vocabulary.
+        """
+        ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))[None]
+        if int(ids.max()) >= self.vocab_size:
+            raise ValueError(
+                f"{self.folder}: the batch holds token id {int(ids.max())}, but this model's "
+                f"vocabulary has {self.vocab_size}: it is another model's batch"
+            )
+        return self._model(ids).logits[0].float()
 
 
 def explain_response(

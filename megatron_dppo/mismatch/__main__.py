@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Report on the mismatch of one saved batch: mean |pi - mu| of engine and trainer, by cause.
 
-    python tools/mismatch_report.py runs/demo --step 1 --json gap.json --png gap.png
+    megatron-dppo mismatch runs/demo --step 1 --json gap.json --png gap.png
 
 The run must have been started with ``rollout.save=true``. mu are the probabilities that the engine
 returned with the batch; pi is recomputed by the run's trainer in this process, with one more cause
@@ -20,7 +19,7 @@ The batch of step N was sampled by the weights after step N - 1 (or N - 2 with
 rollout.max_staleness=1); of step 1 by the model that the run began with, which is the default there.
 Both policies are Hugging Face folders; of a run's checkpoint this makes one:
 
-    python -m megatron_dppo.convert megatron-to-hf --megatron RUN/checkpoints/step_000003 \\
+    megatron-dppo convert megatron-to-hf --megatron RUN/checkpoints/step_000003 \\
         --hf-config MODEL --out FOLDER
 """
 
@@ -41,15 +40,16 @@ from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import TrainConfig
 
 if TYPE_CHECKING:
-    from mismatch.ladder import Measured
-
     from megatron_dppo.data.trajectory import Trajectory
+    from megatron_dppo.mismatch.ladder import Measured
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(
-        description=(__doc__ or ""), formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="megatron-dppo mismatch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
     parser.add_argument("--step", type=int, help="whose batch; default: the first saved one")
@@ -74,6 +74,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns 0, or 2 if the input cannot be used."""
     options = parse(arguments)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     try:
         report(options, load_config(options.run / "config.yaml"))
     except (OSError, ValueError) as error:
@@ -84,10 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(options: argparse.Namespace, config: TrainConfig) -> None:
     """Read the batch, measure every pass, write the requested files."""
-    from mismatch.figure import draw
-    from mismatch.ladder import measure, parts, rollout_log_probs, rungs
-
     from megatron_dppo.metrics.progress import progress
+    from megatron_dppo.mismatch.figure import draw
+    from megatron_dppo.mismatch.ladder import measure, parts, rollout_log_probs, rungs
 
     folder = options.run / "rollouts"
     step = saved_step(folder, options.step)
@@ -215,5 +215,4 @@ def _share(part: float, total: float) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

@@ -1,1 +1,0 @@
-"""Modules of ``tools/bench_mask.py``: implementations, measurement and output."""

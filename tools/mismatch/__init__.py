@@ -1,1 +1,0 @@
-"""Modules of ``tools/mismatch_report.py``: measurement by cause, and the figure."""
