@@ -63,7 +63,7 @@ def _status(words: argparse.Namespace) -> int:
 
 
 def _watch(words: argparse.Namespace) -> int:
-    """Shows the status until the run's job is gone."""
+    """Shows the status until the run has ended."""
     from megatron_dppo.slurm.following import watch
     from megatron_dppo.slurm.status import require_run
 
@@ -150,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     told = "\n".join(f"  {name:10} {act.__doc__}" for name, (_, act) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Runs on a Slurm cluster.",
+        description="Runs on a Slurm cluster; status, watch, stop and logs also of runs on this machine.",
         epilog=f"commands:\n{told}\n`{_PROGRAM} COMMAND --help` tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,21 +1,22 @@
-"""``watch`` and ``stop``: a run on Slurm looked at, and ended, from a login node."""
+"""``watch`` and ``stop``: a run looked at, and ended, from a login node or another terminal."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
 
 from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.slurm.attempts import AttemptBook
 from megatron_dppo.slurm.commands import slurm
-from megatron_dppo.slurm.status import job_state, status_lines
+from megatron_dppo.slurm.status import UNKNOWN, LocalRun, run_state, status_lines
 
 _CLEAR = "\033[H\033[2J"
 
 
 def watch(directory: Path, every_s: float) -> None:
-    """Show the status again and again until the job is gone. On no terminal, only when it changes."""
+    """Show the status again and again until it has ended. On no terminal, only when it changes."""
     shown = ""
     while True:
         text = "\n".join(status_lines(directory))
@@ -24,7 +25,7 @@ def watch(directory: Path, every_s: float) -> None:
         elif text != shown:
             print(f"{text}\n", flush=True)
         shown = text
-        if not job_state(directory, AttemptBook(directory).all()).alive:
+        if not run_state(directory).alive:
             return
         time.sleep(every_s)
 
@@ -32,16 +33,31 @@ def watch(directory: Path, every_s: float) -> None:
 def stop(directory: Path) -> str:
     """Have a running job save a checkpoint and end, and a waiting one leave the queue; what was done.
 
-    Raises LaunchError where no job is there to be ended.
+    Raises LaunchError where nothing is there to be ended, or only on another machine.
     """
-    job = job_state(directory, AttemptBook(directory).all())
-    if job.job is None or not job.alive:
+    run = run_state(directory)
+    if isinstance(run, LocalRun):
+        return _stop_here(run, directory)
+    if run.job is None or not run.alive:
         raise LaunchError(f"{directory}: no job of this run runs or waits")
-    if job.state == "PENDING":
-        slurm("scancel", job.job)
-        return f"job {job.job} is out of the queue; its checkpoints stay"
-    slurm("scancel", "--batch", "--signal=USR2", job.job)
+    if run.state == "PENDING":
+        slurm("scancel", run.job)
+        return f"job {run.job} is out of the queue; its checkpoints stay"
+    slurm("scancel", "--batch", "--signal=USR2", run.job)
     return (
-        f"job {job.job} was asked to end its step and save a checkpoint; "
-        f"scancel {job.job} ends it within half a minute"
+        f"job {run.job} was asked to end its step and save a checkpoint; "
+        f"scancel {run.job} ends it within half a minute"
+    )
+
+
+def _stop_here(run: LocalRun, directory: Path) -> str:
+    """As Ctrl-C in its own terminal."""
+    if run.state == UNKNOWN:
+        raise LaunchError(f"{directory}: {run.holder.describe()} can be stopped there alone")
+    if not run.alive:
+        raise LaunchError(f"{directory}: no process of this run is left")
+    os.kill(run.holder.pid, signal.SIGINT)
+    return (
+        f"{run.holder.describe()} was asked to end its step and save a checkpoint; a second stop ends it at "
+        "once"
     )

@@ -1,4 +1,4 @@
-"""``status``: where a run on Slurm is, told from its folder and Slurm's queue."""
+"""``status``: where a run is, told from its folder, and from Slurm's queue or its own process."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.fleet.folder import FleetFolder
 from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.finished import is_finished
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import (
     Record,
@@ -19,10 +20,12 @@ from megatron_dppo.metrics.records import (
     read_records,
     step_of,
 )
+from megatron_dppo.metrics.summary import SUMMARY_FILE
 from megatron_dppo.slurm.attempts import RUNNING, VANISHED, Attempt, AttemptBook, one_line
 from megatron_dppo.slurm.commands import SlurmError, slurm
 from megatron_dppo.slurm.run_logs import important_lines
 from megatron_dppo.slurm.submission import JOB_FILE
+from megatron_dppo.system.lease_files import LEASE_FILE, Holder, LeaseError, LeaseFiles
 
 UNKNOWN = "UNKNOWN"
 """State of a job of which Slurm can't be asked now."""
@@ -47,12 +50,49 @@ class JobState:
         return self.state is not None
 
 
+@dataclass(frozen=True)
+class LocalRun:
+    """A run that was started without Slurm. ``holder``: of its lease; ``state``: RUNNING, ``UNKNOWN`` where its process
+    is on another machine, None where it has ended; ``returned``: it gave the lease back at its end."""
+
+    holder: Holder
+    state: str | None
+    returned: bool
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, as far as is known."""
+        return self.state is not None
+
+
 def require_run(directory: str) -> Path:
     """The folder of a run. Raises LaunchError where there is none."""
     path = Path(directory)
-    if not (path / JOB_FILE).is_file() and not (path / "attempts").is_dir():
-        raise LaunchError(f"{directory}: expected the folder of a run on Slurm (run.directory)")
+    if not any((path / name).is_file() for name in (JOB_FILE, LEASE_FILE)):
+        raise LaunchError(f"{directory}: expected the folder of a run (run.directory)")
     return path
+
+
+def run_state(directory: Path) -> JobState | LocalRun:
+    """The state of the run's newest job, or where none is in the queue of its last start without Slurm.
+
+    Raises LaunchError where its lease can't be read.
+    """
+    job = job_state(directory, AttemptBook(directory).all())
+    if job.alive:
+        return job
+    files = LeaseFiles(directory)
+    try:
+        holder = files.holder()
+    except (LeaseError, OSError) as error:
+        raise LaunchError(str(error)) from error
+    if holder is None or holder.job is not None:
+        return job
+    beat = files.beat(holder)
+    returned = beat is not None and beat.ended
+    here = holder.is_neighbour(Holder.of_this_process())
+    lives = RUNNING if holder.runs() else None
+    return LocalRun(holder, None if returned else lives if here else UNKNOWN, returned)
 
 
 def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
@@ -74,17 +114,35 @@ def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
 
 def status_lines(directory: Path) -> Iterator[str]:
     """The whole status, for people."""
-    attempts = AttemptBook(directory).all()
-    job = job_state(directory, attempts)
+    attempts, state = AttemptBook(directory).all(), run_state(directory)
     yield f"run: {directory}"
-    yield f"state: {state_of(job, attempts)}"
+    if isinstance(state, LocalRun):
+        yield f"state: {_local_state(state, directory)}"
+    else:
+        yield f"state: {state_of(state, attempts)}"
     yield from _progress(directory)
-    yield from _servers(directory, running=job.state == "RUNNING")
-    yield from _attempts(attempts, alive=job.alive)
+    yield from _servers(directory, running=state.state in ("RUNNING", RUNNING))
+    yield from _attempts(attempts, alive=state.alive)
     lines = important_lines(directory, _LINES)
     if lines:
         yield "log lines that matter:"
         yield from (f"  {line}" for line in lines)
+
+
+def _local_state(run: LocalRun, directory: Path) -> str:
+    """The state in a line of a run without Slurm."""
+    began = time.strftime("%m-%d %H:%M:%S", time.localtime(run.holder.taken))
+    if run.state == RUNNING:
+        return f"runs as {run.holder.describe()}, since {began}"
+    if run.state == UNKNOWN:
+        return f"started as {run.holder.describe()}, {began}, which can't be asked from here"
+    if not run.returned:
+        return f"ended: {VANISHED}; the same command resumes"
+    try:
+        is_done = is_finished(load_config(directory / "config.yaml"))
+    except ConfigError:
+        is_done = (directory / SUMMARY_FILE).is_file()
+    return "ended: done" if is_done else "ended; the same command resumes"
 
 
 def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:

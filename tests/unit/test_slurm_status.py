@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +14,9 @@ import pytest
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.metrics.history import remember_checkpoint
 from megatron_dppo.metrics.records import RECORDS_FILE, encode_record
+from megatron_dppo.slurm.__main__ import main
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook
+from megatron_dppo.slurm.following import stop
 from megatron_dppo.slurm.run_logs import important_lines, log_lines
 from megatron_dppo.slurm.status import (
     UNKNOWN,
@@ -138,6 +144,71 @@ def test_logs_by_time_and_by_name(run: Path):
 
 
 def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path):
-    with pytest.raises(LaunchError, match="expected the folder of a run on Slurm"):
+    with pytest.raises(LaunchError, match=r"expected the folder of a run \(run.directory\)"):
         require_run(str(tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def local(run: Path):
+    """The folder of a run that a process of this machine holds, without Slurm: ``sleep`` in a shell."""
+    for path in (run / "attempts").iterdir():
+        path.unlink()
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(run)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    yield run, process
+    process.kill()
+    process.communicate()
+
+
+HOLDER = """
+import sys, time
+from megatron_dppo.system.lease import Lease
+with Lease(sys.argv[1]):
+    print("held", flush=True)
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        pass
+"""
+
+
+def test_a_run_without_slurm_has_a_status_and_can_be_stopped(local, capsys):
+    run, process = local
+    assert main(["status", str(run)]) == 0
+    shown = capsys.readouterr().out
+    assert f"state: runs as process {process.pid} on {socket.gethostname()}, since " in shown
+    assert "step: 5, reward 0.375" in shown
+    assert "rank 3 exited" in shown
+    assert main(["stop", str(run)]) == 0
+    assert process.wait(60) == 0
+    main(["watch", str(run), "--every=0.1"])  # until it has ended: so at once
+    assert "state: ended; the same command resumes" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["stop", str(run)])
+    assert "no process of this run is left" in capsys.readouterr().err
+
+
+def test_a_killed_run_without_slurm_vanished_and_one_elsewhere_can_not_be_asked(local):
+    run, process = local
+    told = json.loads((run / "lease.json").read_text())
+    (run / "lease.json").write_text(json.dumps({**told, "host": "elsewhere"}))
+    text = "\n".join(status_lines(run))
+    assert f"state: started as process {process.pid} on elsewhere, " in text
+    assert "which can't be asked from here" in text
+    with pytest.raises(LaunchError, match="on elsewhere can be stopped there alone"):
+        stop(run)
+    (run / "lease.json").write_text(json.dumps(told))
+    process.kill()
+    process.wait()
+    assert "state: ended: vanished; the same command resumes" in list(status_lines(run))
+
+
+def test_the_folder_of_a_job_that_waits_is_slurms_whoever_held_it_before(local):
+    run, _ = local
+    (run / "squeue").write_text("#!/bin/sh\necho PENDING Resources\n")
+    (run / "job").write_text("8\n")
+    assert "state: job 8 waits (Resources)" in list(status_lines(run))
