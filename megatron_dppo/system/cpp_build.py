@@ -26,17 +26,18 @@ class KernelBuildError(RuntimeError):
 
 
 def cache_directory(source: Path) -> Path:
-    """A folder under ``$TORCH_EXTENSIONS_DIR`` or ``~/.cache/torch_extensions``, named after all
-    that the build depends on.
+    """A folder under ``$TORCH_EXTENSIONS_DIR`` or torch's own ``torch_extensions`` in the user's cache
+    (``$XDG_CACHE_HOME`` or ``~/.cache``), named after all that the build depends on.
     """
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
     return Path(root) / f"megatron_dppo_{source.stem}_{_key(source)}"
 
 
 def build_library(source: Path) -> ctypes.CDLL:
     """The library of ``source``, compiled where the cache has none.
 
-    Raises KernelBuildError where there is no compiler or it fails.
+    Raises KernelBuildError where there is no compiler, it fails, or the cache can't be written.
     """
     tools = (os.environ.get("CXX", "g++").split()[0], "ninja")
     path = tool_path(os.environ)
@@ -46,6 +47,11 @@ def build_library(source: Path) -> ctypes.CDLL:
     folder = cache_directory(source)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelBuildError(
+            f"{folder}: {error.strerror}; name a folder that can be written in TORCH_EXTENSIONS_DIR"
+        ) from error
+    try:
         with open(folder / "building", "w") as lock:
             # Held by the kernel of the OS, so it ends with its process; torch's own lock file
             # outlives a killed build.

@@ -351,6 +351,14 @@ def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
         cpp_backend.load_kernels.__wrapped__()
 
 
+def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(cpp_build.KernelBuildError, match=r"file/.*TORCH_EXTENSIONS_DIR"):
+        cpp_backend.load_kernels.__wrapped__()
+
+
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_a_shard_of_padding_alone_gives_nothing_and_gets_no_gradient(backend, dtype, with_entropy):

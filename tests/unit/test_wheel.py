@@ -1,0 +1,100 @@
+"""The wheel: what is in it, and that commands run from it alone, in any folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from configparser import ConfigParser
+from pathlib import Path
+
+import pytest
+
+from megatron_dppo.__main__ import COMMANDS
+from tests.ranks import ROOT
+
+ANYWHERE = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Built from a copy, so that neither does the clone get a ``build/`` nor the wheel what an older one holds."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    for name in ("megatron_dppo", "examples"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    command += ["--no-build-isolation", "--wheel-dir", str(source / "wheels"), str(source)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (path,) = (source / "wheels").iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder with the wheel's files, as on ``sys.path`` of an environment."""
+    folder = tmp_path_factory.mktemp("installed")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def run(installed: Path, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env={**ANYWHERE, "PYTHONPATH": str(installed)},
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+
+
+def test_every_file_of_the_package_is_in_it(installed):
+    package = ROOT / "megatron_dppo"
+    files = {p.relative_to(package) for p in package.rglob("*") if p.is_file()}
+    wanted = {p for p in files if p.suffix != ".pyc" and p.name != "README.md"}
+    examples = ROOT / "examples"
+    read = [*examples.glob("*/*.yaml"), *examples.glob("model_configs/*/config.json")]
+    wanted |= {Path("examples") / p.relative_to(examples) for p in read}
+    assert {Path("slurm/run.sbatch"), Path("vocab_parallel/kernels/row_stats.cpp")} <= wanted
+    got = installed / "megatron_dppo"
+    assert {p.relative_to(got) for p in got.rglob("*") if p.is_file()} == wanted
+
+
+def test_it_names_the_command_and_what_sglang_asks_for(installed):
+    (entry_points,) = installed.glob("*.dist-info/entry_points.txt")
+    parser = ConfigParser(delimiters="=")
+    parser.read(entry_points)
+    assert dict(parser["console_scripts"]) == {"megatron-dppo": "megatron_dppo.__main__:main"}
+    assert list(parser["sglang.srt.platforms"]) == ["torch_cpu"]
+    assert list(parser["sglang.srt.plugins"]) == ["megatron_dppo_recordings"]
+
+
+def test_every_command_is_found_in_it(installed, tmp_path):
+    code = (
+        "import importlib.util, megatron_dppo.__main__ as main\n"
+        f"assert main.__file__.startswith({str(installed)!r}), main.__file__\n"
+        "for module, _ in main.COMMANDS.values():\n"
+        "    print(importlib.util.find_spec(module).origin)"
+    )
+    told = run(installed, tmp_path, "-c", code)
+    assert told.returncode == 0, told.stderr
+    origins = told.stdout.split()
+    assert len(origins) == len(COMMANDS)
+    assert all(origin.startswith(str(installed)) for origin in origins)
+
+
+def test_a_recipe_of_it_is_planned_in_any_folder(installed, tmp_path):
+    recipe = installed / "megatron_dppo/examples/recipes/qwen3_30b_a3b_base_r3.yaml"
+    words = ("plan", str(recipe), "--gpu", "h100", "--nodes", "4", "--json")
+    planned = run(installed, tmp_path, "-m", "megatron_dppo", *words)
+    assert planned.returncode == 0, planned.stderr
+    assert json.loads(planned.stdout)["fits"]
+
+
+def test_the_gpu_check_runs_from_it(installed, tmp_path):
+    words = ("gpu-check", "--only", "machine", "--directory", "check")
+    checked = run(installed, tmp_path, "-m", "megatron_dppo", *words)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert (tmp_path / "check" / "gpu_check.md").is_file()
