@@ -276,10 +276,12 @@ class EngineConfig(Section):
     )
     """How the router chooses: the less loaded of two, the one that knows the prompt's beginning, in
     turn, or by the prompt's hash."""
-    start_timeout_s: float = Field(default=600.0, gt=0)
-    """Longest start of a server, and longest wait for one where none is left."""
+    start_timeout_s: float = Field(default=1800.0, gt=0)
+    """Longest start of a server, and longest wait for one where none is left. On GPUs a start reads the
+    weights, compiles kernels, captures CUDA graphs and answers its first requests."""
     hang_timeout_s: float = Field(default=60.0, gt=0)
-    """A server that generates nothing for so long, not even for a health check, counts as lost."""
+    """A server that generates nothing for so long, not even for a health check, counts as lost. Before the
+    first answer of one that runs elsewhere, which may still compile: ``start_timeout_s``."""
     max_restarts: int = Field(default=3, ge=0)
     """Restarts of each server within ``restart_window_s``, each later than the one before; then it is
     given up. With the last server the run ends, after a checkpoint."""

@@ -23,7 +23,7 @@ from megatron_dppo.system.processes import describe_exit, quote, tail
 from megatron_dppo.system.runtime_directory import remove_left_behind
 
 if TYPE_CHECKING:
-    from megatron_dppo.engine.http_client import Answer
+    from megatron_dppo.engine.http_client import Answer, HttpClient
 
 ProgressCallback = Callable[[float, str], None]
 """Called with the seconds waited and what the server does now, in words."""
@@ -34,6 +34,7 @@ _PROBE_SECONDS = 5.0
 _FOREIGN_SECONDS = 5.0
 """Who refuses our probe for so long, while the server of ours has not come up, is somebody else."""
 _TAIL_LINES = 40
+_WARMING = "answering its first requests"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,9 @@ class ChildServer(ABC):
     @abstractmethod
     def _accepts(self, answer: Answer) -> bool:
         """Whether the answer to the probe says that this server, and no other, is ready."""
+
+    async def _warm_up(self, client: HttpClient) -> None:  # noqa: B027 - a server may need none
+        """Called once it answers the probe; it is healthy when this returns. May raise EngineError."""
 
     def _stage(self) -> str:
         """What a server that is starting does now; read off its log."""
@@ -154,26 +158,36 @@ class ChildServer(ABC):
         path, key = self._probe()
         next_progress = 0.0
         stranger = _Stranger(f"{self.port_key}: {self.host}:{self.port}{path}")
+        warming: asyncio.Task[None] | None = None
         async with HttpClient(self.url, key) as client:
             while True:
                 waited = time.monotonic() - self._started_at
                 code = self.poll()
                 if code is not None and not stranger.seen:
                     self._give_up(f"{self.what} {describe_exit(code)} after {waited:.0f} s")
-                with contextlib.suppress(EngineLostError):
-                    answer = await client.exchange("GET", path, timeout_s=_PROBE_SECONDS)
-                    if self._accepts(answer):
+                if warming is None:
+                    with contextlib.suppress(EngineLostError):
+                        answer = await client.exchange("GET", path, timeout_s=_PROBE_SECONDS)
+                        if self._accepts(answer):
+                            warming = asyncio.create_task(self._warm_up(client))
+                        else:
+                            stranger.note(answer, waited)
+                elif warming.done():
+                    if (error := warming.exception()) is None:
                         return waited
-                    stranger.note(answer, waited)
+                    self._give_up(f"{self.what} does not answer its first request: {error}")
                 if stranger.seen and (code is not None or stranger.stays(waited)):
                     self.kill()
                     raise PortHeldError(stranger.seen)
                 if waited > self._start_timeout:
                     self._give_up(f"{self.what} was not healthy after {self._start_timeout:.0f} s")
                 if on_progress is not None and waited >= next_progress:
-                    on_progress(waited, self._stage())
+                    on_progress(waited, self._stage() if warming is None else _WARMING)
                     next_progress = waited + _PROGRESS_SECONDS
-                await asyncio.sleep(_POLL_SECONDS)
+                await asyncio.wait(
+                    [warming or asyncio.create_task(asyncio.sleep(_POLL_SECONDS))],
+                    timeout=_POLL_SECONDS,
+                )
 
     def poll(self) -> int | None:
         """None while the server runs, else its exit code (negative: the signal that ended it)."""

@@ -33,6 +33,9 @@ class EngineClient(HttpClient):
     """
 
     _last_life = 0.0
+    _answered = False
+    first_answer_s: float = 0.0
+    """How long its first answer may take, where that is more than what is allowed later."""
     _ways: frozenset[Way] = frozenset()
     parser: AnswerParser = ParsesHere()
 
@@ -53,7 +56,7 @@ class EngineClient(HttpClient):
         """
         body = request_body(requests, rid, adapter=adapter)
         payload = await self.request("POST", "/generate", body, timeout_s=None)
-        self.note_life()
+        self.note_answer()
         return await self.parse(payload, requests, version)
 
     async def parse(
@@ -106,8 +109,14 @@ class EngineClient(HttpClient):
         """Something was generated just now."""
         self._last_life = asyncio.get_running_loop().time()
 
+    def note_answer(self) -> None:
+        """A request was answered just now; from now on it is known how long that takes."""
+        self._answered = True
+        self.note_life()
+
     async def watch(self, hang_timeout_s: float) -> NoReturn:
-        """Raises EngineLostError when nothing was generated for ``hang_timeout_s``.
+        """Raises EngineLostError when nothing was generated for ``hang_timeout_s``, or, before the first
+        answer, for ``first_answer_s`` where that is longer.
 
         A stopped process keeps its connections open, so requests to it would wait for ever. Time in
         which this process was stopped itself tells nothing of the server: it begins anew then.
@@ -117,20 +126,21 @@ class EngineClient(HttpClient):
         clock = asyncio.get_running_loop().time
         self._last_life = clock()
         while True:
+            limit = hang_timeout_s
+            if not self._answered:
+                limit = max(limit, self.first_answer_s)
             asleep = clock()
-            nap = min(pause, max(self._last_life + hang_timeout_s - asleep, 0))
+            nap = min(pause, max(self._last_life + limit - asleep, 0))
             await asyncio.sleep(nap)
             if clock() > asleep + nap + late:
                 self.note_life()
                 continue
-            left = self._last_life + hang_timeout_s - clock()
+            left = self._last_life + limit - clock()
             if left <= 0:
-                raise EngineLostError(
-                    f"{self.url}: nothing generated for {hang_timeout_s - left:.0f} s"
-                )
-            if left < hang_timeout_s - pause:
-                asked = clock()
-                if await self.generates(timeout_s=left) or clock() > asked + left + late:
+                raise EngineLostError(f"{self.url}: nothing generated for {limit - left:.0f} s")
+            if left < limit - pause:
+                asked, patience = clock(), min(left, hang_timeout_s)
+                if await self.generates(patience) or clock() > asked + patience + late:
                     self.note_life()
 
     async def generates_again(self, timeout_s: float) -> bool:

@@ -20,10 +20,11 @@ from megatron_dppo.engine.options import (
 )
 
 if TYPE_CHECKING:
-    from megatron_dppo.engine.http_client import Answer
+    from megatron_dppo.engine.http_client import Answer, HttpClient
 
 
 _STAGE_LINES = 400
+_WARM_UP_PROMPT = tuple(range(1, 9))
 _STAGES = (
     ("Load weight begin", "loading weights"),
     ("Load weight end", "laying out its cache"),
@@ -69,6 +70,7 @@ class EngineProcess(ChildServer):
         where = config.engine.host if host is None else host
         super().__init__(where, port, log_path, config.engine.start_timeout_s, runtime)
         self.options_path = log_path.with_suffix(".yaml")
+        self._config = config
         self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
         self._options = server_options(
             config, host=where, port=port, seed=seed, first_device=first_device, hosts=hosts
@@ -99,6 +101,26 @@ class EngineProcess(ChildServer):
 
     def _probe(self) -> tuple[str, str | None]:
         return "/model_info", self._keys["api_key"]
+
+    async def _warm_up(self, client: HttpClient) -> None:
+        """Draw two tokens with training's sampling and two with evaluation's.
+
+        On GPUs the first request of a kind compiles its kernels (flashinfer's for top_p < 1), minutes in
+        which the scheduler stands still: later that would look like a hang.
+        """
+        from megatron_dppo.engine.protocol import request_body
+        from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+
+        rollout, evaluation = self._config.rollout, self._config.evaluation
+        temperatures = {(rollout.temperature, rollout.top_p)} | {
+            (evaluation.temperature, evaluation.top_p)
+        }
+        columns = {"topk": rollout.topk_log_probs} if rollout.topk_log_probs else {}
+        for number, (temperature, top_p) in enumerate(sorted(temperatures)):
+            sampling = SamplingParams(2, temperature, top_p, ignore_eos=True)
+            asked = GenerationRequest(number, _WARM_UP_PROMPT, sampling, columns)
+            body = request_body([asked], f"warm-up-{number}")
+            await client.request("POST", "/generate", body, timeout_s=None)
 
     def _accepts(self, answer: Answer) -> bool:
         """It takes our key and serves our model."""

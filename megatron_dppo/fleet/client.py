@@ -186,7 +186,7 @@ class FleetClient:
             raise self._suspend(active, str(error)) from error
         except EngineLostError as error:  # it has answered, but not handed out its recording
             raise self._suspend(active, str(error)) from error
-        active.client.note_life()
+        active.client.note_answer()
         return results
 
     async def _refused(self, router: HttpRouterLink, answer: Answer, what: str) -> EngineError:

@@ -18,11 +18,12 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Member:
     """A server, what it asks of its clients, and who must have signed its certificate (None: whom the
-    system trusts)."""
+    system trusts). ``first_answer_s``: as EngineClient's."""
 
     server: Server
     keys: Keys
     ca_file: str | None = None
+    first_answer_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -58,6 +59,7 @@ async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]])
 def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClient:
     """A client of one server; ``close`` it. ``parser``: of its answers; None: this process."""
     client = EngineClient(member.server.url, member.keys.api, member.keys.admin, member.ca_file)
+    client.first_answer_s = member.first_answer_s
     if parser is not None:
         client.parser = parser
     return client

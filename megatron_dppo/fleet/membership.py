@@ -177,7 +177,9 @@ class FleetMembership:
         ]
 
     def _member(self, server: Server) -> Member:
-        return Member(server, self.folder.keys(server), self._ca_file)
+        # Those that the run starts are published after their first answers.
+        first_answer_s = 0.0 if server.replaceable else self._start_timeout
+        return Member(server, self.folder.keys(server), self._ca_file, first_answer_s)
 
     def _may_join(self, server: Server, *, urgent: bool) -> bool:
         """Ask a newcomer, or one that was lost elsewhere; in a while again where it says nothing."""
@@ -275,9 +277,9 @@ class FleetMembership:
 
 def member_to_json(member: Member) -> list[Any]:
     """For the other ranks."""
-    return [asdict(member.server), asdict(member.keys), member.ca_file]
+    return [asdict(member.server), asdict(member.keys), member.ca_file, member.first_answer_s]
 
 
 def member_from_json(value: list[Any]) -> Member:
     """What ``member_to_json`` wrote."""
-    return Member(Server(**value[0]), Keys(**value[1]), value[2])
+    return Member(Server(**value[0]), Keys(**value[1]), *value[2:])

@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -112,9 +113,17 @@ def engine(model) -> Iterator[EngineProcess]:
     try:
         process.start()
         process.wait_healthy()
+        shutil.copy(process.log_path, process.log_path.with_suffix(".healthy"))
         yield process
     finally:
         process.kill()
+
+
+def test_a_healthy_server_has_answered_with_both_samplings(engine):
+    """Training's, and evaluation's with top_p < 1, whose kernels a GPU compiles at the first request."""
+    log = engine.log_path.with_suffix(".healthy").read_text()
+    assert log.count("Prefill batch") == 2
+    assert log.count("Decode batch") <= 2
 
 
 @pytest.fixture(scope="module")

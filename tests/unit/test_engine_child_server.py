@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import os
@@ -16,8 +17,8 @@ import pytest
 
 from megatron_dppo.engine import child_server
 from megatron_dppo.engine.child_server import ChildServer
-from megatron_dppo.engine.errors import EngineStartError, PortHeldError
-from megatron_dppo.engine.http_client import Answer
+from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
+from megatron_dppo.engine.http_client import Answer, HttpClient
 from megatron_dppo.system.ports import free_port
 
 SERVER = """
@@ -97,6 +98,50 @@ def test_one_that_exits_shows_its_log(make: Callable[..., SmallServer]) -> None:
     server.start()
     with pytest.raises(EngineStartError, match=r"(?s)exited with code 1 after .*    no such flag"):
         server.wait_healthy()
+
+
+class WarmedServer(SmallServer):
+    """Healthy once it has answered as many requests as ``requests`` has, each of which takes so many seconds."""
+
+    def __init__(self, log: Path, requests: Sequence[float], **options: Any):
+        super().__init__(log, **options)
+        self._requests = requests
+        self.answered = 0
+
+    async def _warm_up(self, client: HttpClient) -> None:
+        for seconds in self._requests:
+            await asyncio.sleep(seconds)
+            if seconds < 0:
+                raise EngineLostError("it is gone")
+            self.answered += 1
+
+
+@pytest.fixture
+def warmed(tmp_path: Path) -> Iterator[Callable[..., WarmedServer]]:
+    made: list[WarmedServer] = []
+
+    def make_one(*arguments: Any, **options: Any) -> WarmedServer:
+        made.append(WarmedServer(tmp_path / "small.log", *arguments, **options))
+        made[-1].start()
+        return made[-1]
+
+    yield make_one
+    for server in made:
+        server.kill()
+
+
+def test_a_server_is_healthy_after_its_first_answers(warmed) -> None:
+    server, stages = warmed([0.1, 1.2]), []
+    assert server.wait_healthy(lambda seconds, stage: stages.append(stage)) > 1.3
+    assert server.answered == 2
+    assert stages[-1] == "answering its first requests"
+
+
+def test_a_first_answer_that_fails_or_takes_too_long_fails_the_start(warmed) -> None:
+    with pytest.raises(EngineStartError, match="does not answer its first request: it is gone"):
+        warmed([0.1, -1]).wait_healthy()
+    with pytest.raises(EngineStartError, match="was not healthy after 2 s"):
+        warmed([60.0], limit=2).wait_healthy()
 
 
 def test_another_one_on_the_port_is_not_taken_for_it(make: Callable[..., SmallServer]) -> None:

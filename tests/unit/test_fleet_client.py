@@ -6,17 +6,24 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
-from megatron_dppo.engine.errors import EngineRequestError, GenerationInterruptedError
+from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.errors import (
+    EngineLostError,
+    EngineRequestError,
+    GenerationInterruptedError,
+)
 from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.generation import GenerationLimits, Results
 from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.fleet.http_router_link import HttpRouterLink
+from megatron_dppo.fleet.members import client_of
+from megatron_dppo.fleet.membership import member_from_json, member_to_json
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
 
@@ -352,3 +359,29 @@ def test_members_change_between_generations(runner):
     urls, served_by = runner.run(swap())
     assert served_by == ["engine1", "engine2"]
     assert len(urls) == 2
+
+
+def test_a_server_that_nobody_warmed_up_has_longer_for_its_first_answer(runner):
+    """It takes calls and answers none: its scheduler may be compiling."""
+
+    async def lost_after(client: EngineClient) -> float:
+        begin = time.monotonic()
+        with pytest.raises(EngineLostError, match="nothing generated"):
+            await client.watch(0.2)
+        return time.monotonic() - begin
+
+    async def cold_and_warm() -> tuple[float, float]:
+        server = await SmallServer("x").start()
+        server.silent = True
+        cold = replace(server.member, first_answer_s=1.0)
+        async with client_of(member_from_json(member_to_json(cold))) as client:
+            first = await lost_after(client)
+            client.note_answer()
+            second = await lost_after(client)
+        server.silent = False
+        await server.die()
+        return first, second
+
+    first, second = runner.run(cold_and_warm())
+    assert first >= 1.0
+    assert 0.2 <= second < 1.0

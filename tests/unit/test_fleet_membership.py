@@ -103,6 +103,14 @@ def test_all_that_answer_are_chosen_in_order(open_book):
     assert book.choose(members) == members
 
 
+def test_those_that_the_run_did_not_start_may_take_long_to_answer_first(open_book):
+    book = open_book()
+    book.start("engine0")
+    book.attach()
+    limits = {m.server.replaceable: m.first_answer_s for m in book.choose([])}
+    assert limits == {True: 0.0, False: 0.6}  # engine.start_timeout_s
+
+
 def test_the_first_time_the_others_are_waited_for_but_not_for_ever(open_book):
     book = open_book(servers=3)
     book.start("engine0")
