@@ -7,7 +7,9 @@ quantities. The colours are those of Okabe and Ito, made for colour-blind reader
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from itertools import chain, zip_longest
+from math import ceil
+from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
@@ -21,13 +23,19 @@ BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK, GREY = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999",
 )  # fmt: skip
 RUN_COLOURS = (BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK)
-LineStyle = Literal["-", "--"]
+LineStyle = Literal["-", "--", "-."]
 SMALL = 8.5
 """Font size of legends and remarks, points."""
 FEW_POINTS = 30
 """Up to this number of steps every step has a dot, and lines are not smoothed."""
+LEGEND_WIDTH = 72
+"""Characters of a legend that fit over a panel in one row; a line's sample counts as six."""
 STEP_AXIS = "step"
 """Label of the horizontal axis of every panel that shows steps."""
+
+
+BOUND: dict[str, Any] = {"linestyle": "-", "linewidth": 6, "alpha": 0.35, "solid_capstyle": "butt"}
+"""How a bound is drawn."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +49,18 @@ class RunRecords:
 
 @dataclass(frozen=True)
 class Quantity:
-    """One line of a panel; ``scale``: factor on the recorded value."""
+    """One line of a panel.
+
+    ``scale``: factor on the recorded value. ``is_bound``: what another line of the panel should stay at or
+    above; drawn wide and pale below it, as both may be equal.
+    """
 
     name: str
     metric: str
     colour: str
     style: LineStyle = "-"
     scale: float = 1.0
+    is_bound: bool = False
 
 
 def centred_mean(values: list[float], reach: int) -> list[float]:
@@ -94,10 +107,15 @@ def plot_quantities(
                 steps, values = [steps[i] for i in kept], [values[i] for i in kept]
             if steps:
                 colour = RUN_COLOURS[index] if len(runs) > 1 else quantity.colour
-                _plot_quantity(axes, steps, values, colour, quantity.style, len(runs) == 1)
+                if quantity.is_bound:
+                    axes.plot(steps, values, color=colour, zorder=1, **BOUND)
+                else:
+                    _plot_quantity(axes, steps, values, colour, quantity.style, len(runs) == 1)
                 drawn = True
         if drawn:
-            handles.append(_handle(quantity.name, runs, quantity.colour, quantity.style))
+            handle = _handle(quantity.name, runs, quantity.colour, quantity.style)
+            handle.set(**BOUND if quantity.is_bound else {})
+            handles.append(handle)
     return handles
 
 
@@ -125,7 +143,9 @@ def _handle(
 
 def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: float = 1.6) -> None:
     """Set title, labels and grid, and put the legend above the axes."""
-    axes.set_title(title, loc="left", fontweight="bold", pad=20 if handles else 6)
+    width = sum(len(handle.get_label()) + 6 for handle in handles)
+    rows = 0 if not handles else 1 if width <= LEGEND_WIDTH else 2
+    axes.set_title(title, loc="left", fontweight="bold", pad=6 + 14 * rows)
     axes.set_ylabel(unit)
     axes.set_xlabel(STEP_AXIS)
     axes.xaxis.set_major_locator(
@@ -136,11 +156,19 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
     axes.spines[["top", "right"]].set_visible(False)
     if handles:
         legend = axes.legend(
-            handles=handles, loc="lower left", bbox_to_anchor=(-0.01, 0.985), ncols=len(handles),
+            handles=_by_rows(handles, rows), loc="lower left", bbox_to_anchor=(-0.01, 0.985),
+            ncols=ceil(len(handles) / rows),
             frameon=False, fontsize=SMALL, handlelength=handle_length, columnspacing=0.9,
             handletextpad=0.5, borderaxespad=0.2,
         )  # fmt: skip
         legend.set_in_layout(False)  # else a wide legend would narrow the panel below it
+
+
+def _by_rows(handles: list, rows: int) -> list:
+    """``handles`` in the order that reads row by row in a legend, which is filled column by column."""
+    columns = ceil(len(handles) / rows)
+    lines = [handles[i : i + columns] for i in range(0, len(handles), columns)]
+    return [handle for handle in chain(*zip_longest(*lines)) if handle is not None]
 
 
 def _remark(axes: Axes, words: str) -> None:
@@ -150,10 +178,10 @@ def _remark(axes: Axes, words: str) -> None:
     )
 
 
-def mark_empty(axes: Axes, handles: list) -> None:
-    """Write "not recorded" into the panel if the legend has no entry."""
+def mark_empty(axes: Axes, handles: list, reason: str = "not recorded") -> None:
+    """Write the reason into the panel if the legend has no entry."""
     if not handles:
-        axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center", color=GREY)
+        axes.text(0.5, 0.5, reason, transform=axes.transAxes, ha="center", color=GREY)
 
 
 def _band(axes: Axes, runs: list[RunRecords], metric: str, scale: float, unit: str) -> list:
@@ -191,7 +219,9 @@ def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
 
 
 def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw mean |pi - mu| at equal weights and over the step; right axis: agreement of routing."""
+    """Draw mean |pi - mu| at equal weights and over the step, and what is expected of each as a thin line of its
+    colour; right axis: agreement of routing.
+    """
     quantities = [
         Quantity("equal weights", names.GAP_ON_POLICY, BLUE),
         Quantity("whole step", names.GAP, VERMILION, "--"),
@@ -201,13 +231,19 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
         axes.set_yscale("log")
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom / 3, top * 3)
-        handles += _band(axes, runs, quantities[0].metric, 1.0, "")
-    agreement = Quantity("routing", names.ROUTING_AGREEMENT, PINK, scale=100)
+        for handle, quantity in zip(handles, quantities, strict=False):
+            upper = max(BY_METRIC[quantity.metric].upper(run.dtype) for run in runs)
+            colour = quantity.colour if len(runs) == 1 else GREY
+            axes.axhline(upper, color=colour, linestyle=":", linewidth=1.2)
+            handle.set_label(f"{quantity.name} (at most {upper:g})")
+        axes.set_ylim(bottom / 3, max(top * 3, 2 * upper))
+    agreement = Quantity("routing", names.ROUTING_AGREEMENT, PINK, "-.", scale=100)
     handles += plot_on_the_right(
         axes, runs, agreement, (0, 101), "routed alike, % of tokens x layers"
     )
     mark_empty(axes, handles)
-    finish(axes, "Mean |pi - mu| (trainer against engine)", "probability, log axis", handles)
+    unit = "probability, log axis (dotted: bounds)"
+    finish(axes, "Mean |pi - mu| (trainer against engine)", unit, handles)
 
 
 def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
@@ -220,7 +256,10 @@ def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
         handles += _band(axes, runs, quantities[0].metric, 100, "%")
-    mark_empty(axes, handles)
+    flat = [series(run.records, names.ZERO_VARIANCE_GROUPS)[1] for run in runs]
+    without_advantage = all(flat) and {share for shares in flat for share in shares} == {1.0}
+    reason = "no token to mask:\nthe responses of each group earned the same"
+    mark_empty(axes, handles, *([reason] if without_advantage else []))
     finish(axes, "Masked tokens by sign of advantage", "% of tokens", handles)
 
 

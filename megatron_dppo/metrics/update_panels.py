@@ -22,7 +22,7 @@ def draw_update_seconds(axes: Axes, runs: list[RunRecords]) -> None:
     quantities = [
         Quantity("whole update", names.UPDATE_SECONDS, BLUE),
         Quantity("engines paused", names.UPDATE_STALL, VERMILION, "--"),
-        Quantity("network's bound", names.UPDATE_BOUND, GREEN),
+        Quantity("network's bound", names.UPDATE_BOUND, GREEN, is_bound=True),
     ]
     _draw(axes, runs, quantities, "Weight update: time", "seconds")
 
@@ -31,8 +31,8 @@ def draw_update_bytes(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the bytes that each update moved, their static lower bound, and those of them that left a node."""
     quantities = [
         Quantity("moved", names.UPDATE_BYTES_MOVED, BLUE, scale=1e-9),
-        Quantity("bound", names.UPDATE_BYTES_BOUND, GREEN, "--", scale=1e-9),
-        Quantity("between nodes", names.UPDATE_BYTES_BETWEEN_NODES, VERMILION, scale=1e-9),
+        Quantity("bound", names.UPDATE_BYTES_BOUND, GREEN, scale=1e-9, is_bound=True),
+        Quantity("between nodes", names.UPDATE_BYTES_BETWEEN_NODES, VERMILION, "--", scale=1e-9),
     ]
     _draw(axes, runs, quantities, "Weight update: bytes", "GB")
 

@@ -106,6 +106,8 @@ def _draw_ratio(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, name: str) -
         (line,) = axes.plot(*_percentile(log_mu, ratio, percent), color=GREEN)
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 1 / NARROWEST_RATIO), max(high, NARROWEST_RATIO))
+    if axes.get_yscale() == "linear":
+        axes.ticklabel_format(axis="y", useOffset=False)  # 0.9995, not "-5" beside a "1e-4 + 1"
     _finish(axes, f"pi / mu   ({name})", "ratio")
     line.set_label("1st and 99th percentile")
     axes.legend(handles=[line], frameon=False, fontsize=SMALL, loc="best")

@@ -2,15 +2,18 @@
 
 import json
 
+import matplotlib
 import pytest
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.lines import Line2D
 
 from megatron_dppo.metrics import names
-from megatron_dppo.metrics.panels import RunRecords, centred_mean
+from megatron_dppo.metrics.panels import RunRecords, centred_mean, draw_gap, draw_masked
 from megatron_dppo.metrics.records import RecordsError, encode_record
-from megatron_dppo.metrics.report import main, write_comparison, write_report
+from megatron_dppo.metrics.report import STYLE, _draw, main, write_comparison, write_report
 from megatron_dppo.metrics.run_info import RunInfo, describe_layout
 from megatron_dppo.metrics.summary import summarize, window_of, write_summary
 from megatron_dppo.metrics.time_panel import MOST_PHASES, REST, fold_short_phases
@@ -109,6 +112,59 @@ def test_an_update_is_drawn_beside_its_bounds():
         "whole update",
         "engines paused",
     ]
+
+
+def many_figures(step):
+    """Everything that a panel can show, routing and the network's bound too."""
+    return trained_step(step, 0.5) | {
+        "step": step, names.ROUTING_AGREEMENT: 0.99, names.UPDATE_SECONDS: 3.0,
+        names.UPDATE_STALL: 2.5, names.UPDATE_BOUND: 1.25, names.UPDATE_BYTES_MOVED: 6e10,
+        names.UPDATE_BYTES_BOUND: 6e10, names.UPDATE_BYTES_BETWEEN_NODES: 6e10,
+        names.accuracy("held_out"): 0.5, names.TFLOPS: 1.0, names.PEAK_MEMORY: 1.0,
+        names.IDLE_SHARE: 0.1, "time/sync_s": 0.5, "time/evaluate_s": 1.0, "time/reward_s": 0.1,
+        "time/checkpoint_s": 0.1, "time/exchange_s": 0.2,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_legend_is_inside_the_picture_and_tells_lines_apart(count):
+    runs = [RunRecords(f"run {i}", [many_figures(1), many_figures(2)]) for i in range(count)]
+    with matplotlib.rc_context(STYLE):
+        figure = _draw(runs, "title")
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        for axes in figure.axes:
+            legend = axes.get_legend()
+            if legend is None:
+                continue
+            box = legend.get_window_extent(canvas.get_renderer())
+            assert 0 <= box.x0 < box.x1 <= figure.bbox.x1, axes.get_title(loc="left")
+            title = axes._left_title.get_window_extent(canvas.get_renderer())
+            assert box.y1 <= title.y0 + 1
+            looks = [
+                (h.get_color(), h.get_linestyle(), h.get_linewidth(), h.get_marker())
+                for h in legend.legend_handles
+                if isinstance(h, Line2D)
+            ]
+            assert len(looks) == len(set(looks)), axes.get_title(loc="left")
+
+
+def test_a_healthy_run_stays_within_the_bounds_drawn_for_it():
+    axes = Figure().subplots()
+    draw_gap(axes, [RunRecords("run", [many_figures(1), many_figures(2)])])
+    gap, step, gap_bound, step_bound = axes.lines
+    for line, bound in ((gap, gap_bound), (step, step_bound)):
+        assert line.get_color() == bound.get_color()
+        assert max(line.get_ydata()) < bound.get_ydata()[0] < axes.get_ylim()[1]
+
+
+def test_a_run_without_advantages_has_nothing_to_mask():
+    silent, other = Figure().subplots(2)
+    flat = {"step": 1, names.ZERO_VARIANCE_GROUPS: 1.0}
+    draw_masked(silent, [RunRecords("run", [flat])])
+    draw_masked(other, [RunRecords("run", [flat, {"step": 2, names.ZERO_VARIANCE_GROUPS: 0.5}])])
+    assert "each group earned the same" in silent.texts[0].get_text()
+    assert other.texts[0].get_text() == "not recorded"
 
 
 @pytest.mark.parametrize(
