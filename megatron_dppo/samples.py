@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_dppo.logging import fatal
+from megatron_dppo.metrics.html import html_page
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.samples import Sample, printable, read_samples
 from megatron_dppo.system.files import write_atomically
@@ -32,24 +33,13 @@ _HELP = {
     "truncated": "that hit the length limit",
     "masked": "with tokens that the mask kept from training",
 }
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
-<title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 60em; padding: 0 1em;
-  color: #1b1b1b; background: #fff }}
-h1 {{ font-size: 1.3em; overflow-wrap: anywhere }}
-article {{ border-top: 1px solid #ddd; padding: .6em 0 }}
-p {{ margin: .2em 0 }} .about {{ color: #555; font-size: .85em }}
-.right {{ color: #00691f }} .wrong {{ color: #a3000f }}
-pre {{ font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere;
-  margin: .3em 0; padding: .4em .6em; background: #f6f6f6; border-radius: 4px; unicode-bidi: isolate }}
-pre.prompt {{ color: #666 }}
-</style></head>
-<body><h1>{title}</h1>
-{articles}
-</body></html>
+_STYLE = """
+article { border-top: 1px solid #ddd; padding: .6em 0 }
+p { margin: .2em 0 } .about { color: #555; font-size: .85em }
+.right { color: #00691f } .wrong { color: #a3000f }
+pre { font: 13px/1.5 ui-monospace, monospace; white-space: pre-wrap; margin: .3em 0;
+  padding: .4em .6em; background: #f6f6f6; border-radius: 4px; unicode-bidi: isolate }
+pre.prompt { color: #666 }
 """
 
 
@@ -124,7 +114,7 @@ def show(samples: Sequence[Sample]) -> None:
 
 
 def html(title: str, samples: Sequence[Sample]) -> str:
-    """The samples as one page: no scripts, no external resources, all text escaped."""
+    """The samples as one page, all text escaped."""
     articles = []
     for sample in samples:
         first, last = map(escape, about(sample))
@@ -135,7 +125,7 @@ def html(title: str, samples: Sequence[Sample]) -> str:
             f"<pre>{escape(printable(sample.response))}</pre>"
             f'<p class="{earned}">{last}</p></article>'
         )
-    return _PAGE.format(title=escape(title), articles="\n".join(articles))
+    return html_page(title, _STYLE, "\n".join(articles))
 
 
 def _parser() -> argparse.ArgumentParser:

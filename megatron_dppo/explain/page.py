@@ -14,12 +14,9 @@ from megatron_dppo.explain.summary_tables import (
     verdict_of,
     verdicts,
 )
+from megatron_dppo.metrics.html import html_page
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 72em; padding: 0 1em;
-  color: #1b1b1b; background: #fff }
-h1 { font-size: 1.4em } h2 { font-size: 1.1em; margin-top: 2em }
-table { border-collapse: collapse; margin: .5em 0 1.5em }
 caption { text-align: left; font-weight: 600; padding: .3em 0 }
 th, td { padding: .15em .7em; text-align: right; border-bottom: 1px solid #ddd }
 th.words, td.words { text-align: left }
@@ -30,14 +27,13 @@ th.words, td.words { text-align: left }
 .prompt { color: #777 }
 .tokens span, .legend span { unicode-bidi: isolate; border-radius: 3px; padding: 0 1px;
   margin-right: 1px; border: 1px solid transparent }
-.legend span { margin-right: 1em; padding: .1em .4em }
+.legend span { display: inline-block; margin: 0 1em .3em 0; padding: .1em .4em }
 .train { background: rgba(90, 90, 90, var(--tv, 0)) }
 .both { background: #c9a6f5; border-color: #6a2bc2 !important }
 .own { background: #ffb3a8; border-color: #c22b14 !important }
 .ppo { background: #a9d4ff; border-color: #1466b8 !important }
 .tokens span:hover { outline: 2px solid #000 }
 """
-POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render(
@@ -49,7 +45,6 @@ def render(
 ) -> str:
     """The HTML page. ``facts``: lines above the tables; ``name``: of the algorithm."""
     blocks = [
-        f"<h1>{escape(title)}</h1>",
         *(f"<div>{escape(fact)}</div>" for fact in facts),
         "<h2>Summary</h2>",
         *map(_table, tables),
@@ -57,13 +52,7 @@ def render(
         _legend(name),
         *(_response(name, r) for r in responses),
     ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
-        + "\n".join(blocks)
-        + "\n</body></html>\n"
-    )
+    return html_page(title, STYLE, "\n".join(blocks))
 
 
 def _table(sheet: Sheet) -> str:
@@ -76,7 +65,8 @@ def _table(sheet: Sheet) -> str:
         return f"<tr>{''.join(made)}</tr>"
 
     lines = "\n".join([line("th", sheet.columns), *(line("td", row) for row in sheet.rows)])
-    return f"<table><caption>{escape(sheet.title)}</caption>\n{lines}</table>"
+    caption = f"<caption>{escape(sheet.title)}</caption>"
+    return f'<div class="table"><table>{caption}\n{lines}</table></div>'
 
 
 def _legend(name: str) -> str:
