@@ -38,6 +38,12 @@ from megatron_dppo.config.values import (
 )
 from megatron_dppo.model.shape import ModelShape
 
+MOST_RESPONSES = 2**24
+"""Of a batch: every rank holds a line on each, and nobody has published a tenth of it."""
+
+BATCH_FILES = "step_*.safetensors"
+"""As ``data/trajectory_codec.py`` names saved batches."""
+
 P = TypeVar("P", bound=PolicyConfig)
 Problems = Iterator[str]
 Check = Callable[[TrainConfig], Problems]
@@ -105,6 +111,12 @@ def batch_problems(config: TrainConfig) -> Problems:
             f"training.prompts_per_mini_batch: got {size}, expected a divisor of "
             f"rollout.prompts_per_step = {rollout.prompts_per_step}"
         )
+    if (responses := rollout.prompts_per_step * rollout.group_size) > MOST_RESPONSES:
+        yield (
+            f"rollout.group_size: got {rollout.group_size}, with rollout.prompts_per_step "
+            f"{rollout.prompts_per_step} that is {responses} responses in a batch, expected at most "
+            f"{MOST_RESPONSES}"
+        )
     data = config.parallel.data
     if data and rollout.prompts_per_step % data:
         yield (
@@ -143,11 +155,20 @@ def _aggregation(config: TrainConfig) -> Problems:
 
 def _replay_folder(config: TrainConfig) -> Problems:
     folder = config.rollout.replay_from
-    if folder is not None and not Path(folder).is_dir():
+    if folder is not None and not any(Path(folder).glob(BATCH_FILES)):
         yield (
-            f"rollout.replay_from: got {folder!r}, expected a folder of rollout batches that a run "
-            "with rollout.save wrote"
+            f"rollout.replay_from: got {folder!r}, expected a folder of rollout batches "
+            f"({BATCH_FILES}) that a run with rollout.save wrote"
         )
+
+
+def _profile(config: TrainConfig) -> Problems:
+    """Steps and ranks that there are none of, so that no trace would come."""
+    world, steps = config.parallel.world_size, config.run.steps
+    if odd := [rank for rank in config.profile.ranks if not 0 <= rank < world]:
+        yield f"profile.ranks: got {odd}, expected ranks from 0 to {world - 1}"
+    if odd := [step for step in config.profile.steps if not 1 <= step <= steps]:
+        yield f"profile.steps: got {odd}, expected steps from 1 to run.steps = {steps}"
 
 
 def _staleness(config: TrainConfig) -> Problems:
@@ -249,6 +270,7 @@ CHECKS: tuple[Check, ...] = (
     data_file_problems,
     prompt_form_problems,
     _replay_folder,
+    _profile,
     _staleness,
     _oversampling,
     _run_directory,

@@ -15,6 +15,7 @@ from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.expectations import given
 
 KEY = "base"
+_LONGEST_PATH = 4096
 
 Tree = dict[str, Any]
 
@@ -47,7 +48,13 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return result
 
 
+def _is_path(text: str) -> bool:
+    return len(text) <= _LONGEST_PATH and "\0" not in text
+
+
 def _read(path: Path, read: Callable[[Path], Tree], above: tuple[Path, ...]) -> Tree:
+    if not _is_path(str(path)):
+        raise ConfigError(["this is no path"], given(str(path)))
     where = path.resolve()
     if where in above:
         chain = " -> ".join(p.name for p in (*above[above.index(where) :], where))
@@ -60,6 +67,8 @@ def _read(path: Path, read: Callable[[Path], Tree], above: tuple[Path, ...]) -> 
     if not isinstance(name, str):
         problem = f"{KEY}: got {given(name)}, expected the path of a configuration file"
         raise ConfigError([problem], str(path))
+    if not _is_path(name):
+        raise ConfigError([f"{KEY}: got {given(name)}, which is no path"], str(path))
     base = path.parent / name
     if not base.is_file():
         raise ConfigError([f"{KEY}: got {name!r}, but there is no file {base}"], str(path))

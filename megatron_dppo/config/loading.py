@@ -20,6 +20,7 @@ from megatron_dppo.config.errors import MOST_SHOWN, ConfigError
 from megatron_dppo.config.expectations import field_at, given, section_at, suggestion
 from megatron_dppo.config.inheritance import read_with_bases
 from megatron_dppo.config.schema import Section, TrainConfig
+from megatron_dppo.config.values import unusable_values
 from megatron_dppo.config.yaml_core import dump_yaml, parse_scalar, parse_yaml
 
 C = TypeVar("C", bound=Section)
@@ -52,7 +53,7 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
     _rename_earlier_keys(tree)
     problems += _fill_in_directory(tree)
     config, invalid = _validate(tree, schema)
-    problems += invalid
+    problems += invalid if config is None else unusable_values(config)
     if config is None or problems:
         raise ConfigError(problems, "the command line" if path is None else str(path))
     return config
@@ -67,8 +68,9 @@ def resolved_yaml(config: Section) -> str:
 def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"can't be read: {error}"], str(path)) from error
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError([f"can't be read: {reason}"], given(str(path))) from error
     try:
         tree = parse_yaml(text)
     except yaml.MarkedYAMLError as error:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
-from collections.abc import Iterator
+import socket
+import subprocess
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.system.files import unwritable
+from megatron_dppo.system.interfaces import InterfaceError, interface_address, resolve
 
 LEAST_OPEN_FILES = 128
 """Files and sockets that the processes of a small run hold open, and some to spare."""
+
+_PYTHON_S = 60.0
+_LACKING = (
+    "import importlib.util as u, json, sys;"
+    "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
+)
+"""Prints which of the packages that are given an interpreter has not, as JSON."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,7 @@ def this_machine() -> Machine:
 
 def machine_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
     """Why a run with all its ranks and servers can't work on ``machine``: one line for each reason."""
+    yield from _place_problems(config)
     ranks = config.parallel.world_size
     servers = config.engine.started if config.rollout.replay_from is None else 0
     if machine.open_files < LEAST_OPEN_FILES:
@@ -53,6 +66,58 @@ def machine_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
             f"cores: {processes} processes of ranks and servers on {machine.cores} cores, expected at "
             "most 8 on each"
         )
+
+
+def _place_problems(config: TrainConfig) -> Iterator[str]:
+    """What the configuration names and this machine has not: an interface, a Python, folders to write in."""
+    if config.parallel.interface is not None:
+        try:
+            interface_address(config.parallel.interface)
+        except InterfaceError as error:
+            yield f"parallel.interface: {error}"
+    generates = config.rollout.replay_from is None
+    packages = ["sglang"] * bool(config.engine.started) + ["smg"] * config.engine.uses_router
+    if generates and packages:
+        yield from _host_problems(config.engine.host)
+        yield from _python_problems(config.engine.python, ["megatron_dppo", *packages])
+    folders = {"run.directory": config.run.directory}
+    if generates and config.weight_sync.strategy == "disk":
+        folders["weight_sync.directory"] = config.weight_sync.directory or "/dev/shm"
+    for key, folder in folders.items():
+        if problem := unwritable(Path(folder)):
+            yield f"{key}: {problem}, expected a folder of your own"
+
+
+def _host_problems(host: str) -> Iterator[str]:
+    """An address where servers and router can't listen."""
+    try:
+        address = resolve(host)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as listener:
+            listener.bind((address, 0))
+    except OSError as error:
+        yield f"engine.host: got {host!r}, expected an address of this machine ({error.strerror})"
+
+
+def _python_problems(python: str | None, packages: Sequence[str]) -> Iterator[str]:
+    """An interpreter of the servers that is none, or that lacks what they run."""
+    if python is None:
+        return
+    try:
+        done = subprocess.run(
+            [python, "-c", _LACKING, *packages],
+            capture_output=True,
+            text=True,
+            timeout=_PYTHON_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
+        lacking = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        yield f"engine.python: got {python!r}, expected a Python interpreter"
+        return
+    if lacking:
+        yield f"engine.python: got {python!r}, which lacks {', '.join(lacking)}"
 
 
 def _per_server(config: TrainConfig) -> int:

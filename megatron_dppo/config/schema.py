@@ -83,9 +83,9 @@ class LoraConfig(Section):
 class RolloutConfig(Section):
     """Sampling of training responses."""
 
-    prompts_per_step: int = Field(gt=0)
+    prompts_per_step: int = Field(gt=0, le=2**20)
     """Prompts in a rollout batch."""
-    group_size: int = Field(gt=1)
+    group_size: int = Field(gt=1, le=2**16)
     """Responses for each prompt; the advantage's baseline is their mean reward."""
     max_response_tokens: int = Field(gt=0)
     """Longest response; one that gets there is truncated."""
@@ -111,7 +111,7 @@ class RolloutConfig(Section):
     responses_per_call: int = Field(default=1, gt=0)
     """Responses that share one HTTP call. More saves the engine work where responses are a few
     dozen tokens; they then finish, time out and are lost together."""
-    max_staleness: Literal[0, 1] = 0
+    max_staleness: int = Field(default=0, ge=0, le=1)
     """Weight versions that a response may lag behind the trainer. 0: generate, then train. 1: step
     n+1 is generated while step n is trained on; see docs/staleness.md."""
     drop_zero_variance_groups: bool = False
@@ -176,14 +176,14 @@ class RewardConfig(Section):
     """A name in ``megatron_dppo.rewards``."""
     timeout_s: float = Field(default=10.0, gt=0)
     """A check that takes longer is killed and scores 0, and is counted."""
-    workers: int = Field(default=2, gt=0)
+    workers: int = Field(default=2, gt=0, le=1024)
     """Processes that run checks, in each data-parallel leader."""
 
 
 class ParallelConfig(Section):
     """Megatron-Core's layout. Data parallelism is what is left of the world size."""
 
-    world_size: int = Field(default=1, gt=0)
+    world_size: int = Field(default=1, gt=0, le=2**20)
     """Trainer processes, one a device."""
     tensor: int = Field(default=1, gt=0)
     """Ranks that share each matrix of the dense layers (TP)."""
@@ -257,7 +257,7 @@ class OptimizerConfig(Section):
 class EngineConfig(Section):
     """The fleet of SGLang servers; docs/fleet.md tells how it works."""
 
-    servers: int | None = Field(default=None, ge=0)
+    servers: int | None = Field(default=None, ge=0, le=2**16)
     """Servers to start on this machine, each with ``sglang.tp_size`` ranks. Empty: one, or none
     where ``urls`` names some."""
     urls: list[str] = Field(default_factory=list)
@@ -319,7 +319,7 @@ class WeightSyncConfig(Section):
     """Of ``distributed`` and ``tensor``. ``holders``: every rank that holds most of a tensor sends it.
     ``nodes``: one rank of each node sends what its node holds, so engines join fewer groups. Empty:
     ``nodes`` where the trainer runs on GPUs."""
-    bucket_mib: int = Field(default=512, gt=0)
+    bucket_mib: int = Field(default=512, gt=0, le=2**20)
     """MiB of weights in one message."""
     network_gb_per_s: float | None = Field(default=None, gt=0)
     """GB/s (1e9 bytes) that can enter a node over its network. With it the fewest seconds of an update are recorded
@@ -346,7 +346,7 @@ class EvaluationConfig(Section):
 
     every: int = Field(default=5, gt=0)
     """Steps; also before the first and after the last."""
-    samples_per_prompt: int = Field(default=32, gt=0)
+    samples_per_prompt: int = Field(default=32, gt=0, le=2**16)
     """The k of avg@k: responses whose rewards are averaged."""
     temperature: float = Field(default=0.7, gt=0)
     """Sampling temperature."""
@@ -482,7 +482,7 @@ class SupervisedDataConfig(Section):
 class SupervisedTrainingConfig(StepConfig):
     """From pairs to optimiser steps."""
 
-    sequences_per_step: int = Field(gt=0)
+    sequences_per_step: int = Field(gt=0, le=2**24)
     """Pairs in one optimiser step."""
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.expectations import given
-from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.section import Section
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.urls import url_problem
 
@@ -15,28 +16,31 @@ LONGEST_TEXT = 4096
 """Characters of a path, as Linux bounds it."""
 LONGEST_PROSE = 65536
 """Characters of a text that is for the model."""
-PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop"}
-"""Keys whose text is for the model: it may have lines."""
+PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop", "prologue"}
+"""Keys whose text is for the model, or a script: it may have lines."""
 LARGEST_NUMBER = 2**63 - 1
 SPARE_POSITIONS = 2
 """Of its context and of its cache SGLang 0.5.23 fills two positions fewer: ``max_req_len`` is one less
 (``tp_worker.py``), and a response ends one before that (``scheduler.py``), as a truncated one."""
 PROMPT_SPARE_POSITIONS = 7
 """A prompt must be this much shorter than the context, or SGLang refuses it (``max_req_input_len``)."""
+LONGEST_WAIT_S = 10**8
+"""Three years; ``threading`` takes a hundred times that, ``select`` and timers of C++ less."""
 
 
-def refuse_unusable_values(config: PolicyConfig, source: str) -> None:
-    """Refuse texts that no path, name or URL may hold, and numbers that no library takes.
+def refuse_unusable_values(config: Section, source: str) -> None:
+    """Raise ConfigError naming ``source`` for :func:`unusable_values`. Comes before checks that open paths."""
+    if problems := unusable_values(config):
+        raise ConfigError(problems, source)
 
-    Raises ConfigError naming ``source``. Comes before every other check: those open the paths.
-    """
-    problems = [
+
+def unusable_values(config: Section) -> list[str]:
+    """Texts that no path, name or URL may hold, and numbers that no library takes."""
+    return [
         f"{key}: {complaint}"
         for key, value in _leaves(config.model_dump(), "")
-        if (complaint := _complaint(value, prose=key in PROSE))
+        if (complaint := _complaint(key, value))
     ]
-    if problems:
-        raise ConfigError(problems, source)
 
 
 def without_os_errors(problems: Iterator[str]) -> Iterator[str]:
@@ -50,10 +54,9 @@ def without_os_errors(problems: Iterator[str]) -> Iterator[str]:
 def url_problems(config: TrainConfig) -> Iterator[str]:
     """``engine.urls`` that no server can have, or that name one server twice."""
     urls = [url.rstrip("/") for url in config.engine.urls]
-    for url in urls:
-        if problem := url_problem(url):
-            yield f"engine.urls: {problem}"
-    if len(set(urls)) < len(urls):
+    problems = [f"engine.urls: {problem}" for url in urls if (problem := url_problem(url))]
+    yield from problems
+    if not problems and len(set(urls)) < len(urls):
         yield f"engine.urls: got {urls}, expected each server once"
 
 
@@ -120,7 +123,8 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _complaint(value: Any, *, prose: bool) -> str | None:
+def _complaint(key: str, value: Any) -> str | None:
+    prose = key in PROSE
     longest = LONGEST_PROSE if prose else LONGEST_TEXT
     if isinstance(value, str):
         text = value.translate(_LINES) if prose else value
@@ -130,6 +134,8 @@ def _complaint(value: Any, *, prose: bool) -> str | None:
             return f"got {len(value)} characters, expected at most {longest}"
     if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
         return f"got {given(value)}, expected at most {LARGEST_NUMBER}"
+    if isinstance(value, int | float) and key.endswith("_s") and value > LONGEST_WAIT_S:
+        return f"got {given(value)}, expected at most {LONGEST_WAIT_S} s: clocks can't wait longer"
     return None
 
 

@@ -49,6 +49,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As PyYAML's, after refusing duplicates (keys of a ``<<`` merge may be set again)."""
+        if not isinstance(node, yaml.MappingNode):  # ``!!map`` before something else
+            raise yaml.MarkedYAMLError(
+                problem="!!map is given to what is no table", problem_mark=node.start_mark
+            )
         seen: dict[str, int] = {}
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
@@ -90,6 +94,16 @@ def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
     return count
 
 
+def _value_of(node: yaml.Node, kind: str) -> str:
+    """The text of a scalar of that kind, also where a tag such as ``!!bool`` says so; case as given."""
+    if not isinstance(node, yaml.ScalarNode) or not _PATTERNS[kind].match(node.value):
+        shown = node.value[:40] if isinstance(node, yaml.ScalarNode) else "a table or a list"
+        raise yaml.MarkedYAMLError(
+            problem=f"!!{kind} is given to {shown!r}", problem_mark=node.start_mark
+        )
+    return str(node.value)
+
+
 class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes text which :class:`_Loader` would read as something else."""
 
@@ -97,19 +111,39 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
-    text = loader.construct_scalar(node)
+    text = _value_of(node, "int")
     return int(text, 0) if text[:2] in ("0x", "0o") else int(text)
 
 
 def _number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> float:
-    return float(re.sub(r"\.(?=inf|nan)", "", loader.construct_scalar(node).lower()))
+    return float(re.sub(r"\.(?=inf|nan)", "", _value_of(node, "float").lower()))
 
 
+def _truth(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> bool:
+    return _value_of(node, "bool").lower() == "true"
+
+
+def _nothing(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> None:
+    _value_of(node, "null")
+
+
+_PATTERNS: dict[str, re.Pattern[str]] = {}
 for _tag, _pattern, _first in _PLAIN_TYPES:
     _compiled = re.compile(rf"^(?:{_pattern})$")
+    _PATTERNS[_tag.rpartition(":")[2]] = _compiled
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(_tag, _compiled, ["" if c == "\0" else c for c in _first])
-_CONSTRUCTORS: dict[str, Callable[[Any, Any], Any]] = {"int": _integer, "float": _number}
+_CONSTRUCTORS: dict[str, Callable[[Any, Any], Any]] = {
+    "null": _nothing,
+    "bool": _truth,
+    "int": _integer,
+    "float": _number,
+    "str": yaml.SafeLoader.construct_yaml_str,
+    "seq": yaml.SafeLoader.construct_yaml_seq,
+    "map": yaml.SafeLoader.construct_yaml_map,
+}
+# Tags of YAML 1.1 alone (``!!timestamp``, ``!!binary``, ``!!set``) are unknown, as any other is.
+_Loader.yaml_constructors = {None: yaml.SafeLoader.construct_undefined}
 for _name, _constructor in _CONSTRUCTORS.items():
     _Loader.add_constructor(f"tag:yaml.org,2002:{_name}", _constructor)
 

@@ -13,12 +13,15 @@ from megatron_dppo.config.schema import RewardConfig
 from megatron_dppo.data.answers import bad_answers, extracted
 from megatron_dppo.data.near_duplicates import near_duplicates
 from megatron_dppo.data.problems import DataKeys, ProblemSet, read_problems
-from megatron_dppo.data.prompts import Prompt, PromptForm, rendered, text_of, tokenise
+from megatron_dppo.data.prompts import Prompt, PromptForm, rendered, text_of, token_counts
 from megatron_dppo.data.records import is_columnar
 from megatron_dppo.types import Problem
 
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
 _BARS, _WIDTH = 10, 40
+_SHOWN_CHARACTERS = 4000
+_COMPARED = 2**16
+"""Characters of a prompt that are looked through for near-duplicates: from its beginning."""
 _SHOWN_FAULTS, _SHOWN_PAIRS, _SHOWN_PROMPTS = 5, 10, 3
 
 
@@ -73,8 +76,7 @@ def _lengths(asked: Inspection, prompts: list[Prompt], places: list[str]) -> Ite
     if asked.tokenizer is None:
         lengths, unit = [len(text_of(prompt)) for prompt in prompts], "characters"
     else:
-        ids = tokenise(asked.tokenizer, prompts, asked.form, places)
-        lengths, unit = [len(one) for one in ids], "tokens"
+        lengths, unit = token_counts(asked.tokenizer, prompts, asked.form, places), "tokens"
     found = np.quantile(lengths, _QUANTILES, method="inverted_cdf").tolist()
     named = ", ".join(f"{q:.0%} {int(n):,}" for q, n in zip(_QUANTILES, found, strict=True))
     yield f"prompts in {unit}, quantiles: {named}"
@@ -103,7 +105,8 @@ def _near_duplicates(
     asked: Inspection, texts: list[str], places: list[str], other: str
 ) -> Iterator[str]:
     prompts, _, their_places, _ = read_problems(other)
-    pairs = near_duplicates(texts, [text_of(prompt) for prompt in prompts], asked.similarity)
+    theirs = [text_of(prompt)[:_COMPARED] for prompt in prompts]
+    pairs = near_duplicates([text[:_COMPARED] for text in texts], theirs, asked.similarity)
     hit = len({pair.evaluation for pair in pairs})
     yield (
         f"near-duplicates (similarity {asked.similarity:g} or more): {hit:,} of the {len(prompts):,} "
@@ -126,4 +129,13 @@ def _shown(asked: Inspection, prompts: list[Prompt], places: list[str]) -> Itera
         else:
             ((text, _),) = rendered(asked.tokenizer, [prompts[i]], asked.form, [places[i]])
         yield f"--- {places[i]}"
-        yield text
+        yield _abridged(text)
+
+
+def _abridged(text: str) -> str:
+    """``text``, of a long one the beginning and the end."""
+    if len(text) <= _SHOWN_CHARACTERS:
+        return text
+    half = _SHOWN_CHARACTERS // 2
+    left_out = f"[... {len(text) - 2 * half:,} characters ...]"
+    return f"{text[:half]}\n{left_out}\n{text[-half:]}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_dppo.config.data_checks import PLACEHOLDER
 from megatron_dppo.data.json_lines import DataError
 
+PIECE = 2**18
+"""Characters that are given to a tokenizer at one time."""
 Prompt = str | list[dict[str, str]]
 """Text, or chat messages."""
 
@@ -109,12 +111,42 @@ def tokenise(
         chosen = [i for i, (_, by_template) in enumerate(texts) if by_template == with_template]
         if not chosen:
             continue
-        encoded = tokenizer([texts[i][0] for i in chosen], add_special_tokens=not with_template)
-        for i, ids in zip(chosen, encoded["input_ids"], strict=True):
+        encoded = _encoded(tokenizer, [texts[i][0] for i in chosen], special=not with_template)
+        for i, ids in zip(chosen, encoded, strict=True):
             prompt_ids[i] = tuple(ids)
     if () in prompt_ids:
         raise DataError(f"{places[prompt_ids.index(())]}: the prompt has no tokens")
     return prompt_ids
+
+
+def token_counts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    form: PromptForm,
+    places: Sequence[str],
+) -> list[int]:
+    """Tokens of every prompt in ``form``. One of more than ``PIECE`` characters is counted in pieces, which
+    may count a token more at each cut, and does not take gigabytes."""
+    counts = []
+    for text, by_template in rendered(tokenizer, prompts, form, places):
+        pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
+        encoded = _encoded(tokenizer, pieces, special=not by_template and len(pieces) == 1)
+        counts.append(sum(map(len, encoded)))
+    return counts
+
+
+def _encoded(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool
+) -> Iterator[list[int]]:
+    """The ids of each text. Tokenizers takes 400 bytes and more for each character of a call, so a call gets
+    about ``PIECE`` characters, or one text."""
+    start = 0
+    while start < len(texts):
+        end, size = start + 1, len(texts[start])
+        while end < len(texts) and (size := size + len(texts[end])) <= PIECE:
+            end += 1
+        yield from tokenizer(list(texts[start:end]), add_special_tokens=special)["input_ids"]
+        start = end
 
 
 def _with_last_text(prompt: Prompt, text: str) -> Prompt:

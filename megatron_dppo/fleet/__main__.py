@@ -26,9 +26,9 @@ _POLL_S = 0.2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; the process's exit code: 1 where a server is refused."""
     words = _parser().parse_args(arguments)
-    if not Path(words.run_directory).is_dir():
-        fatal(f"{words.run_directory}: expected the folder of a run (run.directory)")
     try:
+        if not Path(words.run_directory).is_dir():
+            fatal(f"{words.run_directory}: expected the folder of a run (run.directory)")
         return _ACTIONS[words.action](record_of_command(words.run_directory), words)
     except (ValueError, OSError, RecordLostError) as error:
         fatal(str(error))

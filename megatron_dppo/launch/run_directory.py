@@ -19,6 +19,7 @@ from types import TracebackType
 
 from megatron_dppo.fleet.folder import FleetFolder
 from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.srun import literal
 from megatron_dppo.logging import say
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.lease import Lease
@@ -45,7 +46,7 @@ class RunDirectory:
     @property
     def rank_outputs(self) -> str:
         """``rank_output`` with ``%t`` for the rank, as srun takes it."""
-        return str(self.path / "logs" / "rank%t.out")
+        return f"{literal(self.path / 'logs')}/rank%t.out"
 
     @property
     def step_messages(self) -> Path:

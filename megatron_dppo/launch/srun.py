@@ -85,6 +85,11 @@ class StepForm:
         ]
 
 
+def literal(path: Path) -> str:
+    """``path`` in a pattern of an output file, which Slurm takes as it is (one without a backslash)."""
+    return str(path).replace("%", "%%")
+
+
 def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """``environment`` less what srun would take for options of the step."""
     return {name: value for name, value in environment.items() if name not in _OPTION_VARIABLES}
@@ -111,7 +116,7 @@ class SrunLauncher:
             name=self._name,
             hosts=self._hosts,
             tasks_per_host=1,
-            output=str(log),
+            output=literal(log),
             stdin=True,
         )
         return SrunProcess(

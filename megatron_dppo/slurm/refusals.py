@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.config.allocator import allocator_problems
@@ -18,8 +18,10 @@ from megatron_dppo.logging import say
 from megatron_dppo.preflight.checks import CHECKS
 from megatron_dppo.slurm.commands import SlurmError, fields, slurm
 from megatron_dppo.slurm.site import SiteConfig
+from megatron_dppo.system.files import unwritable
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _UNLIMITED = ("INFINITE", "UNLIMITED")
 
 
@@ -43,15 +45,72 @@ def seconds_of(text: str) -> float | None:
 
 
 def directory_problems(directory: Path) -> Iterator[str]:
-    """A run's folder that can't be made, or written in."""
-    existing = next(path for path in (directory, *directory.parents) if path.exists())
-    try:
-        tempfile.TemporaryFile(dir=existing).close()
-    except OSError as error:
-        yield (
-            f"run.directory: {existing} can't be written ({error.strerror}), expected a folder of your "
-            "own that all nodes share"
-        )
+    """A run's folder that can't be made, or written in, or that Slurm writes no output in."""
+    if "\\" in str(directory):  # a backslash turns the symbols of its patterns off
+        yield f"run.directory: {directory} has a backslash, expected a path without one"
+    if problem := unwritable(directory):
+        yield f"run.directory: {problem}, expected a folder of your own that all nodes share"
+
+
+@dataclass(frozen=True)
+class FlagForm:
+    """Options of a program of Slurm. ``with_value``: letters that take the next word where nothing is joined
+    to them. ``refused``: letters after which nothing is started, or only at the job's end. ``alone``: long
+    options that need no value; all others are written ``--name=value``."""
+
+    key: str
+    with_value: str
+    refused: str
+    alone: frozenset[str]
+
+
+_ALONE = frozenset(
+    (
+        *("contiguous", "exclusive", "get-user-env", "no-kill", "overcommit", "oversubscribe"),
+        *("propagate", "quiet", "reboot", "spread-job", "use-min-nodes", "verbose"),
+    )
+)
+SBATCH = FlagForm(
+    "sbatch_flags",
+    "aAbBcCdDeFGiJLmMnNopqStwx",
+    "hVW",
+    _ALONE
+    | frozenset(["export", "hold", "ignore-pbs", "nice", "no-requeue", "parsable", "requeue"]),
+)
+SRUN = FlagForm(
+    "srun_flags",
+    "AbBcCdDeFGiJLmMnNopqrStTwWx",
+    "hV",
+    _ALONE
+    | frozenset(
+        ["disable-status", "exact", "label", "overlap", "preserve-env", "unbuffered", "whole"]
+    ),
+)
+
+
+def flag_problems(flags: Sequence[str], form: FlagForm) -> Iterator[str]:
+    """Words that are no option, or that lack their value: they would take the place of the script or the
+    command that follows, or have one of its words for their value."""
+    words = iter(flags)
+    for word in words:
+        if complaint := _flag_complaint(word, words, form):
+            yield f"{form.key}: got {word!r}, {complaint}"
+
+
+def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str | None:
+    if word.startswith("--") and len(word) > 2:
+        if "=" in word or word[2:] in form.alone:
+            return None
+        return f"expected --name=value in one word, or --{', --'.join(sorted(form.alone))}"
+    if not re.fullmatch(r"-[a-zA-Z].*", word, re.DOTALL):
+        return "expected an option such as --constraint=h100"
+    for place, letter in enumerate(word[1:], start=2):
+        if letter in form.refused:
+            return f"after -{letter} no job could be told of"
+        if letter in form.with_value:
+            has_value = place < len(word) or next(following, "")
+            return None if has_value else "which lacks its value"
+    return None
 
 
 def partition_of(name: str | None) -> dict[str, str] | None:
@@ -127,6 +186,10 @@ def site_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Ite
     if unknown := [name for name in site.preflight_skip if name not in CHECKS]:
         yield f"preflight_skip: got {unknown[0]!r}, expected some of {', '.join(CHECKS)}"
     yield from _shell_problems(site)
+    for name in site.environment:
+        if not _VARIABLE.fullmatch(name):
+            yield f"environment: got the name {name!r}, expected letters, digits and _ alone"
+    yield from flag_problems(site.srun_flags, SRUN)
     container, python = site.container, config.engine.python
     if container.kind == "none":
         if container.image or container.server_image:

@@ -105,7 +105,7 @@ class SiteConfig(Section):
     """``--reservation``."""
     time: str | int | None = None
     """``--time``: a Slurm time such as ``1-00:00:00``, or minutes. Empty: the partition's default."""
-    gpus_per_node: int = Field(default=8, ge=0)
+    gpus_per_node: int = Field(default=8, ge=0, le=1024)
     """GPUs of a node; 0: nodes without GPUs, on which each of ``processes_per_node`` counts as one."""
     gres: str | None = None
     """``--gres`` in place of ``--gpus-per-node``, such as ``gpu:h100:8``, where a cluster wants that; as many as
@@ -117,9 +117,9 @@ class SiteConfig(Section):
     """Kind of the GPUs; ``submit`` then plans the run's memory and refuses what can't fit."""
     host_memory_gib: int | None = Field(default=None, gt=0)
     """Memory of a node, for the same plan. Empty: what the maker's own nodes with such GPUs have."""
-    processes_per_node: int = Field(default=1, gt=0)
+    processes_per_node: int = Field(default=1, gt=0, le=1024)
     """Ranks and servers that a node without GPUs takes."""
-    checkpoint_margin_s: int = Field(default=900, gt=0)
+    checkpoint_margin_s: int = Field(default=900, gt=0, le=65535)
     """Before the time limit: when the ranks are asked to end their step and save a checkpoint. Longer
     than a step and a checkpoint take."""
     start_s: int = Field(default=900, gt=0)

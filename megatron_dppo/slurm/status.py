@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.expectations import given
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.fleet.folder import FleetFolder
 from megatron_dppo.launch.errors import LaunchError
@@ -68,7 +69,11 @@ class LocalRun:
 def require_run(directory: str) -> Path:
     """The folder of a run. Raises LaunchError where there is none."""
     path = Path(directory)
-    if not any((path / name).is_file() for name in (JOB_FILE, LEASE_FILE)):
+    try:
+        is_run = any((path / name).is_file() for name in (JOB_FILE, LEASE_FILE))
+    except (OSError, ValueError) as error:  # too long, no permission, a NUL
+        raise LaunchError(f"{given(directory)}: {getattr(error, 'strerror', error)}") from error
+    if not is_run:
         raise LaunchError(f"{directory}: expected the folder of a run (run.directory)")
     return path
 

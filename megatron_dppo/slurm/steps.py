@@ -15,7 +15,7 @@ from megatron_dppo.launch.library_checks import CHECK
 from megatron_dppo.launch.local import rank_command
 from megatron_dppo.launch.places import Allocation, Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.srun import SrunProcess, StepForm, step_environment
+from megatron_dppo.launch.srun import SrunProcess, StepForm, literal, step_environment
 from megatron_dppo.launch.stops import StopRequests
 from megatron_dppo.launch.supervisor import Outcome
 from megatron_dppo.logging import REFUSED
@@ -118,7 +118,7 @@ class Steps:
                         name=name,
                         hosts=group,
                         tasks_per_host=1,
-                        output=str(output),
+                        output=literal(output),
                         stdin=False,
                         tolerant=tolerant,
                     ),

@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.launch.placement import Roles, place
+from megatron_dppo.launch.placement import PlacementError, Roles, place
 from megatron_dppo.launch.places import Allocation, Host, Placement
+from megatron_dppo.launch.srun import literal
 from megatron_dppo.slurm.refusals import (
+    SBATCH,
     directory_problems,
     environment_problems,
+    flag_problems,
     node_problems,
     partition_of,
     site_problems,
@@ -26,6 +29,7 @@ CONFIG_FILE = "submitted.yaml"
 SITE_FILE = "site.yaml"
 JOB_FILE = "job"
 """Holds the id of the job that was submitted last."""
+MOST_NODES = 2**16
 _OWN_LIMITS = ("-p", "--partition", "-t", "--time")
 
 
@@ -48,6 +52,8 @@ class Submission:
     @classmethod
     def plan(cls, config: TrainConfig, site: SiteConfig, nodes: int | None) -> Submission:
         """``nodes``: None for as many as the roles fill. Raises PlacementError."""
+        if nodes is not None and nodes > MOST_NODES:
+            raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
         roles, devices = Roles.of(config), site.devices({})
         trainers, count = 0, roles.hosts_needed(devices) if nodes is None else nodes
         if site.server_partition is not None and roles.servers:
@@ -91,7 +97,7 @@ class Submission:
             *(f"--{name}={value}" for name, value in named.items() if value is not None),
             f"--signal=B:USR1@{site.checkpoint_margin_s}",
             f"--chdir={Path.cwd()}",
-            f"--output={self.directory}/logs/slurm-%j.out",
+            f"--output={literal(self.directory)}/logs/slurm-%j.out",
             *(["--no-kill"] if site.spares_servers else []),
             *site.sbatch_flags,
             *extra,
@@ -128,6 +134,8 @@ class Submission:
         if shutil.which("sbatch") is None:
             yield "sbatch: not on the path, expected a login node of a Slurm cluster"
         yield from directory_problems(self.directory)
+        yield from flag_problems(self.site.sbatch_flags, SBATCH)
+        yield from flag_problems(extra, replace(SBATCH, key="--sbatch"))
         partitions: list[dict[str, str] | None] = [None]
         flags = (*self.site.sbatch_flags, *extra)
         if not any(flag.startswith(_OWN_LIMITS) for flag in flags):

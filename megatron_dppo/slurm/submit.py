@@ -14,7 +14,7 @@ from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.loading import load_config, resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.placement import PlacementError
-from megatron_dppo.slurm.commands import slurm
+from megatron_dppo.slurm.commands import SlurmError, slurm
 from megatron_dppo.slurm.memory import memory_verdict
 from megatron_dppo.slurm.refusals import server_option_problems
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
@@ -71,7 +71,10 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
     print(shlex.join(command), flush=True)
     os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
     with held_back():  # or a job could be in the queue that the run directory does not name
-        job = slurm(*command).strip().partition(";")[0]
+        answer = slurm(*command).strip()
+        job = answer.partition(";")[0]
+        if not job.isdigit():
+            raise SlurmError(f"sbatch answered {answer[:200]!r}, expected the id of a job")
         write_atomically(directory / JOB_FILE, f"{job}\n")
     print(f"\nsubmitted as job {job}; megatron-dppo slurm status {directory} tells of it")
     return 0

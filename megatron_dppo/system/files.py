@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,21 @@ def write_synced(path: Path, content: str) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def unwritable(folder: Path) -> str | None:
+    """Why ``folder`` can't be made, or written in: in words that begin with the folder at fault; else None."""
+    try:
+        existing = next(
+            path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+        )
+    except OSError as error:
+        return f"{folder} can't be looked at ({error.strerror})"
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        return f"{existing} can't be written ({error.strerror})"
+    return None
 
 
 def sync_to_disk(path: Path) -> None:

@@ -66,7 +66,15 @@ class Lease:
         return self._files.beat_of(self._holder)
 
     def take(self) -> None:
-        """Become the holder. Raises LeaseError where another start is, OSError."""
+        """Become the holder. Raises LeaseError where another start is, or where the files can't be used."""
+        try:
+            self._take()
+        except OSError as error:
+            raise LeaseError(
+                f"{error.filename}: {error.strerror}, expected a file or folder of its lease"
+            ) from error
+
+    def _take(self) -> None:
         files, own = self._files, self._holder
         while True:
             holder = files.holder()

@@ -225,7 +225,7 @@ def _read_holder(path: Path) -> Holder | None:
         return _holder_of(found)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except (IsADirectoryError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise LeaseError(
             f"{path} is damaged ({error}); remove it once no process of this run is left"
         ) from error

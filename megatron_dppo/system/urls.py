@@ -16,6 +16,11 @@ def url_problem(url: str) -> str | None:
     problem = f"got {url!r}, expected http://host:port"
     try:
         parts = urlsplit(url)
+        if "@" in parts.netloc:  # told without the URL: it would be in every log
+            return (
+                f"got one for {parts.hostname} with a user or a password in it, expected "
+                "http://host:port; keys are environment variables (docs/fleet.md)"
+            )
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
         return f"{problem}: {error}"

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.launch.places import Host
+from megatron_dppo.launch.srun import StepForm, literal
 from tests.slurm.conftest import ROOT
 from tests.unit.config_files import minimal, write_config
 from tools.slurm_cluster import Cluster
@@ -71,6 +73,42 @@ def test_ctrl_c_while_sbatch_answers_leaves_no_job_that_nobody_knows(
         assert process.wait(60) == 130
     assert (folder / "run" / "job").read_text().split() == jobs
     cluster.client.run("scancel", *jobs)
+
+
+def test_the_output_is_in_the_folder_whose_name_has_percent_signs(
+    cluster: Cluster, folder: Path
+) -> None:
+    """Of the batch process by sbatch's pattern, of a step by srun's."""
+    run = folder / "a%jb%%c"
+    done = command(
+        cluster, "submit", write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
+        f"run.directory={run}", "--set=preflight=false",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    job = (run / "job").read_text().strip()
+    deadline = time.monotonic() + 60
+    while not ((log := run / "logs" / f"slurm-{job}.out").is_file() and log.stat().st_size):
+        assert time.monotonic() < deadline, sorted(folder.rglob("*.out"))
+    step = StepForm().command(
+        ["echo", "step"], name="s", hosts=[Host("h", "h", 1, None)], tasks_per_host=1,
+        output=literal(run / "logs" / "step.out"), stdin=False,
+    )  # fmt: skip
+    (output,) = [word for word in step if word.startswith("--output=")]
+    cluster.client.run("srun", "--nodes=1", output, "echo", "step", timeout_s=60)
+    assert (run / "logs" / "step.out").read_text() == "step\n"
+
+
+@pytest.mark.parametrize("word", ["--wait", "--version", "--test-only", "true", "-C"])
+def test_what_sbatch_would_take_in_another_way_is_refused(
+    cluster: Cluster, folder: Path, word: str
+) -> None:
+    done = command(
+        cluster, "submit", write_config(folder, minimal(folder)), "--set=gpus_per_node=0",
+        f"run.directory={folder}/run", f"--sbatch={word}",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"--sbatch: got {word!r}" in done.stderr
+    assert not waiting(cluster)
 
 
 def waiting(cluster: Cluster) -> list[str]:

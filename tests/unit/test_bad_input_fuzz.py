@@ -111,6 +111,36 @@ CONFIGURATIONS: dict[str, tuple[Change, str]] = {
     ),
     "a huge world": (setting("parallel.world_size", 10**30), "parallel"),
     "a huge group": (setting("rollout.group_size", 10**30), "rollout.group_size"),
+    "a group of 1e12": (setting("rollout.group_size", 10**12), "rollout.group_size"),
+    "prompts of 1e12": (setting("rollout.prompts_per_step", 10**12), "rollout.prompts_per_step"),
+    "samples of 1e12": (
+        setting("evaluation.samples_per_prompt", 10**12),
+        "evaluation.samples_per_prompt",
+    ),
+    "workers of 1e12": (setting("reward.workers", 10**12), "reward.workers"),
+    "servers of 1e12": (setting("engine.servers", 10**12), "engine.servers"),
+    "a bucket of 1e12 MiB": (setting("weight_sync.bucket_mib", 10**12), "weight_sync.bucket_mib"),
+    "a wait of 1e300 s": (setting("engine.hang_timeout_s", 1e300), "engine.hang_timeout_s"),
+    "a wait of 1e12 s": (setting("weight_sync.timeout_s", 10**12), "weight_sync.timeout_s"),
+    "a true staleness": (setting("rollout.max_staleness", True), "rollout.max_staleness"),
+    "a staleness of 1.0": (setting("rollout.max_staleness", 1.0), "rollout.max_staleness"),
+    "a true count": (setting("run.steps", True), "run.steps"),
+    "a true rate": (setting("optimizer.lr", True), "optimizer.lr"),
+    "a true time": (setting("reward.timeout_s", True), "reward.timeout_s"),
+    "a true list item": (setting("profile.ranks", [False]), "profile.ranks"),
+    "a true option": (
+        lambda t: t.__setitem__("algorithm", {"options": {"tv_threshold": True}}),
+        "algorithm",
+    ),
+    "a true size of a library": (setting("megatron.moe_router_num_groups", True), "megatron"),
+    "a true size of the engine": (setting("sglang.max_running_requests", True), "sglang"),
+    "a true split": (setting("sglang.tp_size", True), "sglang.tp_size"),
+    "a long base": (lambda t: t.__setitem__("base", "x" * 5000), "base"),
+    "a NUL in the base": (lambda t: t.__setitem__("base", "a\0b"), "base"),
+    "a long prompt template": (
+        setting("data.prompt_template", "x" * 10**6),
+        "data.prompt_template",
+    ),
     "a huge response": (setting("rollout.max_response_tokens", 10**18), "max_response_tokens"),
     "an infinite rate": (setting("optimizer.lr", float("inf")), "optimizer.lr"),
     "no number": (setting("optimizer.lr", float("nan")), "optimizer.lr"),
@@ -149,6 +179,18 @@ TEXTS: dict[str, bytes] = {
     "an unclosed flow": b"run: {steps: 1",
     "a deep flow": b"run: " + b"[" * 5000,
     "a tag": b"run: !!python/object/apply:os.system ['true']\n",
+    "a truth value that is none": b"run: {steps: !!bool maybe}",
+    "a nothing that is something": b"run: {steps: !!null 3}",
+    "a time that is none": b"run: {steps: !!timestamp foo}",
+    "a time": b"run: {steps: !!timestamp 2024-01-01}",
+    "bytes": b"run: {directory: !!binary '%%%'}",
+    "a set": b"run: !!set {a, b}",
+    "ordered pairs": b"run: !!omap [a, 1]",
+    "a list as a table": b"run: !!map [a]",
+    "a text as a table": b"run: !!map ab",
+    "a table as a list": b"run: {steps: !!seq {a: 1}}",
+    "a list as a number": b"run: {steps: !!int [1]}",
+    "a word as a number": b"run: {seed: !!float x}",
     "an anchor of itself": b"run: &a\n  steps: *a\n",
     "two documents": b"run: {}\n---\nrun: {}\n",
     "a long number": b"run: {directory: x, steps: " + b"9" * 5000 + b"}\n",
@@ -161,6 +203,11 @@ def test_hostile_yaml(name, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     path.write_bytes(TEXTS[name])
     refusal(path, [], capsys)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "x/" * 5000, "a\0b"])
+def test_hostile_paths_of_the_configuration(name, capsys):
+    refusal(Path(name), [], capsys)
 
 
 @pytest.mark.parametrize(

@@ -253,6 +253,25 @@ REFUSED = [
         "rollout.stop_token_ids: got [511], expected ids below the vocabulary's 511",
     ),
     (
+        ["rollout.replay_from=."],
+        "rollout.replay_from: got '.', expected a folder of rollout batches (step_*.safetensors)",
+    ),
+    (["profile.ranks=[0, 99]"], "profile.ranks: got [99], expected ranks from 0 to 0"),
+    (["profile.ranks=[-1]"], "profile.ranks: got [-1], expected ranks from 0 to 0"),
+    (
+        ["profile.steps=[0, 1, 999999]"],
+        "profile.steps: got [0, 999999], expected steps from 1 to run.steps",
+    ),
+    (
+        ["rollout.prompts_per_step=1048576", "rollout.group_size=65536"],
+        "rollout.group_size: got 65536, with rollout.prompts_per_step 1048576 that is 68719476736 "
+        "responses in a batch, expected at most 16777216",
+    ),
+    (
+        ["engine.urls=['http://rob:hunter2@a:3000']"],
+        "engine.urls: got one for a with a user or a password in it, expected http://host:port",
+    ),
+    (
         ["rollout.replay_from=.", "rollout.max_staleness=1"],
         "rollout.max_staleness: got 1 with rollout.replay_from, expected 0",
     ),
@@ -273,6 +292,13 @@ REFUSED = [
 def test_what_is_refused(problems, overrides, problem):
     found = problems(*overrides)
     assert any(line.startswith(problem) for line in found), found
+
+
+def test_a_password_in_a_url_is_in_no_message(problems):
+    urls = "['http://rob:hunter2@a:3000', 'http://rob:hunter2@a:3000', 'http://:hunter2@b']"
+    found = problems(f"engine.urls={urls}")
+    assert len(found) == 3
+    assert "hunter2" not in "".join(found)
 
 
 def test_texts_for_the_model_may_have_lines(problems):
@@ -409,6 +435,7 @@ def test_the_engine_s_own_context_and_cache_bound_the_lengths(problems, check, k
 
 
 def test_the_longest_that_a_model_serves_or_a_replay_trains(problems, check, tmp_path):
+    (tmp_path / "step_000001.safetensors").touch()
     check("data.max_prompt_tokens=1982")  # 2046 of 2048 with the response
     assert len(problems("data.max_prompt_tokens=1983")) == 1
     check("data.max_prompt_tokens=1984", f"rollout.replay_from={tmp_path}")

@@ -137,7 +137,7 @@ def test_every_problem_is_told_at_once(tmp_path, tree):
     for line in (
         "override 'nonsense': expected key.path=value",
         "rollout.top_p: got 'x' (str), expected a number > 0 and <= 1",
-        "rollout.group_size: got 1 (int), expected a whole number > 1",
+        "rollout.group_size: got 1 (int), expected a whole number > 1 and <= 65536",
         "model.dtype: got 'fp16' (str), expected one of 'float32', 'bfloat16'",
         "optimizer.lr: got 0 (int), expected a number > 0",
         "run.seed: got true (bool), expected a whole number >= 0 and < 2147483648",

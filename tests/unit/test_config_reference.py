@@ -18,7 +18,7 @@ def test_the_document_is_current():
 def test_a_row_says_what_a_key_takes_and_means():
     rows = reference().splitlines()
     assert (
-        "| `prompts_per_step` | a whole number > 0 | required | Prompts in a rollout batch. |"
+        "| `prompts_per_step` | a whole number > 0 and <= 1048576 | required | Prompts in a rollout batch. |"
         in rows
     )
     assert "| `lr` | a number > 0 | required | Learning rate after the warm-up. |" in rows

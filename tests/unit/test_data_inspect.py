@@ -6,10 +6,15 @@ import json
 
 import pytest
 
+from megatron_dppo.data import prompts
 from megatron_dppo.data.__main__ import main
 from megatron_dppo.data.inspection import histogram
 from megatron_dppo.data.near_duplicates import near_duplicates, shingles
+from megatron_dppo.data.prompts import PromptForm, token_counts, tokenise
 from tests.tiny_models import tiny_tokenizer
+from tests.unit.test_bad_input_fuzz import resident
+
+PLAIN = PromptForm(apply_chat_template=False)
 
 
 def test_shingles_are_three_words_in_a_row_without_layout():
@@ -106,3 +111,44 @@ def test_what_cannot_be_looked_at_is_one_line(files, capsys, words, message):
     told = capsys.readouterr().err.splitlines()[-1]
     assert end.value.code == 2
     assert message in told
+
+
+PEAK = 700 * 2**20
+"""Bytes above what the process holds: a tokenizer given 10 MB at once takes 4 GB."""
+
+
+@pytest.mark.parametrize("words", [[], ["--tokenizer"], ["--against"]])
+def test_a_line_of_ten_megabytes_takes_little_memory_and_a_screen(files, capsys, words):
+    long = {"problem": "find a1 + b23 " * 700_000 + "now", "answer": "2"}
+    (files / "long.jsonl").write_text(json.dumps(long) + "\n")
+    given = {"--tokenizer": [str(files / "tokenizer")], "--against": [str(files / "long.jsonl")]}
+    main(["inspect", str(files / "held_out.jsonl"), *words, *given.get(" ".join(words), [])])
+    capsys.readouterr()
+    before = resident(reset_peak=True)
+    main(["inspect", str(files / "long.jsonl"), *words, *given.get(" ".join(words), [])])
+    said = capsys.readouterr().out
+    assert resident() - before < PEAK
+    assert len(said) < 8000
+    assert "find a1 + b23" in said
+    assert "now" in said[-40:] or words == ["--tokenizer"]  # which ends in the assistant's turn
+    assert "characters ...]" in said
+
+
+def test_many_prompts_are_tokenised_in_calls_of_bounded_size(monkeypatch):
+    tokenizer, calls = tiny_tokenizer(), []
+    texts = ["1+2" * n for n in (1, 50, 3, 3, 90, 200, 2)]
+    expected = tokenise(tokenizer, texts, PLAIN, [""] * len(texts))
+    monkeypatch.setattr(prompts, "PIECE", 200)
+    original = type(tokenizer).__call__
+
+    def counting(self, texts, **kwargs):
+        calls.append(sum(map(len, texts)))
+        return original(self, texts, **kwargs)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counting)
+    assert tokenise(tokenizer, texts, PLAIN, [""] * len(texts)) == expected
+    assert calls == [171, 279 - 9, 600, 6]
+    assert token_counts(tokenizer, texts[:4], PLAIN, [""] * 4) == [len(ids) for ids in expected[:4]]
+    assert token_counts(tokenizer, texts[5:6], PLAIN, [""]) == pytest.approx(
+        [len(expected[5])], abs=3
+    )

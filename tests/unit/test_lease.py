@@ -289,6 +289,21 @@ def test_a_damaged_lease_is_refused_and_fences(tmp_path: Path, content: str) -> 
         Fence(tmp_path, "0" * 16).check()
 
 
+@pytest.mark.parametrize("name", ["lease.json", "lease/first.next/holder.json"])
+def test_a_folder_in_a_files_place_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir(parents=True)
+    with pytest.raises(LeaseError, match=r"json is damaged .*Is a directory"):
+        Lease(tmp_path).take()
+
+
+@pytest.mark.parametrize("name", ["lease", "lease/first.next"])
+def test_a_file_in_a_folders_place_is_told(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x")
+    with pytest.raises(LeaseError, match=rf"{name}.*: Not a directory, expected"):
+        Lease(tmp_path).take()
+
+
 def test_a_nonce_never_becomes_a_path(tmp_path: Path) -> None:
     told = {**asdict(Holder.of_this_process()), "nonce": "../../secret"}
     (tmp_path / "lease.json").write_text(json.dumps(told))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+import pytest
 
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.config.schema import TrainConfig
@@ -47,3 +50,49 @@ def test_cores_where_there_is_no_gpu(tmp_path):
     assert list(machine_problems(settings, machine(cores=3))) == []
     replayed = config(tmp_path, parallel={"world_size": 16}, rollout={"replay_from": "x"})
     assert list(machine_problems(replayed, machine())) == []
+
+
+DISK = {"strategy": "disk"}
+
+
+@pytest.mark.parametrize(
+    ("sections", "problem"),
+    [
+        ({"parallel": {"interface": "nowhere0"}}, "parallel.interface: got 'nowhere0', expected a net"),
+        ({"engine": {"python": "/nowhere/python"}}, "engine.python: got '/nowhere/python', expected a"),
+        ({"engine": {"python": "/bin/true"}}, "engine.python: got '/bin/true', expected a Python"),
+        ({"engine": {"python": "/"}}, "engine.python: got '/', expected a Python interpreter"),
+        ({"engine": {"host": "203.0.113.9"}}, "engine.host: got '203.0.113.9', expected an address of"),
+        ({"engine": {"host": "no.such.host."}}, "engine.host: got 'no.such.host.', expected an address"),
+        ({"weight_sync": {**DISK, "directory": "/proc"}}, "weight_sync.directory: /proc can't be written"),
+        ({"weight_sync": {**DISK, "directory": "/dev/null"}}, "weight_sync.directory: /dev/null can't be"),
+        ({"run": {"directory": "/proc/run", "steps": 1}}, "run.directory: /proc can't be written"),
+    ],
+)  # fmt: skip
+def test_what_the_configuration_names_is_on_this_machine(tmp_path, sections, problem):
+    (told,) = machine_problems(config(tmp_path, **sections), this_machine())
+    assert told.startswith(problem)
+
+
+def test_an_interpreter_without_the_servers_packages_is_told(tmp_path):
+    """-S: without site-packages, so without any of them; a script, as the key is one program."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncd /; exec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    for servers, lacking in {1: "megatron_dppo, sglang", 2: "megatron_dppo, sglang, smg"}.items():
+        asked = config(tmp_path, engine={"python": str(python), "servers": servers})
+        (told,) = machine_problems(asked, this_machine())
+        assert told == f"engine.python: got {str(python)!r}, which lacks {lacking}"
+
+
+def test_what_starts_nothing_here_needs_no_python_and_no_disk(tmp_path):
+    replayed = {"replay_from": "x"}
+    asked = config(
+        tmp_path,
+        rollout=replayed,
+        engine={"python": "/nowhere", "host": "203.0.113.9"},
+        weight_sync={**DISK, "directory": "/proc"},
+    )
+    assert list(machine_problems(asked, this_machine())) == []
+    elsewhere = {"urls": ["http://10.0.0.1:3000"], "python": "/nowhere", "host": "203.0.113.9"}
+    assert list(machine_problems(config(tmp_path, engine=elsewhere), this_machine())) == []

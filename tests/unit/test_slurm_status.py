@@ -143,6 +143,14 @@ def test_logs_by_time_and_by_name(run: Path):
     ]
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b"])
+def test_what_is_no_path_is_told_in_a_line(name: str):
+    with pytest.raises(
+        LaunchError, match=r"^'(x+\.\.\.|a.*) \(str\): |expected the folder of a run"
+    ):
+        require_run(name)
+
+
 def test_a_folder_that_is_no_run_is_refused_and_left_alone(tmp_path: Path):
     with pytest.raises(LaunchError, match=r"expected the folder of a run \(run.directory\)"):
         require_run(str(tmp_path))

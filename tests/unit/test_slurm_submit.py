@@ -15,7 +15,10 @@ from megatron_dppo.slurm.__main__ import main
 from megatron_dppo.slurm.job import job_groups
 from megatron_dppo.slurm.memory import memory_verdict
 from megatron_dppo.slurm.refusals import (
+    SBATCH,
+    SRUN,
     environment_problems,
+    flag_problems,
     node_problems,
     seconds_of,
     time_problems,
@@ -50,6 +53,29 @@ def config(tmp_path: Path, **sections) -> TrainConfig:
 
 def site(**values) -> SiteConfig:
     return SiteConfig.model_validate({**SITE, **values})
+
+
+def test_flags_that_only_change_what_is_asked_for():
+    flags = ["-C", "h", "-Ch", "--constraint=h", "--hold", "-H", "-kC", "h", "--exclusive", "-N1"]
+    assert list(flag_problems(flags, SBATCH)) == []
+    assert list(flag_problems(["--label", "-lu", "-W", "5", "-W5", "--mem=0"], SRUN)) == []
+
+
+def test_a_directory_with_a_percent_sign_is_no_pattern(tmp_path):
+    where = {"directory": f"{tmp_path}/a%jb/c%%"}
+    words = Submission.plan(config(tmp_path, run=where), site(), None).command()
+    assert f"--output={tmp_path}/a%%jb/c%%%%/logs/slurm-%j.out" in words
+
+
+def test_an_answer_that_is_no_job_is_told(tmp_path, sbatch, capsys):
+    program = tmp_path / "bin" / "sbatch"
+    program.write_text("#!/bin/sh\necho slurm-wlm 22.05\n")
+    words = ["submit", str(write_config(tmp_path, minimal(tmp_path))), "--set=time=60"]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "sbatch answered 'slurm-wlm 22.05', expected the id of a job" in capsys.readouterr().err
+    assert not list(tmp_path.rglob("job"))
 
 
 def test_the_whole_command_line(tmp_path, monkeypatch):
@@ -215,6 +241,37 @@ def test_the_servers_python_is_asked_of_the_sglang_table_before_anything_queues(
         (["--set=gres=gpu:h100:4"], "gres: got 'gpu:h100:4', 4 GPUs, expected gpus_per_node = 2"),
         (["--set=prologue=if true"], "prologue: bash: line 2: syntax error"),
         (["--nodes=0"], "got no hosts, expected at least one"),
+        (["--nodes=1000000000000"], "nodes: got 1000000000000, expected at most 65536"),
+        (["--set=gpus_per_node=1000000000000"], "gpus_per_node: got 1000000000000 (int), expected"),
+        (["--set=checkpoint_margin_s=65536"], "checkpoint_margin_s: got 65536 (int), expected"),
+        (["--set=environment={'A=B': c}"], "environment: got the name 'A=B', expected letters"),
+        (["--set=environment={'': c}"], "environment: got the name '', expected letters"),
+        (["--set=environment={1A: c}"], "environment: got the name '1A', expected letters"),
+        (['--set=environment={A: "b\\0c"}'], "environment.A: got 'b\\x00c' (str), expected text"),
+        (['--set=account="a\\0b"'], "account: got 'a\\x00b' (str), expected text without control"),
+        (["--set=sbatch_flags=[/bin/true]"], "sbatch_flags: got '/bin/true', expected an option"),
+        (["--set=sbatch_flags=[--hold, /bin/true]"], "sbatch_flags: got '/bin/true', expected an"),
+        (["--set=sbatch_flags=[-C, h, /bin/true]"], "sbatch_flags: got '/bin/true', expected an"),
+        (["--set=sbatch_flags=[-C]"], "sbatch_flags: got '-C', which lacks its value"),
+        (["--set=sbatch_flags=[-HC]"], "sbatch_flags: got '-HC', which lacks its value"),
+        (
+            ["--set=sbatch_flags=[--constraint]"],
+            "sbatch_flags: got '--constraint', expected --name=v",
+        ),
+        (["--set=sbatch_flags=[':']"], "sbatch_flags: got ':', expected an option"),
+        (["--set=sbatch_flags=['--']"], "sbatch_flags: got '--', expected an option"),
+        (["--set=sbatch_flags=['-']"], "sbatch_flags: got '-', expected an option"),
+        (["--set=sbatch_flags=['']"], "sbatch_flags: got '', expected an option"),
+        (["--set=sbatch_flags=[-HW]"], "sbatch_flags: got '-HW', after -W no job could be told of"),
+        (["--sbatch=--wait"], "--sbatch: got '--wait', expected --name=value in one word, or"),
+        (
+            ["--sbatch=--test-only"],
+            "--sbatch: got '--test-only', expected --name=value in one word",
+        ),
+        (["--sbatch=/bin/true"], "--sbatch: got '/bin/true', expected an option"),
+        (["--set=srun_flags=[/bin/true]"], "srun_flags: got '/bin/true', expected an option"),
+        (["--set=srun_flags=[-V]"], "srun_flags: got '-V', after -V no job could be told of"),
+        (["run.directory=/tmp/a\\b"], "run.directory: /tmp/a\\b has a backslash, expected a path"),
         (["--set=partitoin=gpu"], "partitoin: unknown key"),
     ],
 )
