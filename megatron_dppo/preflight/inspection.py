@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import importlib.util
 import json
 import platform
 import re
@@ -58,11 +59,18 @@ def torch_cuda() -> str | None:
     return None
 
 
+def fused_weight_gradients() -> str:
+    """Whether apex's kernel is there, with which Megatron-Core accumulates weight gradients in fp32."""
+    found = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
+    return "not built" if found is None else "built"
+
+
 if __name__ == "__main__":
     told = {
         "version": platform.python_version(),
         "packages": {name: package_version(name) for name in sys.argv[1:]},
         "nccl": nccl_version(),
         "cuda": torch_cuda(),
+        "fused_weight_gradients": fused_weight_gradients(),
     }
     print(json.dumps(told))

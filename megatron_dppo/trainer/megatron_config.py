@@ -46,6 +46,8 @@ def transformer_config(
         **_RECOMPUTE[config.training.recompute],
         "recompute_modules": list(platform.current().recomputed(shape.is_moe)),
         **platform.current().transformer_options,
+        # A frozen weight has no gradient buffer to add to, and adapters are no Megatron layers.
+        **({"gradient_accumulation_fusion": False} if config.lora.rank else {}),
         **transformer_values(config.megatron),
     }
     transformer = TransformerConfig(**options)

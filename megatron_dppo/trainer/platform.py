@@ -6,6 +6,7 @@ torch.cuda, and layers of torch modules with the same parameter names.
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import random
@@ -26,6 +27,11 @@ from megatron_dppo.trainer.errors import UnusableGpuError
 
 log = logging.getLogger(__name__)
 _environment: list[str] = []
+_WGRAD = {
+    True: "weight gradients: accumulated in fp32 by apex's kernel",
+    False: "weight gradients: rounded to the weights' type in each micro-batch, apex's kernel is not "
+    "there (tools/environment/build_apex.sh)",
+}
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,28 @@ def prepare() -> None:
     if any(cuda.DEVICES.glob("nvidia[0-9]*")):  # before CUDA is asked, which reads some of it once
         _environment.extend(gpu_environment.complete(os.environ))
         _environment.extend(toolchain.offer_tools(os.environ))
-    if not has_cuda():
+    if has_cuda():
+        _environment.append(_WGRAD[has_fused_weight_gradients()])
+    else:
         from megatron_dppo.trainer.cpu import megatron_shim
 
         megatron_shim.install()
 
 
+def has_fused_weight_gradients() -> bool:
+    """Whether apex's kernel is built that adds a matrix product to fp32 gradients, and loads.
+
+    Without it a micro-batch's weight gradients are rounded to the weights' type before they are added.
+    """
+    try:
+        importlib.import_module("fused_weight_gradient_mlp_cuda")
+    except ImportError:  # not built, or for another torch
+        return False
+    return True
+
+
 def environment_lines() -> list[str]:
-    """The variables of CUDA and NCCL that this process runs with, a line each; none without a GPU."""
+    """What this process runs with on GPUs: variables of CUDA and NCCL, compilers, kernels; a line each."""
     return list(_environment)
 
 
@@ -175,6 +195,7 @@ def _cuda() -> Platform:
             "apply_rope_fusion": True,
             "moe_permute_fusion": True,
             "batch_p2p_comm": True,
+            "gradient_accumulation_fusion": has_fused_weight_gradients(),
         },
     )
 

@@ -1,6 +1,7 @@
 """Which Python the set-up takes, with stand-ins on a PATH that holds nothing else."""
 
 import os
+import re
 import subprocess
 import tomllib
 from pathlib import Path
@@ -9,7 +10,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "environment" / "find_python.sh"
+ENVIRONMENT = Path(__file__).resolve().parents[2] / "tools" / "environment"
+SCRIPT = ENVIRONMENT / "find_python.sh"
 
 
 @pytest.fixture
@@ -141,3 +143,48 @@ def test_cpu_and_gpu_run_the_same_libraries():
     for name in ("megatron-core", "sglang", "smg", "transformers", "tokenizers", "safetensors"):
         assert cpu[name] == gpu[name], name
     assert [name for name in gpu if "nccl-cu" in name] == ["nvidia-nccl-cu13"]
+
+
+PYTHON_FOR_GPUS = """#!/bin/sh
+case "$*" in
+*version.cuda*) echo {cuda} ;;
+*toolkit_home*) echo {home} ;;
+*fused_weight_gradient_mlp_cuda*) [ -e {marker} ] ;;
+*" install "*) for word; do echo "$word"; done > {asked}; {build} ;;
+esac
+"""
+
+
+@pytest.mark.parametrize(
+    ("cuda", "build", "code", "said"),
+    [
+        ("13.0", "touch {marker}", 0, "[apex] ready after"),
+        ("", "touch {marker}", 1, "is built for CPUs"),
+        ("12.8", "touch {marker}", 1, "apex asks for torch's own CUDA, 12.8; {home} has 13.0"),
+        ("13.0", "echo no headers; false", 1, "no headers"),
+        ("13.0", "true", 1, "fused_weight_gradient_mlp_cuda does not load"),
+    ],
+)
+def test_apex_is_built_from_nvidias_source(tmp_path, cuda, build, code, said):
+    names = {"home": tmp_path, "marker": tmp_path / "built", "asked": tmp_path / "asked"}
+    script = PYTHON_FOR_GPUS.format(cuda=cuda, build=build.format(**names), **names)
+    for path, text in (
+        ("python", script),
+        ("bin/nvcc", "#!/bin/sh\necho release 13.0, V13.0.88\n"),
+    ):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+        (tmp_path / path).chmod(0o755)
+    run = subprocess.run(
+        ["bash", str(ENVIRONMENT / "build_apex.sh")],
+        env={"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == code, run
+    assert said.format(**names) in run.stdout + run.stderr
+    if code == 0:
+        asked = names["asked"].read_text().splitlines()
+        assert re.fullmatch(
+            r"apex @ git\+https://github.com/NVIDIA/apex.git@[0-9a-f]{40}", asked[-1]
+        )
+        assert {"--no-deps", "--no-build-isolation"} <= set(asked)

@@ -145,6 +145,17 @@ def test_an_nccl_that_differs_everywhere_is_no_nodes_fault():
     assert {finding.host for finding in found} == {EVERYWHERE}
 
 
+def test_nodes_with_and_without_apexs_kernel_are_not_mixed():
+    kernels = {"a": "built", "b": "built", "c": "not built"}
+    evidence = {
+        h: {"trainer": python() | {"fused_weight_gradients": k}} for h, k in kernels.items()
+    }
+    needs = replace(NEEDS, requirements={"trainer": ()})
+    assert told_by(pythons.judge(evidence, needs)) == [
+        "c: apex's kernel for weight gradients: got not built, expected built, as on 2 of 3 nodes"
+    ]
+
+
 def test_machines_without_nccl_agree():
     none = python(nccl=None, sglang="0.5.23")
     assert list(pythons.judge({"a": roles(none, none), "b": roles(none, none)}, PINS)) == []

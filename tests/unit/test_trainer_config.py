@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is import
 from megatron_dppo.config import schema as s
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.megatron_config import transformer_config
 
 MOE = ModelShape(
@@ -32,6 +35,7 @@ def config(parallel: dict[str, Any], **sections: Any) -> s.PolicyConfig:
         optimizer=s.OptimizerConfig(lr=1e-3),
         parallel=s.ParallelConfig(**parallel),
         megatron=sections.get("megatron", {}),
+        lora=sections.get("lora", s.LoraConfig()),
     )
 
 
@@ -50,6 +54,28 @@ def test_mixture_of_experts_routes_as_transformers_does() -> None:
     assert t.qk_layernorm
     assert not t.add_qkv_bias
     assert t.calculate_per_token_loss
+
+
+@pytest.mark.parametrize("kernel", [True, False], ids=["apex", "no apex"])
+def test_weight_gradients_are_accumulated_in_fp32_where_apexs_kernel_loads(monkeypatch, kernel):
+    """On GPUs; with adapters never, for the frozen weights have no gradients."""
+    name = "fused_weight_gradient_mlp_cuda"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name) if kernel else None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    on_gpus = platform._cuda()
+    key = "gradient_accumulation_fusion"
+    options = {key: on_gpus.transformer_options[key]}  # the others need Transformer Engine
+    found = replace(on_gpus, transformer_options=options)
+    monkeypatch.setattr(platform, "current", lambda: found)
+    assert built(MOE, {}).gradient_accumulation_fusion is kernel
+    assert not built(MOE, {}, lora=s.LoraConfig(rank=2)).gradient_accumulation_fusion
+    assert not built(MOE, {}, megatron={key: False}).gradient_accumulation_fusion
+
+
+def test_on_cpus_weight_gradients_are_added_without_it(monkeypatch):
+    name = "fused_weight_gradient_mlp_cuda"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert not built(MOE, {}).gradient_accumulation_fusion
 
 
 def test_qwen2_has_biases_and_no_qk_norm() -> None:

@@ -47,7 +47,7 @@ def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def judge(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """The pins hold, all nodes have the same versions, and trainer and engine the same NCCL."""
+    """The pins hold, all nodes have the same versions and kernels, and trainer and engine the same NCCL."""
     for role, requirements in needs.requirements.items():
         for host, told in evidence.items():
             for line in requirements:
@@ -56,6 +56,8 @@ def judge(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
             versions = {h: t[role]["packages"].get(package) for h, t in evidence.items()}
             yield from odd_ones(f"{role}'s {package}", versions)
     yield from _nccl(evidence)
+    kernels = {h: t["trainer"].get("fused_weight_gradients") for h, t in evidence.items()}
+    yield from odd_ones("apex's kernel for weight gradients", kernels)
 
 
 def _unmet(
