@@ -2,17 +2,20 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from configparser import ConfigParser
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
 
 from megatron_dppo.__main__ import COMMANDS
 from tests.ranks import ROOT
+from tests.unit.test_layers import imported
 
 ANYWHERE = {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -69,6 +72,20 @@ def test_it_names_the_command_and_what_sglang_asks_for(installed):
     assert dict(parser["console_scripts"]) == {"megatron-dppo": "megatron_dppo.__main__:main"}
     assert list(parser["sglang.srt.platforms"]) == ["torch_cpu"]
     assert list(parser["sglang.srt.plugins"]) == ["megatron_dppo_recordings"]
+
+
+def test_every_library_that_it_imports_is_declared(installed):
+    """But for what comes with another one, and what is only measured beside ours."""
+    (metadata,) = installed.glob("*.dist-info/METADATA")
+    required = Parser().parse(metadata.open()).get_all("Requires-Dist")
+    declared = {re.split(r"[\[<>=; ]", line)[0].replace("-", "_") for line in required}
+    names = {
+        name for path in (installed / "megatron_dppo").rglob("*.py") for name in imported(path)
+    }
+    libraries = {name.split(".")[0] for name in names} - {"megatron_dppo", *sys.stdlib_module_names}
+    other_names = {"yaml": "pyyaml", "megatron": "megatron_core"}
+    undeclared = {name for name in libraries if other_names.get(name, name) not in declared}
+    assert undeclared == {"triton", "fastapi", "liger_kernel"}  # of torch, of SGLang; a peer
 
 
 def test_every_command_is_found_in_it(installed, tmp_path):
