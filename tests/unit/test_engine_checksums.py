@@ -341,7 +341,15 @@ def interpreted() -> list[bool]:
     from megatron_dppo.engine.kernels.tile_sums_triton import start
 
     matrix = torch.arange(300 * 128, dtype=torch.int32).view(300, 128) * -1640531527
-    parts = [matrix.view(-1)[:1], matrix.view(-1)[:8192], matrix, matrix[:, 5:70], matrix[7:9, 1:2]]
+    wide = matrix.view(3, -1)[:, 5:10005]  # rows longer than a tile
+    parts = [
+        matrix.view(-1)[:1],
+        matrix.view(-1)[:8192],
+        matrix,
+        matrix[:, 5:70],
+        matrix[7:9, 1:2],
+        wide,
+    ]
     runs = [
         run_of(part, first, first + part.numel() + beyond)
         for part in parts
@@ -355,7 +363,7 @@ def interpreted() -> list[bool]:
 def test_the_triton_kernel_agrees_with_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     (same,) = run_ranks("tests.unit.test_engine_checksums:interpreted", 1)
-    assert same == [True] * 30
+    assert same == [True] * 36
 
 
 def test_tiled_hash_takes_whole_words_but_for_the_end() -> None:

@@ -11,7 +11,8 @@ stop() { say "$*" >&2; exit 1; }
 
 exec 9>.venv.lock
 flock 9 # `make demo` and `make test` started together install once
-want=$(cat "${pins[@]}" pyproject.toml tools/environment/{setup,find_python}.sh | sha256sum | cut -d' ' -f1)
+transformer_engine=$(grep '^transformer-engine==' tools/environment/gpu.txt)
+want=$({ echo "$transformer_engine"; cat "${pins[@]}" pyproject.toml tools/environment/{setup,find_python}.sh; } | sha256sum | cut -d' ' -f1)
 [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ] && exit 0
 
 [ "$(uname -s)" = Linux ] || stop "this needs Linux (found $(uname -s)): gloo, SGLang and process supervision are used as they are there"
@@ -44,6 +45,10 @@ say "installing $total pinned packages, about 2 GB: two to five minutes"
 ticker=$!
 trap 'kill "$ticker" 2>/dev/null || true; rm -f "$log"' EXIT
 quietly "${pip[@]}" install --no-deps "${extra[@]}" -r "${pins[0]}" -r "${pins[1]}" || stop "the packages could not be installed; pip's words are above"
+# Not into the environment, where Megatron-Core would build its layers of it: tests of what needs no GPU alone read it.
+rm -rf .venv/gpu_sources
+quietly "${pip[@]}" install --no-deps --target .venv/gpu_sources "$transformer_engine" ||
+  stop "the Python sources of $transformer_engine (1 MB) could not be fetched; pip's words are above"
 say "installing megatron_dppo itself"
 quietly "${pip[@]}" install --no-deps --no-build-isolation -e . || stop "the project could not be installed; pip's words are above"
 say "trying the libraries"

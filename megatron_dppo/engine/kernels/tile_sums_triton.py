@@ -90,14 +90,25 @@ def tile_sums_kernel(
     begin = (first // TILE + tile) * TILE
     low = tl.maximum(begin, first)
     high = tl.minimum(begin + TILE, first + words)
+    # One 64-bit division a tile: words of it after its first row's end are counted in 32 bits.
+    above = (low - first) // row
+    column = (low - first) - above * row
+    data += above * stride + column
+    to_end = tl.minimum(row - column, TILE).to(tl.int32)
+    length = tl.minimum(row, TILE).to(tl.int32)
+    to_next = stride - column
+    shift = (low - begin).to(tl.int32)
+    count = (high - low).to(tl.int32)
     sum_1 = tl.zeros((), tl.uint32)
     sum_2 = tl.zeros((), tl.uint32)
     for block in range(0, TILE, BLOCK):
-        at = begin + block + tl.arange(0, BLOCK)
-        inside = (at >= low) & (at < high)
-        place = at - first
-        word = tl.load(data + (place // row) * stride + place % row, mask=inside, other=0)
-        index = at.to(tl.uint32)
+        lane = block + tl.arange(0, BLOCK)
+        step = lane - shift
+        inside = (step >= 0) & (step < count)
+        beyond = step - to_end
+        below = to_next + (beyond // length) * stride + beyond % length
+        word = tl.load(data + tl.where(beyond < 0, step, below), mask=inside, other=0)
+        index = (begin + lane).to(tl.uint32)
         turned_1 = (index << 15) | (index >> 17)
         turned_2 = (index << 13) | (index >> 19)
         mixed_1 = fmix(word ^ (index * 0x27D4EB2D + SEED_1) ^ turned_1)

@@ -1,0 +1,134 @@
+"""What SGLang's own code makes of every recipe's engine options on an H100 node, resolved without a GPU.
+
+``python -m tests.gpu_evidence.engine_options`` prints it, with ``--write`` into ``engine_options.yaml``. A
+process of its own: torch says here that it sees eight H100, and sgl_kernel and flashinfer are inert modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import yaml
+
+from tests.gpu_evidence import inert
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "examples" / "recipes"
+GOLDEN = Path(__file__).with_name("engine_options.yaml")
+BASE = "scaling"  # what others build on, no recipe by itself
+GPUS = 8
+H100 = SimpleNamespace(
+    name="NVIDIA H100 80GB HBM3",
+    major=9,
+    minor=0,
+    total_memory=81_559 << 20,  # as nvidia-smi says
+    multi_processor_count=132,
+)
+CUDA_ONLY = ("sgl_kernel", "flashinfer")
+ALWAYS = (
+    *("attention_backend", "sampling_backend", "moe_runner_backend", "disable_overlap_schedule"),
+    *("disable_radix_cache", "enable_return_routed_experts", "tp_size", "mem_fraction_static"),
+    *("kv_cache_dtype", "max_running_requests", "chunked_prefill_size", "enable_lora"),
+)
+"""Shown also where they are SGLang's defaults."""
+OF_THE_PLACE = ("model_path", "tokenizer_path", "served_model_name", "random_seed")
+EVERY = "every recipe"
+HEAD = """\
+# SGLang's own resolution of every recipe's engine options under a faked H100: what differs from its command line's
+# defaults, and a few that never do. Written by: python -m tests.gpu_evidence.engine_options --write
+"""
+
+
+class _Dumper(yaml.SafeDumper):
+    """An option a line, and a list on as few lines as it takes."""
+
+
+_Dumper.add_representer(
+    list, lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, True)
+)
+
+
+def pretend() -> None:
+    """Have this process see a node of H100."""
+    import torch
+
+    from megatron_dppo.engine import sglang_cpu
+
+    sglang_cpu._make_torchvision_importable()
+    os.environ.pop("SGLANG_PLATFORM", None)
+    os.environ["PATH"] = os.defpath  # where an nvidia-smi of this machine is not looked for
+    inert.provide(*CUDA_ONLY)
+    answers: dict[str, Any] = {
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": GPUS,
+        "current_device": 0,
+        "get_device_capability": (H100.major, H100.minor),
+        "get_device_properties": H100,
+        "get_device_name": H100.name,
+        "mem_get_info": (H100.total_memory, H100.total_memory),
+    }
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    torch.version.cuda = "13.0"
+
+
+def resolved(recipe: Path) -> dict[str, Any]:
+    """Options by name, resolved, of the first server of ``recipe``."""
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
+
+    from megatron_dppo.config import load_config
+    from megatron_dppo.engine.options import ServerSections, server_options, write_options
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    defaults = vars(parser.parse_args(["--model-path", "any"]))
+
+    name = Path(load_config(recipe).model.hf_checkpoint).name.lower()
+    model = ROOT / "examples" / "model_configs" / name
+    config = load_config(recipe, [f"model.hf_checkpoint={model}", "engine.device=cuda"])
+    options = server_options(ServerSections.of(config), host="127.0.0.1", port=30000, seed=1)
+    with tempfile.TemporaryDirectory() as folder:
+        write_options(options, file := Path(folder) / "options.yaml")
+        server_args = prepare_server_args(["--config", str(file)])
+        logging.getLogger().setLevel(logging.ERROR)
+        server_args.resolve_once()
+    values = server_args.resolved_dict()
+    return {
+        name: values[name]
+        for name in sorted(defaults.keys() & values.keys())
+        if name not in OF_THE_PLACE and (name in ALWAYS or values[name] != defaults[name])
+    }
+
+
+def text() -> str:
+    """The golden file as it would be now."""
+    pretend()
+    of_recipe = {
+        path.stem: resolved(path) for path in sorted(RECIPES.glob("*.yaml")) if path.stem != BASE
+    }
+    first, *others = of_recipe.values()
+    every = {
+        name: value
+        for name, value in first.items()
+        if all(name in other and other[name] == value for other in others)
+    }
+    own = {
+        recipe: {name: value for name, value in values.items() if name not in every}
+        for recipe, values in of_recipe.items()
+    }
+    return HEAD + yaml.dump({EVERY: every, **own}, Dumper=_Dumper, sort_keys=False, width=130)
+
+
+if __name__ == "__main__":
+    if "--write" in sys.argv[1:]:
+        GOLDEN.write_text(text())
+    else:
+        print(text(), end="")

@@ -1,0 +1,122 @@
+"""Triton launches on a machine without a GPU: each is compiled for the GPU that is named instead of run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime.autotuner import Autotuner
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from tests.gpu_evidence.inert import CudaMeans
+
+PROGRAMS = Path(nvidia.__file__).parent / "bin"
+ACCESS = re.compile(r"\b(LDG|STG|LDL|STL|LDS|STS)\.?([.\w]*)")
+WIDTH = re.compile(r"\.?(?:[US]?)(8|16|64|128)\b")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A kernel's machine code.
+
+    Attributes:
+        name: of the kernel.
+        warps: that a program has.
+        registers: of a thread.
+        local_bytes: of a thread's stack and local memory, where spilled registers lie.
+        accesses: how often the code has each of e.g. ``"LDG.128"``, a load of 128 bits from global memory.
+        divisions: 64-bit divisions and remainders in its PTX.
+    """
+
+    name: str
+    warps: int
+    registers: int
+    local_bytes: int
+    accesses: dict[str, int]
+    divisions: int
+
+
+class _NamedGpu:
+    """What Triton asks of its driver before it compiles."""
+
+    def __init__(self, architecture: int) -> None:
+        self.architecture = architecture
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.architecture, 32)
+
+    def get_current_device(self) -> int:
+        return self.architecture  # Triton keeps compiled kernels by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def compiled_for(architecture: int) -> Iterator[list[Compiled]]:
+    """Collect every kernel launched meanwhile, compiled for compute capability ``architecture`` / 10 by the arguments
+    of its launch: types, alignment, divisibility, options; of an autotuned
+    kernel its first and its last configuration."""
+    kernels: list[Compiled] = []
+    run = JITFunction.run
+
+    def compile_only(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        kernels.append(_examined(kernel))
+        return kernel
+
+    def both_ends(self: Autotuner, *args: Any, warmup: bool, **options: Any) -> None:
+        self.configs = [self.configs[0], self.configs[-1]]
+        self.warmup(*args, **options)
+
+    active = driver._active
+    driver.set_active(_NamedGpu(architecture))  # type: ignore[arg-type]
+    try:
+        with (
+            mock.patch.object(JITFunction, "run", compile_only),
+            mock.patch.object(Autotuner, "run", both_ends),
+            CudaMeans("meta"),
+        ):
+            yield kernels
+    finally:
+        driver._active = active
+
+
+def _examined(kernel: triton.compiler.CompiledKernel) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage, code = (
+            subprocess.run(
+                [PROGRAMS / "cuobjdump", option, file.name],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    used = {name: int(value) for name, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    accesses = Counter(
+        f"{kind}.{width[1] if (width := WIDTH.search(rest)) else 32}"
+        for kind, rest in ACCESS.findall(code)
+    )
+    return Compiled(
+        name=kernel.metadata.name,
+        warps=kernel.metadata.num_warps,
+        registers=used["REG"],
+        local_bytes=used["STACK"] + used["LOCAL"],
+        accesses=dict(accesses),
+        divisions=len(re.findall(r"\b(?:div|rem)\.[su]64\b", kernel.asm["ptx"])),
+    )

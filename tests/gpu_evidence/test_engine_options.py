@@ -1,0 +1,54 @@
+"""SGLang's resolution of every recipe's engine options under a faked H100 is what it was when somebody last looked."""
+
+from __future__ import annotations
+
+import difflib
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.gpu_evidence.engine_options import BASE, EVERY, GOLDEN, RECIPES, ROOT
+
+MODULE = "tests.gpu_evidence.engine_options"
+
+
+@pytest.fixture(scope="module")
+def now() -> str:
+    answer = subprocess.run(
+        [sys.executable, "-m", MODULE], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr[-4000:]
+    return answer.stdout
+
+
+def test_it_is_as_written(now: str) -> None:
+    written = GOLDEN.read_text()
+    lines = difflib.unified_diff(
+        written.splitlines(), now.splitlines(), "written", "now", lineterm=""
+    )
+    assert now == written, (
+        "SGLang resolves otherwise than engine_options.yaml says; if so it shall be: "
+        f"python -m {MODULE} --write\n" + "\n".join(lines)
+    )
+
+
+def test_what_the_recipes_count_on(now: str) -> None:
+    """Also where the file is written anew: what the trainer's side and the planner are built on."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(now)
+    every = found.pop(EVERY)
+    assert set(found) == {path.stem for path in RECIPES.glob("*.yaml")} - {BASE}
+    for recipe, own in found.items():
+        options, moe = every | own, "30b_a3b" in recipe
+        assert options["attention_backend"] == "fa3"
+        assert options["sampling_backend"] == "flashinfer"
+        assert options["moe_runner_backend"] == ("triton" if moe else "auto")
+        assert options["disable_overlap_schedule"] is False
+        assert options["enable_return_routed_experts"] is recipe.endswith("_r3")
+        assert options["tp_size"] == (2 if moe else 1)
+        assert options["dtype"] == "bfloat16"
+        graphs = options["cuda_graph_config"]
+        assert (graphs["decode"]["backend"], graphs["decode"]["max_bs"]) == ("full", 256)
+        assert (graphs["prefill"]["backend"], graphs["prefill"]["max_bs"]) == ("breakable", 8192)
