@@ -24,7 +24,7 @@ from megatron_dppo.planner.devices import DEVICES, NETWORK_LATENCY, Cluster
 from megatron_dppo.planner.job import job_of
 from megatron_dppo.planner.layouts import layout_problems
 from megatron_dppo.planner.models import shape_of
-from megatron_dppo.planner.search import Lengths, Proposal, nearest, search
+from megatron_dppo.planner.search import MOST_NODES, Lengths, Proposal, least_nodes, nearest, search
 from megatron_dppo.planner.table import print_plan, print_proposals
 from megatron_dppo.planner.units import GB, GIB
 from megatron_dppo.planner.verdict import Verdict, verdict
@@ -51,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = words.search or problems
     proposals = search(config, shape, cluster, lengths) if wanted else []
     shown = proposals[:SHOWN] if words.search else nearest(proposals, NEAREST)
+    larger = None
+    if wanted and not shown:
+        larger = least_nodes(config, shape, cluster, lengths)
     if words.meta:
         problems += _meta_problems(config, shape, plan, shown)
     if words.png and plan is not None:
@@ -58,10 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         draw(plan, words.png)
     if words.json:
-        print(json.dumps(_as_json(plan, problems, shown), indent=1))
+        print(json.dumps(_as_json(config, plan, problems, shown, larger), indent=1))
     else:
-        _print(plan, problems, shown, words)
-    return 2 if problems else 0
+        _print(config, plan, problems, shown, words)
+        if wanted and not shown:
+            print(_none_fits(cluster, words.gpu, larger))
+    return 2 if problems or (words.search and not shown) else 0
+
+
+def _none_fits(cluster: Cluster, gpu: str, larger: Cluster | None) -> str:
+    size = cluster.gpus_per_node
+    text = f"No layout of {cluster.nodes} x {size} {gpu} fits"
+    if larger is None:
+        return f"{text}, nor of up to {MOST_NODES} such nodes."
+    return f"{text}; the least that does: {larger.nodes} x {size} (--nodes {larger.nodes})."
 
 
 def _cluster(words: argparse.Namespace) -> Cluster:
@@ -107,19 +120,25 @@ def _planned(
 
 
 def _print(
-    plan: Verdict | None, problems: list[str], shown: list[Proposal], words: argparse.Namespace
+    config: TrainConfig,
+    plan: Verdict | None,
+    problems: list[str],
+    shown: list[Proposal],
+    words: argparse.Namespace,
 ) -> None:
     console = Console()
     console.width = max(console.width, WIDTH)
     if plan is not None:
         print_plan(console, plan)
+        if plan.fits and plan.seconds is not None:
+            steps, hours = config.run.steps, plan.gpu_hours * config.run.steps
+            text = f"The run's {steps:,} steps: {hours:,.0f} GPU-hours, idle GPUs included."
+            console.print(text, highlight=False)
     else:
         console.print(str(ConfigError(problems, words.recipe)), highlight=False, soft_wrap=True)
     if shown:
         console.print("" if words.search else "What would fit, with the fewest changes:")
         print_proposals(console, shown)
-    elif problems or words.search:
-        console.print(f"No layout of {words.nodes} x {words.gpus_per_node} {words.gpu} fits.")
 
 
 def _meta_problems(
@@ -137,10 +156,18 @@ def _meta_problems(
     return found
 
 
-def _as_json(plan: Verdict | None, problems: list[str], shown: list[Proposal]) -> dict[str, Any]:
+def _as_json(
+    config: TrainConfig,
+    plan: Verdict | None,
+    problems: list[str],
+    shown: list[Proposal],
+    larger: Cluster | None,
+) -> dict[str, Any]:
     return {
         "fits": not problems,
         "problems": problems,
+        "least_nodes": None if larger is None else larger.nodes,
+        "gpu_hours": None if plan is None else plan.gpu_hours * config.run.steps,
         "plan": None if plan is None else plan_json(plan),
         "proposals": [{"overrides": p.changes, "plan": plan_json(p.plan)} for p in shown],
     }
@@ -160,6 +187,8 @@ def plan_json(plan: Verdict) -> dict[str, Any]:
         "columns": asdict(plan.columns),
         "transfer": asdict(plan.transfer),
         "seconds": None if seconds is None else {**asdict(seconds), "total": seconds.total},
+        "idle": None if seconds is None or not plan.job.engine.servers else seconds.idle,
+        "gpu_hours": plan.gpu_hours,
     }
 
 

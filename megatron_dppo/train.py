@@ -18,6 +18,7 @@ from typing import NoReturn
 
 from megatron_dppo.config import (
     ConfigError,
+    Plan,
     TrainConfig,
     check_config,
     load_config,
@@ -50,9 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(resolved_yaml(config), end="")
             return 0
         if words.check:
-            plan = check_everything(config, words.config, weights=words.answers is not None)
-            _check_start(config, words)
-            print(plan.summary())
+            print(_checked(config, words).summary())
             here = this_machine()
             print(_memory(config, here))
             for problem in [*_missing_weights(config), *start_problems(config, here)]:
@@ -93,10 +92,29 @@ def _missing_weights(config: TrainConfig) -> list[str]:
     return [f"model.hf_checkpoint: {problem}" for problem in missing_weights(folder)]
 
 
-def _check_start(config: TrainConfig, words: argparse.Namespace) -> None:
-    from megatron_dppo.loop.start_checks import check_start
+def _checked(config: TrainConfig, words: argparse.Namespace) -> Plan:
+    """What follows from the configuration. Raises ConfigError with what all checks say: of its values, of the
+    libraries, of data and checkpoints, as far as those can be looked at then."""
+    from megatron_dppo.loop.start_checks import data_and_resume_problems
 
-    check_start(config, words.config, words.answers)
+    plan, problems = None, []
+    try:
+        plan = check_everything(config, words.config, weights=words.answers is not None)
+    except ConfigError as error:
+        problems += error.problems
+    problems += data_and_resume_problems(config, problems, words.answers)
+    if problems or plan is None:
+        raise ConfigError(problems, words.config)
+    return plan
+
+
+def _all_problems(config: TrainConfig, source: str, problems: list[str]) -> ConfigError:
+    """Those of this machine, and those of the configuration that need no library."""
+    try:
+        check_config(config, source)
+    except ConfigError as error:
+        problems = [*error.problems, *problems]
+    return ConfigError(problems, f"{source}, on this machine")
 
 
 def _check_world(config: TrainConfig, source: str) -> None:
@@ -137,7 +155,7 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
 
     machine = this_machine()
     if problems := start_problems(config, machine):
-        fatal(str(ConfigError(problems, "this machine")))
+        fatal(str(_all_problems(config, words.config, problems)))
     if is_finished(config):
         print(
             f"nothing to do: the run in {config.run.directory} is at its last step, "

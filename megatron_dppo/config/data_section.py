@@ -47,7 +47,8 @@ class DataConfig(Section):
     evaluation: dict[str, EvaluationFile] = Field(default_factory=dict)
     """Name -> file of held-out problems; null takes a set away that another file names."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
-    """Longer prompts are dropped at load, and counted."""
+    """Longer prompts are dropped at load, and counted. A start is refused where fewer problems are left than
+    ``rollout.prompts_per_step``."""
     apply_chat_template: bool = True
     """Wrap a plain-text prompt as one user message in the tokenizer's chat template."""
     system_prompt: str | None = None
@@ -58,8 +59,8 @@ class DataConfig(Section):
     shuffle: bool = True
     """A new seeded order in every epoch."""
     on_bad_answer: Literal["refuse", "drop"] = "refuse"
-    """Where the reward can't parse an answer, or would not give it to the answer itself: refuse to
-    start, or leave the problem out and count it."""
+    """Where an answer is missing or empty, the reward can't parse it, or would not give it to the answer itself:
+    refuse to start, or leave the problem out and count it."""
 
     @property
     def train_files(self) -> tuple[TrainingFile, ...]:

@@ -45,11 +45,13 @@ def bad_answers(sets: Mapping[str, ProblemSet], reward: RewardConfig) -> BadAnsw
         answer: _complaint(score, must_match, reward.timeout_s)
         for answer, score in zip(answers, scores, strict=True)
     }
-    return {
-        path: [
-            [p.problem_id, complaints[p.answer]] for p in problems.problems if complaints[p.answer]
-        ]
+    found = {
+        path: [(p.problem_id, complaints[p.answer]) for p in problems.problems]
         for path, problems in sets.items()
+    }
+    return {
+        path: [list(row) for row in sorted([*rows, *sets[path].unanswered]) if row[1]]
+        for path, rows in found.items()
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,12 +50,12 @@ class Inspection:
 
 def inspect(asked: Inspection) -> Iterator[str]:
     """The report, line by line. Raises DataError where a file is no set of problems."""
-    prompts, answers, places, _ = read_problems(asked.path, asked.keys)
+    prompts, answers, unanswered, places, _ = read_problems(asked.path, asked.keys)
     texts = [text_of(prompt) for prompt in prompts]
     repeated = len(texts) - len({" ".join(text.split()) for text in texts})
     yield f"{asked.path}: {len(prompts):,} problems, {repeated:,} repeated"
     yield from _lengths(asked, prompts, places)
-    yield from _answers(asked, texts, answers)
+    yield from _answers(asked, texts, answers, unanswered)
     for other in asked.against:
         yield from _near_duplicates(asked, texts, places, other)
     yield from _shown(asked, prompts, places)
@@ -83,13 +83,16 @@ def _lengths(asked: Inspection, prompts: list[Prompt], places: list[str]) -> Ite
     yield from histogram(lengths)
 
 
-def _answers(asked: Inspection, texts: list[str], answers: list[str]) -> Iterator[str]:
+def _answers(
+    asked: Inspection, texts: list[str], answers: list[str], unanswered: Mapping[int, str]
+) -> Iterator[str]:
     problems = tuple(
         Problem(i, text, answer, ())
         for i, (text, answer) in enumerate(zip(texts, answers, strict=True))
+        if i not in unanswered
     )
     unit = "row" if is_columnar(Path(asked.path)) else "line"
-    found = ProblemSet(problems, 0, "", len(problems), unit=unit)
+    found = ProblemSet(problems, 0, "", len(texts), unit=unit, unanswered=tuple(unanswered.items()))
     final = extracted(found, asked.reward.name)
     bad = bad_answers({asked.path: final}, asked.reward)[asked.path]
     different = len({problem.answer for problem in final.problems})
@@ -104,7 +107,7 @@ def _answers(asked: Inspection, texts: list[str], answers: list[str]) -> Iterato
 def _near_duplicates(
     asked: Inspection, texts: list[str], places: list[str], other: str
 ) -> Iterator[str]:
-    prompts, _, their_places, _ = read_problems(other)
+    prompts, _, _, their_places, _ = read_problems(other)
     theirs = [text_of(prompt)[:_COMPARED] for prompt in prompts]
     pairs = near_duplicates([text[:_COMPARED] for text in texts], theirs, asked.similarity)
     hit = len({pair.evaluation for pair in pairs})

@@ -53,6 +53,8 @@ class ProblemSet:
         records: number of records in the file, with those left out.
         bad_answers: number of problems left out because no response could match their answer.
         unit: what a record is called in messages, ``line`` or ``row``.
+        unanswered: problem ids of records whose answer is missing, empty or of another type, each with the reason;
+            they are not in ``problems``.
     """
 
     problems: tuple[Problem, ...]
@@ -61,6 +63,7 @@ class ProblemSet:
     records: int
     bad_answers: int = 0
     unit: str = "line"
+    unanswered: tuple[tuple[int, str], ...] = ()
 
     def place(self, problem_id: int) -> str:
         """Where the problem stands in its file, in words."""
@@ -72,16 +75,23 @@ class ProblemSet:
 
 def read_problems(
     path: str | Path, keys_of: DataKeys = DataKeys()
-) -> tuple[list[Prompt], list[str], list[str], str]:
-    """The prompts of a file, its answers, the place of each in words, and the file's SHA-256.
+) -> tuple[list[Prompt], list[str], dict[int, str], list[str], str]:
+    """The prompts of a file, its answers, what is wrong with those that are none, by position, the place of each
+    in words, and the file's SHA-256.
 
     What is accepted: ``load_problems``. Raises DataError for a record that is not a problem.
     """
     records, places, sha256 = read_records(Path(path))
     located = list(zip(records, places, strict=True))
     prompts = [_prompt(record, where, keys_of.prompt) for record, where in located]
-    answers = [_answer(record, where, keys_of.answer) for record, where in located]
-    return prompts, answers, places, sha256
+    answers, unanswered = [], {}
+    for position, record in enumerate(records):
+        try:
+            answers.append(_answer(record, keys_of.answer))
+        except _UnansweredError as error:
+            answers.append("")
+            unanswered[position] = str(error)
+    return prompts, answers, unanswered, places, sha256
 
 
 def load_problems(
@@ -108,10 +118,12 @@ def load_problems(
         keys_of: where the prompt and the answer are, instead of the keys above.
 
     Raises:
-        DataError: a record is not a problem, or no problem is within the limit.
+        DataError: a record is not a problem, no record has an answer, or no problem is within the limit.
     """
-    prompts, answers, places, sha256 = read_problems(path, keys_of)
-    short = short_enough(tokenizer, prompts, max_prompt_tokens)
+    prompts, answers, unanswered, places, sha256 = read_problems(path, keys_of)
+    if len(unanswered) == len(prompts):
+        raise DataError(f"{places[0]}: {unanswered[0]}; no record of the file has an answer")
+    short = [i for i in short_enough(tokenizer, prompts, max_prompt_tokens) if i not in unanswered]
     prompt_ids = tokenise(tokenizer, [prompts[i] for i in short], form, [places[i] for i in short])
     kept = tuple(
         Problem(i, text_of(prompts[i]), answers[i], ids)
@@ -120,11 +132,14 @@ def load_problems(
     )
     if not kept:
         raise DataError(
-            f"{path}: all {len(prompts)} prompts are longer than "
+            f"{path}: all {len(prompts) - len(unanswered)} prompts are longer than "
             f"max_prompt_tokens={max_prompt_tokens}"
         )
     unit = "row" if is_columnar(Path(path)) else "line"
-    return ProblemSet(kept, len(prompts) - len(kept), sha256, len(prompts), unit=unit)
+    dropped = len(prompts) - len(unanswered) - len(kept)
+    return ProblemSet(
+        kept, dropped, sha256, len(prompts), unit=unit, unanswered=tuple(unanswered.items())
+    )
 
 
 def load_pairs(
@@ -181,20 +196,25 @@ def _is_message(message: object) -> bool:
     )
 
 
-def _answer(record: Mapping[str, Any], where: str, key: str | None = None) -> str:
-    if key is not None:
-        answer = _mapped(record, key, where)
-    else:
-        key = _answer_key(record, where)
-        answer = value_at(record, key)
+class _UnansweredError(ValueError):
+    """A record has no usable answer; the message says why."""
+
+
+def _answer(record: Mapping[str, Any], key: str | None = None) -> str:
+    """Raises _UnansweredError."""
+    if key is None:
+        key = _answer_key(record)
+    answer = value_at(record, key)
+    if answer is None and key.split(".")[0] not in record and key not in record:
+        raise _UnansweredError(f"no {key!r}, found {keys(record)}")
     if _is_number(answer):
         answer = str(int(answer) if answer == int(answer) else answer)
     if not isinstance(answer, str) or not answer.strip():
-        raise DataError(f"{where}: {key!r} is {shorten(answer)}, expected text or a number")
+        raise _UnansweredError(f"{key!r} is {shorten(answer)}, expected text or a number")
     return answer
 
 
-def _answer_key(record: Mapping[str, Any], where: str) -> str:
+def _answer_key(record: Mapping[str, Any]) -> str:
     if "answer" in record:
         return "answer"
     if isinstance(record.get("reward_model"), dict):
@@ -202,8 +222,8 @@ def _answer_key(record: Mapping[str, Any], where: str) -> str:
     solution = record.get("solution")
     if isinstance(solution, str) and holds_answer(solution):
         return "solution"
-    raise DataError(
-        f"{where}: no answer; expected 'answer', 'reward_model.ground_truth', or a 'solution' "
+    raise _UnansweredError(
+        f"no answer; expected 'answer', 'reward_model.ground_truth', or a 'solution' "
         f"with #### or \\boxed, found {keys(record)}"
     )
 

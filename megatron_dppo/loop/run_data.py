@@ -15,6 +15,7 @@ from megatron_dppo.data.answers import (
     refuse_bad_answers,
     without,
 )
+from megatron_dppo.data.json_lines import DataError
 from megatron_dppo.data.mixture import TrainingFiles, WeightedSampler, joined
 from megatron_dppo.data.problems import DataKeys, ProblemSet, load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
@@ -41,9 +42,14 @@ class RunData:
         self._tokenizer = load_tokenizer(config.model.hf_checkpoint)
         files = [*data.train_files, *data.evaluation_files.values()]
         self._sets: dict[str, ProblemSet] = {}
-        for file in files:
-            if _name(file) not in self._sets:
-                self._sets[_name(file)] = self._load(file)
+        refusals = []
+        for name, file in {_name(file): file for file in files}.items():
+            try:
+                self._sets[name] = self._load(file)
+            except DataError as error:
+                refusals.append(str(error))
+        if refusals:
+            raise DataError("; ".join(refusals))
         self.train = joined(self.train_parts)
         self.files = TrainingFiles(
             [file.path for file in data.train_files], [part.records for part in self.train_parts]
@@ -81,12 +87,13 @@ class RunData:
         A run that replays rollouts scores nothing, and has none.
         """
         if self._config.rollout.replay_from is not None:
-            return {path: [] for path in self._sets}
+            return {path: list(map(list, s.unanswered)) for path, s in self._sets.items()}
         known = handed_over(self.scored)
         return bad_answers(self._sets, self._config.reward) if known is None else known
 
     def settle(self, bad: BadAnswers) -> None:
-        """Refuse bad answers or leave their problems out, as configured. Raises DataError."""
+        """Refuse bad answers or leave their problems out, as configured, and refuse training sets of fewer problems
+        than a step draws. Raises DataError."""
         if self._config.data.on_bad_answer == "refuse":
             refuse_bad_answers(bad, self._sets)
         self._sets = {path: without(found, path, bad) for path, found in self._sets.items()}
@@ -102,6 +109,19 @@ class RunData:
                     found.place(row),
                     why,
                 )
+        self._refuse_small_set()
+
+    def _refuse_small_set(self) -> None:
+        """A step would train on a problem twice; a run that replays draws none."""
+        least = self._config.rollout.prompts_per_step
+        if len(self.train) >= least or self._config.rollout.replay_from is not None:
+            return
+        raise DataError(
+            f"{len(self.train)} of {self.train.records} training problems are left "
+            f"({self.train.dropped} prompts are longer than data.max_prompt_tokens = "
+            f"{self._config.data.max_prompt_tokens}, {self.train.bad_answers} answers can't be used), expected at "
+            f"least rollout.prompts_per_step = {least}: a step would hold one twice"
+        )
 
     def _load(self, file: ProblemFile) -> ProblemSet:
         found = load_problems(
@@ -112,7 +132,15 @@ class RunData:
             keys_of=DataKeys(file.prompt_key, file.answer_key),
         )
         if found.dropped:
-            log.warning("%s: %d prompts are too long and were left out", file.path, found.dropped)
+            log.warning(
+                "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were left out; %d "
+                "problems are left",
+                file.path,
+                found.dropped,
+                found.records,
+                self._config.data.max_prompt_tokens,
+                len(found),
+            )
         return extracted(found, self._config.reward.name)
 
     def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:

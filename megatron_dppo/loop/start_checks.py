@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
-from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.json_lines import DataError
 from megatron_dppo.loop.fresh_start import refuse_damage, refuse_fresh_start
@@ -19,23 +18,30 @@ from megatron_dppo.rewards.checked_answers import hand_over
 from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, read_manifest
 
 
-def check_start(config: TrainConfig, source: str, answers: str | None = None) -> None:
+_NEEDED_FOR_DATA = ("data", "model.hf_checkpoint", "reward")
+"""Keys without which the data can't be read and scored."""
+
+
+def data_and_resume_problems(
+    config: TrainConfig, refused: Sequence[str] = (), answers: str | None = None
+) -> list[str]:
     """Compare inputs with their hashes where a list has them, open the data, score every gold answer with
     the reward, and see where the run would resume.
 
     Loads no weights, starts nothing but reward workers, writes nothing but ``answers``: a file for the
-    run that follows, which then need not score them again. Raises ConfigError naming ``source``.
+    run that follows, which then need not score them again. ``refused``: what other checks have refused; what can't
+    be looked at for one of these is left out.
     """
     data: list[RunData] = []
     problems = []
     if (listed := config.run.sha256_list) is not None:
         problems += _problem("run.sha256_list", lambda: check_input_hashes(listed))
-    problems += _problem("data", lambda: data.append(_checked_data(config, answers)))
+    if not any(problem.startswith(_NEEDED_FOR_DATA) for problem in refused):
+        problems += _problem("data", lambda: data.append(_checked_data(config, answers)))
     if data:
         sha256 = data[0].train.sha256
         problems += _problem("run.resume", lambda: check_resume(config, sha256))
-    if problems:
-        raise ConfigError(problems, source)
+    return problems
 
 
 def check_resume(config: TrainConfig, data_sha256: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -18,6 +18,8 @@ from megatron_dppo.planner.verdict import Verdict, verdict
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RECOMPUTE = ("none", "selective", "full")
 MOST_TENSOR = 8
+MOST_NODES = 16
+"""Up to which more nodes are looked for."""
 FULLEST = 0.9
 """Share of a GPU's memory up to which a layout is proposed: the planner is right within 10%."""
 
@@ -53,8 +55,25 @@ def search(
     Tried: trainer and engine shares in halves of a node, tensor, pipeline, virtual pipeline and expert sizes, the three
     recompute settings, the servers' tensor sizes. All else stays as the recipe says; the optimizer is distributed.
     """
-    lengths = lengths or Lengths()
-    found = []
+    found = _fitting(config, shape, cluster, lengths or Lengths())
+    return sorted(found, key=lambda proposal: proposal.seconds)
+
+
+def least_nodes(
+    config: TrainConfig, shape: ModelShape, cluster: Cluster, lengths: Lengths | None = None
+) -> Cluster | None:
+    """The cluster with the fewest more nodes of its kind on which some layout fits; None where none of ``MOST_NODES``
+    does."""
+    for nodes in range(cluster.nodes + 1, MOST_NODES + 1):
+        larger = replace(cluster, nodes=nodes)
+        if next(_fitting(config, shape, larger, lengths or Lengths()), None) is not None:
+            return larger
+    return None
+
+
+def _fitting(
+    config: TrainConfig, shape: ModelShape, cluster: Cluster, lengths: Lengths
+) -> Iterator[Proposal]:
     for changed in _candidates(config, shape, cluster):
         if layout_problems(changed, shape):
             continue
@@ -68,8 +87,7 @@ def search(
         plan = verdict(job, cluster)
         is_safe = plan.fullest.total <= FULLEST * cluster.device.memory
         if plan.fits and is_safe and plan.seconds is not None:
-            found.append(Proposal(tuple(_changes(config, changed)), changed, plan))
-    return sorted(found, key=lambda proposal: proposal.seconds)
+            yield Proposal(tuple(_changes(config, changed)), changed, plan)
 
 
 def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:

@@ -60,6 +60,16 @@ class StepSeconds:
         return self.generation + self.trainer + rest
 
 
+    @property
+    def idle(self) -> dict[str, float]:
+        """Share of a step in which the GPUs of trainers, and those of servers, wait for the others; both take part in
+        a weight update."""
+        return {
+            "trainers": 1 - (self.trainer + self.update + self.checkpoint) / self.total,
+            "servers": 1 - (self.generation + self.update) / self.total,
+        }
+
+
 def step_seconds(job: Job, cluster: Cluster, transfer: Transfer) -> StepSeconds:
     """training = tokens x FLOPs of a token / (GPUs x peak x utilisation) x imbalance x (1 + bubble) + optimiser steps x
     overhead; a pass for recomputed or reference log-probabilities costs its forward FLOPs; checkpoints are spread

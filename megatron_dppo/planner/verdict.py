@@ -55,6 +55,11 @@ class Verdict:
         return not self.problems
 
     @property
+    def gpu_hours(self) -> float:
+        """Of a step, on all GPUs of the cluster; 0 where the time is unknown."""
+        return 0.0 if self.seconds is None else self.seconds.total * self.cluster.gpus / 3600
+
+    @property
     def fullest(self) -> RankBytes:
         """The trainer rank with the most memory."""
         return max(self.ranks, key=lambda rank: rank.total)

@@ -31,6 +31,7 @@ def run_data(tmp_path: Path):
         tree["data"] |= {"apply_chat_template": False, **data}
         tree["data"]["evaluation"] = {"sums": str(tmp_path / "held_out.jsonl")}
         tree["reward"] = {"name": reward, "timeout_s": 30.0}
+        tree["rollout"]["prompts_per_step"] = tree["training"]["prompts_per_mini_batch"] = 3
         return RunData(TrainConfig.model_validate(tree))
 
     return make
@@ -97,6 +98,47 @@ def test_they_are_dropped_and_counted_where_the_recipe_says_so(run_data, caplog)
     none_left = run_data(BAD, on_bad_answer="drop")
     with pytest.raises(DataError, match="no problem is left whose answer can be used"):
         none_left.settle(none_left.bad_answers())
+
+
+def test_empty_answers_are_bad_answers(run_data, tmp_path):
+    """Together with those that the reward refuses, and also where a run scores none."""
+    rows = [*GOOD, row(""), row("$"), row(None)]
+    path = str(tmp_path / "train.jsonl")
+    data = run_data(rows)
+    with pytest.raises(
+        DataError, match=rf"^3 answers can't be used: {path}, line 5: 'answer' is \"\""
+    ):
+        data.settle(data.bad_answers())
+    data = run_data(rows, on_bad_answer="drop")
+    data.settle(data.bad_answers())
+    assert ([p.problem_id for p in data.train.problems], data.train.bad_answers) == (
+        [0, 1, 2, 3],
+        3,
+    )
+
+
+def test_fewer_problems_than_a_step_draws_are_refused_with_the_reasons(run_data, tmp_path, caplog):
+    long = {"prompt": "1+2" * 200, "answer": "1"}
+    rows = [*GOOD[:2], long, long, row("$")]
+    with caplog.at_level(logging.WARNING):
+        data = run_data(rows, on_bad_answer="drop", max_prompt_tokens=100)
+    told = "2 of 5 prompts are longer than data.max_prompt_tokens = 100 and were left out; 3 problems are"
+    assert told in caplog.text
+    with pytest.raises(DataError) as caught:
+        data.settle(data.bad_answers())
+    assert str(caught.value) == (
+        "2 of 5 training problems are left (2 prompts are longer than data.max_prompt_tokens = 100, 1 "
+        "answers can't be used), expected at least rollout.prompts_per_step = 3: a step would hold one twice"
+    )
+
+
+def test_every_file_that_can_not_be_read_is_told_of(run_data, tmp_path):
+    (tmp_path / "other.jsonl").write_text("no\n")
+    files = [{"path": str(tmp_path / name)} for name in ("train.jsonl", "other.jsonl")]
+    with pytest.raises(
+        DataError, match=r"train.jsonl, line 1: no prompt; .*; .*other.jsonl, line 1: not"
+    ):
+        run_data([{"a": 1}], train=files)
 
 
 def test_the_integer_reward_wants_integers(run_data, tmp_path):

@@ -32,7 +32,7 @@ def valid(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A configuration that passes, on a tiny model; imports are paid here."""
     folder = tmp_path_factory.mktemp("fuzz")
     save_tiny_model(folder / "model", "qwen3_moe", vocab_size=515)
-    (folder / "train.jsonl").write_text(GOOD)
+    (folder / "train.jsonl").write_text(GOOD * 8)  # what a step draws
     tree = {
         "run": {"directory": str(folder / "run"), "steps": 2},
         "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
@@ -259,7 +259,7 @@ def test_hostile_data(name, valid, tmp_path, capsys):
 
 def test_a_long_answer_and_a_long_prompt_are_let_pass(valid, tmp_path):
     long = json.dumps({"prompt": "1" * 10**7, "answer": 1}) + "\n"
-    (tmp_path / "train.jsonl").write_text(GOOD + long + answer("9" * 400).decode())
+    (tmp_path / "train.jsonl").write_text(GOOD * 8 + long + answer("9" * 400).decode())
     tree = copy.deepcopy(valid)
     tree["data"]["train"] = str(tmp_path / "train.jsonl")
     path = tmp_path / "config.yaml"

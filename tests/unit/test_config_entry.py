@@ -21,7 +21,7 @@ def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("entry")
     tree = minimal(folder)
     save_tiny_model(folder / "model", "qwen3_moe")
-    (folder / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n')
+    (folder / "train.jsonl").write_text('{"prompt": "1+1", "answer": "2"}\n' * 8)
     return write_config(folder, tree)
 
 
@@ -87,6 +87,28 @@ def test_all_problems_are_told_at_once(train):
     ):
         assert f"\n  {problem}" in answer.stderr
     assert answer.stdout == ""
+
+
+def test_data_checkpoints_and_configuration_are_told_of_at_once(train, config):
+    data, directory = config.parent / "some_bad.jsonl", config.parent / "lost"
+    directory.mkdir()
+    (directory / "last_checkpoint.json").write_text('{"step": 20}')
+    data.write_text('{"prompt": "1+1", "answer": "$"}\n{"prompt": "1+1", "answer": "2"}\n')
+    answer = train("--check", "rollout.top_p=0.9", "algorithm.name=dpo", f"data.train={data}")
+    assert "config.yaml: 3 problems\n" in answer.stderr
+    for problem in (
+        "rollout.top_p: got 0.9, expected 1",
+        "algorithm: unknown algorithm 'dpo'",
+        f"data: 1 answers can't be used: {data}, line 1: ",
+    ):
+        assert f"\n  {problem}" in answer.stderr
+    answer = train(
+        "--check", "rollout.top_p=0.9", f"run.directory={directory}", "reward.name=vibes"
+    )
+    assert "config.yaml: 2 problems\n" in answer.stderr  # nothing scores the answers
+    answer = train("--check", "rollout.top_p=0.9", f"run.directory={directory}")
+    assert "config.yaml: 2 problems\n" in answer.stderr
+    assert "\n  run.resume: " in answer.stderr
 
 
 def test_a_supervised_run_is_refused_before_it_starts(config):

@@ -9,8 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megatron_dppo.data.answers import refuse_bad_answers
 from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.problems import DataKeys, load_pairs, load_problems
+from megatron_dppo.data.problems import DataKeys, ProblemSet, load_pairs, load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.types import Problem
 from tests.tiny_models import tiny_tokenizer
@@ -176,6 +177,31 @@ def test_a_file_of_long_prompts_only_is_refused(load):
         load(GOOD, max_prompt_tokens=1)
 
 
+def answered(found: ProblemSet) -> None:
+    """As ``data.on_bad_answer: refuse`` does with what reading the file found."""
+    refuse_bad_answers({"set.jsonl": [list(row) for row in found.unanswered]}, {"set.jsonl": found})
+
+
+def test_records_without_an_answer_are_left_out_with_the_reason(tmp_path, tokenizer):
+    answers = ["", None, "2", "  "]
+    rows = [{"prompt": "1+1", "answer": answer} for answer in answers]
+    path, form = tmp_path / "set.parquet", PromptForm()
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    found = load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
+    assert [p.problem_id for p in found.problems] == [2]
+    assert found.unanswered == (
+        (0, "'answer' is \"\", expected text or a number"),
+        (1, "'answer' is null, expected text or a number"),
+        (3, "'answer' is \"  \", expected text or a number"),
+    )
+    assert (found.dropped, found.records) == (0, 4)
+    pq.write_table(pa.Table.from_pylist(rows[:2]), path)
+    with pytest.raises(
+        DataError, match=r"row 1: 'answer' is \"\", .*; no record of the file has an"
+    ):
+        load_problems(path, tokenizer, max_prompt_tokens=99, form=form)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -203,7 +229,7 @@ def test_a_bad_line_is_named(load, line, message):
     line = line if isinstance(line, bytes) else line.encode()
     content = GOOD.encode() + b"\n" + line + b"\n" + GOOD.encode()
     with pytest.raises(DataError, match=rf"set\.jsonl, line 2: {message}"):
-        load(content)
+        answered(load(content))
 
 
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -226,7 +252,7 @@ HALF_DEEP = "[" * 900 + "]" * 900
 )
 def test_a_hostile_line_is_named_in_a_line(load, line, message):
     with pytest.raises(DataError, match=rf"set\.jsonl, line 2: {message}") as caught:
-        load(GOOD + "\n" + line)
+        answered(load(GOOD + "\n" + line))
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 1200
 

@@ -43,6 +43,7 @@ from megatron_dppo.planner.roles import node_roles
 from megatron_dppo.planner.schedule import bubble, chunks_in_flight
 from megatron_dppo.planner.search import nearest, search
 from megatron_dppo.planner.server_network import hand_over_seconds, network_seconds
+from megatron_dppo.planner.steptime import StepSeconds
 from megatron_dppo.planner.transfer import parameters, transfer
 from megatron_dppo.planner.verdict import verdict
 from megatron_dppo.planner.weights import rank_parameters
@@ -424,7 +425,50 @@ def test_the_command_refuses_with_what_would_fit_and_exits_2(capsys, monkeypatch
     assert command.main([*words, *one_gpu, "parallel.tensor=3"]) == 2
     out = capsys.readouterr().out
     assert "parallel.tensor: got 3" in out
-    assert "No layout of 1 x 1 h100 fits." in out
+    assert "No layout of 1 x 1 h100 fits; the least that does: " in out
+
+
+def test_where_no_layout_fits_the_least_that_does_is_named(capsys, monkeypatch):
+    """And a program that asks for layouts is told by the exit code, also where the recipe itself is in order."""
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100"]
+    assert command.main([*words, "--nodes", "1", "--json"]) == 2
+    tree = json.loads(capsys.readouterr().out)
+    assert (tree["fits"], tree["proposals"]) == (False, [])
+    least = tree["least_nodes"]
+    assert search(recipe(), MOE, replace(H100, nodes=least))
+    assert not search(recipe(), MOE, replace(H100, nodes=least - 1))
+    assert command.main([*words, "--nodes", "1"]) == 2
+    out = capsys.readouterr().out
+    assert f"No layout of 1 x 8 h100 fits; the least that does: {least} x 8 (--nodes {least})." in out
+    monkeypatch.setattr(command, "search", lambda *_: [])
+    monkeypatch.setattr(command, "least_nodes", lambda *_: None)
+    assert command.main([*words, "--nodes", "4", "--json"]) == 0  # nothing was asked but the plan
+    assert command.main([*words, "--nodes", "4", "--search", "--json"]) == 2
+
+
+def test_who_waits_for_whom_and_the_gpu_hours_by_hand(capsys, monkeypatch):
+    seconds = StepSeconds(60, 4, 20, 6, 5, 5, overlapped=False)
+    assert seconds.total == 100
+    assert seconds.idle == {"trainers": pytest.approx(0.6), "servers": pytest.approx(0.35)}
+    ahead = replace(seconds, overlapped=True)
+    assert ahead.total == 70
+    assert ahead.idle == {"trainers": pytest.approx(3 / 7), "servers": pytest.approx(1 / 14)}
+    plan = replace(verdict(job(), H100), seconds=seconds)
+    assert plan.gpu_hours == pytest.approx(100 * 32 / 3600)
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100", "--nodes", "4"]
+    monkeypatch.setattr(command, "verdict", lambda *_: plan)
+    assert command.main(words) == 0
+    out = capsys.readouterr().out
+    steps = recipe().run.steps
+    assert f"The run's {steps:,} steps: {steps * 100 * 32 / 3600:,.0f} GPU-hours, idle" in out
+    assert "60%" in out
+    assert "35%" in out
+    assert command.main([*words, "--json"]) == 0
+    tree = json.loads(capsys.readouterr().out)
+    assert tree["plan"]["idle"] == seconds.idle
+    assert tree["gpu_hours"] == pytest.approx(steps * plan.gpu_hours)
 
 
 def test_memory_where_there_is_no_gpu(tmp_path):
