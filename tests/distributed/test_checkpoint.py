@@ -445,6 +445,7 @@ def background_worker(folder: str) -> dict[str, Any]:
     store = CheckpointStore(at, 2, background=True, published=told.append)
     out: dict[str, Any] = {"nothing": store.figures()}
     with slow_writes() as go:
+        saved = raw_state(trainer)
         store.save(trainer, 1, {})
         store.poll()
         train(trainer, 1)
@@ -462,6 +463,10 @@ def background_worker(folder: str) -> dict[str, Any]:
     out["both"] = sum(f.stat().st_size for f in files)
     out["names"] = [names.CHECKPOINT_BYTES, names.CHECKPOINT_WRITTEN]
     out["published"] = list(told)
+    trained = raw_state(trainer)
+    for step, state in enumerate((saved, trained)):  # in the end the trainer is where it was
+        store.load(trainer, store.survey().complete[step])
+        out[f"as it was at {step + 1}"] = same(raw_state(trainer), state)
 
     with small_files_only(100_000, on_rank=1):
         store.save(trainer, 3, {})
@@ -573,6 +578,8 @@ def test_training_goes_on_while_a_checkpoint_is_written(checkpoints: Path) -> No
         assert got["figures"].keys() == {written, seconds}
         assert got["figures"][written] == got["both"]
         assert got["figures"][seconds] >= (0.3 if rank == 0 else 0)
+        assert got["as it was at 1"]
+        assert got["as it was at 2"]
         assert got["published"] == ([1, 2] if rank == 0 else [])
         assert got["failed"].startswith("CheckpointError: can't save step 3 in ")
         assert "rank 1: [Errno 27] File too large" in got["failed"]

@@ -22,9 +22,11 @@ class ScriptedEngine:
 
     def __init__(self, flat: int) -> None:
         self.version, self.events, self._flat = 0, [], flat
+        self.seeds: list[int | None] = []
 
     def start(self, job, description: str, on_response):
         self.events.append(f"start {description}")
+        self.seeds += [request.sampling.seed for request in job.requests()]
         return SimpleNamespace(
             job=job, description=description, version=self.version, seconds=0.5,
             on_response=on_response,
@@ -84,6 +86,7 @@ def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dic
     here.mkdir(exist_ok=True)
     tree = minimal(here)
     tree["run"]["steps"] = STEPS
+    tree["engine"] = {"deterministic": True}
     tree["rollout"] |= {"prompts_per_step": PROMPTS, "group_size": GROUP, **changes}
     problems = [Problem(i, "p", "1", (i, 1)) for i in range(64)]
     return GeneratedRollouts(
@@ -126,6 +129,7 @@ def steps(
         "figures": [b.figures for b in batches],
         "samplers": [b.sampler for b in batches],
         "events": engine.events,
+        "seeds": engine.seeds,
     }
 
 
@@ -325,6 +329,16 @@ def test_groups_without_spread_are_replaced_in_the_sampler_s_order(runs):
         for found, expected in zip(runs[mode]["figures"], counts, strict=True):
             assert {k: found[k] for k in expected} == expected
     assert runs["filtered ahead"]["samplers"] == runs["filtered"]["samplers"]
+
+
+def test_no_two_responses_are_drawn_with_one_seed(ranks):
+    """On whichever rank, in whichever round; and with a batch ahead they are the same."""
+    for mode in ("synchronous", "filtered"):
+        seeds = [seed for found in ranks for seed in found[mode]["seeds"]]
+        assert len(seeds) >= STEPS * PROMPTS * GROUP
+        assert None not in seeds
+        assert len(set(seeds)) == len(seeds), mode
+    assert ranks[1]["ahead"]["seeds"] == ranks[1]["synchronous"]["seeds"]
 
 
 def test_the_reported_reward_is_that_of_all_generated_groups(runs):

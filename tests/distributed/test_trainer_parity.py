@@ -148,6 +148,7 @@ def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
         run=s.RunConfig(directory="unused", steps=1),
         model=s.ModelConfig(hf_checkpoint=hf_dir, dtype=changes.get("dtype", "float32")),
         data=s.DataConfig(train="unused"),
+        algorithm=s.AlgorithmConfig(**changes.get("algorithm", {})),
         rollout=s.RolloutConfig(
             prompts_per_step=3, group_size=8, max_response_tokens=30, temperature=0.9
         ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from megatron_dppo.model.adapters import (
 from megatron_dppo.model.gather_plan import adapter_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.trainer.lora.attaching import INITS, initial_tensor
 from tests.unit.config_files import DENSE, MOE, write_checkpoint
 
 LAYOUTS = {
@@ -101,3 +104,32 @@ def test_buckets_hold_every_tensor_on_rank_0(moe):
     assert [t.name for bucket in plan for t in bucket.tensors] == list(adapter_tensors(wanted, moe))
     assert {bucket.receiver for bucket in plan} == {0}
     assert max(bucket.elements * 4 for bucket in plan if len(bucket.tensors) > 1) <= 4096
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_a_starts_with_the_spread_of_its_inputs_or_of_the_rank_and_b_at_zero(init):
+    a = initial_tensor("m.lora_A", (16, 900), 16, 1, init)
+    # Uniform within 1 / sqrt(in), as torch's own linears start and PEFT's A with them; or N(0, 1 / rank^2).
+    std = {"kaiming": 1 / math.sqrt(3 * 900), "gaussian": 1 / 16}[init]
+    assert a.std() == pytest.approx(std, rel=0.03)
+    assert abs(a.mean()) < 0.03 * std
+    if init == "kaiming":
+        assert 0.99 / 30 < a.abs().max() <= 1 / 30
+    else:
+        assert 3 * std < a.abs().max() < 6 * std
+    assert not initial_tensor("m.lora_B", (900, 16), 16, 1, init).any()
+
+
+@pytest.mark.parametrize("init", INITS)
+def test_every_a_starts_otherwise_and_the_same_each_time(moe, init):
+    """By its name and the run's seed, on whichever rank it is drawn."""
+    tensors = adapter_tensors(adapters(moe), moe)
+    drawn = [
+        initial_tensor(name, (2, 8), 4, seed, init)
+        for seed in (1, 2)
+        for name in tensors
+        if name.endswith("lora_A")
+    ]
+    assert len({tuple(a.flatten().tolist()) for a in drawn}) == len(drawn) == len(tensors)
+    name = next(iter(tensors))
+    assert torch.equal(initial_tensor(name, (2, 8), 4, 1, init), drawn[0])

@@ -98,6 +98,21 @@ def sample_maker(folder: Path, problems: list[Problem]) -> SampleMaker:
     return SampleMaker(settings(folder), data)
 
 
+def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_path: Path) -> None:
+    tree = minimal(tmp_path)
+    tree["evaluation"] = {"samples_per_prompt": 2}
+    tree["engine"] = {"deterministic": True}
+    config, verifier = TrainConfig.model_validate(tree), Told()
+    engine: Any = Engine(verifier.scored)
+    sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
+    maker = sample_maker(tmp_path, [*sets["one"], *sets["two"]])
+    for step in (1, 2):
+        evaluate(step, sets, config, TOPOLOGY, engine, ArrivalScorer(verifier), maker)
+    seeds = {r.sampling.seed for job in engine.jobs for r in job.requests()}
+    assert len(seeds) == 2 * 2 * 3 * 2
+    assert None not in seeds
+
+
 def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None:
     verifier = Told()
     engine: Any = Engine(verifier.scored)

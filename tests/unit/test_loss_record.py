@@ -1,9 +1,12 @@
 """What the loss saw of each token, taken from packed micro-batches to the responses they hold."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 
+from megatron_dppo.algorithms.mask_divergence import mask_divergence
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.packing import pack
@@ -12,6 +15,7 @@ from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.trajectories import trajectory
 from tests.unit.test_token_loss import V, packed, samples
+from tests.unit.token_inputs import inputs
 
 
 def test_rows_go_to_the_response_that_they_are_of():
@@ -39,6 +43,20 @@ def test_what_travels_comes_back():
             assert np.array_equal(received[position][name], array)
             assert received[position][name].dtype == array.dtype
     assert _decoded(_encoded({})) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dppo-binary-tv", 0.3),
+        ("dppo-decoupled-binary-tv", 0.1),
+        ("dppo-binary-kl", 0.3 * math.log(1 / 2) + 0.7 * math.log(7 / 4)),
+        ("dppo-decoupled-binary-kl", 0.7 * math.log(7 / 6) + 0.3 * math.log(3 / 4)),
+    ],
+)
+def test_the_recorded_divergence_is_from_the_preset_s_own_anchor(name, expected):
+    x = inputs([0.6], [0.3], [1.0], recomputed=[0.7])
+    assert mask_divergence(build_algorithm(name), x).tolist() == pytest.approx([expected])
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

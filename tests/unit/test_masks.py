@@ -64,6 +64,26 @@ def test_divergence_exactly_at_the_threshold_trains():
     assert trains(masks.binary_tv(x, rollout, tv_threshold=0.999)) == [False]
 
 
+@pytest.mark.parametrize(
+    ("mask", "distance"),
+    [("binary_tv", 0.25), ("binary_kl", 0.1438), ("topk_tv", 0.25), ("topk_kl", 0.1438)],
+)
+def test_every_divergence_has_a_threshold_for_each_sign(mask, distance):
+    # mu = 1/2 rises to 3/4 and falls to 1/4; TopK(mu) is the other half, which hides nothing.
+    rest = torch.tensor([0.25, 0.75], dtype=torch.float64)
+    x = inputs([0.75, 0.25], [0.5, 0.5], [1.0, -1.0],
+               topk_log_probs=torch.stack([rest, 1 - rest], 1).log(),
+               rollout_topk_log_probs=torch.full((2, 2), 0.5, dtype=torch.float64).log(),
+               topk_valid=torch.ones(2, 2, dtype=torch.bool))  # fmt: skip
+    kind = mask.split("_")[1]
+    for factors, expected in (((1.1, 0.9), [True, False]), ((0.9, 1.1), [False, True])):
+        bounds = {
+            f"{kind}_threshold": factors[0] * distance,
+            f"{kind}_threshold_negative": factors[1] * distance,
+        }
+        assert trains(getattr(masks, mask)(x, rollout, **bounds)) == expected
+
+
 def test_each_sign_of_the_advantage_has_its_own_threshold():
     # |pi - mu| = 0.25 outward, by a rising and a falling token; advantages between 0 and 1.
     x = inputs([0.75, 0.25], [0.5, 0.5], [0.5, -0.5])
@@ -114,6 +134,33 @@ def test_decoupled_masks_compare_with_the_recomputed_policy_in_distance_and_dire
     x = inputs([0.6, 0.6], [0.3, 0.3], [1.0, -1.0], recomputed=[0.7, 0.7])
     assert trains(masks.binary_tv(x, rollout, tv_threshold=0.05)) == [False, True]
     assert trains(masks.binary_tv(x, recomputed, tv_threshold=0.05)) == [True, False]
+
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+@pytest.mark.parametrize(
+    ("mask", "options"),
+    [
+        (masks.ratio_clip, CLIP),
+        (masks.binary_tv, {"tv_threshold": 0.2}),
+        (masks.binary_kl, {"kl_threshold": 0.1}),
+        (masks.large_drop, {"max_drop": 0.2}),
+        (masks.relaxed_clip, {**CLIP, "rare_below": 0.3, "relax_low": True, "relax_high": True}),
+        (masks.sequence_clip, CLIP),
+    ],
+)
+def test_a_mask_reads_its_anchor_alone(mask, options):
+    """With mu and pi' in each other's place, and the other anchor, it decides the same."""
+    pi, mu, own = torch.rand(3, 400, generator=torch.Generator().manual_seed(1)).tolist()
+    advantages, ids = [1.0, -1.0] * 200, torch.arange(400)
+    x = inputs(pi, mu, advantages, recomputed=own, sequence_ids=ids)
+    swapped = inputs(pi, own, advantages, recomputed=mu, sequence_ids=ids)
+    decisions = mask(x, recomputed, **options)
+    assert torch.equal(decisions, mask(swapped, rollout, **options))
+    differ = decisions != mask(x, rollout, **options)
+    assert differ[::2].any() or mask is masks.large_drop
+    assert differ[1::2].any()
 
 
 def test_topk_masks_see_what_the_sampled_token_does_not():

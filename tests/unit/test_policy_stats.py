@@ -83,6 +83,28 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     assert (leaf.grad[::4] == 0).all()
 
 
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+def test_a_bfloat16_gradient_is_rounded_to_the_nearest(backend):
+    assert rounding_of(*bfloat16_gradients(backend)) <= 1.001
+
+
+def bfloat16_gradients(backend):
+    """Of the same logits: as the backend gives it, and exact."""
+    logits, ids, _, weights = problem(torch.bfloat16)
+    leaf, exact = logits.clone().requires_grad_(), logits.double().requires_grad_()
+    loss_of(policy_stats(leaf, ids, vocab_size=V, backend=backend), weights).backward()
+    loss_of(dense_policy_stats(exact, ids, vocab_size=V), weights).backward()
+    return leaf.grad, exact.grad
+
+
+def rounding_of(gradient, exact):
+    """Largest error of an element, in halves of its last place: 1 where it is rounded, 2 where it is cut off."""
+    half = torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 9)
+    counted = exact.abs() > 1e-30
+    assert counted.any()
+    return ((gradient.double() - exact).abs() / half)[counted].max()
+
+
 @pytest.mark.parametrize("with_entropy", [False, True])
 def test_gradcheck(with_entropy):
     g = torch.Generator().manual_seed(0)

@@ -3,6 +3,7 @@ packing.
 """
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ def test_each_entry_meets_its_own_token():
     sample = trajectory(
         [1, 2], [3, 4], advantage=0.5,
         rollout_log_probs=[-1.0, -2.0], recomputed_log_probs=[-1.5, -2.5],
-        topk_ids=np.array([[3, 9], [7, -1]], np.int32),
+        topk_ids=np.array([[3, 0], [7, -1]], np.int32),  # 0 is a token as any other
         topk_log_probs=np.array([[-1.0, -3.0], [-0.5, -np.inf]], np.float32),
     )  # fmt: skip
     batch = pack([sample], pad_multiple=8)
@@ -118,6 +119,39 @@ def test_a_batch_without_what_the_statistics_meet_is_refused(missing):
     stats = policy_stats(logits, batch.target_ids, vocab_size=V, topk_ids=ids)
     with pytest.raises(ValueError, match=f"the micro-batch has no {missing}"):
         inputs_from(stats, batch.without(missing))
+
+
+def penalty_gradient(name, aggregation, **options):
+    """What a reference penalty adds to the gradient of each token of three responses: [T], and their pack."""
+    batch = packed(samples(), range(3))
+    reference = batch.columns["rollout_log_probs"] - 0.5
+    batch = batch.with_columns(reference_log_probs=reference)
+    grads = []
+    for coefficient in (0.0, 0.1):
+        table = torch.randn(V, V, generator=torch.Generator().manual_seed(3))
+        stats = policy_stats(model(table, batch), batch.target_ids, vocab_size=V)
+        stats = replace(stats, log_probs=stats.log_probs.requires_grad_())
+        algorithm = build_algorithm(name, options)
+        loss = make_token_loss(algorithm, aggregation, reference_kl=coefficient)(stats, batch)
+        grads.append((torch.autograd.grad(loss.loss, stats.log_probs)[0], loss))
+    return grads[1][0] - grads[0][0], grads[1][1], batch
+
+
+def test_a_reference_penalty_has_the_aggregation_s_factor_of_each_token():
+    plain, _, batch = penalty_gradient("pg-is", "sequence-mean-token-sum")
+    scaled, _, _ = penalty_gradient("pg-is", "sequence-mean-token-mean")
+    assert (plain[batch.loss_mask] != 0).all()
+    sequence = sequence_ids(batch)
+    trained = torch.bincount(sequence, batch.loss_mask.float())[sequence].clamp(min=1)
+    assert len(set(trained.tolist())) > 2
+    torch.testing.assert_close(scaled, plain / trained, rtol=1e-5, atol=1e-7)
+
+
+def test_a_reference_penalty_holds_for_tokens_that_the_mask_blocks():
+    everywhere, _, _ = penalty_gradient("pg-is", "sequence-mean-token-sum")
+    masked, sums, _ = penalty_gradient("dppo-binary-tv", "sequence-mean-token-sum", tv_threshold=0)
+    assert sums.blocked.any()
+    torch.testing.assert_close(masked, everywhere, rtol=1e-5, atol=1e-7)
 
 
 def test_sequence_ids_follow_the_boundaries_of_the_pack():

@@ -1,0 +1,125 @@
+"""A Trainer in this process: what it keeps of its start, what it asks itself, and its adapters against PEFT's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.adapters import save_random_adapters
+from tests.distributed.test_lora_parity import KINDS, TOLERANCE, judge, train
+from tests.distributed.test_trainer_parity import (
+    VOCABULARY,
+    distances,
+    own_micro_batches,
+    policy_token_loss,
+    run_config,
+    samples,
+)
+from tests.distributed.test_trainer_steps import make_trainer
+from tests.tiny_models import save_tiny_model
+
+STARTED: dict[str, dict[str, Any]] = {
+    "full": {},
+    "adapters": {"lora": {"rank": 4, "dropout": 0.5, "train_router": True}},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models of one layer with experts and without, and random adapters of both."""
+    made = tmp_path_factory.mktemp("models")
+    for kind in ("moe", "dense"):
+        family, _, section = KINDS[kind]
+        hf_dir = save_tiny_model(made / kind, family, vocab_size=VOCABULARY, layers=1)
+        save_random_adapters(made / f"{kind}-adapters", hf_dir, section)
+    return made
+
+
+def asked(what: Callable[[list], list], batches: list) -> torch.Tensor:
+    """Log-probabilities of the tokens that train."""
+    return torch.cat([found[b.loss_mask] for found, b in zip(what(batches), batches, strict=True)])
+
+
+@pytest.mark.parametrize("kind", STARTED)
+def test_the_reference_is_the_start_whatever_is_trained(folder: Path, kind: str) -> None:
+    """Without the adapters that were trained since; and no pass for log-probabilities drops out anything."""
+    changes = {**STARTED[kind], "algorithm": {"reference_kl": 0.1}}
+    trainer = make_trainer(str(folder / "moe"), {}, changes)
+    batches = own_micro_batches(trainer, samples())
+    start = asked(trainer.log_probs, batches)
+    trainer.train_mini_batch(batches, policy_token_loss, 200.0)
+    now = asked(trainer.log_probs, batches)
+    assert (now - start).abs().max() > 1e-3
+    assert torch.equal(asked(trainer.reference_log_probs, batches), start)
+    assert torch.equal(asked(trainer.log_probs, batches), now)
+    trainer.close()
+
+
+def test_adapters_start_apart_within_their_bound(folder: Path) -> None:
+    trainer = make_trainer(str(folder / "moe"), {}, STARTED["adapters"])
+    adapters = {name: t.clone() for bucket in trainer.adapted.tensors() for name, t in bucket}
+    trainer.close()
+    of_a = [t for name, t in adapters.items() if name.endswith("lora_A")]
+    assert len({tuple(a[0, :32].tolist()) for a in of_a}) == len(of_a) == len(adapters) / 2
+    for a in of_a:  # uniform within 1 / sqrt(in)
+        assert 0.8 < a.abs().max() * a.shape[1] ** 0.5 <= 1
+    assert not any(t.any() for name, t in adapters.items() if name.endswith("lora_B"))
+
+
+def test_an_update_is_compared_at_temperature_1(folder: Path) -> None:
+    """The run samples at another one."""
+    from transformers import AutoModelForCausalLM
+
+    from megatron_dppo.trainer.weight_source import TrainerWeights
+
+    trainer = make_trainer(str(folder / "moe"), {})
+    prompts = [[3, 50, 77, 120, 9], [7, 8]]
+    scores = TrainerWeights(trainer).score(prompts)
+    trainer.close()
+    model = AutoModelForCausalLM.from_pretrained(folder / "moe", dtype=torch.float32)
+    for prompt, found in zip(prompts, scores, strict=True):
+        with torch.no_grad():
+            rows = model(torch.tensor([prompt])).logits[0, :-1].log_softmax(-1)
+        expected = rows[range(len(prompt) - 1), prompt[1:]]
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["moe", "dense"])
+def test_adapters_train_as_peft_s(folder: Path, kind: str) -> None:
+    expected = judge(str(folder), kind)
+    got = train(str(folder), kind, {}, {})
+    got["parameters"] = {n: got["parameters"][n] for n in expected["parameters"]}
+    far = distances(got, expected)
+    assert max(chain(*(values[:1] for values in far.values()))) <= TOLERANCE, far
+
+
+def test_a_step_is_penalised_for_leaving_the_start_not_the_step_before(folder: Path) -> None:
+    """At a step's only update pi is still the policy of its rollouts."""
+    from megatron_dppo.algorithms.presets import build_algorithm
+    from megatron_dppo.data.outline import Outline
+    from megatron_dppo.loop.learning import Learner
+    from megatron_dppo.loop.rollouts.sources import RolloutBatch
+    from megatron_dppo.trainer.trainer import Trainer
+
+    config = run_config(str(folder / "moe"), {}, {"algorithm": {"reference_kl": 0.1}})
+    trainer = Trainer(config)
+    learner = Learner(config, trainer, build_algorithm("pg-is"), 0)
+    data, estimates = samples(), []
+    for _ in range(3):
+        batch = RolloutBatch([Outline.of(t) for t in data], dict(enumerate(data)), {}, {})
+        estimates.append(learner.learn(learner.plan(batch))["reference/kl"])
+    trainer.close()
+    assert estimates[0] == pytest.approx(0, abs=1e-9)
+    assert 1e-6 < estimates[1] < estimates[2] < 1
