@@ -1,4 +1,4 @@
-"""Mutants of a module: its source with one operator or number changed, by Cosmic Ray."""
+"""Mutants of a module: its source with one operator or number changed, by Cosmic Ray, or one call's arguments."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from mutation.arguments import wrong_arguments
 
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
 
@@ -77,18 +79,23 @@ def _changed(statement: str) -> Iterator[tuple[str, str]]:
 
     seen = {meaning(statement)}
     nodes = list(ast_nodes(get_ast(statement)))
-    for name in OPERATORS:
-        operator = get_operator(f"core/{name}")()
-        places = sum(len(list(operator.mutation_positions(node))) for node in nodes)
-        for occurrence in range(places):
-            changed = mutate_code(statement, operator, occurrence)
-            try:
-                found = meaning(changed)
-            except SyntaxError:  # of a star that was no product
-                continue
-            if found not in seen:
-                seen.add(found)
-                yield name, changed
+
+    def every() -> Iterator[tuple[str, str]]:
+        for name in OPERATORS:
+            operator = get_operator(f"core/{name}")()
+            places = sum(len(list(operator.mutation_positions(node))) for node in nodes)
+            for occurrence in range(places):
+                yield name, mutate_code(statement, operator, occurrence)
+        yield from wrong_arguments(statement)
+
+    for name, changed in every():
+        try:
+            found = meaning(changed)
+        except SyntaxError:  # of a star that was no product
+            continue
+        if found not in seen:
+            seen.add(found)
+            yield name, changed
 
 
 class _Meaning(ast.NodeTransformer):

@@ -1,0 +1,70 @@
+"""Wrong arguments: two that look alike in each other's place, or a keyword left out."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from copy import deepcopy
+from itertools import pairwise
+
+SWAPPED, DROPPED = "SwapArguments", "DropKeyword"
+SYMMETRIC = ("equal", "gcd", "logaddexp", "max", "maximum", "min", "minimum")
+"""Functions whose arguments may stand in any order."""
+_REFERENCES = (ast.Name, ast.Attribute, ast.Subscript)
+
+
+def wrong_arguments(statement: str) -> Iterator[tuple[str, str]]:
+    """Each call of ``statement`` with one mistake in its arguments: what kind, and the statement with it.
+
+    Neighbours are swapped where both are names, parts of something, or the same form of expression: their types are
+    not known. As many lines as before, so that nothing after it moves.
+    """
+    tree = ast.parse(statement)
+    in_texts = {
+        id(n) for text in ast.walk(tree) if isinstance(text, ast.JoinedStr) for n in ast.walk(text)
+    }
+    for call in ast.walk(tree):
+        if (
+            isinstance(call, ast.Call) and id(call) not in in_texts
+        ):  # places in an f-string are not known
+            for kind, changed in _mistakes(call):
+                yield kind, _replaced(statement, call, changed)
+
+
+def _mistakes(call: ast.Call) -> Iterator[tuple[str, ast.Call]]:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    for i, (a, b) in enumerate(pairwise(call.args)):
+        if _alike(a, b) and name not in SYMMETRIC:
+            changed = deepcopy(call)
+            changed.args[i], changed.args[i + 1] = b, a
+            yield SWAPPED, changed
+    for i, (one, other) in enumerate(pairwise(call.keywords)):
+        if one.arg and other.arg and _alike(one.value, other.value):
+            changed = deepcopy(call)
+            changed.keywords[i].value, changed.keywords[i + 1].value = other.value, one.value
+            yield SWAPPED, changed
+    for i, keyword in enumerate(call.keywords):
+        if keyword.arg:
+            changed = deepcopy(call)
+            del changed.keywords[i]
+            yield DROPPED, changed
+
+
+def _alike(a: ast.expr, b: ast.expr) -> bool:
+    if isinstance(a, _REFERENCES) and isinstance(b, _REFERENCES):
+        return True
+    if isinstance(a, ast.Constant) and isinstance(b, ast.Constant):
+        return type(a.value) is type(b.value)
+    return type(a) is type(b) and not isinstance(a, ast.Starred)
+
+
+def _replaced(text: str, call: ast.Call, changed: ast.Call) -> str:
+    lines = text.encode().splitlines(keepends=True)  # columns are counted in bytes
+    assert call.end_lineno is not None
+    assert call.end_col_offset is not None
+    first, last = call.lineno - 1, call.end_lineno - 1
+    before = b"".join(lines[:first]) + lines[first][: call.col_offset]
+    after = lines[last][call.end_col_offset :] + b"".join(lines[last + 1 :])
+    written = ast.unparse(changed)
+    padded = written[:-1] + "\n" * (last - first) + written[-1]
+    return before.decode() + padded + after.decode()
