@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.model.families import FAMILIES
+
 ROOT = Path(__file__).resolve().parents[2]
 OVERVIEW = (ROOT / "docs" / "overview.md").read_text()
 MOST_FILES = {"A weight update, file by file": 8, "An engine's death, file by file": 5}
@@ -43,3 +45,8 @@ def test_every_file_that_the_overview_names_is_there():
     found = [n for n in names if (ROOT / n).is_file() or (ROOT / "megatron_dppo" / n).is_file()]
     assert len(names) > 15
     assert found == names
+
+
+def test_the_readme_names_every_model_family():
+    section = (ROOT / "README.md").read_text().split("## Which models\n")[1].split("\n## ")[0]
+    assert set(re.findall(r"`(\w+)` \(", section)) == FAMILIES.keys()
