@@ -97,7 +97,8 @@ def _checked(config: TrainConfig, words: argparse.Namespace) -> Plan:
     libraries, of data and checkpoints, as far as those can be looked at then."""
     from megatron_dppo.loop.start_checks import data_and_resume_problems
 
-    plan, problems = None, []
+    plan: Plan | None = None
+    problems: list[str] = []
     try:
         plan = check_everything(config, words.config, weights=words.answers is not None)
     except ConfigError as error:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -82,6 +83,7 @@ def _run(directory: Path, overrides: Sequence[str]) -> int:
         follower = _Follower(cluster, directory, job)
         try:
             _say(f"job {job} is followed; Ctrl-C cancels it and ends the cluster")
+            _say(f"to ask it from a second terminal: {second_terminal(cluster, directory)}")
             state = follower.follow()
         except Interrupted as end:
             follower.cancel(end.name)
@@ -89,6 +91,12 @@ def _run(directory: Path, overrides: Sequence[str]) -> int:
         status = [sys.executable, "-m", "megatron_dppo.slurm", "status", str(directory)]
         subprocess.run(status, cwd=ROOT, env=cluster.environment, check=False)
     return _result(directory, state)
+
+
+def second_terminal(cluster: Cluster, directory: Path) -> str:
+    """The command that tells the run's status from any other shell, while the cluster runs."""
+    program = shlex.join([sys.executable, "-m", "megatron_dppo.slurm", "status", str(directory)])
+    return f"SLURM_CONF={shlex.quote(str(cluster.configuration))} {program} (or watch, logs, stop)"
 
 
 class _Follower:
@@ -197,7 +205,9 @@ def _result(directory: Path, state: str) -> int:
         summary = json.loads((directory / "summary.json").read_text())
         updates, verified = summary["weight_updates"], summary["weight_updates_verified"]
         _say(f"weight updates verified: {verified} of {updates}")
-    _say(f"figures: {directory / 'report.png'}, model: {directory / 'hf'}")
+    left = {"figures": directory / "report.png", "model": directory / "hf"}
+    told = [f"{name}: {path}" for name, path in left.items() if path.exists()]
+    _say(", ".join(told) or f"no figures and no model were left; logs: {directory / 'logs'}")
     return int(not all(seen.values()))
 
 

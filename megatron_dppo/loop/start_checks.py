@@ -17,7 +17,6 @@ from megatron_dppo.rewards import VerifierError
 from megatron_dppo.rewards.checked_answers import hand_over
 from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, read_manifest
 
-
 _NEEDED_FOR_DATA = ("data", "model.hf_checkpoint", "reward")
 """Keys without which the data can't be read and scored."""
 

@@ -59,7 +59,6 @@ class StepSeconds:
             return max(self.generation, self.trainer) + rest
         return self.generation + self.trainer + rest
 
-
     @property
     def idle(self) -> dict[str, float]:
         """Share of a step in which the GPUs of trainers, and those of servers, wait for the others; both take part in

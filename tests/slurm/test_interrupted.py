@@ -102,6 +102,13 @@ def test_it_ends_in_order_and_leaves_nothing(tmp_path, shown, how, code):
     demo.read_until(shown)
     configuration = demo.configuration()
     network = re.search(r"\(10\.(\d+)\.0\.254\)", configuration.read_text())
+    if shown == FOLLOWED:
+        demo.read_until(" (or watch")
+        command = re.search(r"second terminal: (.*) \(or watch", demo.text)[1]
+        asked = subprocess.run(
+            ["bash", "-c", command], cwd="/", capture_output=True, text=True, check=True
+        )
+        assert "state: job 1 " in asked.stdout
     took = demo.end(how)
     assert demo.process.returncode == code, demo.text
     assert "no job and no process of a cluster is left" in demo.text

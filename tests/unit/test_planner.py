@@ -440,7 +440,9 @@ def test_where_no_layout_fits_the_least_that_does_is_named(capsys, monkeypatch):
     assert not search(recipe(), MOE, replace(H100, nodes=least - 1))
     assert command.main([*words, "--nodes", "1"]) == 2
     out = capsys.readouterr().out
-    assert f"No layout of 1 x 8 h100 fits; the least that does: {least} x 8 (--nodes {least})." in out
+    assert (
+        f"No layout of 1 x 8 h100 fits; the least that does: {least} x 8 (--nodes {least})." in out
+    )
     monkeypatch.setattr(command, "search", lambda *_: [])
     monkeypatch.setattr(command, "least_nodes", lambda *_: None)
     assert command.main([*words, "--nodes", "4", "--json"]) == 0  # nothing was asked but the plan
