@@ -15,6 +15,7 @@ from typing import TypeVar
 from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
 from megatron_dppo.config.data_checks import data_file_problems, prompt_form_problems
 from megatron_dppo.config.errors import ConfigError
+from megatron_dppo.config.expectations import given
 from megatron_dppo.config.forwarded import (
     SGLANG,
     expert_kernel_problems,
@@ -28,7 +29,12 @@ from megatron_dppo.config.lora import (
     engine_adapter_problems,
     lora_problems,
 )
-from megatron_dppo.config.schema import PolicyConfig, SupervisedConfig, TrainConfig
+from megatron_dppo.config.schema import (
+    AlgorithmConfig,
+    PolicyConfig,
+    SupervisedConfig,
+    TrainConfig,
+)
 from megatron_dppo.config.values import (
     engine_split_problems,
     length_problems,
@@ -153,6 +159,18 @@ def _aggregation(config: TrainConfig) -> Problems:
         )
 
 
+def _reference(config: TrainConfig) -> Problems:
+    algorithm, unchanged = config.algorithm, AlgorithmConfig()
+    if algorithm.reference_kl > 0:
+        return
+    for key in ("reference_estimator", "reference_importance_weights"):
+        if getattr(algorithm, key) != getattr(unchanged, key):
+            yield (
+                f"algorithm.{key}: got {given(getattr(algorithm, key))} with algorithm.reference_kl 0 "
+                "(off), expected a factor above 0, or nothing of it"
+            )
+
+
 def _replay_folder(config: TrainConfig) -> Problems:
     folder = config.rollout.replay_from
     if folder is not None and not any(Path(folder).glob(BATCH_FILES)):
@@ -267,6 +285,7 @@ CHECKS: tuple[Check, ...] = (
     batch_problems,
     _untruncated_sampling,
     _aggregation,
+    _reference,
     data_file_problems,
     prompt_form_problems,
     _replay_folder,

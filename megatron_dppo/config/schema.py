@@ -161,9 +161,17 @@ class AlgorithmConfig(Section):
     aggregation_constant: float | None = Field(default=None, gt=0)
     """Tokens; the constant above. Empty: ``rollout.max_response_tokens``."""
     reference_kl: float = Field(default=0.0, ge=0)
-    """Factor of an estimate (k3) of KL(pi || reference) that is added to every trained token's loss; the
-    reference is ``model.hf_checkpoint``. Above 0 it costs a forward pass, and without adapters a copy
-    of the weights."""
+    """Factor of the penalty on leaving the reference policy that is added to every trained token's loss; the
+    reference is the policy that training started from. Above 0 it costs a forward pass, and a copy of
+    what is trained (of adapters only where ``lora.start_from`` is set)."""
+    reference_estimator: Literal[
+        "k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"
+    ] = "k3"
+    """What that penalty is at a token, and which KL its gradient lowers; docs/algorithms.md has the table. ``k3``
+    estimates KL(pi || reference), but its gradient is that of KL(reference || pi)."""
+    reference_importance_weights: bool = False
+    """Multiply that penalty by min(pi / mu, ``ratio_cap``): then it is right also where pi has left the policy that
+    sampled, as after the first of several optimiser steps on a batch."""
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
     """What a response that hit the length limit earns; ``drop``: no gradient, but it stays in the
     baseline."""

@@ -89,6 +89,8 @@ class Learner:
             config.algorithm.aggregation,
             [self._count_masked, *([self._seen.add] if self._seen else ())],
             config.algorithm.reference_kl,
+            config.algorithm.reference_estimator,
+            weighted_reference=config.algorithm.reference_importance_weights,
         )
         self.most_masked: list[MaskedToken] = []
         self.masked_by_response: dict[int, int] = {}

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_dppo.config.schema import TrainConfig
+
+log = logging.getLogger(__name__)
+
+RECORDED_LATER = (
+    "algorithm.aggregation",
+    "algorithm.reference_estimator",
+    "algorithm.reference_importance_weights",
+    "algorithm.reference_kl",
+    "algorithm.truncated_responses",
+)
+"""Settings that every identity has now; a checkpoint without one was written before they were recorded."""
 
 
 class ResumeError(ValueError):
@@ -42,10 +54,19 @@ class RunState:
         return cls(**values)
 
     def check_identity(self, identity: dict[str, Any], checkpoint: str) -> None:
-        """Raise ResumeError, naming each difference, unless ``identity`` is this run's."""
+        """Raise ResumeError, naming each difference, unless ``identity`` is this run's.
+
+        What the checkpoint's version did not record yet (``RECORDED_LATER``) is taken as it is now: a warning names
+        it, and the run's next checkpoints hold it.
+        """
+        unrecorded = {
+            key: identity[key]
+            for key in RECORDED_LATER
+            if key in identity and key not in self.identity
+        }
         differences = [
             f"{key}: {self.identity.get(key)!r} there, {identity.get(key)!r} now"
-            for key in sorted(self.identity.keys() | identity.keys())
+            for key in sorted((self.identity.keys() | identity.keys()) - unrecorded.keys())
             if self.identity.get(key) != identity.get(key)
         ]
         if differences:
@@ -53,6 +74,14 @@ class RunState:
                 f"{checkpoint} belongs to another run ({'; '.join(differences)}); give back these "
                 "values, or name another run.directory, or start anew with run.resume=never"
             )
+        if unrecorded:
+            named = ", ".join(f"{key}={value}" for key, value in unrecorded.items())
+            log.warning(
+                "%s is of a version that did not record %s; make sure that it ran so",
+                checkpoint,
+                named,
+            )
+            self.identity |= unrecorded
 
 
 def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
@@ -72,6 +101,9 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
     return {
         **{key: value for key, value in later.items() if value is not None},
         "algorithm.name": config.algorithm.name,
+        **{
+            key: getattr(config.algorithm, key.removeprefix("algorithm.")) for key in RECORDED_LATER
+        },
         # Left out where it is the default: a checkpoint without it was written by that.
         **({"algorithm.settings": settings} if settings != "stability" else {}),
         "algorithm.options": dict(config.algorithm.options),

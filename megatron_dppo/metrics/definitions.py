@@ -42,7 +42,12 @@ DEFINITIONS: dict[str, Definition] = {
     "policy/bad_update": Definition("share of tokens with A < 0 and mu - pi >= 0.5", TOKENS),
     "policy/entropy": Definition("mean entropy of pi at the trained tokens, nats", TOKENS),
     "policy/topk_mass": Definition("mean mass of mu on TopK(mu)", TOKENS),
-    "reference/kl": Definition("KL(pi || reference), nats: mean of the k3 estimate", TOKENS),
+    "reference/kl": Definition(
+        "mean of the penalty on leaving the reference, before its factor, nats", TOKENS
+    ),
+    "reference/clamped": Definition(
+        "share of tokens whose log reference - log pi is above 20 and counts as 20", TOKENS
+    ),
     POSITIVE: Definition("trained tokens with A > 0"),
     NEGATIVE: Definition("trained tokens with A < 0"),
     MASKED: Definition("tokens that the mask blocks"),

@@ -20,7 +20,8 @@ from megatron_dppo.planner.units import ceil_to
 class TrainerJob:
     """The trainer's side. ``tokens``: of the longest micro-batch; a sequence longer than the budget has one to itself.
     ``micro_batches``: of one replica in one optimiser step. ``trained``: where not everything is.
-    ``reference``: the weights that training started from are kept. ``gradient_bytes``, ``optimizer_bytes``: of each
+    ``reference``: the weights that training started from are kept, ``reference_adapters``: adapters among them.
+    ``gradient_bytes``, ``optimizer_bytes``: of each
     trained parameter, of its gradient and its optimizer state."""
 
     shape: ModelShape
@@ -34,6 +35,7 @@ class TrainerJob:
     transformer_engine: bool = True
     trained: Trained | None = None
     reference: bool = False
+    reference_adapters: bool = False
     gradient_bytes: int = 4
     optimizer_bytes: int = 12
 
@@ -145,6 +147,7 @@ def trainer_job(
         transformer_engine=gpu,
         trained=Trained.of(config.lora, shape),
         reference=config.keeps_reference,
+        reference_adapters=config.keeps_reference and config.lora.start_from is not None,
         gradient_bytes=4 if config.megatron_ddp.get("grad_reduce_in_fp32", True) else item,
         optimizer_bytes=8 if item == 4 else 12,
     )

@@ -40,7 +40,8 @@ def state_bytes(job: TrainerJob, stage: int) -> StateBytes:
       of 64 elements and the end is padded to one of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
       ``_pad_end_of_bucket_if_needed``).
     - With adapters all this is of them alone; the frozen weights lie where they were made.
-    - A reference policy is a copy of those of the model's own parameters that are trained.
+    - A reference policy is a copy of those of the model's own parameters that are trained; of the adapters, too, where
+      they start from a folder (``ReferenceWeights``).
     """
     parameters, frozen = rank_parameters(job.shape, job.layout, stage), 0
     changed = parameters.elements
@@ -53,12 +54,15 @@ def state_bytes(job: TrainerJob, stage: int) -> StateBytes:
         for counts, replicas in _groups(parameters, job.layout)
     ]
     held = sum(padded)
+    kept = changed if job.reference else 0
+    if job.reference_adapters:
+        kept = parameters.elements
     shared = [
         size // replicas if job.distributed else size
         for size, (_, replicas) in zip(padded, _groups(parameters, job.layout), strict=True)
     ]
     return StateBytes(
-        weights=(frozen + held + (changed if job.reference else 0)) * job.item_bytes,
+        weights=(frozen + held + kept) * job.item_bytes,
         gradients=held * job.gradient_bytes,
         optimizer=round(sum(shared) * job.optimizer_bytes),
     )

@@ -30,6 +30,7 @@ def facts(trainer: Trainer) -> dict[str, Any]:
         "step_count": trainer.step_count,
         "scheduler_steps": trainer.scheduler.num_steps,
         "model": _model_facts(trainer),
+        "reference_sha256": trainer.reference_sha256,
         "layout": asdict(trainer.layout),
         "optimizer": trainer.config.optimizer.model_dump(),
         "versions": {name: version(name) for name in ("torch", "megatron-core")},
@@ -49,9 +50,23 @@ def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Non
     """Raise CheckpointError for another model; log other optimizer settings, which are allowed."""
     if different := _differences(manifest["model"], _model_facts(trainer)):
         raise CheckpointError(f"{folder} holds another model: {'; '.join(different)}")
+    _check_reference(trainer, manifest.get("reference_sha256"), folder)
     changed = _differences(manifest["optimizer"], trainer.config.optimizer.model_dump())
     if changed and trainer.topology.rank == 0:
         log.warning("resuming with other optimizer settings: %s", "; ".join(changed))
+
+
+def _check_reference(trainer: Trainer, saved: str | None, folder: Path) -> None:
+    """Raise CheckpointError where the run would go on with another reference policy.
+
+    One that only one of both has is a difference of the configuration, which ``RunState.check_identity`` names.
+    """
+    present = trainer.reference_sha256
+    if saved is not None and present is not None and saved != present:
+        raise CheckpointError(
+            f"{folder} was trained with another reference policy: the SHA-256 of what the run started from "
+            f"(model.hf_checkpoint, lora.start_from) is {present} here and {saved} in the checkpoint"
+        )
 
 
 def restore_generators(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from megatron_dppo.checkpoint_conversion.digest import combined_digest, tensor_digests
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
@@ -18,7 +19,8 @@ from megatron_dppo.model.gather_plan import Bucket, ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.trainer.collectives import broadcast_json
+from megatron_dppo.trainer.collectives import all_gather_json, broadcast_json
+from megatron_dppo.trainer.topology import Topology
 
 
 def named_parameters(chunks: list[GPTModel]) -> dict[ParameterKey, torch.nn.Parameter]:
@@ -66,6 +68,12 @@ def gather_buckets(
 ) -> Iterator[list[tuple[str, Tensor]]]:
     """Collective: each bucket's full tensors on its receiver, an empty list elsewhere; see ``gather``."""
     return (gathered.tensors for gathered in gather(plan, rank, values))
+
+
+def shared_digest(folder: str | Path, topology: Topology) -> str:
+    """SHA-256 (hex) over all tensors of ``folder``, of which each rank reads its share. Collective."""
+    own = tensor_digests(folder, topology.rank, topology.world_size)
+    return combined_digest(all_gather_json(own))
 
 
 def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: str) -> None:

@@ -30,14 +30,20 @@ def make_token_loss(
     aggregation: str = "sequence-mean-with-constant",
     observers: Sequence[LossObserver] = (),
     reference_kl: float = 0.0,
+    reference_estimator: str = "k3",
+    *,
+    weighted_reference: bool = False,
 ) -> TokenLoss:
     """The loss of ``algorithm`` as a function of a micro-batch's statistics: a SUM over tokens.
 
     ``aggregation``: a name in ``algorithms.aggregation.AGGREGATIONS``, whose factor of each token
     the sum has; its denominator is the caller's. ``reference_kl``: factor of the penalty on leaving
     the reference policy, whose log-probabilities the batch then has; 0: none.
+    ``reference_estimator``: a name in ``algorithms.reference.ESTIMATORS``; ``weighted_reference``:
+    times min(pi / mu, the algorithm's cap).
     """
-    penalty = reference_penalty(reference_kl) if reference_kl else None
+    cap = algorithm.ratio_cap if weighted_reference else None
+    penalty = reference_penalty(reference_kl, reference_estimator, cap) if reference_kl else None
     token_scale = AGGREGATIONS[aggregation].token_scale
 
     def token_loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:

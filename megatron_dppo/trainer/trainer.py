@@ -36,7 +36,7 @@ from megatron_dppo.trainer.optimizer import (
     prepare_step,
 )
 from megatron_dppo.trainer.reduction import reduce_metrics
-from megatron_dppo.trainer.reference import ReferenceWeights
+from megatron_dppo.trainer.reference import ReferenceWeights, start_digest
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.step import (
     MicroBatchResults,
@@ -83,6 +83,7 @@ class Trainer:
         chunks, ddp_chunks: the GPTModels of this rank, unwrapped and in their wrappers.
         optimizer, scheduler: Megatron-Core's.
         step_count: optimiser steps so far.
+        reference_sha256: of the tensors that the reference policy was loaded from; None without one.
         pad_multiple: T of a micro-batch must be a multiple of it.
         micro_batch_multiple: the number of micro-batches must be a multiple of it.
     """
@@ -114,7 +115,12 @@ class Trainer:
             self.adapted = AdaptedPolicy(
                 config, self.shape, self.topology, self.layout, transformer, self.chunks
             )
-        self._reference = ReferenceWeights(self.chunks) if config.keeps_reference else None
+        self._reference = None
+        self.reference_sha256: str | None = None
+        self._starts_adapted = config.lora.start_from is not None
+        if config.keeps_reference:
+            self._reference = ReferenceWeights(self.chunks, with_adapters=self._starts_adapted)
+            self.reference_sha256 = start_digest(config, self.topology, self.adapted)
         is_sequence_parallel = sizes.sequence_parallel(self.shape)
         self._replay: ModelReplay | None = None
         if config.router_replay:
@@ -208,13 +214,15 @@ class Trainer:
         return self._log_probs(micro_batches, temperature, topk=False)
 
     def reference_log_probs(self, micro_batches: list[PackedBatch]) -> list[Tensor]:
-        """As ``log_probs``, under the weights that training started from: without adapters, where it has some.
+        """As ``log_probs``, under the weights that training started from, those of ``lora.start_from`` included; other
+        adapters started as nothing and are left out.
 
         Raises ValueError where the configuration asks for no reference.
         """
         if self._reference is None:
             raise ValueError("algorithm.reference_kl is 0: no reference policy is kept")
-        adapters = nullcontext() if self.adapted is None else self.adapted.frozen()
+        left_out = None if self._starts_adapted else self.adapted
+        adapters = nullcontext() if left_out is None else left_out.frozen()
         with self._reference.in_place(), adapters:
             return self.log_probs(micro_batches)
 

@@ -120,7 +120,38 @@ def export_worker(folder: str, world_size: int) -> dict[str, Any]:
     batch = pack([Trajectory.of_response(PROMPT[:1], PROMPT[1:])], pad_multiple=2)
     log_probs = trainer.log_probs([batch])[0][batch.loss_mask]
     trainer.close()
-    return {"log_probs": log_probs, "moved": moved.get(MOVED)}
+    reference = as_reference(Path(folder), world_size, batch)[batch.loss_mask]
+    return {"log_probs": log_probs, "moved": moved.get(MOVED), "reference": reference}
+
+
+def as_reference(folder: Path, world_size: int, batch: Any) -> torch.Tensor:
+    """What a run that starts from the exported adapters takes as its reference, once it has left them; a checkpoint
+    of it is not resumed with another reference."""
+    from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+    from megatron_dppo.config.schema import AlgorithmConfig
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.trainer import Trainer
+    from tests.distributed.test_trainer_parity import run_config
+
+    parallel = {"tensor": 2, "expert": 2, "world_size": world_size}
+    section = {"lora": {**SECTION, "start_from": str(folder / "peft")}}
+    config = run_config(str(folder / MOE), parallel, section)
+    algorithm = AlgorithmConfig(reference_kl=0.1)
+    trainer = Trainer(config.model_copy(update={"algorithm": algorithm}))
+    step(trainer)
+    step(trainer)
+    (log_probs,) = trainer.reference_log_probs([batch])
+    assert (trainer.log_probs([batch])[0] - log_probs).abs().max() > 1e-3
+    store = CheckpointStore(folder / "referring", keep=1)
+    store.save(trainer, 2, {})
+    (stored,) = store.survey().complete
+    store.load(trainer, stored)
+    assert trainer.reference_sha256 != trainer.adapted.base_sha256
+    trainer.reference_sha256 = trainer.adapted.base_sha256
+    with pytest.raises(CheckpointError, match="another reference policy"):
+        store.load(trainer, stored)
+    trainer.close()
+    return log_probs
 
 
 PROMPT = [5, 77, 300, 12, 8, 411, 90, 33, 250, 2]
@@ -188,6 +219,7 @@ def test_exports_are_loaded_by_transformers_and_peft(folder: Path) -> None:
     found, *_ = run_ranks("tests.distributed.test_lora_checkpoint:export_worker", 2, str(folder), 2)
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
     assert torch.allclose(transformers_log_probs(merged), found["log_probs"], atol=2e-5)
+    assert torch.allclose(found["reference"], found["log_probs"], atol=1e-6)
     base = AutoModelForCausalLM.from_pretrained(folder / MOE)
     plain = transformers_log_probs(base)
     assert not torch.allclose(plain, found["log_probs"], atol=1e-3)

@@ -177,6 +177,14 @@ REFUSED = [
     ),
     (["rollout.top_k=50"], "rollout.top_k: got 50, expected -1 (off)"),
     (
+        ["algorithm.reference_estimator=k2"],
+        "algorithm.reference_estimator: got 'k2' (str) with algorithm.reference_kl 0 (off), expected a factor above 0",
+    ),
+    (
+        ["algorithm.reference_importance_weights=true"],
+        "algorithm.reference_importance_weights: got true (bool) with algorithm.reference_kl 0 (off)",
+    ),
+    (
         ["algorithm.aggregation=token-mean", "algorithm.aggregation_constant=64"],
         "algorithm.aggregation_constant: got 64.0 with aggregation 'token-mean', expected null",
     ),

@@ -97,6 +97,29 @@ def test_a_checkpoint_of_another_run_is_refused_with_every_difference(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("aggregation", "token-mean"),
+        ("reference_estimator", "k2"),
+        ("reference_importance_weights", True),
+        ("reference_kl", 0.25),
+        ("truncated_responses", "drop"),
+    ],
+)
+def test_what_the_loss_is_belongs_to_the_identity(tmp_path, key, value, caplog):
+    before = config(tmp_path)
+    algorithm = before.algorithm.model_copy(update={key: value})
+    after = before.model_copy(update={"algorithm": algorithm})
+    state = RunState(3, {}, identity_of(before, "abc"))
+    with pytest.raises(ResumeError, match=f"algorithm.{key}: .* there, {value!r} now"):
+        state.check_identity(identity_of(after, "abc"), "step_3")
+    del state.identity[f"algorithm.{key}"]  # as an older version wrote it
+    state.check_identity(identity_of(after, "abc"), "step_3")
+    assert f"step_3 is of a version that did not record algorithm.{key}={value}" in caplog.text
+    assert state.identity == identity_of(after, "abc")
+
+
 def test_a_state_of_another_version_is_refused():
     assert RunState.from_json(RunState(3, {"a": 1}, {}).to_json()) == RunState(3, {"a": 1}, {})
     with pytest.raises(ResumeError, match="fields"):

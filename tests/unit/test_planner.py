@@ -112,6 +112,19 @@ def test_adam_state_by_hand():
     assert full.weights == 2 * state.weights
 
 
+def test_a_reference_policys_copy_by_hand():
+    lora, penalty = "qwen3_30b_a3b_base_lora", "algorithm.reference_kl=0.1"
+
+    def weights(recipe, *words):
+        return state_bytes(job(recipe, "optimizer.distributed=false", *words).trainer, 0).weights
+
+    plain, adapted = weights("qwen3_30b_a3b_base"), weights(lora)
+    assert weights("qwen3_30b_a3b_base", penalty) == 2 * plain
+    assert weights(lora, penalty) == adapted
+    adapters = state_bytes(job(lora, "optimizer.distributed=false").trainer, 0).gradients // 4
+    assert weights(lora, penalty, "lora.start_from=there") == adapted + 2 * adapters
+
+
 def test_1f1b_and_interleaved_micro_batches_in_flight():
     """Megatron-Core's warm-up plus one: P - p, and 2 (P - p - 1) + (v - 1) P + 1 chunks."""
     plain, chunked = Layout(pipeline=4), Layout(pipeline=4, virtual_pipeline=2)

@@ -1,32 +1,134 @@
-"""The penalty on leaving a reference policy: hand-worked values, its gradient, and that nothing else changes."""
+"""The penalty on leaving a reference policy: values by hand, means by enumeration, and that nothing else changes."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import policy_loss
+from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
 from megatron_dppo.algorithms.presets import build_algorithm
-from megatron_dppo.algorithms.reference import REFERENCE_KL, k3, reference_penalty
+from megatron_dppo.algorithms.reference import (
+    ESTIMATORS,
+    REFERENCE_CLAMPED,
+    REFERENCE_KL,
+    k3,
+    reference_penalty,
+)
+from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.metrics.sums import MetricSums
 
 PI = torch.tensor([0.5, 0.2, 0.25])
 REFERENCE = torch.tensor([0.25, 0.4, 0.25])
 
 
 def test_k3_by_hand():
-    value, slope = k3(PI.log(), REFERENCE.log())
+    value, slope = k3(REFERENCE.log() - PI.log())
     # reference / pi is 1/2, 2, 1.
     expected = [0.5 - 1 - math.log(0.5), 2 - 1 - math.log(2), 0.0]
     assert value.tolist() == pytest.approx(expected, abs=1e-6)
     assert slope.tolist() == pytest.approx([0.5, -1.0, 0.0], abs=1e-6)
 
 
-def test_its_mean_under_pi_is_the_divergence():
-    pi, reference = (torch.rand(7, dtype=torch.float64).softmax(0) for _ in range(2))
-    mean = (pi * k3(pi.log(), reference.log())[0]).sum()
-    exact = (pi * (pi.log() - reference.log())).sum()
-    assert mean == pytest.approx(float(exact), abs=1e-12)
+def forward_kl(pi, reference):
+    return (pi.exp() * (pi - reference)).sum()
+
+
+def reverse_kl(pi, reference):
+    return (reference.exp() * (reference - pi)).sum()
+
+
+def half_square(pi, reference):
+    return (pi.exp() * (reference - pi).square() / 2).sum()
+
+
+# estimator -> (its mean under pi, the divergence whose gradient its mean gradient is)
+MEANINGS = {
+    "k1-on-policy": (forward_kl, forward_kl),
+    "k2": (half_square, forward_kl),
+    "k3": (forward_kl, reverse_kl),
+    "k3-on-policy": (forward_kl, forward_kl),
+    "reverse-k3-on-policy": (reverse_kl, reverse_kl),
+}
+
+
+def enumerated(name, sampler, logits, reference, weight_cap):
+    """Mean over the sampler's tokens, each of them with its probability, of what the trainer adds."""
+    log_probs = logits.log_softmax(0)
+    everything = torch.ones(len(logits), dtype=torch.bool)
+    nothing = LossSums(torch.zeros((), dtype=torch.float64), MetricSums())
+    inputs = TokenInputs(log_probs, sampler, torch.zeros_like(sampler), everything)
+    total = reference_penalty(1.0, name, weight_cap)(nothing, inputs, reference, sampler.exp())
+    return total.loss, torch.autograd.grad(total.loss, logits)[0]
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("is_off_policy", [False, True])
+def test_means_by_enumeration(name, is_off_policy):
+    """Value and gradient are means of what the documentation says, under pi and, with weights, under mu."""
+    g = torch.Generator().manual_seed(5)
+    logits, reference, mu = torch.randn(3, 6, generator=g, dtype=torch.float64) * 1.5
+    logits.requires_grad_()
+    reference, mu = reference.log_softmax(0), mu.log_softmax(0)
+    sampler = mu if is_off_policy else logits.detach().log_softmax(0)
+    got = enumerated(name, sampler, logits, reference, math.inf if is_off_policy else None)
+    mean, lowered = MEANINGS[name]
+    assert float(got[0].detach()) == pytest.approx(
+        float(mean(logits.detach().log_softmax(0), reference)), abs=1e-12
+    )
+    (expected,) = torch.autograd.grad(lowered(logits.log_softmax(0), reference), logits)
+    assert torch.allclose(got[1], expected, rtol=0, atol=1e-12)
+
+
+def test_the_two_directions_part_and_unweighted_tokens_of_mu_are_neither():
+    g = torch.Generator().manual_seed(5)
+    logits, reference, mu = torch.randn(3, 6, generator=g, dtype=torch.float64) * 1.5
+    logits.requires_grad_()
+    reference, mu = reference.log_softmax(0), mu.log_softmax(0)
+    forward, reverse = (
+        torch.autograd.grad(f(logits.log_softmax(0), reference), logits)[0]
+        for f in (forward_kl, reverse_kl)
+    )
+    assert torch.cosine_similarity(forward, reverse, dim=0) < 0.9
+    for name in ESTIMATORS:
+        unweighted = enumerated(name, mu, logits, reference, None)[1]
+        assert min((unweighted - x).abs().max() for x in (forward, reverse)) > 0.05
+
+
+def test_weights_are_capped():
+    pi, mu = PI.log().requires_grad_(), torch.tensor([0.1, 0.2, 0.5]).log()
+    inputs = TokenInputs(pi, mu, torch.zeros(3), torch.ones(3, dtype=torch.bool))
+    nothing = LossSums(torch.zeros(()), MetricSums())
+    total = reference_penalty(2.0, "k2", 3.0)(nothing, inputs, REFERENCE.log(), None)
+    (gradient,) = torch.autograd.grad(total.loss, pi)
+    # pi / mu is 5 (capped at 3), 1, 1/2; log pi / reference is log 2, -log 2, 0.
+    assert gradient.tolist() == pytest.approx(
+        [6 * math.log(2), -2 * math.log(2), 0.0], rel=1e-5, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("weight_cap", [None, math.inf])
+def test_a_token_that_pi_has_left_is_bounded_and_counted(name, weight_cap):
+    """log reference - log pi = 120: e^120 is no float32, and its square of no use long before."""
+    log_probs = torch.tensor([-121.0, -0.5], requires_grad=True)
+    inputs = TokenInputs(
+        log_probs, torch.full((2,), -1.0), torch.zeros(2), torch.tensor([True] * 2)
+    )
+    nothing = LossSums(torch.zeros(()), MetricSums())
+    reference = torch.tensor([-1.0, -0.5])
+    total = reference_penalty(1.0, name, weight_cap)(nothing, inputs, reference, None)
+    (gradient,) = torch.autograd.grad(total.loss, log_probs)
+    assert total.loss.isfinite()
+    assert gradient.square().sum().isfinite()
+    assert gradient[0] <= (-10 if weight_cap is None else 0)  # still towards the reference
+    assert float(total.metrics.sums[REFERENCE_CLAMPED]) == 1
+
+
+def test_every_estimator_can_be_configured():
+    field = AlgorithmConfig.model_fields["reference_estimator"]
+    assert set(get_args(field.annotation)) == set(ESTIMATORS)
 
 
 @pytest.mark.parametrize("scale", [None, torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)])
@@ -38,7 +140,7 @@ def test_it_is_added_to_the_loss_of_tokens_in_the_mask(scale):
     reference = REFERENCE.log()
     reference[2] = math.nan  # outside the mask: not looked at
     total = reference_penalty(0.1)(plain, inputs, reference, scale)
-    value, slope = k3(PI.log(), REFERENCE.log())
+    value, slope = k3(REFERENCE.log() - PI.log())
     factor = torch.ones(3) if scale is None else scale.float()
     added = 0.1 * (value * factor)[:2].sum()
     assert float(total.loss.detach() - plain.loss.detach()) == pytest.approx(float(added), rel=1e-5)
@@ -48,7 +150,8 @@ def test_it_is_added_to_the_loss_of_tokens_in_the_mask(scale):
     assert torch.allclose(with_penalty - without, expected, atol=1e-6)
     assert total.blocked is plain.blocked
     assert float(total.metrics.sums[REFERENCE_KL]) == pytest.approx(float(value[:2].sum()))
-    shared = {k: v for k, v in total.metrics.sums.items() if k != REFERENCE_KL}
+    own = (REFERENCE_KL, REFERENCE_CLAMPED)
+    shared = {k: v for k, v in total.metrics.sums.items() if k not in own}
     assert shared == dict(plain.metrics.sums)
 
 

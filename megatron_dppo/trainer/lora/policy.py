@@ -13,7 +13,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_dppo.checkpoint_conversion.digest import combined_digest, tensor_digests
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.checkpoint_conversion.peft import PeftReader, write_peft
 from megatron_dppo.config.lora import adapters_of
@@ -29,8 +28,7 @@ from megatron_dppo.model.gather_plan import ParameterKey, adapter_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.collectives import all_gather_json
-from megatron_dppo.trainer.hf_weights import write_on_rank_0
+from megatron_dppo.trainer.hf_weights import shared_digest, write_on_rank_0
 from megatron_dppo.trainer.lora.attaching import (
     attach,
     freeze,
@@ -93,9 +91,7 @@ class AdaptedPolicy:
         linears = adapted_linears(found, shape, layout, topology.rank)
         self.modules = attach(chunks, linears, options)
         self._start(config)
-        hf_dir = config.model.hf_checkpoint
-        own = tensor_digests(hf_dir, topology.rank, topology.world_size)
-        self.base_sha256 = combined_digest(all_gather_json(own))
+        self.base_sha256 = shared_digest(config.model.hf_checkpoint, topology)
         reduce_grads = transformer.finalize_model_grads_func
 
         def reduce_all_grads(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
