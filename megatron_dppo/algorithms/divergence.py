@@ -27,10 +27,19 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     """mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) at the sampled token (arXiv 2602.04879,
     Binary KL).
 
-    inf where pi = 0 < mu. 1 - mu and 1 - pi count as no less than half the resolution of the
-    input's dtype inside the logarithm, so that a log pi that rounds to 0 makes nothing infinite.
+    inf where pi = 0 < mu. 1 - p is taken from log p as -expm1(log p), so it is as exact as log p is,
+    relative to itself; what that is worth depends on who computed log p:
+
+    - log pi of ``policy_stats`` has the relative precision e of its dtype (and of its exponentials,
+      together below 1e-5 in float32) also near 0, so D errs by less than e (1 + D).
+    - log mu of an engine that takes the logarithm of a float32 softmax has an absolute error u of
+      2^-24 or so near 0. D then errs by u |log((1 - mu) / (1 - pi)) - log(mu / pi)|, below 90 u =
+      6e-6 in float32: no threshold is that small.
+
+    A log pi that underflows to 0 leaves 1 - pi at the dtype's smallest normal number, so nothing is
+    infinite by it; D is a lower bound there.
     """
-    floor = math.log(torch.finfo(_float_dtype(log_probs)).eps / 2)
+    floor = math.log(torch.finfo(_float_dtype(log_probs)).tiny)
     # Both policies in one tensor: half as many small operations, which is what a mask costs.
     log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
     rest = -torch.expm1(log_p)
@@ -61,9 +70,11 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     """Sum over A' and "other" of mu log(mu / pi) (arXiv 2602.04879, Top-K KL); ``[..., K + 1]`` ->
     ``[...]``.
 
-    The mass of "other" is 1 - sum, known to a few units of the input dtype's resolution: mu's is
+    The mass of "other" is 1 - sum, known to a few units u of the input dtype's resolution: mu's is
     taken as 0 below that, pi's never below it. A peaked distribution therefore gives no infinite
-    value by rounding.
+    value by rounding, but one too small, by up to (mu's mass of "other") log(u / pi's). It is never
+    below ``binary_kl`` at the last column, the sampled token's, whose rest is known better: that is a
+    lower bound of the true value.
     """
     _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
     resolution = 4 * torch.finfo(_float_dtype(topk_log_probs)).eps
@@ -77,7 +88,7 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
         0.0,
         other_mu * (other_mu.clamp(min=resolution).log() - other_pi.log()),
     )
-    return (inside + outside).clamp(min=0)
+    return torch.maximum(inside + outside, binary_kl(pi[..., -1], mu[..., -1]))
 
 
 @torch.no_grad()

@@ -98,7 +98,8 @@ def pack(
             trains nothing and has these columns, as its peers' packs have; not read otherwise.
 
     Raises:
-        ValueError: As ``forms_of``, or ``pad_multiple`` is below 1.
+        ValueError: As ``forms_of``, ``pad_multiple`` is below 1, or of what trains a column of sampled
+            tokens holds what can't be: a log-probability that is not finite or above 0, a Top-K id twice.
     """
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple must be at least 1, got {pad_multiple}")
@@ -160,6 +161,9 @@ def _columns(
         own: Mapping[str, Form] = forms_of(trajectories)
     else:
         own = {n: form for n, form in (forms or {}).items() if declared(n).complete}
+    for trajectory, has_gradient in zip(trajectories, trains, strict=True):
+        if has_gradient:
+            trajectory.check(Rows.SAMPLED)
     columns, valid = {}, {}
     for name, form in own.items():
         column = declared(name)

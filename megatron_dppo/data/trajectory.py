@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 import numpy as np
 
-from megatron_dppo.data.columns import Column, Form, declared, read_only
+from megatron_dppo.data.columns import Column, Form, Rows, declared, read_only
 
 FinishReason = Literal["stop", "length"]
 
@@ -135,11 +135,12 @@ class Trajectory:
             raise ValueError(f"{self} has no {name}; it has {sorted(self.columns)}")
         return self.columns[name]
 
-    def check(self) -> None:
-        """Raise ValueError where a column holds what can't be: for data that comes from a file."""
+    def check(self, rows: Rows | None = None) -> None:
+        """Raise ValueError where a column (None: of any ``rows``) holds what can't be: for data that comes from a file
+        or is about to be trained on."""
         for name, array in self.columns.items():
             check = declared(name).check
-            if check is not None:
+            if check is not None and rows in (None, declared(name).rows):
                 check(array, self.columns, str(self))
 
     # --- what becomes of it

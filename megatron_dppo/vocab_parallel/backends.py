@@ -31,8 +31,9 @@ class RowGradient:
 
 
 Rows = tuple[Tensor, Tensor | None, Tensor]
-"""float64 [T]: lse = log sum exp(scale z); float64 [T] or None: sum p log p with p normalised over
-this shard; float32 (float64 for float64 logits) [T, N]: z at the asked columns, 0 at -1.
+"""float64 [T]: lse = log sum exp(scale z) over this shard's columns but each row's first asked one;
+float64 [T] or None: sum p log p with p normalised over the same columns; float32 (float64 for
+float64 logits) [T, N]: z at the asked columns, 0 at -1.
 """
 
 
@@ -45,7 +46,11 @@ class Backend(Protocol):
     def forward(
         self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
     ) -> Rows:
-        """``Rows`` of this shard; ``columns`` int64 [T, N], -1 where another rank owns the id."""
+        """``Rows`` of this shard; ``columns`` int64 [T, N], -1 where another rank owns the id.
+
+        The first of them, the sampled token's, is left out of the sums: what is not the token is
+        then known to its own relative precision, however near 1 the token's probability is.
+        """
 
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor

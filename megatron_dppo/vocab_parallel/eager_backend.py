@@ -31,8 +31,14 @@ class EagerBackend:
         """See ``backends.Backend.forward``."""
         lse = logits.new_empty(len(logits), dtype=torch.float64)
         plogp = torch.empty_like(lse) if with_entropy else None
+        left_out = columns[:, :1]
         for rows in _blocks(logits):
             z = logits[rows, :real].to(_compute_dtype(logits), copy=True)
+            if real and left_out.shape[1]:
+                at = left_out[rows]
+                # -1 writes over column 0 what stands there: a row's scatter takes one index.
+                kept = torch.where(at < 0, z[:, :1], -math.inf)
+                z.scatter_(1, at.clamp(min=0), kept)
             top = z.amax(-1) if real else z.new_full((len(z),), -math.inf)
             top = torch.where(top == -math.inf, 0.0, top)
             z.sub_(top[:, None]).mul_(scale)

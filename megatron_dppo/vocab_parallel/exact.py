@@ -72,4 +72,4 @@ def _lse(logits: Tensor, shard: Shard, scale: float, group: dist.ProcessGroup | 
     """float64 [T]: over the whole vocabulary."""
     nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     local, _, values = choose(logits).forward(logits, shard.real, scale, nothing, False)
-    return wire.reduce_rows(shard, local, None, values, group).lse
+    return wire.reduce_rows(shard, local, None, values, scale, group).lse

@@ -26,7 +26,9 @@ class PolicyStats:
     """
 
     log_probs: Tensor
-    """[T]: log pi of the target, differentiable."""
+    """[T]: log pi of the target, differentiable. Its relative error is that of float32 (and of e^z)
+    also where pi is nearly 1: 1 - pi = -expm1(log pi) is as exact as pi.
+    """
     topk_log_probs: Tensor | None
     """[T, K]: log pi at the given ids, without gradient."""
     entropy: Tensor | None
@@ -152,12 +154,15 @@ class _PolicyStats(torch.autograd.Function):
         lse, plogp, owned = call.backend.forward(
             values, shard.real, call.scale, columns, call.with_entropy
         )
-        if not call.ids_checked:
-            shard.mark_unknown(owned, ids)
+        unknown = None if call.ids_checked else shard.unknown(ids)
+        if unknown is not None:  # no share of the row's sums, and NaN in the end
+            owned.masked_fill_(unknown, -torch.inf)
         if call.agreement is not None:
             call.agreement.check()
-        reduced = wire.reduce_rows(shard, lse, plogp, owned, call.group)
-        log_p = wire.log_softmax_at(reduced.logits, call.scale, reduced.lse).to(owned.dtype)
+        reduced = wire.reduce_rows(shard, lse, plogp, owned, call.scale, call.group)
+        log_p = wire.log_softmax_at(reduced, call.scale).to(owned.dtype)
+        if unknown is not None:
+            log_p.masked_fill_(unknown, torch.nan)
         topk = None
         if call.topk_ids is not None:
             topk = log_p[:, 1:].masked_fill(call.topk_ids < 0, -torch.inf)

@@ -48,8 +48,10 @@ class TritonBackend:
         total = logits.new_empty(rows, dtype=torch.float64)
         weighted = torch.empty_like(total) if with_entropy else total
         if rows:
+            left_out = columns[:, 0] if columns.shape[1] else columns.new_full((rows,), -1)
             forward_kernel[(rows,)](
                 logits,
+                left_out.contiguous(),
                 top,
                 total,
                 weighted,

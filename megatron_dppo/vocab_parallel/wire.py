@@ -56,18 +56,19 @@ class Shard:
         owned = (ids >= self.start) & (ids < self.start + self.real)
         return torch.where(owned, ids - self.start, -1)
 
-    def mark_unknown(self, values: Tensor, ids: Tensor) -> None:
-        """Make ``values`` NaN at ids outside the vocabulary, which no rank owns."""
-        values.masked_fill_((ids < 0) | (ids >= self.vocab_size), math.nan)
+    def unknown(self, ids: Tensor) -> Tensor:
+        """Bool: the ids outside the vocabulary, which no rank owns."""
+        return (ids < 0) | (ids >= self.vocab_size)
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """The same on every rank: ``lse`` float64 [T], ``entropy`` float64 [T] or None, ``logits`` [T,
-    1 + K] unscaled.
+    """The same on every rank: ``lse`` float64 [T], ``others`` float64 [T]: likewise of all ids but
+    the sampled one, ``entropy`` float64 [T] or None, ``logits`` [T, 1 + K] unscaled.
     """
 
     lse: Tensor
+    others: Tensor
     entropy: Tensor | None
     logits: Tensor
 
@@ -77,13 +78,15 @@ def reduce_rows(
     lse: Tensor,
     plogp: Tensor | None,
     owned_logits: Tensor,
+    scale: float,
     group: dist.ProcessGroup | None,
 ) -> Reduced:
-    """Combine the shards' rows: ``lse`` and ``plogp`` float64 [T], ``owned_logits`` [T, 1 + K], 0
-    where not owned.
+    """Combine the shards' rows (``backends.Rows``), and the sampled token's own share with them:
+    ``lse`` and ``plogp`` float64 [T], ``owned_logits`` [T, 1 + K], 0 where not owned; [T, 0]: the
+    shards' sums hold every id.
     """
     if shard.ranks == 1:
-        return Reduced(lse, None if plogp is None else -plogp, owned_logits)
+        return _with_sampled(lse, plogp, owned_logits, scale)
     slots = 2 if plogp is None else 3
     buffer = owned_logits.new_zeros(len(lse), shard.ranks * slots + owned_logits.shape[1])
     own = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
@@ -95,14 +98,27 @@ def reduce_rows(
     dist.all_reduce(buffer, group=group)
     parts = buffer[:, : shard.ranks * slots].double().view(-1, shard.ranks, slots)
     shard_lse = parts[..., 0] + parts[..., 1]
-    total = shard_lse.logsumexp(-1)
-    entropy = None
-    if plogp is not None:
-        log_share = shard_lse - total[:, None]
-        share = log_share.exp()
-        terms = share * (parts[..., 2] + torch.where(share > 0, log_share, 0.0))
-        entropy = -terms.sum(-1)
-    return Reduced(total, entropy, buffer[:, shard.ranks * slots :])
+    total, weighted = _merged(shard_lse, None if plogp is None else parts[..., 2])
+    return _with_sampled(total, weighted, buffer[:, shard.ranks * slots :], scale)
+
+
+def _with_sampled(others: Tensor, plogp: Tensor | None, logits: Tensor, scale: float) -> Reduced:
+    if not logits.shape[1]:
+        return Reduced(others, others, None if plogp is None else -plogp, logits)
+    lse = torch.stack([others, logits[:, 0].double() * scale], -1)
+    parts = None if plogp is None else torch.stack([plogp, torch.zeros_like(plogp)], -1)
+    total, weighted = _merged(lse, parts)
+    return Reduced(total, others, None if weighted is None else -weighted, logits)
+
+
+def _merged(lse: Tensor, plogp: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Of parts [T, N] of a vocabulary, each with its own log-sum-exp and sum p log p: the whole's."""
+    total = lse.logsumexp(-1)
+    if plogp is None:
+        return total, None
+    log_share = lse - total[:, None]
+    share = log_share.exp()
+    return total, (share * (plogp + torch.where(share > 0, log_share, 0.0))).sum(-1)
 
 
 FACTS = ("tokens", "shard columns", "Top-K ids", "entropy", "vocabulary", "checksum of ids")
@@ -158,9 +174,14 @@ def checksum(target_ids: Tensor, topk_ids: Tensor | None) -> int:
     return total if topk_ids is None else total + int(topk_ids.sum())
 
 
-def log_softmax_at(logits: Tensor, scale: float, lse: Tensor) -> Tensor:
-    """scale * logit - lse in float64, with lse broadcast over the last axis; NaN where the row has
-    no distribution.
+def log_softmax_at(reduced: Reduced, scale: float) -> Tensor:
+    """log p at the asked ids, float64 [T, 1 + K]; NaN where the row has no distribution.
+
+    The sampled id's is -log(1 + e^(others - scale z)): precise relative to itself, also where p is
+    nearly 1; the others' are scale z - lse.
     """
-    value = logits.double() * scale - lse[:, None]
-    return torch.where(lse[:, None].isfinite(), value, math.nan)
+    z, lse = reduced.logits.double() * scale, reduced.lse[:, None]
+    odds = reduced.others - z[:, 0]
+    sampled = -torch.logaddexp(odds, torch.zeros_like(odds))
+    value = torch.cat([sampled[:, None], z[:, 1:] - lse], 1)
+    return torch.where(lse.isfinite(), value, math.nan)

@@ -82,6 +82,35 @@ def test_binary_kl_near_certainty_is_exact():
     assert binary_kl(pi, mu).item() == pytest.approx(expected, rel=1e-12)
 
 
+NEAR_CERTAIN = (-1e-1, -1e-3, -1e-5, -1e-6, -1e-7, -1e-8, -1e-20)
+
+
+@pytest.mark.parametrize("log_pi", NEAR_CERTAIN)
+@pytest.mark.parametrize("log_mu", [*NEAR_CERTAIN, 0.0, -1.0, -20.0])
+def test_binary_kl_of_float32_is_that_of_the_same_numbers_in_float64(log_pi, log_mu):
+    """Float32 log-probabilities that are precise relative to themselves give the divergence as precisely."""
+    pi, mu = (torch.tensor([x], dtype=torch.float32) for x in (log_pi, log_mu))
+    a, b = float(pi), float(mu)
+    rest_mu = -math.expm1(b)
+    expected = math.exp(b) * (b - a)
+    if rest_mu > 0:
+        expected += rest_mu * (math.log(rest_mu) - math.log(-math.expm1(a)))
+    # The two terms cancel to first order: what is left is known to float64's rounding of either.
+    slack = 1e-14 * abs(math.exp(b) * (b - a))
+    assert binary_kl(pi, mu).item() == pytest.approx(max(0, expected), rel=1e-12, abs=slack)
+    # An engine's log mu is off by 2^-24: so little does it move.
+    moved = binary_kl(pi, (mu - 2.0**-24).float()).item()
+    assert abs(moved - expected) < 6e-6
+
+
+@pytest.mark.parametrize("log_pi", NEAR_CERTAIN)
+def test_topk_kl_is_no_less_than_the_binary_one_near_certainty(log_pi):
+    pi = torch.tensor([[-25.0, log_pi]])
+    mu = torch.tensor([[0.003, 0.995]]).log()
+    both = torch.ones(1, 2, dtype=torch.bool)
+    assert topk_kl(pi, mu, both) >= binary_kl(pi[:, 1], mu[:, 1])
+
+
 def test_a_token_that_cannot_be_sampled_any_more_is_infinitely_far():
     assert binary_kl(torch.tensor([-math.inf]), torch.tensor([-1.0])).item() == math.inf
     assert binary_tv(torch.tensor([-math.inf]), torch.tensor([0.0])).item() == 1
@@ -164,9 +193,9 @@ def test_bad_shapes_and_dtypes_are_named():
         binary_kl(torch.zeros(2, dtype=torch.int64), torch.zeros(2))
 
 
-def test_certainty_by_rounding_costs_as_much_as_half_the_dtypes_resolution():
-    # log pi = 0 at mu = 1/2: 1/2 log(1/2) + 1/2 (log(1/2) - log(eps / 2)), eps = 2^-23 and 2^-52.
-    for dtype, bits in ((torch.float32, 24), (torch.float64, 53)):
+def test_certainty_by_underflow_costs_as_much_as_the_dtypes_smallest_number():
+    # log pi = 0 at mu = 1/2: 1/2 log(1/2) + 1/2 (log(1/2) - log(tiny)), tiny = 2^-126 and 2^-1022.
+    for dtype, bits in ((torch.float32, 126), (torch.float64, 1022)):
         pi, mu = torch.zeros(1, dtype=dtype), torch.tensor([0.5], dtype=dtype).log()
         expected = (-1 + bits / 2) * math.log(2)
         assert binary_kl(pi, mu).item() == pytest.approx(expected, rel=1e-6)
@@ -190,21 +219,21 @@ def test_exact_divergences_are_over_the_last_axis_whatever_comes_before():
 
 
 def test_the_mass_of_other_is_known_to_four_units_of_the_dtypes_resolution():
-    """float32, eps = 2^-23; one id, whose probability leaves "other" the rest."""
-    unit, valid = 4 * 2.0**-23, torch.ones(1, 1, dtype=torch.bool)
-    half, certain = torch.tensor([[0.5]]).log(), torch.zeros(1, 1)
+    """float32, eps = 2^-23; one id, whose probability leaves "other" the rest, and a sampled token of no divergence."""
+    unit, valid = 4 * 2.0**-23, torch.tensor([[True, False]])
+    half, certain = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[1, 0.5]]).log()
     # pi's rest is 0 and counts as 2^-21: 1/2 log(1/2) + 1/2 (log(1/2) - log 2^-21) = 19/2 log 2.
     assert topk_kl(certain, half, valid).item() == pytest.approx(9.5 * math.log(2), rel=1e-6)
     # mu's rest is exactly four units and counts as 0: only (1 - 4 eps) log((1 - 4 eps) / (1/2)).
-    nearly = torch.tensor([[-unit]])
-    assert 1 - nearly.double().exp().float().item() == unit
+    nearly = torch.tensor([[-unit, math.log(0.5)]])
+    assert 1 - nearly[0, 0].double().exp().float().item() == unit
     assert topk_kl(half, nearly, valid).item() == pytest.approx(math.log(2) - 2 * unit, abs=3e-7)
 
 
 def test_rounding_makes_no_kl_negative_and_no_rest_below_zero():
-    valid = torch.ones(1, 1, dtype=torch.bool)
     # mu's rest counts as 0, so that mu log(mu / pi) = -4 eps is all there is.
-    assert topk_kl(torch.zeros(1, 1), torch.tensor([[-(2.0**-21)]]), valid).item() == 0
+    pi, mu = torch.tensor([[0, -1.0]]), torch.tensor([[-(2.0**-21), -1.0]])
+    assert topk_kl(pi, mu, torch.tensor([[True, False]])).item() == 0
     g = torch.Generator().manual_seed(4)
     mu = torch.randn(300, 10, generator=g, dtype=torch.float64)
     pi = mu + 1e-12 * torch.randn(300, 10, generator=g, dtype=torch.float64)

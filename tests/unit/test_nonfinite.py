@@ -16,6 +16,7 @@ from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
 from megatron_dppo.algorithms.supervised import negative_log_likelihood
 from megatron_dppo.data.log_prob_checks import check_log_probs, check_topk
+from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory_codec import BatchFormatError, decode, encode
 from tests.trajectories import trajectory
 from tests.unit.test_policy_loss import complete_inputs
@@ -234,6 +235,10 @@ def test_trajectories_and_files_refuse_what_the_engines_protocol_refuses(changes
     if "advantage" not in changes:
         with pytest.raises(BatchFormatError, match=message):
             decode(encode([sample(**changes)]))
+        with pytest.raises(ValueError, match=message):
+            pack([sample(**changes)])
+        if changes.get("topk_ids", 0) is not None:  # what does not train is not looked at
+            pack([sample(**changes)], trains=[False])
 
 
 def test_what_rounding_makes_and_what_is_not_valid_is_accepted():

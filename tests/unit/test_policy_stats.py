@@ -381,6 +381,22 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, t
         cpp_backend.load_kernels.__wrapped__()
 
 
+@pytest.mark.parametrize("gap", [5.0, 12.0, 15.0, 20.0, 30.0, 60.0])
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize(("backend", "dtype"), CASES)
+def test_a_nearly_certain_token_is_known_relative_to_its_rest(backend, dtype, with_entropy, gap):
+    """log p of -5e-1 to -1e-24: p has a relative error of 1e-7 where 1 - p would have one of 1 and more."""
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(dtype)
+    ids = torch.tensor([0, 299, 77])
+    logits[torch.arange(3), ids] = gap
+    z = logits.double() / 0.9
+    rest = z.scatter(1, ids[:, None], -math.inf).logsumexp(1)
+    expected = -torch.log1p(torch.exp(rest - z[torch.arange(3), ids]))
+    options = {"temperature": 0.9, "with_entropy": with_entropy}
+    stats = policy_stats(logits, ids, vocab_size=300, backend=backend, **options)
+    torch.testing.assert_close(stats.log_probs.double(), expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize(("backend", "dtype"), CASES)
 def test_a_shard_of_padding_alone_gives_nothing_and_gets_no_gradient(backend, dtype, with_entropy):
@@ -415,7 +431,8 @@ def test_a_shard_without_mass_in_a_row_adds_nothing_to_it(backend, dtype):
 def test_a_token_too_rare_to_change_the_sum_still_has_entropy():
     """z = (0, -50): 1 + e^-50 rounds to 1, and p log p of the second is -50 e^-50."""
     logits = torch.tensor([[0.0, -50.0]], dtype=torch.float64)
-    _, plogp, _ = BACKENDS["eager"].forward(logits, 2, 1.0, torch.zeros(1, 1).long(), True)
+    nowhere = torch.full((1, 1), -1)
+    _, plogp, _ = BACKENDS["eager"].forward(logits, 2, 1.0, nowhere, True)
     assert plogp.item() == pytest.approx(-50 * math.exp(-50), rel=1e-12, abs=0)
 
 
@@ -429,7 +446,7 @@ def test_shards_with_and_without_real_columns_add_up_to_the_whole():
     assert [(s.start, s.real) for s in shards] == [(0, 128), (128, 2), (256, 0), (384, 0)]
     lse = torch.stack(
         [
-            kernel.forward(p.contiguous(), s.real, 1.0, s.local(ids[:, None]), False)[0]
+            kernel.forward(p.contiguous(), s.real, 1.0, ids[:, None] * 0 - 1, False)[0]
             for p, s in zip(parts, shards, strict=True)
         ]
     ).logsumexp(0)
@@ -448,27 +465,27 @@ def test_shards_with_and_without_real_columns_add_up_to_the_whole():
 @pytest.mark.parametrize("offset", [1e4, -1e4])
 def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
     """At |logit| 1e4 one float32 carries the log-sum-exp to 5e-4 only: both halves are needed."""
-    shares = torch.tensor([[0.3, 1.7, -0.4, 2.2]], dtype=torch.float64)
+    shares = torch.tensor([[0.3, 1.7, 0.9, -0.4, 2.2, -1.1]], dtype=torch.float64)
     whole = (shares + offset).float()
-    ranks = [Shard(2 * i, 2, 2, 4, i, 2) for i in range(2)]
+    ranks = [Shard(3 * i, 3, 3, 6, i, 2) for i in range(2)]
     ids = torch.tensor([[0]])
     own = [
         BACKENDS["eager"].forward(
-            whole[:, s.start : s.start + 2].contiguous(), 2, 1.0, s.local(ids), True
+            whole[:, s.start : s.start + 3].contiguous(), 3, 1.0, s.local(ids), True
         )
         for s in ranks
     ]
     sent = []
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: sent.append(buffer.clone()))
     for shard, (lse, plogp, owned) in zip(ranks, own, strict=True):
-        wire.reduce_rows(shard, lse, plogp, owned, None)
+        wire.reduce_rows(shard, lse, plogp, owned, 1.0, None)
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: buffer.copy_(sum(sent)))
-    reduced = wire.reduce_rows(ranks[0], *own[0], None)
+    reduced = wire.reduce_rows(ranks[0], *own[0], 1.0, None)
     twin = whole.double()
     torch.testing.assert_close(reduced.lse, twin.logsumexp(1), rtol=0, atol=1e-7)
     log_p = twin.log_softmax(1)
     torch.testing.assert_close(reduced.entropy, -(log_p.exp() * log_p).sum(1), rtol=0, atol=2e-6)
-    got = wire.log_softmax_at(reduced.logits, 1.0, reduced.lse)
+    got = wire.log_softmax_at(reduced, 1.0)
     torch.testing.assert_close(got, log_p[:, :1], rtol=0, atol=1e-7)
     assert sent[0].dtype == torch.float32
     assert (sent[0][0, :2] != 0).all()
@@ -477,10 +494,10 @@ def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
 @pytest.mark.parametrize("with_entropy", [True, False])
 def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
     """p = (1 | 2 5 | .) / 8 of four ids, the last rank without mass in row 0; row 1 = (1 | 1 2 | 4) / 8.
-    The sampled token is id 1, and id 3 is asked for: ranks 1 and 2 own them.
+    The sampled token is id 1, which the sums leave out, and id 3 is asked for: ranks 1 and 2 own them.
     """
     mass = torch.tensor([[1.0, 2, 5, 0], [1, 1, 2, 4]], dtype=torch.float64)
-    parts = [mass[:, :1], mass[:, 1:3], mass[:, 3:]]
+    parts = [mass[:, :1], mass[:, 2:3], mass[:, 3:]]
     lse = [part.sum(1).log() for part in parts]
     plogp = [torch.xlogy(q := part / part.sum(1, True), q).nan_to_num().sum(1) for part in parts]
     owned = [torch.zeros(2, 3, dtype=torch.float64) for _ in parts]  # the last id is nobody's
@@ -491,7 +508,7 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
     sent = []
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: sent.append(buffer.clone()))
     for shard, rows in zip(shards, own, strict=True):
-        wire.reduce_rows(shard, *rows, None)
+        wire.reduce_rows(shard, *rows, 1.0, None)
     slots = 3 if with_entropy else 2
     for rank, buffer in enumerate(sent):
         assert buffer.shape == (2, 3 * slots + 3)
@@ -501,8 +518,12 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
         assert (buffer[:, rank * slots + 1] == 0).all()  # nothing is lost in float64, nor of -inf
         assert torch.equal(buffer[:, 3 * slots :], owned[rank])
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: buffer.copy_(sum(sent)))
-    reduced = wire.reduce_rows(shards[0], *own[0], None)
+    reduced = wire.reduce_rows(shards[0], *own[0], 1.0, None)
     torch.testing.assert_close(reduced.lse, torch.full((2,), math.log(8), dtype=torch.float64))
+    torch.testing.assert_close(reduced.others.exp(), 8 - mass[:, 1])
+    got = wire.log_softmax_at(reduced, 1.0).exp() * 8
+    torch.testing.assert_close(got[:, 0], mass[:, 1])
+    torch.testing.assert_close(got[1, 1], mass[1, 3])
     assert reduced.logits.tolist() == sum(owned).tolist()
     p = mass / 8
     if with_entropy:
@@ -610,12 +631,8 @@ def test_ids_of_a_shard_and_ids_that_nobody_owns():
     shard = Shard.part(1, 2, 4, 6)  # ids 4 and 5, and two columns of padding
     ids = torch.tensor([3, 4, 5, 6, -1])
     assert shard.local(ids).tolist() == [-1, 0, 1, -1, -1]
-    values = torch.zeros(5)
-    shard.mark_unknown(values, ids)
-    assert values.isnan().tolist() == [False, False, False, True, True]
-    values = torch.zeros(1)
-    shard.mark_unknown(values, torch.tensor([0]))
-    assert values.tolist() == [0.0]
+    assert shard.unknown(ids).tolist() == [False, False, False, True, True]
+    assert shard.unknown(torch.tensor([0])).tolist() == [False]
 
 
 def test_what_ranks_compare_of_their_calls():

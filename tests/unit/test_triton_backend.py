@@ -72,7 +72,7 @@ def at_the_edges():
     # No mass, p = (1/2, 1/2), and one too rare to change the sum; then columns of padding alone.
     rows = torch.tensor([[-math.inf, -math.inf], [0.0, 0.0], [0.0, -50.0]])
     for real, expected in ((2, [0, -math.log(2), -50 * math.exp(-50)]), (0, [0, 0, 0])):
-        lse, plogp, _ = BACKENDS["triton"].forward(rows, real, 1.0, torch.zeros(3, 1).long(), True)
+        lse, plogp, _ = BACKENDS["triton"].forward(rows, real, 1.0, torch.full((3, 1), -1), True)
         assert lse[0] == -math.inf
         torch.testing.assert_close(
             plogp, torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0

@@ -9,6 +9,7 @@ import triton.language as tl
 @triton.jit
 def forward_kernel(
     logits,
+    left_out,
     top_out,
     sum_out,
     weighted_out,
@@ -18,19 +19,22 @@ def forward_kernel(
     BLOCK: tl.constexpr,  # noqa: N803
     ENTROPY: tl.constexpr,  # noqa: N803
 ):
-    """One row: its maximum, sum of e^d and of d e^d, with d = scale (z - maximum).
+    """One row but its column ``left_out`` (int64; -1: none): its maximum, sum of e^d and of d e^d,
+    with d = scale (z - maximum).
 
     One maximum for each block, not for each lane: the exponentials of rescaling stay few.
     """
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, BLOCK)
+    skipped = tl.load(left_out + row)
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float64)
     weighted = tl.full((), 0.0, tl.float64)
     for start in range(0, real, BLOCK):
         inside = start + lane < real
         z = tl.load(logits + row * columns + start + lane, mask=inside, other=float("-inf"))
-        z = z.to(tl.float32)
+        # Not by the load's mask, which would no longer be one for 128 bits.
+        z = tl.where(start + lane == skipped, float("-inf"), z.to(tl.float32))
         new_top = tl.maximum(top, tl.max(z, axis=0))
         # A row that is -inf so far has no maximum to subtract.
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
