@@ -9,7 +9,10 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -757,3 +760,58 @@ def test_an_updates_seconds_are_those_between_its_moments(monkeypatch: pytest.Mo
     half = replace(report, bytes=10**9, stall_s=0.5).metrics()
     assert half["weights/gb_per_s"] == 2
     assert replace(report, bytes=3, stall_s=0.0).metrics()["weights/gb_per_s"] == pytest.approx(3)
+
+
+class SeenStream:
+    """Stands for CUDA's, which this machine has not: notes what is asked of it, in order."""
+
+    def __init__(self, name: str, seen: list[str]) -> None:
+        self.name, self.seen = name, seen
+
+    def record_event(self) -> str:
+        self.seen.append(f"event on {self.name}")
+        return f"event on {self.name}"
+
+    def wait_event(self, event: str) -> None:
+        self.seen.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.seen.append(f"host waits for {self.name}")
+
+
+def test_on_a_gpu_a_bucket_is_sent_on_a_stream_that_waits_for_its_bytes_alone(monkeypatch):
+    seen: list[str] = []
+    current = [SeenStream("default", seen)]
+    made = iter(SeenStream(f"stream {n}", seen) for n in range(2))
+
+    @contextmanager
+    def entered(stream: SeenStream) -> Iterator[None]:
+        current.append(stream)
+        yield
+        current.pop()
+
+    class Group:
+        def broadcast(self, tensors, options):
+            seen.append(f"broadcast on {current[-1].name}")
+            return SimpleNamespace(
+                wait=lambda limit: seen.append(f"{current[-1].name} waits for it")
+            )
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(made))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    group = distributed.BroadcastGroup.__new__(distributed.BroadcastGroup)
+    group._group, group._stream, group._backend_limit = Group(), None, timedelta(seconds=1)
+    for _ in range(2):
+        group.broadcast(SimpleNamespace(is_cuda=True, device="cuda:0")).result(10)
+    assert (
+        seen
+        == 2
+        * [
+            "event on default",  # before the thread begins: what comes later on that stream is not waited for
+            "stream 0 waits for event on default",
+            "broadcast on stream 0",
+            "stream 0 waits for it",
+            "host waits for stream 0",
+        ]
+    )

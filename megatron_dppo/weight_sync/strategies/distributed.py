@@ -226,6 +226,7 @@ class BroadcastGroup:
         self._device = device
         self.joined: Future[None] = in_background(partial(self._join, ranks + 1))
         self._connected: Future[None] | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def wait(self, future: Future[None]) -> None:
         """Wait for ``future`` of this group, or until someone calls the whole transfer off.
@@ -267,7 +268,11 @@ class BroadcastGroup:
         In a thread of its own: NCCL's first broadcast returns only when all ranks are connected.
         """
         assert self._group is not None
-        return in_background(partial(_broadcast, data, self._group, self._backend_limit))
+        filled = None
+        if data.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream(data.device)
+            filled = (torch.cuda.current_stream(data.device).record_event(), self._stream)
+        return in_background(partial(_broadcast, data, self._group, self._backend_limit, filled))
 
     def abort(self) -> None:
         """Break the group's connections; both sides' pending broadcasts fail."""
@@ -277,18 +282,32 @@ class BroadcastGroup:
             self._group = None
 
 
-def _broadcast(data: Tensor, group: dist.ProcessGroup, limit: timedelta) -> None:
+def _broadcast(
+    data: Tensor,
+    group: dist.ProcessGroup,
+    limit: timedelta,
+    filled: tuple[torch.cuda.Event, torch.cuda.Stream] | None,
+) -> None:
     """Send ``data`` and wait until it may change, holding ``group``: gloo can't cancel, and blocks who
     drops a busy one.
+
+    ``filled``, on a GPU: an event after what filled ``data``, and the stream to send on. Not yet run on a GPU.
     """
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
-    if not data.is_cuda:
+    if filled is None:
         group.broadcast([data], options).wait(limit)
         return
-    with torch.cuda.device(data.device):  # a thread begins on device 0
+    event, stream = filled
+    # NCCL begins after all that the current stream has been given, and wait() holds that stream up until the
+    # broadcast is over. The thread's own is the device's default one, on which the next bucket is gathered and
+    # hashed meanwhile: so a stream of its own, which waits for this bucket's bytes alone (the event was recorded
+    # behind them, before this thread began). Nobody writes or frees them before the synchronize returns: the
+    # caller waits for this future before it packs the bucket after next, and this frame holds ``data``.
+    with torch.cuda.stream(stream):
+        stream.wait_event(event)
         group.broadcast([data], options).wait(limit)
-        torch.cuda.current_stream().synchronize()  # NCCL's wait is for the stream only
+    stream.synchronize()  # NCCL's wait is for the stream only
 
 
 def _require_routable(urls: Sequence[str]) -> None:
