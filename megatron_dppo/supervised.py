@@ -17,6 +17,7 @@ from megatron_dppo.config import (
     check_supervised_config,
     load_as,
 )
+from megatron_dppo.config.allocator import set_allocator
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import (
@@ -50,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return refused or run_local(config, MODULE, this_machine())
     except (ConfigError, LaunchError) as error:
         fatal(str(error))
+    if this_machine().gpus:
+        set_allocator(config, os.environ)
     # First, so that what the libraries say while they are imported goes to the log.
     configure_logging(config.run.directory, int(os.environ["RANK"]))
     from megatron_dppo.loop.supervised_run import run_supervised_rank

@@ -24,7 +24,7 @@ from megatron_dppo.config import (
     load_config,
     resolved_yaml,
 )
-from megatron_dppo.config.allocator import allocator_problems
+from megatron_dppo.config.allocator import allocator_problems, set_allocator
 from megatron_dppo.config.checkpoint_folder import missing_weights
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.launch.errors import LaunchError
@@ -130,10 +130,12 @@ def _check_world(config: TrainConfig, source: str) -> None:
 
 
 def _check_environment(config: TrainConfig) -> None:
-    """A rank's variables, which a container's image may have set. Raises ConfigError."""
-    problems = list(allocator_problems(config, os.environ)) if this_machine().gpus else []
-    if problems:
+    """A rank's variables: set, or refused where a container's image has set them. Raises ConfigError."""
+    if not this_machine().gpus:
+        return
+    if problems := list(allocator_problems(config, os.environ)):
         raise ConfigError(problems, "the environment of this rank")
+    set_allocator(config, os.environ)
 
 
 def _run_rank(config: TrainConfig) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import ceil
 
 from megatron_dppo.model.flops import active_parameters
@@ -74,6 +75,21 @@ def generation_seconds(job: Job, cluster: Cluster) -> float:
     beyond = rollout.longest_response - rollout.mean_response
     tail = beyond * decode_seconds(job, cluster, max(1.0, running / 10), rollout.longest_response)
     return bulk + prefill_seconds(job, cluster) + tail
+
+
+def evaluation_seconds(job: Job, cluster: Cluster) -> float:
+    """One evaluation: generation of its responses, which are as long as training's unless its limit is lower."""
+    asked = job.evaluation
+    if asked is None:
+        return 0.0
+    rollout = replace(
+        job.rollout,
+        prompts=asked.problems,
+        group_size=asked.samples,
+        longest_response=asked.longest_response,
+        mean_response=min(job.rollout.mean_response, asked.longest_response),
+    )
+    return generation_seconds(replace(job, rollout=rollout), cluster)
 
 
 def prefill_seconds(job: Job, cluster: Cluster) -> float:

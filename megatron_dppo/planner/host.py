@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_dppo.planner.columns import ColumnBytes
 from megatron_dppo.planner.job import Job
 from megatron_dppo.planner.roles import NodeRoles
-from megatron_dppo.planner.units import GIB
+from megatron_dppo.planner.units import GIB, power_of_two
 from megatron_dppo.planner.weights import elements, rank_parameters
 
 TRAINER_PROCESS = 4 * GIB
@@ -41,14 +41,15 @@ def host_bytes(job: Job, columns: ColumnBytes, node: NodeRoles, capture: int) ->
 
     batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
     copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes
-    an element that it shares with its replicas (12 in float32); with adapters, of them alone.
+    an element that it shares with its replicas (12 in float32); with adapters, of them alone. It copies into one pinned
+    buffer, which torch's CachingHostAllocator rounds up to a power of two.
     """
     copies = COPIES + job.rollout.staleness
     per_rank = columns.replicas / job.trainer.layout.data
     return HostBytes(
         processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
         batch=round(node.trainer * copies * per_rank),
-        checkpoint=len(node.ranks) * _copied(job) if job.checkpoint_background else 0,
+        checkpoint=len(node.ranks) * power_of_two(_copied(job)) if job.checkpoint_background else 0,
         capture=node.engine * capture,
     )
 

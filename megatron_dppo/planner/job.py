@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.lora import updates_adapters
@@ -103,6 +104,20 @@ class EngineJob:
         return self.tensor * self.pipeline
 
 
+EVALUATION_PROBLEMS = 30
+"""Of a held-out set whose file is not here, as in AIME. Assumption."""
+
+
+@dataclass(frozen=True)
+class EvaluationJob:
+    """``problems`` of all held-out sets, ``samples`` of each, every ``every`` steps."""
+
+    problems: int
+    samples: int
+    longest_response: int
+    every: int
+
+
 @dataclass(frozen=True)
 class Job:
     """A whole run. ``not_counted``: settings of the libraries that change memory or time and that no formula reads.
@@ -121,6 +136,7 @@ class Job:
     not_counted: tuple[str, ...] = ()
     ranks_per_sender: int = 1
     updates_adapters: bool = False
+    evaluation: EvaluationJob | None = None
 
     @property
     def senders(self) -> int:
@@ -189,7 +205,24 @@ def job_of(
         ),
         1 if config.weight_sync.senders == "holders" else ranks_per_node,
         updates_adapters(config.lora),
+        _evaluation_job(config),
     )
+
+
+def _evaluation_job(config: TrainConfig) -> EvaluationJob | None:
+    sets, asked = config.data.evaluation_files, config.evaluation
+    if not sets:
+        return None
+    longest = asked.max_response_tokens or config.rollout.max_response_tokens
+    problems = sum(_problems(Path(file.path)) for file in sets.values())
+    return EvaluationJob(problems, asked.samples_per_prompt, longest, asked.every)
+
+
+def _problems(path: Path) -> int:
+    if path.suffix != ".jsonl" or not path.is_file():
+        return EVALUATION_PROBLEMS
+    with path.open("rb") as lines:
+        return sum(1 for line in lines if line.strip())
 
 
 PACKING = 0.9

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
 from megatron_dppo.planner.flops import forward_flops, linear_flops, training_flops
-from megatron_dppo.planner.generation import generation_seconds
+from megatron_dppo.planner.generation import evaluation_seconds, generation_seconds
 from megatron_dppo.planner.job import Job, TrainerJob
 from megatron_dppo.planner.schedule import bubble
 from megatron_dppo.planner.transfer import Transfer
@@ -17,14 +17,17 @@ DENSE_UTILISATION = 0.40
 MOE_UTILISATION = 0.24
 """The same of fine-grained experts: 240 TFLOP/s of 989 on H100, Megatron-LM's published pretraining figure."""
 UNBALANCED = 1.1
-"""Slowest replica over the mean of an optimiser step. Assumption: micro-batches are balanced by tokens."""
+"""Slowest replica over the mean of an optimiser step, dealt by predicted cost (data/balancing.py). Assumption."""
 OVERHEAD = 0.5
 """Seconds of an optimiser step beside its passes: optimizer, reductions, launches. Assumption."""
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """A step's phases, seconds. ``generation`` and the rest overlap with ``rollout.max_staleness`` 1."""
+    """A step's phases, seconds. ``generation`` and the rest overlap with ``rollout.max_staleness`` 1.
+
+    ``evaluation``: one of them, before the first step and after every ``evaluation.every``; in no step's time.
+    """
 
     generation: float
     recompute_pass: float
@@ -33,6 +36,7 @@ class StepSeconds:
     update: float
     checkpoint: float
     overlapped: bool
+    evaluation: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
@@ -87,6 +91,7 @@ def step_seconds(job: Job, cluster: Cluster, transfer: Transfer) -> StepSeconds:
         update=transfer.update_seconds if job.engine.servers else 0.0,
         checkpoint=transfer.checkpoint_seconds / job.checkpoint_every,
         overlapped=rollout.staleness > 0,
+        evaluation=evaluation_seconds(job, cluster),
     )
 
 

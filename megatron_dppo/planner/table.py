@@ -29,6 +29,8 @@ def print_plan(console: Console, plan: Verdict) -> None:
     ):
         if table is not None:
             console.print(table)
+    if (evaluation := _evaluation(plan)) is not None:
+        console.print(evaluation, highlight=False)
     _print_assumptions(console, plan)
     print_verdict(console, plan)
 
@@ -176,6 +178,17 @@ def _time(plan: Verdict) -> Table | None:
     hours = f"{plan.gpu_hours:,.1f}"
     table.add_row(*cells, f"{seconds.total:.0f}", f"{rate:,.0f}", f"{mfu:.0%}", *waits, hours)
     return table
+
+
+def _evaluation(plan: Verdict) -> str | None:
+    asked, seconds = plan.job.evaluation, plan.seconds
+    if asked is None or seconds is None or not seconds.evaluation:
+        return None
+    each = seconds.evaluation / asked.every
+    return (
+        f"Evaluation: {asked.problems} problems x {asked.samples} take {seconds.evaluation:.0f} s, before the first "
+        f"step and every {asked.every} steps: {each:.0f} s for each step, {each / (seconds.total + each):.0%} of all."
+    )
 
 
 def _print_assumptions(console: Console, plan: Verdict) -> None:

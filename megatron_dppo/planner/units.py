@@ -19,6 +19,11 @@ def gb(count: float) -> str:
     return f"{value:.1f} GB" if value >= 0.1 or not value else f"{value:.3f} GB"
 
 
+def power_of_two(count: int) -> int:
+    """The least power of two that is not below ``count``; 0 of none."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
 def ceil_to(value: int, multiple: int) -> int:
     """``value`` rounded up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple

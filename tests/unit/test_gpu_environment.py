@@ -52,6 +52,27 @@ def test_expandable_segments_are_refused_where_memory_is_shared(environment, fou
         assert all(line.startswith(f"{found}: got ") for line in problems)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "given", "found"),
+    [
+        ("distributed", {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ("tensor", {}, {}),
+        ("distributed", {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_ALLOC_CONF": ""}),
+        ("distributed", {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}, {"PYTORCH_CUDA_ALLOC_CONF": "x:1"}),
+    ],
+)
+def test_a_rank_on_a_gpu_allocates_expandable_segments_unless_told_otherwise(
+    monkeypatch, strategy, given, found
+):
+    for gpus in (0, 1):
+        environment = dict(given)
+        machine = Machine(cores=1, gpus=gpus, memory_bytes=1, open_files=1)
+        monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
+        monkeypatch.setattr(train.os, "environ", environment)
+        train._check_environment(config(strategy))
+        assert environment == (found if gpus else given)
+
+
 def test_a_rank_refuses_what_its_container_set(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     for gpus, refused in ((0, False), (1, True)):

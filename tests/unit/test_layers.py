@@ -122,3 +122,15 @@ def test_the_model_needs_no_torch():
 def test_light_packages_load_no_torch(package):
     code = f"import sys, megatron_dppo.{package}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_ranks_send_to_each_other_in_batches_alone():
+    """NCCL makes a communicator for every pair that sends or receives outside of one; the planner counts none."""
+    names = {"send", "recv", "isend", "irecv"}
+    for path in MODULES:
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]  # fmt: skip
+        asked = {ast.unparse(call) for call in calls}
+        found = asked & {
+            f"{module}.{name}" for name in names for module in ("dist", "torch.distributed")
+        }
+        assert not found, f"{path} calls {found}; write dist.P2POp and dist.batch_isend_irecv"

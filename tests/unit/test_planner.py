@@ -1,10 +1,12 @@
 """The planner's arithmetic: numbers worked by hand, the families' tables as an oracle, and the command."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from megatron_dppo import plan as command
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm, carried_topk
@@ -35,7 +37,8 @@ from megatron_dppo.planner.generation import (
     touched_parameters,
 )
 from megatron_dppo.planner.here import device_here, memory_here, memory_problems
-from megatron_dppo.planner.job import Job, job_of
+from megatron_dppo.planner.host import _copied
+from megatron_dppo.planner.job import EvaluationJob, Job, job_of
 from megatron_dppo.planner.logits import logits_bytes
 from megatron_dppo.planner.needs import needs_of
 from megatron_dppo.planner.optimizer import state_bytes
@@ -43,7 +46,8 @@ from megatron_dppo.planner.roles import node_roles
 from megatron_dppo.planner.schedule import bubble, chunks_in_flight
 from megatron_dppo.planner.search import nearest, search
 from megatron_dppo.planner.server_network import hand_over_seconds, network_seconds
-from megatron_dppo.planner.steptime import StepSeconds
+from megatron_dppo.planner.steptime import StepSeconds, step_seconds
+from megatron_dppo.planner.table import print_plan
 from megatron_dppo.planner.transfer import parameters, transfer
 from megatron_dppo.planner.verdict import verdict
 from megatron_dppo.planner.weights import rank_parameters
@@ -371,12 +375,44 @@ def test_every_rank_copies_its_share_of_a_checkpoint():
     hosts = verdict(job(), H100).hosts
     trainers = [host.checkpoint for host in hosts if host.checkpoint]
     assert len(set(trainers)) == 1
-    assert sum(trainers) == pytest.approx(14 * parameters(MOE), rel=0.02)
+    # 14 bytes x 30.53 B / 16 ranks are 24.9 GiB (and replicated norms); a pinned buffer of 32 GiB holds them.
+    assert trainers == [8 * 32 * 2**30] * 2
+    assert _copied(job()) * 16 == pytest.approx(14 * parameters(MOE), rel=0.02)
     lora = job("qwen3_30b_a3b_base_lora")
-    copied = sum(host.checkpoint for host in verdict(lora, H100).hosts)
-    assert copied == pytest.approx(14 * lora.trainer.trained.elements(MOE), rel=1e-6)
+    share = 14 * lora.trainer.trained.elements(MOE) / 16
+    assert _copied(lora) == pytest.approx(share, rel=1e-6)
+    copied = verdict(lora, H100).hosts[0].checkpoint / 8
+    assert share <= copied < 2 * share
+    assert math.log2(copied).is_integer()
     waiting = verdict(job("qwen3_30b_a3b_base", "checkpoint.background=false"), H100)
     assert not any(host.checkpoint for host in waiting.hosts)
+
+
+def test_evaluation_is_the_generation_of_its_responses(tmp_path):
+    """avg@32 on 60 problems, as if it were a rollout batch; spread over the steps between two of them."""
+    sets = [tmp_path / "a.jsonl", tmp_path / "b.parquet"]
+    sets[0].write_text("{}\n" * 30 + "\n")
+    words = ["evaluation.every=5", "evaluation.samples_per_prompt=32"]
+    held_out = f"data.evaluation={{a: {sets[0]}, b: {sets[1]}}}"
+    asked = job("qwen3_30b_a3b_base", held_out, *words)
+    assert asked.evaluation == EvaluationJob(60, 32, asked.rollout.longest_response, 5)
+    batch = (
+        "rollout.prompts_per_step=60",
+        "rollout.group_size=32",
+        "training.prompts_per_mini_batch=60",
+    )
+    alike = step_seconds(job("qwen3_30b_a3b_base", *batch), H100, transfer(asked, H100.device))
+    plan = verdict(asked, H100)
+    assert plan.seconds.evaluation == alike.generation > 100
+    assert plan.seconds.total == verdict(replace(asked, evaluation=None), H100).seconds.total
+    shorter = job("qwen3_30b_a3b_base", held_out, *words, "evaluation.max_response_tokens=2048")
+    assert 0 < verdict(shorter, H100).seconds.evaluation < plan.seconds.evaluation / 2
+    assert verdict(job("qwen3_30b_a3b_base", "data.evaluation={}"), H100).seconds.evaluation == 0
+    console = Console(record=True, width=200)
+    print_plan(console, plan)
+    each = plan.seconds.evaluation / 5
+    told = f"60 problems x 32 take {5 * each:.0f} s, before the first step and every 5 steps: {each:.0f} s for each"
+    assert told in console.export_text()
 
 
 def test_search_ranks_what_fits_and_says_how_to_get_there():
