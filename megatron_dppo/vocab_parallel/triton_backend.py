@@ -1,7 +1,9 @@
 """The row kernels in Triton, for GPUs.
 
 Not yet run on a GPU: tested in Triton's interpreter on the CPU only, so correctness of the
-arithmetic is known and speed is not.
+arithmetic is known and speed is not. The interpreter cuts float32 off to bfloat16 where compiled code
+rounds to nearest (``cvt.rn.bf16``): its bfloat16 gradients are the float32 ones truncated, bit for
+bit, and err by more than twice what a GPU's, rounded as the other backends', do.
 """
 
 from __future__ import annotations

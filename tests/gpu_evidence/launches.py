@@ -38,6 +38,7 @@ class Compiled:
         local_bytes: of a thread's stack and local memory, where spilled registers lie.
         accesses: how often the code has each of e.g. ``"LDG.128"``, a load of 128 bits from global memory.
         divisions: 64-bit divisions and remainders in its PTX.
+        narrowings: instructions in its PTX that make a bfloat16 of a float32.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Compiled:
     local_bytes: int
     accesses: dict[str, int]
     divisions: int
+    narrowings: list[str]
 
 
 class _NamedGpu:
@@ -119,4 +121,5 @@ def _examined(kernel: triton.compiler.CompiledKernel) -> Compiled:
         local_bytes=used["STACK"] + used["LOCAL"],
         accesses=dict(accesses),
         divisions=len(re.findall(r"\b(?:div|rem)\.[su]64\b", kernel.asm["ptx"])),
+        narrowings=sorted(set(re.findall(r"\bcvt\.\w+\.bf16(?:x2)?\.f32\b", kernel.asm["ptx"]))),
     )
