@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ def worker() -> dict[str, bool]:
     assert megatron_dppo.trainer is not None
     from megatron.core.jit import jit_fuser, noop_decorator
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+    from megatron.core.transformer import attention
     from megatron.core.transformer.moe import moe_utils
 
     tracker = CudaRNGStatesTracker()
@@ -49,6 +51,7 @@ def worker() -> dict[str, bool]:
     outside = torch.get_rng_state()
     torch.manual_seed(7)
     return {
+        "a library that asks for a driver is left out": not attention.HAVE_FMLA,
         "nothing is compiled": jit_fuser is noop_decorator,
         "modules come from the loader": type(moe_utils.__loader__) is megatron_shim._Loader,
         "the device is the CPU": torch.cuda.current_device() == torch.device("cpu"),
@@ -59,7 +62,10 @@ def worker() -> dict[str, bool]:
     }
 
 
-def test_megatron_runs_on_the_cpu() -> None:
+def test_megatron_runs_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where SGLang's packages for GPUs are installed: flash_mla raises no ImportError without a driver."""
+    (tmp_path / "flash_mla.py").write_text("raise OSError('libcuda.so.1: cannot open')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (found,) = run_ranks("tests.unit.test_trainer_shim:worker", 1)
     assert found == dict.fromkeys(found, True)
 

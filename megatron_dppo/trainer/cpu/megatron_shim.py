@@ -93,6 +93,8 @@ def install() -> None:
             "megatron.core was imported before megatron_dppo.trainer, so its device is still cuda"
         )
     sys.meta_path.insert(0, _Finder())
+    # Megatron-Core expects ImportError of what it can do without; without a driver this one raises OSError.
+    sys.modules.setdefault("flash_mla", None)  # type: ignore[arg-type]
     _silence_warnings()
     _replace_torch_cuda()
     _patch_megatron()
