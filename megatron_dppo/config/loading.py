@@ -23,6 +23,7 @@ from megatron_dppo.config.schema import Section, TrainConfig
 from megatron_dppo.config.values import unusable_values
 from megatron_dppo.config.yaml_core import dump_yaml, parse_scalar, parse_yaml
 
+_LONGEST_PATH = 1024
 C = TypeVar("C", bound=Section)
 
 log = logging.getLogger(__name__)
@@ -65,12 +66,18 @@ def resolved_yaml(config: Section) -> str:
     return dump_yaml(config.model_dump())
 
 
+def _source(path: Path) -> str:
+    """A path for a message: whole, but cut where nobody would read it through, or its characters can't be shown."""
+    text = str(path)
+    return text if len(text) <= _LONGEST_PATH and text.isprintable() else given(text)
+
+
 def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError([f"can't be read: {reason}"], given(str(path))) from error
+        raise ConfigError([f"can't be read: {reason}"], _source(path)) from error
     try:
         tree = parse_yaml(text)
     except yaml.MarkedYAMLError as error:

@@ -87,6 +87,22 @@ def load_batch(folder: str | Path, step: int) -> list[Trajectory]:
     return saved.read(range(len(saved.problems)))
 
 
+def saved_step(folder: Path, asked: int | None, *, default: int) -> int:
+    """The step of a saved batch: ``asked``, or where that is None the one at index ``default`` of those there are.
+
+    Raises ValueError where there is none, or not of that step.
+    """
+    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
+    if not saved:
+        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
+    if asked is not None and asked not in saved:
+        raise ValueError(
+            f"{folder}: no batch of step {asked}; saved are {saved[0]} to {saved[-1]}"
+            f" ({len(saved)} batches)"
+        )
+    return saved[default] if asked is None else asked
+
+
 class SavedBatch:
     """One step's batch in its file, of which single trajectories are read.
 

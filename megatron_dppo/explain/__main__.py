@@ -72,11 +72,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def explain(options: argparse.Namespace, config: TrainConfig) -> None:
     """Read the batch, explain its tokens, write the requested files."""
     from megatron_dppo.algorithms.presets import build_algorithm
-    from megatron_dppo.data.trajectory_codec import load_batch
+    from megatron_dppo.data.trajectory_codec import load_batch, saved_step
     from megatron_dppo.explain import page, summary_tables
 
     algorithm = build_algorithm(*chosen_algorithm(options, config))
-    step = saved_step(options.run / "rollouts", options.step)
+    step = saved_step(options.run / "rollouts", options.step, default=-1)
     batch = load_batch(options.run / "rollouts", step)
     chosen, skipped = chosen_responses(batch, config, options.limit)
     explain_chosen = as_trained if options.policy is None else under_policy
@@ -201,19 +201,6 @@ def chosen_algorithm(
         except yaml.YAMLError as error:
             raise ValueError(f"--option {option}: the value can't be read: {error}") from error
     return name, numbers, config.algorithm.settings
-
-
-def saved_step(folder: Path, asked: int | None) -> int:
-    """The step to explain (default: the last saved). Raises ValueError if it was not saved."""
-    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
-    if not saved:
-        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
-    if asked is not None and asked not in saved:
-        raise ValueError(
-            f"{folder}: no batch of step {asked}; saved are {saved[0]} to {saved[-1]}"
-            f" ({len(saved)} batches)"
-        )
-    return saved[-1] if asked is None else asked
 
 
 def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list[int], str]:

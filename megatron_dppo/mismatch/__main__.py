@@ -85,12 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(options: argparse.Namespace, config: TrainConfig) -> None:
     """Read the batch, measure every pass, write the requested files."""
+    from megatron_dppo.data.trajectory_codec import saved_step
     from megatron_dppo.metrics.progress import progress
     from megatron_dppo.mismatch.figure import draw
     from megatron_dppo.mismatch.ladder import measure, parts, rollout_log_probs, rungs
 
     folder = options.run / "rollouts"
-    step = saved_step(folder, options.step)
+    step = saved_step(folder, options.step, default=0)
     batch, whole = chosen_responses(folder, step, options.limit)
     rollout_policy, policy = policies(options, config, step)
     recorded = any("routed_experts" in t.columns for t in batch)
@@ -126,16 +127,6 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
     if options.png:
         draw(options.png, title, split, measured, log_mu.numpy())
         print(f"{options.png}: the parts, and ratio and TV against mu")
-
-
-def saved_step(folder: Path, asked: int | None) -> int:
-    """The step to measure (default: the first saved). Raises ValueError if it was not saved."""
-    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
-    if not saved:
-        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
-    if asked is not None and asked not in saved:
-        raise ValueError(f"{folder}: no batch of step {asked}; saved are {saved[0]} to {saved[-1]}")
-    return saved[0] if asked is None else asked
 
 
 def chosen_responses(folder: Path, step: int, limit: int) -> tuple[list[Trajectory], int]:
