@@ -38,9 +38,13 @@ def join():
     return dist.group.WORLD, dist.get_rank(), dist.get_world_size()
 
 
-def statistics(dtype_name, backend, columns, vocabulary):
-    """Worker: log-probs, Top-K, entropy, and this rank's piece of the gradient."""
+def statistics(cases):
+    """Worker: of each case log-probs, Top-K, entropy, and this rank's piece of the gradient."""
     group, rank, ranks = join()
+    return [statistics_of(group, rank, ranks, *case) for case in cases]
+
+
+def statistics_of(group, rank, ranks, dtype_name, backend, columns, vocabulary):
     logits, ids, topk, weights = problem(columns, getattr(torch, dtype_name), vocabulary)
     width = columns // ranks
     leaf = logits[:, rank * width : (rank + 1) * width].clone().requires_grad_()
@@ -62,22 +66,44 @@ def statistics(dtype_name, backend, columns, vocabulary):
             "entropy": stats.entropy.detach(), "grad": leaf.grad, "payloads": payloads}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("ranks", "columns", "dtype", "backend", "vocabulary"),
-    [
-        (2, 1008, "float32", "cpp", V),
-        (2, 1008, "bfloat16", "cpp", V),
-        (4, 1200, "float32", "eager", V),  # rank 3 holds 101 true columns
-        (4, 1600, "float32", "cpp", V),  # rank 3 holds none
-        (4, 512, "float32", "eager", 130),  # 4 x 128: ranks 2 and 3 hold none, rank 1 two
-        (2, 1008, "float64", "eager", V),
+# ranks -> (dtype, backend, padded columns, vocabulary)
+CASES = {
+    2: [
+        ("float32", "cpp", 1008, V),
+        ("bfloat16", "cpp", 1008, V),
+        ("float64", "eager", 1008, V),
     ],
-)
-def test_ranks_agree_with_the_dense_twin(ranks, columns, dtype, backend, vocabulary):
+    3: [
+        (
+            "float32",
+            "cpp",
+            1152,
+            V,
+        ),  # 3 x 384, as Megatron-Core pads: rank 2 holds 233 true columns
+        ("bfloat16", "cpp", 1152, V),
+        ("float64", "eager", 1152, V),
+        ("float32", "eager", 1536, V),  # 3 x 512: rank 1 holds 489, rank 2 none
+    ],
+    4: [
+        ("float32", "eager", 1200, V),  # rank 3 holds 101 true columns
+        ("float32", "cpp", 1600, V),  # rank 3 holds none
+        ("bfloat16", "cpp", 1200, V),
+        ("float64", "eager", 1200, V),
+        ("float32", "eager", 512, 130),  # 4 x 128: ranks 2 and 3 hold none, rank 1 two
+    ],
+}
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_ranks_agree_with_the_dense_twin(ranks):
     """Also where a rank's shard is padding alone: it neither fails nor leaves the others waiting."""
-    results = run_ranks(
-        "tests.distributed.test_policy_stats:statistics", ranks, dtype, backend, columns, vocabulary
-    )
+    by_rank = run_ranks("tests.distributed.test_policy_stats:statistics", ranks, CASES[ranks])
+    for case, *results in zip(CASES[ranks], *by_rank, strict=True):
+        check(results, *case)
+
+
+def check(results, dtype, backend, columns, vocabulary):
+    """Every rank's results against the twin's, and with each other."""
     logits, ids, topk, weights = problem(columns, getattr(torch, dtype), vocabulary)
     leaf = logits.double().requires_grad_()
     twin = dense_policy_stats(
