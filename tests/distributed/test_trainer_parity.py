@@ -25,6 +25,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 4},
     "qwen3": {"layers": 4, "tied": True},
     "qwen2": {"layers": 2},
+    "six heads": {
+        "family": "qwen2",
+        "layers": 2,
+        "hidden": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+    },
     "llama": {
         "layers": 2,
         "rope_parameters": {
@@ -65,6 +72,10 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense TP2 SP": ("qwen3", {"tensor": 2, "sequence": True}, {}),
     "QKV bias TP2": ("qwen2", {"tensor": 2, "sequence": True}, {}),
     "llama3 rope TP2": ("llama", {"tensor": 2}, {}),
+}
+THREE_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "QKV bias TP3": ("six heads", {"tensor": 3}, {}),  # the last rank holds 3 of the 515 tokens
+    "QKV bias TP3 SP": ("six heads", {"tensor": 3, "sequence": True}, {}),
 }
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 EP2 DP2": ("qwen3_moe", {"tensor": 2, "expert": 2}, {}),
@@ -218,9 +229,10 @@ def reference_worker(folder: str) -> dict[str, Any]:
     """Make the models and train each in one process; the results go to ``folder``."""
     from tests.tiny_models import save_tiny_model
 
-    for family, options in FAMILIES.items():
-        hf_dir = save_tiny_model(Path(folder) / family, family, vocab_size=VOCABULARY, **options)
-        torch.save(train(str(hf_dir), {}, {}), Path(folder) / f"{family}.pt")
+    for name, options in FAMILIES.items():
+        made = {"family": name, "vocab_size": VOCABULARY, **options}
+        hf_dir = save_tiny_model(Path(folder) / name, **made)
+        torch.save(train(str(hf_dir), {}, {}), Path(folder) / f"{name}.pt")
     return {}
 
 
@@ -284,7 +296,9 @@ def test_reference_masks_some_tokens_and_warms_up(reference: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world_size", "cases"), [(2, TWO_RANKS), (4, FOUR_RANKS)])
+@pytest.mark.parametrize(
+    ("world_size", "cases"), [(2, TWO_RANKS), (3, THREE_RANKS), (4, FOUR_RANKS)]
+)
 def test_layouts_train_as_one_process_does(
     reference: Path, world_size: int, cases: dict[str, Any]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 LOSS = ("policy_loss", "penalties", "masks", "divergence", "nonfinite", "presets")
 DATA = ("packing", "data_balancing", "mini_batches")
 CHECKS = ("weight_checks", "engine_checksums", "weight_sync")
+LONE = ("lone_trainer",)
 TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/advantages.py": ("advantages",),
     "algorithms/aggregation.py": ("mini_batches",),
@@ -36,7 +37,22 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "data/packing.py": DATA,
     "data/routing.py": ("routing", "exchange_parts"),
     "loop/batches.py": DATA,
+    "loop/evaluation.py": ("evaluation",),
+    "loop/loss_record.py": ("loss_record",),
+    "trainer/held_blocks.py": ("held_blocks",),
+    "trainer/megatron_config.py": ("trainer_config",),
+    "trainer/microbatch.py": ("trainer_microbatch",),
+    "trainer/reduction.py": LONE,
+    "trainer/reference.py": LONE,
     "trainer/router_replay.py": ("router_replay",),
+    "trainer/step.py": LONE,
+    "trainer/token_loss.py": ("token_loss", "loss_record"),
+    "trainer/trainer.py": LONE,
+    "trainer/weight_source.py": LONE,
+    "trainer/lora/attaching.py": ("adapters", *LONE),
+    "trainer/lora/modules.py": LONE,
+    "trainer/lora/policy.py": LONE,
+    "trainer/lora/weights.py": LONE,
     "engine/checksums.py": CHECKS,
     "engine/tile_sums.py": CHECKS,
     "engine/tiled_hash.py": CHECKS,
