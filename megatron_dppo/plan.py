@@ -132,8 +132,13 @@ def _print(
         print_plan(console, plan)
         if plan.fits and plan.seconds is not None:
             steps, hours = config.run.steps, plan.gpu_hours * config.run.steps
-            text = f"The run's {steps:,} steps: {hours:,.0f} GPU-hours, idle GPUs included."
-            console.print(text, highlight=False)
+            idle = plan.seconds.idle.items() if plan.job.engine.servers else ()
+            waits = "".join(f"{name} idle {share:.0%} of a step; " for name, share in idle)
+            text = (
+                f"{waits}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: {hours:,.0f} "
+                "GPU-hours, idle GPUs included, evaluation left out."
+            )
+            console.print(text, highlight=False, soft_wrap=True)
     else:
         console.print(str(ConfigError(problems, words.recipe)), highlight=False, soft_wrap=True)
     if shown:

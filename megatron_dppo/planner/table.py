@@ -166,17 +166,11 @@ def _time(plan: Verdict) -> Table | None:
         "tokens/s/GPU",
         "MFU",
     )
-    idle = seconds.idle if plan.job.engine.servers else {}
-    for name in idle:
-        table.add_column(f"{name} idle", justify="right")
-    table.add_column("GPU-hours", justify="right")
     used = plan.job.trainer.layout.world_size + plan.job.engine.servers * plan.job.engine.gpus
     rate = plan.job.rollout.tokens / seconds.total / used
     mfu = model_flops_utilisation(plan.job, seconds, plan.cluster)
     cells = [f"{value:.1f}" for value in seconds.phases.values()]
-    waits = [f"{share:.0%}" for share in idle.values()]
-    hours = f"{plan.gpu_hours:,.1f}"
-    table.add_row(*cells, f"{seconds.total:.0f}", f"{rate:,.0f}", f"{mfu:.0%}", *waits, hours)
+    table.add_row(*cells, f"{seconds.total:.0f}", f"{rate:,.0f}", f"{mfu:.0%}")
     return table
 
 
