@@ -8,8 +8,8 @@ TEST_PROCESSES ?= 2
 help:  ## what can be made
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-setup:  ## the virtual environment .venv (done once)
-	@tools/environment/setup.sh
+setup:  ## the virtual environment .venv (done once); GPU=1: the one for GPUs, which the other targets then use
+	@tools/environment/setup.sh $(if $(GPU),gpu)
 
 demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2, DIRECTORY=..., OVERRIDES="key=value ...")
 	@$(PYTHON_IN_VENV) -m megatron_dppo demo $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)

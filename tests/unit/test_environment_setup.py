@@ -1,8 +1,12 @@
-"""Which Python the set-up takes, with stand-ins on a PATH that holds nothing else."""
+"""Which Python the set-up takes, with stand-ins on a PATH; which environment it makes, keeps and refuses."""
 
+import hashlib
 import os
 import re
+import shutil
 import subprocess
+import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -24,13 +28,13 @@ def find(tmp_path):
             f"/bin/{tool}" if Path(f"/bin/{tool}").exists() else f"/usr/bin/{tool}"
         )
 
-    def run(programs, **environment):
+    def run(programs, words=(), **environment):
         for name, code in programs.items():
             path = folder / name
             path.write_text(f"#!/bin/sh\n{code}\n")
             path.chmod(0o755)
         answer = subprocess.run(
-            ["/bin/bash", str(SCRIPT)],
+            ["/bin/bash", str(SCRIPT), *words],
             env={"PATH": str(folder), "TMPDIR": str(tmp_path), **environment},
             capture_output=True,
             text=True,
@@ -104,12 +108,9 @@ def test_the_script_may_be_run():
     assert os.access(SCRIPT, os.X_OK)
 
 
-FOLDER = SCRIPT.parent
-
-
 def pins(name: str) -> dict[str, str]:
     """Version by package of a file in which every line is ``name==version``."""
-    lines = [li for li in (FOLDER / name).read_text().splitlines() if not li.startswith("#")]
+    lines = [li for li in (ENVIRONMENT / name).read_text().splitlines() if not li.startswith("#")]
     found = {}
     for requirement in map(Requirement, lines):
         assert not requirement.extras, requirement
@@ -122,7 +123,7 @@ def pins(name: str) -> dict[str, str]:
 
 def test_the_gpu_pins_meet_what_the_project_asks_for():
     gpu = pins("gpu.txt")
-    project = tomllib.loads((FOLDER.parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ENVIRONMENT.parents[1] / "pyproject.toml").read_text())["project"]
     asked = project["dependencies"] + [
         line for extra in ("gpu", "gpu-engine") for line in project["optional-dependencies"][extra]
     ]
@@ -132,10 +133,6 @@ def test_the_gpu_pins_meet_what_the_project_asks_for():
         version = gpu[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), requirement
     assert gpu["transformer-engine"] == gpu["transformer-engine-cu13"]
-    assert (
-        f"transformer-engine-torch=={gpu['transformer-engine']}"
-        in (FOLDER.parents[1] / "docs" / "environment.md").read_text()
-    )
 
 
 def test_cpu_and_gpu_run_the_same_libraries():
@@ -149,10 +146,28 @@ PYTHON_FOR_GPUS = """#!/bin/sh
 case "$*" in
 *version.cuda*) echo {cuda} ;;
 *toolkit_home*) echo {home} ;;
-*fused_weight_gradient_mlp_cuda*) [ -e {marker} ] ;;
+*fused_weight_gradient_mlp_cuda* | *transformer_engine.pytorch*) [ -e {marker} ] ;;
+*get_path*) echo {home} ;;
 *" install "*) for word; do echo "$word"; done > {asked}; {build} ;;
 esac
 """
+
+
+def build_on_a_stand_in(script, tmp_path, cuda, build):
+    """The script's run with an interpreter whose torch is of ``cuda`` beside a toolkit 13.0; the names in its texts."""
+    names = {"home": tmp_path, "marker": tmp_path / "built", "asked": tmp_path / "asked"}
+    python = PYTHON_FOR_GPUS.format(cuda=cuda, build=build.format(**names), **names)
+    nvcc = "#!/bin/sh\necho release 13.0, V13.0.88\n"
+    for path, text in (("python", python), ("bin/nvcc", nvcc)):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+        (tmp_path / path).chmod(0o755)
+    run = subprocess.run(
+        ["bash", str(ENVIRONMENT / script)],
+        env={"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "TMPDIR": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return run, names
 
 
 @pytest.mark.parametrize(
@@ -166,20 +181,7 @@ esac
     ],
 )
 def test_apex_is_built_from_nvidias_source(tmp_path, cuda, build, code, said):
-    names = {"home": tmp_path, "marker": tmp_path / "built", "asked": tmp_path / "asked"}
-    script = PYTHON_FOR_GPUS.format(cuda=cuda, build=build.format(**names), **names)
-    for path, text in (
-        ("python", script),
-        ("bin/nvcc", "#!/bin/sh\necho release 13.0, V13.0.88\n"),
-    ):
-        (tmp_path / path).parent.mkdir(exist_ok=True)
-        (tmp_path / path).write_text(text)
-        (tmp_path / path).chmod(0o755)
-    run = subprocess.run(
-        ["bash", str(ENVIRONMENT / "build_apex.sh")],
-        env={"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "TMPDIR": str(tmp_path)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    run, names = build_on_a_stand_in("build_apex.sh", tmp_path, cuda, build)
     assert run.returncode == code, run
     assert said.format(**names) in run.stdout + run.stderr
     if code == 0:
@@ -188,3 +190,229 @@ def test_apex_is_built_from_nvidias_source(tmp_path, cuda, build, code, said):
             r"apex @ git\+https://github.com/NVIDIA/apex.git@[0-9a-f]{40}", asked[-1]
         )
         assert {"--no-deps", "--no-build-isolation"} <= set(asked)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "build", "headers", "code", "said"),
+    [
+        (
+            "13.0",
+            'echo "$CUDA_HOME $CPATH" > {marker}',
+            True,
+            0,
+            "[transformer engine] ready after",
+        ),
+        ("", "true", True, 1, "is built for CPUs"),
+        ("12.8", "true", True, 1, "torch is built for CUDA 12.8; {home} has 13.0"),
+        ("13.0", "true", False, 1, "no headers in {home}/nvidia/cudnn/include"),
+        ("13.0", "echo no compiler; false", True, 1, "no compiler"),
+        ("13.0", "true", True, 1, "transformer_engine.pytorch does not load"),
+    ],
+)
+def test_transformer_engine_is_built_against_the_torch_that_is_there(
+    tmp_path, cuda, build, headers, code, said
+):
+    site = [tmp_path / "nvidia" / name / "include" for name in ("cudnn", "nccl")]
+    for folder in site if headers else []:
+        folder.mkdir(parents=True)
+    script = "build_transformer_engine.sh"
+    run, names = build_on_a_stand_in(script, tmp_path, cuda, build)
+    assert run.returncode == code, run
+    assert said.format(**names) in run.stdout + run.stderr
+    if code == 0:
+        asked = names["asked"].read_text().splitlines()
+        assert asked[-1] == f"transformer-engine-torch=={pins('gpu.txt')['transformer-engine']}"
+        assert {"--no-deps", "--no-build-isolation"} <= set(asked)
+        home, path = names["marker"].read_text().split()
+        assert (home, path) == (str(tmp_path), ":".join(map(str, site)))
+
+
+STUBS = ("torch", "sglang", "transformers", "megatron/core")
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A clone with the scripts, without pins, and a project of one package; libraries that only import."""
+    folder, stubs = tmp_path / "one", tmp_path / "stubs"
+    shutil.copytree(ENVIRONMENT, folder / "tools" / "environment")
+    for name in ("cpu.txt", "gpu.txt", "dev.txt"):
+        (folder / "tools" / "environment" / name).write_text(f"# {name}\n")
+    (folder / "megatron_dppo").mkdir()
+    (folder / "megatron_dppo" / "__init__.py").touch()
+    (folder / "megatron_dppo" / "trainer.py").touch()
+    (folder / "pyproject.toml").write_text(
+        '[build-system]\nrequires = []\nbuild-backend = "setuptools.build_meta"\n'
+        '[project]\nname = "megatron-dppo"\nversion = "1"\nscripts.tool = "megatron_dppo:main"\n'
+        '[tool.setuptools]\npackages = ["megatron_dppo"]\n'
+    )
+    for name in STUBS:
+        (stubs / name).mkdir(parents=True)
+        (stubs / name / "__init__.py").touch()
+    for path in Path(sysconfig.get_path("purelib")).glob("setuptools*"):
+        (stubs / path.name).symlink_to(path)
+    return folder
+
+
+def set_up(folder, *words, **environment):
+    """Exit code, output and errors of the set-up in a clone."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")}
+    base |= {"PYTHON": sys.executable, "PYTHONPATH": str(folder.parent / "stubs")}
+    base |= {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
+    done = subprocess.run(
+        [folder / "tools" / "environment" / "setup.sh", *words],
+        env=base | environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def where_the_project_is(folder):
+    command = [
+        folder / ".venv" / "bin" / "python",
+        "-c",
+        "import megatron_dppo as m; print(m.__file__)",
+    ]
+    answer = subprocess.run(command, cwd="/", capture_output=True, text=True, check=True).stdout
+    return Path(answer.strip()).parents[1]
+
+
+def scripts_of(folder):
+    """What the environment's own scripts say; its compiled files and links apart."""
+    paths = [*(folder / ".venv" / "bin").iterdir(), folder / ".venv" / "pyvenv.cfg"]
+    return "\n".join(path.read_text() for path in paths if not path.is_symlink())
+
+
+def test_a_clone_that_was_moved_or_copied_runs_its_own_code(clone):
+    code, said, errors = set_up(clone)
+    assert code == 0, said + errors
+    assert set_up(clone) == (0, "", "")
+    moved, copy = clone.with_name("two"), clone.with_name("th&ree")
+    clone.rename(moved)
+    subprocess.run(
+        ["cp", "-al", moved, copy], check=True
+    )  # of hard links, as the quickest copies are
+    for folder in (moved, copy):
+        code, said, errors = set_up(folder)
+        assert code == 0, said + errors
+        assert f"made for {clone}: it is pointed at {folder}" in said
+        assert "pinned packages" not in said
+        assert where_the_project_is(folder) == folder
+        assert str(clone) not in scripts_of(folder)
+        assert f'VIRTUAL_ENV="{folder}/.venv"' in scripts_of(
+            folder
+        ) or f"{folder}/.venv" in scripts_of(folder)
+        assert set_up(folder) == (0, "", "")
+    assert where_the_project_is(moved) == moved
+    assert str(copy) not in scripts_of(moved)
+
+
+def stamp(folder, kind, pins="other"):
+    """An environment that the set-up made from other pins, or from these."""
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / ".installed").write_text(f"kind={kind}\nplace={folder}\npins={pins}\n")
+
+
+@pytest.mark.parametrize(
+    ("there", "words", "line"),
+    [
+        ("cpu", ["gpu"], ".venv is the environment without GPUs, and nothing is installed over it"),
+        (
+            "gpu",
+            [],
+            ".venv is the environment for GPUs, made from other pins than this clone's: make setup GPU=1",
+        ),
+        (None, [], ".venv was not made by make setup"),
+        (None, ["gpu"], ".venv was not made by make setup"),
+    ],
+)
+def test_nothing_is_installed_over_another_environment(clone, there, words, line):
+    if there:
+        stamp(clone, there)
+    else:
+        (clone / ".venv" / "bin").mkdir(parents=True)
+    before = sorted((clone / ".venv").rglob("*"))
+    code, said, errors = set_up(clone, *words)
+    assert (code, said) == (1, "")
+    assert errors.startswith(f"[setup] {line}")
+    assert errors.count("\n") == 1
+    assert sorted((clone / ".venv").rglob("*")) == before
+
+
+def test_the_environment_for_gpus_is_used_as_it_is(clone):
+    parts = [clone / "tools/environment" / name for name in ("gpu.txt", "dev.txt")]
+    parts += [clone / "pyproject.toml"]
+    parts += [clone / "tools/environment" / name for name in ("setup.sh", "find_python.sh")]
+    stamp(clone, "gpu", hashlib.sha256(b"\n" + b"".join(p.read_bytes() for p in parts)).hexdigest())
+    assert set_up(clone) == (0, "", "")
+    assert set_up(clone, "gpu") == (0, "", "")
+
+
+def test_the_environment_for_gpus_takes_its_one_python(find):
+    find({"python3.11": python("3.11"), "python3.12": python("3.12")})
+    assert find({}, words=["3.12"])[:2] == (0, "python3.12")
+
+
+def test_gpu_makes_the_environment_for_gpus(clone):
+    """In order: its pins, the checks', the project, Transformer Engine; by stand-ins that write down what they do."""
+    calls = clone / "calls"
+    records = f'#!/bin/sh\necho "$@" >> {calls}\n'
+    makes = 'mkdir .venv/bin; cp "$0" .venv/bin/python'
+    programs = {
+        "tools/environment/build_transformer_engine.sh": f"#!/bin/sh\necho builds >> {calls}\n",
+        "df": "#!/bin/sh\necho x; echo x x x 99999\n",
+        "python": f'{records}case "$*" in -c*version_info*) echo 3.12;; "-m venv "*) {makes};; esac\n',
+    }
+    for name, text in programs.items():
+        (clone / name).write_text(text)
+        (clone / name).chmod(0o755)
+    path = f"{clone}:{os.environ['PATH']}"
+    code, said, errors = set_up(clone, "gpu", PYTHON=str(clone / "python"), PATH=path)
+    assert code == 0, said + errors
+    options = "-m pip --disable-pip-version-check --no-input install"
+    in_order = [
+        f"{options} -r tools/environment/gpu.txt",
+        f"{options} --no-deps -r tools/environment/dev.txt",
+        f"{options} --no-deps --no-build-isolation -e .",
+        "builds",
+    ]
+    assert [each for each in calls.read_text().splitlines() if each in in_order] == in_order
+    assert (clone / ".venv" / ".installed").read_text().startswith(f"kind=gpu\nplace={clone}\n")
+    assert set_up(clone) == (0, "", "")
+
+
+@pytest.fixture
+def wheels(clone):
+    """A torch wheel, which is no wheel, in a folder of its own; the CPU pins ask for it."""
+    (clone / "tools" / "environment" / "cpu.txt").write_text("torch==2.13.0\n")
+    stamp(clone, "cpu")
+    (clone / ".venv" / "bin").mkdir()
+    python = clone / ".venv" / "bin" / "python"
+    installs = 'case "$*" in *" install "*) echo installs: "$@"; exit 1;; esac'
+    python.write_text(f'#!/bin/sh\n{installs}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    tags = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+
+    def make(local):
+        folder = clone.parent / "wheels"
+        folder.mkdir()
+        (folder / f"torch-2.13.0{local}-{tags}-{tags}-linux_x86_64.whl").write_bytes(b"not a wheel")
+        return str(folder)
+
+    return make
+
+
+def test_a_build_of_torch_for_cuda_is_refused_before_it_is_fetched(clone, wheels):
+    folder = wheels("")
+    code, said, errors = set_up(clone, PIP_FIND_LINKS=folder, TORCH_CPU_INDEX="http://127.0.0.1:9")
+    assert code == 1, said
+    assert "pinned packages" not in said
+    assert errors.startswith("[setup] pip would take torch-2.13.0-cp3")
+    assert errors.count("\n") == 1
+    assert "set TORCH_CPU_INDEX to an index that has torch-2.13.0+cpu" in errors
+
+
+def test_a_build_of_torch_for_cpus_is_installed(clone, wheels):
+    folder = wheels("+cpu")
+    code, said, errors = set_up(clone, PIP_FIND_LINKS=folder, TORCH_CPU_INDEX="http://127.0.0.1:9")
+    assert code == 1
+    assert "installing 1 pinned packages" in said
+    assert "installs: -m pip" in errors

@@ -42,7 +42,8 @@ class Machine:
     def __init__(self, folder: Path, tree: Path) -> None:
         self.repository = folder / "repository"
         (self.repository / "tools" / "environment").mkdir(parents=True)
-        shutil.copy(ROOT / "tools/environment/fresh.sh", self.repository / "tools/environment")
+        for name in ("fresh.sh", "progress.sh"):
+            shutil.copy(ROOT / "tools/environment" / name, self.repository / "tools/environment")
         (self.repository / "committed").write_text("yes")
         for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "one"]):
             subprocess.run([*GIT, *words], cwd=self.repository, check=True)

@@ -11,6 +11,7 @@ module=fused_weight_gradient_mlp_cuda
 python=${PYTHON:-.venv/bin/python}
 say() { printf '[apex] %s\n' "$*"; }
 stop() { say "$*" >&2; exit 1; }
+. tools/environment/progress.sh
 
 wanted=$("$python" -c 'import torch; print(torch.version.cuda or "")') || stop "$python has no torch; set PYTHON"
 [ -n "$wanted" ] || stop "the torch of $python is built for CPUs; apex needs the packages of tools/environment/gpu.txt"
@@ -27,7 +28,8 @@ command -v git >/dev/null || stop "no git here"
 export CUDA_HOME TORCH_CUDA_ARCH_LIST=${TORCH_CUDA_ARCH_LIST:-9.0} NVCC_APPEND_FLAGS=${NVCC_APPEND_FLAGS:---threads 4}
 log=$(mktemp)
 say "building $commit with $CUDA_HOME; its output goes to $log"
-(while sleep 60; do say "... ${SECONDS} s: $(tail -n 1 "$log" | cut -c 1-100)"; done) &
+tell() { say "... ${SECONDS} s: $(tail -n 1 "$log" | cut -c 1-100)"; }
+every 60 tell
 ticker=$!
 trap 'kill "$ticker" 2>/dev/null || true' EXIT
 "$python" -m pip -v install --disable-pip-version-check --no-deps --no-build-isolation \

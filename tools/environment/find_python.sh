@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # Prints a Python 3.11, 3.12 or 3.13 to build the environment with: PYTHON where it is set, else the first one on
 # PATH, else one that uv downloads into its own cache (uv itself from PATH, or by any Python's pip).
+# `find_python.sh 3.12`: none but this version.
 set -euo pipefail
 say() { printf '[setup] %s\n' "$*" >&2; }
 stop() { say "$*"; exit 1; }
 
+versions=${1:-3.11 3.12 3.13}
+list=${1:-3.11, 3.12 or 3.13}
+
 version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null || true; }
-fits() { case "$(version "$1")" in 3.11 | 3.12 | 3.13) ;; *) return 1 ;; esac }
+fits() { case " $versions " in *" $(version "$1") "*) ;; *) return 1 ;; esac }
 
 uv_python() {
   local uv=uv
@@ -20,7 +24,7 @@ uv_python() {
 }
 
 if [ -n "${PYTHON:-}" ]; then
-  fits "$PYTHON" || stop "PYTHON=$PYTHON is not Python 3.11, 3.12 or 3.13, but '$(version "$PYTHON")'"
+  fits "$PYTHON" || stop "PYTHON=$PYTHON is not Python $list, but '$(version "$PYTHON")'"
   echo "$PYTHON"
   exit
 fi
@@ -30,5 +34,5 @@ for candidate in python3.11 python3.12 python3.13 python3 python; do
     exit
   fi
 done
-say "no Python 3.11, 3.12 or 3.13 on PATH: fetching one with uv"
-uv_python || stop "install Python 3.11, 3.12 or 3.13 (or uv, which fetches one), or name one: PYTHON=/path/to/python3.12 make ..."
+say "no Python $list on PATH: fetching one with uv"
+uv_python || stop "install Python $list (or uv, which fetches one), or name one: PYTHON=/path/to/python3.12 make ..."

@@ -30,6 +30,7 @@ END
 NOT_HERE=77
 say() { printf '[fresh] %s\n' "$*" >&2; }
 not_here() { say "$*"; exit "$NOT_HERE"; }
+. "$(dirname "$0")/progress.sh"
 
 keep='' suite='' prepare=''
 while [ $# -gt 0 ]; do
@@ -95,8 +96,8 @@ make_tree() { # into $tree, by way of a folder of its own
   mirror=${mirror:-http://deb.debian.org/debian}
   say "making a Debian tree once: $suite from $mirror, about a minute"
   rm -rf --one-file-system "$cache/$suite"-*
-  # An empty pipe is waited at, not `sleep`, which would outlive the loop and hold the output open.
-  (exec 9<> <(:); while ! read -rt 15 -u 9; do say "... $SECONDS s: $(tail -1 "$cache/log" | cut -c1-100)"; done) &
+  tell() { say "... $SECONDS s: $(tail -1 "$cache/log" | cut -c1-100)"; }
+  every 15 tell
   ticker=$!
   timeout 600 debootstrap --variant=minbase --include="$packages" "$suite" "$tree.part" "$mirror" >"$cache/log" 2>&1 || code=$?
   kill "$ticker" 2>/dev/null
