@@ -241,3 +241,15 @@ def test_rounding_makes_no_kl_negative_and_no_rest_below_zero():
     # A' holds .6 + .6 of mu and .6 + .4 of pi: neither leaves anything.
     two = torch.ones(1, 2, dtype=torch.bool)
     assert topk_tv(logs(0.6, 0.4)[None], logs(0.6, 0.6)[None], two).item() == pytest.approx(0.1)
+
+
+def test_float32_entries_are_summed_in_float64():
+    pi, mu = (x.float()[:, :6] for x in random_policies())
+    p, m = pi.exp(), mu.exp()
+    rest_p, rest_m = (1 - x.double().sum(-1) for x in (p, m))
+    valid = torch.ones_like(p, dtype=torch.bool)
+    usual = rest_m > 1e-3
+    tv = 0.5 * ((m - p).abs().double().sum(-1) + (rest_m - rest_p).abs())
+    torch.testing.assert_close(topk_tv(pi, mu, valid)[usual], tv[usual], rtol=0, atol=1e-12)
+    kl = (m * (mu - pi)).double().sum(-1) + rest_m * (rest_m.log() - rest_p.log())
+    torch.testing.assert_close(topk_kl(pi, mu, valid)[usual], kl[usual], rtol=0, atol=1e-12)

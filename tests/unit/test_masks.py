@@ -263,3 +263,12 @@ def test_a_response_without_a_trained_token_has_the_ratio_and_the_length_1():
 def test_missing_recomputed_log_probs_are_named():
     with pytest.raises(ValueError, match="recomputed_log_probs"):
         masks.binary_tv(inputs([0.5], [0.5], [1.0]), recomputed, tv_threshold=0.1)
+
+
+def test_icepop_s_clip_has_two_bounds():
+    # pi' = mu; r' = 1.25 with A > 0 and 0.75 with A < 0: inside +0.3, outside -0.2.
+    x = inputs([0.625, 0.375], [0.5, 0.5], [1.0, -1.0], recomputed=[0.5, 0.5])
+    mask = masks.icepop(
+        x, recomputed, mismatch_low=0.5, mismatch_high=5.0, clip_low=0.2, clip_high=0.3
+    )
+    assert trains(mask) == [True, False]

@@ -169,7 +169,7 @@ def test_metrics_worked_by_hand():
     }  # fmt: skip
     assert shown == pytest.approx(expected)
     of_the_loss = {d.shown_as or n for n, d in DEFINITIONS.items() if not n.startswith("r3/")}
-    of_others = {"policy/topk_mass", "loss/penalty", "reference/kl"}
+    of_others = {"policy/topk_mass", "loss/penalty", "reference/kl", "reference/clamped"}
     assert set(shown) | of_others == of_the_loss
 
 
@@ -253,3 +253,10 @@ def test_topk_tensors_have_one_shape_with_the_tokens_first(k):
         TokenInputs(*x, *(torch.zeros(2, 4) for _ in k))
     with pytest.raises(ValueError, match="come together; got None, "):
         TokenInputs(*x, None, torch.zeros(3, 4), torch.zeros(3, 4))
+
+
+def test_sums_of_float32_losses_are_float64():
+    x = inputs([0.6, 0.3], [0.5, 0.4], [1.0, -1.0], dtype=torch.float32)
+    sums = policy_loss(build_algorithm("pg-is", {"kl_coefficient": 0.1}), x).metrics.sums
+    assert {"loss/sum", "loss/penalty"} <= sums.keys()
+    assert {value.dtype for value in sums.values()} == {torch.float64}
