@@ -1,7 +1,9 @@
 """Batches of trajectories as flat arrays: what travels between ranks and what a saved batch file
 holds. Nothing is pickled.
 
-Arrays of the trajectories are concatenated; ``trajectories`` holds the numbers that tell them apart.
+Arrays of the trajectories are concatenated; ``trajectories`` holds the numbers that tell them apart. Each
+trajectory's part of each array has a hash in the file, which is compared when the part is read; a file that
+an earlier version wrote has none.
 The text is left out: the tokens say it. Columns follow from their declarations (``data/columns.py``).
 """
 
@@ -18,12 +20,15 @@ from safetensors.numpy import load, save
 from megatron_dppo.data.batch_rows import BatchRows, RowsInFile, RowsInMemory
 from megatron_dppo.data.columns import Rows, declared
 from megatron_dppo.data.earlier_batches import from_earlier, is_earlier
-from megatron_dppo.data.flat_arrays import flat
+from megatron_dppo.data.flat_arrays import digest, flat
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
 from megatron_dppo.system.files import write_atomically
 
-COLUMN, PRESENT = "column.", "present."
-"""Prefixes of a column's rows, and of a bool for each trajectory: whether it has the column."""
+COLUMN, PRESENT, HASH = "column.", "present.", "hash."
+"""Prefixes of a column's rows, of a bool for each trajectory (whether it has the column), and of the hashes
+of an array's parts, uint8 [trajectories, 16]: zeros where a trajectory has none."""
+NUMBERS = "numbers"
+"""Under ``HASH``: of a trajectory's row of ``trajectories`` and of ``scores``, as bytes."""
 
 
 class BatchFormatError(ValueError):
@@ -52,6 +57,11 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
             [t.columns[name] for t in trajectories if name in t.columns]
         )
         arrays[PRESENT + name] = np.array([name in t.columns for t in trajectories])
+        arrays[HASH + COLUMN + name] = _hashes([t.columns.get(name) for t in trajectories])
+    for name in ("token_ids", "loss_mask"):
+        arrays[HASH + name] = _hashes([getattr(t, name) for t in trajectories])
+    rows = zip(arrays["trajectories"], arrays["scores"], strict=True)
+    arrays[HASH + NUMBERS] = _hashes([_number_bytes(*row) for row in rows])
     return save(arrays)
 
 
@@ -143,6 +153,7 @@ class _Batch:
         self._numbers = rows.read("trajectories", 0, rows.size("trajectories"))
         self._scores = rows.read("scores", 0, rows.size("scores"))
         self.problems: list[int] = self._numbers[:, 0].tolist()
+        self._is_hashed = any(name.startswith(HASH) for name in rows.names())
         lengths = self._numbers[:, 2]
         self._tokens = self._ends("token_ids", lengths)
         self._ends("loss_mask", lengths)
@@ -155,24 +166,54 @@ class _Batch:
             if name.startswith(COLUMN)
         }
 
+        if self._is_hashed:
+            self._check_names()
+
+    def _check_names(self) -> None:
+        """Raise ValueError where a name was altered: a column would be gone without a word."""
+        columns = [COLUMN + name for name in self._columns]
+        parts = [NUMBERS, "token_ids", "loss_mask", *columns]
+        expected = {"trajectories", "scores", "token_ids", "loss_mask", *columns}
+        expected |= {PRESENT + name for name in self._columns} | {HASH + name for name in parts}
+        if odd := expected ^ set(self._rows.names()):
+            raise ValueError(f"altered: its arrays lack, or should not have, {sorted(odd)}")
+
     def trajectory(self, i: int, without: Container[str] = frozenset()) -> Trajectory:
         """The one at position ``i``, ``without`` some columns."""
         problem, sample, _, reason = self._numbers[i].tolist()
-        columns = {
-            name: self._rows.read(COLUMN + name, ends[i], ends[i + 1])
-            for name, (present, ends) in self._columns.items()
-            if present[i] and name not in without
-        }
+        self._check(NUMBERS, i, _number_bytes(self._numbers[i], self._scores[i]))
+        columns = {}
+        for name, (present, ends) in self._columns.items():
+            if name in without:
+                continue
+            found = self._rows.read(COLUMN + name, ends[i], ends[i + 1]) if present[i] else None
+            self._check(COLUMN + name, i, found)
+            if found is not None:
+                columns[name] = found
+        tokens = self._rows.read("token_ids", self._tokens[i], self._tokens[i + 1])
+        mask = self._mask(i)
+        self._check("token_ids", i, tokens)
+        self._check("loss_mask", i, mask)
         return Trajectory(
             problem_id=problem,
             sample_index=sample,
-            token_ids=self._rows.read("token_ids", self._tokens[i], self._tokens[i + 1]),
-            loss_mask=self._mask(i),
+            token_ids=tokens,
+            loss_mask=mask,
             columns=columns,
             finish_reason=FINISH_REASONS[reason],
             reward=float(self._scores[i, 0]),
             advantage=float(self._scores[i, 1]),
         )
+
+    def _check(self, name: str, i: int, array: np.ndarray | None) -> None:
+        """Raise ValueError where the trajectory's part of an array is not as it was written."""
+        if not self._is_hashed:
+            return
+        recorded = self._rows.read(HASH + name, i, i + 1)
+        if not np.array_equal(recorded, _hashes([array])):
+            raise ValueError(
+                f"altered: the {name.removeprefix(COLUMN)} of trajectory {i} are not those of their hash"
+            )
 
     def _mask(self, i: int) -> np.ndarray:
         return self._rows.read("loss_mask", self._tokens[i], self._tokens[i + 1])
@@ -192,6 +233,16 @@ class _Batch:
         if self._rows.size(name) != ends[-1]:
             raise ValueError(f"{name} has {self._rows.size(name)} rows, expected {ends[-1]}")
         return ends
+
+
+def _hashes(parts: Sequence[np.ndarray | None]) -> np.ndarray:
+    """uint8 [parts, 16]."""
+    found = [bytes(16) if part is None else bytes.fromhex(digest(part)) for part in parts]
+    return np.frombuffer(b"".join(found), np.uint8).reshape(-1, 16)
+
+
+def _number_bytes(numbers: np.ndarray, scores: np.ndarray) -> np.ndarray:
+    return np.frombuffer(numbers.tobytes() + scores.tobytes(), np.uint8)
 
 
 def _checked(batch: Iterable[Trajectory]) -> list[Trajectory]:

@@ -203,3 +203,61 @@ def test_a_damaged_file_of_the_earlier_form_is_refused():
     routed = np.ones_like(arrays["routed_experts"])
     with pytest.raises(BatchFormatError, match="same expert twice"):
         decode(save({**arrays, "routed_experts": routed}))
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def hashed_batch() -> list[Trajectory]:
+    routed = np.tile(np.array([3, 250], np.uint8), (3, 4, 1))
+    topk = {
+        "topk_ids": np.array([[4, 5]], np.int32),
+        "topk_log_probs": np.zeros((1, 2), np.float32),
+    }
+    second = {name: np.repeat(array, 2, 0) for name, array in topk.items()}
+    return [
+        answer(0, [7, 8], **second), answer(1, [9, 4], routed_experts=routed, **second), answer(2, [5], **topk)
+    ]  # fmt: skip
+
+
+def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path):
+    """All of the header's bits and every seventh of the others: padding and names of hashes may flip unseen."""
+    batch = hashed_batch()
+    path = save_batch(tmp_path, 3, batch)
+    content = path.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    bits = [*range(0, 8 * header, 3), *range(8 * header, 8 * len(content), 7)]
+    refused = 0
+    for bit in bits:
+        path.write_bytes(flipped(content, bit))
+        try:
+            assert all_same(load_batch(tmp_path, 3), batch), bit
+        except BatchFormatError:
+            refused += 1
+    assert refused > 0.97 * len(bits)
+
+
+def test_a_bit_of_mu_is_told_with_its_trajectory(tmp_path):
+    batch = hashed_batch()
+    path = save_batch(tmp_path, 3, batch)
+    content = path.read_bytes()
+    place = content.rindex(batch[1].columns["rollout_log_probs"].tobytes())
+    path.write_bytes(flipped(content, 8 * place + 20))
+    saved = SavedBatch(tmp_path, 3)
+    assert all_same(saved.read([0]), batch[:1])  # whose own bytes are whole
+    with pytest.raises(
+        BatchFormatError, match=r"step_000003.*altered: the rollout_log_probs of traj"
+    ):
+        saved.read([1])
+    assert saved.read([1], without={"rollout_log_probs"})  # what is not used can do no harm
+
+
+def test_a_file_of_the_present_form_without_hashes_is_read(tmp_path):
+    batch = hashed_batch()
+    path = save_batch(tmp_path, 3, batch)
+    arrays = {n: a for n, a in load(path.read_bytes()).items() if not n.startswith("hash.")}
+    path.write_bytes(save(arrays))
+    assert all_same(load_batch(tmp_path, 3), batch)
