@@ -54,7 +54,7 @@ def merge_adapters(
                 progress(rows.nbytes)
             dtype = str(next(iter(specs.values())).dtype).removeprefix("torch.")
             certificate = Certificate("huggingface", shape, None, dtype, dtype, hashes.digests())
-            certificate.save(writer.folder)
+            writer.certify(certificate)
     return certificate
 
 

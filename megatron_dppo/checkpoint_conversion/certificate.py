@@ -6,13 +6,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
+from megatron_dppo.checkpoint_conversion.publishing import side_files
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.families import FAMILIES
 from megatron_dppo.model.layout import Layout
@@ -31,6 +32,8 @@ class Certificate:
 
     ``dtype``: of the stored tensors; ``source_dtype``: of those that were read. ``tensors``: name -> SHA-256 (hex) of
     the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``; independent of the layout.
+    ``files``: name -> SHA-256 of config, tokenizer and what else lies beside the weights; empty before ``save``, and
+    where an earlier version wrote it.
     """
 
     form: Form
@@ -39,10 +42,12 @@ class Certificate:
     dtype: str
     source_dtype: str
     tensors: Mapping[str, str]
+    files: Mapping[str, str] = field(default_factory=dict)
 
     def save(self, folder: Path) -> None:
-        """Write ``folder/conversion.json``."""
-        body = self._body()
+        """Write ``folder/conversion.json``, with the hashes of the files that lie beside the weights by now."""
+        hashes = {path.name: _file_digest(path) for path in side_files(folder)}
+        body = replace(self, files=hashes)._body()
         text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
         (folder / FILE).write_text(text + "\n")
 
@@ -55,11 +60,26 @@ class Certificate:
             "dtype": self.dtype,
             "source_dtype": self.source_dtype,
             "tensors": dict(self.tensors),
+            "files": dict(self.files),
         }
+
+    def check_files(self, folder: Path) -> None:
+        """Raise MismatchError, naming each file that is not the recorded one, or not there."""
+        for name, digest in self.files.items():
+            path = folder / name
+            found = _file_digest(path) if path.is_file() else "none, it is gone"
+            if found != digest:
+                raise MismatchError(
+                    f"{path}: its SHA-256 is {found}, {FILE} recorded {digest}; if it was changed on purpose, "
+                    f"convert again, or take {FILE} away from a folder in Hugging Face's format"
+                )
 
 
 def load_certificate(folder: str | Path) -> Certificate:
-    """Read ``folder/conversion.json``; raises CheckpointError where it is missing, altered or of another version."""
+    """Read ``folder/conversion.json``, and compare the files beside the weights with it.
+
+    Raises CheckpointError where it is missing, altered or of another version, MismatchError for a file.
+    """
     path = Path(folder) / FILE
     try:
         body = json.loads(path.read_text())
@@ -86,6 +106,7 @@ def load_certificate(folder: str | Path) -> Certificate:
         )
     if list(certificate.tensors) != list(hf_tensors(certificate.shape)):
         raise CheckpointError(f"{path}: its tensors are not those of its model")
+    certificate.check_files(path.parent)
     return certificate
 
 
@@ -99,7 +120,13 @@ def _from_body(body: dict[str, Any]) -> Certificate:
         dtype=body["dtype"],
         source_dtype=body["source_dtype"],
         tensors=body["tensors"],
+        files=body.get("files", {}),
     )
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(body: dict[str, Any]) -> str:

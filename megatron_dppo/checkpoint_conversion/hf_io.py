@@ -10,6 +10,7 @@ from types import TracebackType
 
 import torch
 
+from megatron_dppo.checkpoint_conversion.certificate import Certificate
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.publishing import StagedFolder, copy_side_files
 from megatron_dppo.checkpoint_conversion.safetensors_file import (
@@ -120,6 +121,7 @@ class ShardedWriter:
     ) -> None:
         self._tensors = dict(tensors)
         self._side_files_from = side_files_from
+        self._certificate: Certificate | None = None
         self._unwritten = {name: spec.shape[0] for name, spec in tensors.items()}
         self._staged = StagedFolder(out_dir, sum(spec.bytes for spec in tensors.values()))
         self._files = plan_files(self._tensors, max_shard_bytes)
@@ -146,10 +148,9 @@ class ShardedWriter:
         self._writer_of[name].write_rows(name, start, data)
         self._unwritten[name] -= len(rows)
 
-    @property
-    def folder(self) -> Path:
-        """The staging folder; other files put there are published with the tensors."""
-        return self._staged.folder
+    def certify(self, certificate: Certificate) -> None:
+        """Have ``certificate`` written when all other files are there."""
+        self._certificate = certificate
 
     def __exit__(
         self,
@@ -170,6 +171,8 @@ class ShardedWriter:
                 f"{len(unwritten)} tensors were not written, first {unwritten[0]}"
             )
         complete_folder(self._staged.folder, self._files, self._side_files_from)
+        if self._certificate is not None:
+            self._certificate.save(self._staged.folder)
 
 
 def write_hf_checkpoint(

@@ -84,20 +84,26 @@ class StagedFolder:
         sync_to_disk(self.out.parent)
 
 
+def side_files(folder: str | Path) -> list[Path]:
+    """What lies beside a folder's weights: config, tokenizer, generation files; no weights, no index of them."""
+    return [
+        path
+        for path in sorted(Path(folder).iterdir())
+        if path.is_file()
+        and path.suffix not in WEIGHT_SUFFIXES
+        and not path.name.endswith(".index.json")
+        and not path.name.startswith(".")
+        and path.name != "conversion.json"
+    ]
+
+
 def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:
-    """Copy tokenizer, config and generation files: all of the folder that is neither weights nor an index.
+    """Copy ``side_files``.
 
     config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names.
     """
-    for path in sorted(Path(source).iterdir()):
-        is_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
-        if (
-            path.is_file()
-            and not is_weights
-            and not path.name.startswith(".")
-            and path.name != "conversion.json"
-        ):
-            shutil.copyfile(path, target / path.name)
+    for path in side_files(source):
+        shutil.copyfile(path, target / path.name)
     config_path = target / "config.json"
     config = json.loads(config_path.read_text())
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]

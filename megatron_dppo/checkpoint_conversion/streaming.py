@@ -159,7 +159,7 @@ def megatron_to_hf(
             certificate = Certificate(
                 "huggingface", source.shape, None, target, source_dtype, digests
             )
-            certificate.save(writer.folder)
+            writer.certify(certificate)
     return certificate
 
 

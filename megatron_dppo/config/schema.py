@@ -127,6 +127,10 @@ class RolloutConfig(Section):
     replay_from: str | None = None
     """Train on the rollout batches saved in this folder instead of generating; no engine is
     started. Each replica's leader reads its own share of them."""
+    largest_gap: float | None = Field(default=None, gt=0, le=1)
+    """Largest mean |pi - mu| of a batch's first mini-batch at equal weights; beyond it the run stops before it
+    trains on the batch. Empty: 0.01 in float32, 0.1 in bfloat16 or where one side computes in fewer bits.
+    Stale and replayed batches, whose weights may differ, are not held to it."""
     router_replay: bool = False
     """R3: replay the engine's expert choices in the trainer."""
 

@@ -16,6 +16,17 @@ from megatron_dppo.engine.child_server import ChildServer, Runtime
 if TYPE_CHECKING:
     from megatron_dppo.engine.http_client import Answer
 
+OPEN_PATHS = (
+    "/health",
+    "/health_generate",
+    "/liveness",
+    "/readiness",
+    "/v1/models",
+    "/get_model_info",
+    "/get_server_info",
+    "/engine_metrics",
+)
+"""What smg answers to anybody, whatever its options: whether it serves, and what is told of the servers."""
 ROUTED_MODEL = "policy"
 """The model's name at the router; the servers' own may differ (a path each)."""
 
@@ -79,7 +90,7 @@ def http_router_options(host: str, port: int, metrics_port: int, policy: str) ->
         "policy": policy,
         "power_of_two_load_metric": "least_requests",
         "enable_igw": True,  # the only mode in which every policy may begin without servers
-        "prometheus_host": host,
+        "prometheus_host": "127.0.0.1",  # smg's metrics know no key; without a host it takes all addresses
         "prometheus_port": metrics_port,
         "disable_retries": True,
         "disable_circuit_breaker": True,

@@ -13,13 +13,14 @@ from megatron_dppo.engine.options import ServerHosts, ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
 from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
-from megatron_dppo.fleet.http_router_process import HttpRouterProcess
+from megatron_dppo.fleet.http_router_process import OPEN_PATHS, HttpRouterProcess
 from megatron_dppo.fleet.restarts import RestartBudget
 from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.places import Host, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.system.interfaces import InterfaceError
+from megatron_dppo.logging import say
+from megatron_dppo.system.interfaces import InterfaceError, is_loopback
 from megatron_dppo.system.ports import free_port
 
 _SEEDS_PER_START = 10_007
@@ -76,6 +77,10 @@ class _Maker:
     def router(self, place: RouterPlace, incarnation: int) -> ChildServer:
         assert self.keys.api is not None
         assert self.keys.admin is not None
+        if incarnation == 1 and not is_loopback(place.host.address):
+            say(
+                f"the router at {place.host.address} answers without a key: {', '.join(OPEN_PATHS)}"
+            )
         return HttpRouterProcess(
             self.config.engine,
             port=self._port(place.port, place.port_step, incarnation),

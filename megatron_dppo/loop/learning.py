@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -30,6 +31,7 @@ from megatron_dppo.loop.rollouts.figures import routing_figures
 from megatron_dppo.loop.rollouts.part_directory import ExchangeError
 from megatron_dppo.loop.rollouts.parts import Stages
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
+from megatron_dppo.loop.rollouts.staleness import GapGuard
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.masked_tokens import (
@@ -54,12 +56,14 @@ Columns = dict[str, torch.Tensor]
 class PlannedBatch:
     """A batch as this rank needs it, and who trains on what.
 
-    ``figures``: metrics of the recorded routing, empty where none is replayed.
+    ``figures``: metrics of the recorded routing, empty where none is replayed. ``is_stale``: whether older weights
+    than the trainer's sampled some of it.
     """
 
     delivery: Delivery
     plans: Sequence[MiniBatchPlan]
     figures: dict[str, float]
+    is_stale: bool = False
 
     @property
     def trajectories(self) -> Mapping[int, Trajectory]:
@@ -104,6 +108,7 @@ class Learner:
             cost=forward_flops(trainer.shape),
         )
         self._topk = topk
+        self._guard = GapGuard(config)
         shape = trainer.shape
         sizes = {"moe_layers": len(shape.moe_layers), "experts_per_token": shape.experts_per_token}
         self._exchange = ColumnExchange(
@@ -128,23 +133,24 @@ class Learner:
         delivery = self._exchange.deliver(
             outlines, batch.own, needed, gather=self._config.rollout.save
         )
+        is_stale = batch.figures.get(names.STALENESS_MAX, 0) > 0
         batch.own.clear()
         check_carried_topk(delivery.forms, self._topk)
         if not self._config.router_replay:
-            return PlannedBatch(delivery, plans, {})
+            return PlannedBatch(delivery, plans, {}, is_stale)
         if outlines and RECORDING not in delivery.held:
             raise ExchangeError(
                 "rollout.router_replay is true, but no response of the batch has recorded routing"
             )
         figures = routing_figures(outlines, delivery.held[RECORDING], delivery.forms[RECORDING])
-        return PlannedBatch(delivery, plans, figures)
+        return PlannedBatch(delivery, plans, figures, is_stale)
 
     def learn(self, batch: PlannedBatch) -> dict[str, float]:
         """Train on a batch; its metrics as means over all its tokens. Collective.
 
         Log-probabilities at the rollout's weights are recomputed before the first update, and only where the
         algorithm needs them: as its anchor, or of the whole vocabulary (fp32 [tokens, V] in memory); likewise the
-        reference policy's. Raises NonFiniteLossError before the step that would have applied it, and
+        reference policy's. Raises NonFiniteLossError and GapError before the step that would have applied it, and
         NonFiniteLogProbsError where recomputed ones are none.
         """
         began = time.perf_counter()
@@ -159,6 +165,7 @@ class Learner:
                 self._loss,
                 mini.denominator,
                 is_last=plan is batch.plans[-1],
+                check=partial(self._check_gap, batch) if first is None else _unchecked,
             )
             first = result.metrics if first is None else first
             total = total.merge(result.metrics)
@@ -181,6 +188,10 @@ class Learner:
             names.IDLE_SHARE: sum(plan.idle for plan in batch.plans) / len(batch.plans),
             **self._speed(batch, time.perf_counter() - began),
         }
+
+    def _check_gap(self, batch: PlannedBatch, metrics: MetricSums) -> None:
+        gap = means(metrics.values()).get(names.GAP, math.nan)
+        self._guard.check(gap, is_stale=batch.is_stale)
 
     def _speed(self, batch: PlannedBatch, seconds: float) -> dict[str, float]:
         """Arithmetic of the optimiser steps (recomputation and passes without gradient don't count), and memory."""
@@ -232,6 +243,10 @@ class Learner:
             for b, p, columns in zip(batches, told, found, strict=True):
                 columns["reference_log_probs"] = _where_trained(b, p)
         return found
+
+
+def _unchecked(metrics: MetricSums) -> None:
+    """Later mini-batches: the weights have moved."""
 
 
 def stages_of(trainer: Trainer, *, replays: bool) -> Stages:

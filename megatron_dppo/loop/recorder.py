@@ -16,9 +16,11 @@ from megatron_dppo.metrics.masked_tokens import MaskedToken, with_text
 from megatron_dppo.metrics.records import (
     RECORDS_FILE,
     Record,
+    RecordsError,
     encode_record,
     mean_accuracy,
     read_records,
+    sha256_until,
     step_of,
 )
 from megatron_dppo.metrics.report import write_report
@@ -49,6 +51,7 @@ class Recorder(Closing):
         first_step: the last step that is recorded already; 0 for a fresh run.
         text_of: token ids -> text, for ``masked_tokens.jsonl``.
         fence: called before each change of a file; raises once another start of the run has taken over.
+        mark: of the checkpoint that the run goes on from, see ``mark``; records that differ are told of.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class Recorder(Closing):
         *,
         text_of: Callable[[Sequence[int]], str] = str,
         fence: Callable[[], None] = lambda: None,
+        mark: Mapping[str, Any] | None = None,
     ) -> None:
         self._fence = fence
         self._config = config
@@ -70,10 +74,10 @@ class Recorder(Closing):
         self._samples: StepLines | None = None
         self._text_of = text_of
         if rank == 0:
-            self._open(first_step + 1 if first_step else 0)
+            self._open(first_step + 1 if first_step else 0, mark or {})
         self._console = StepTable(config.model.dtype, config.run.steps)
 
-    def _open(self, resume_step: int) -> None:
+    def _open(self, resume_step: int, mark: Mapping[str, Any]) -> None:
         """Open the files; a resumed run whose records are gone says so and goes on."""
         self._fence()
         where = self._config.run.directory
@@ -83,6 +87,7 @@ class Recorder(Closing):
             self._masked = StepLines(Path(where) / MASKED_TOKENS_FILE, resume_step)
             self._samples = StepLines(Path(where) / SAMPLES_FILE, resume_step)
             recorded = len(read_records(where))
+            self._compare(mark)
         except OSError as error:
             raise RecordingError(f"records in {where}: {error.strerror}") from error
         if recorded < resume_step:
@@ -93,6 +98,20 @@ class Recorder(Closing):
                 recorded,
                 resume_step,
                 resume_step,
+            )
+
+    def _compare(self, mark: Mapping[str, Any]) -> None:
+        """Warn where the records are there and not those that were written: they are shown, nothing trains on them."""
+        records = read_records(self._config.run.directory)
+        if not mark or not records:
+            return
+        if sha256_until(records, mark["step"]) != mark["sha256"]:
+            log.warning(
+                "%s/%s was altered since the checkpoint: its records up to step %d are not those that were "
+                "written; training goes on from the checkpoint alone, report and summary show what is there",
+                self._config.run.directory,
+                RECORDS_FILE,
+                mark["step"],
             )
 
     def close(self) -> None:
@@ -121,6 +140,20 @@ class Recorder(Closing):
             last[name] = value + (before or 0)
         lines = [encode_record(step_of(r), _finite(r)) + "\n" for r in records]
         write_atomically(Path(self._config.run.directory) / RECORDS_FILE, "".join(lines))
+
+    def mark(self, step: int) -> dict[str, Any]:
+        """What a checkpoint of ``step`` remembers of the records: until which step, and their hash.
+
+        Where the last one lacks its evaluation, which a later start may add, until the one before it.
+        """
+        try:
+            records = read_records(self._config.run.directory)
+        except RecordsError:  # it was taken away, or damaged, under the run: no reason not to save
+            return {}
+        last = records[-1] if records else {}
+        if self._config.data.evaluation and mean_accuracy(last) is None:
+            step = min(step, step_of(last) - 1) if records else step
+        return {"step": step, "sha256": sha256_until(records, step)}
 
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Keep the counts in ``values`` for the next record: a resumed run writes no record of its

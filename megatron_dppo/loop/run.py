@@ -27,6 +27,7 @@ from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.exporting import Examples, export
 from megatron_dppo.loop.fencing import RunFence, run_fence
+from megatron_dppo.loop.input_hashes import BackgroundHashes, InputError, model_files
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
@@ -36,10 +37,15 @@ from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
 from megatron_dppo.loop.rollouts.part_directory import ExchangeError
 from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
 from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutSource
-from megatron_dppo.loop.rollouts.staleness import STALE_ANCHOR, StalenessError, with_gap_named
+from megatron_dppo.loop.rollouts.staleness import (
+    STALE_ANCHOR,
+    GapError,
+    StalenessError,
+    with_gap_named,
+)
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.samples import SampleMaker
-from megatron_dppo.loop.state import ResumeError, RunState, identity_of
+from megatron_dppo.loop.state import FILES, ResumeError, RunState, identity_of
 from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.history import (
@@ -76,6 +82,8 @@ EXPECTED_ERRORS = (
     EngineError,
     EngineUnavailableError,
     FencedError,
+    GapError,
+    InputError,
     InterfaceError,
     LeaseError,
     ListenError,
@@ -151,6 +159,7 @@ class Run:
         with self.timer("start"), patience("others start"):
             topk = self.topk > 0 or algorithm.needs_recomputed_distribution
             self.trainer = Trainer(config, StatsSpec(topk=topk, entropy=True))
+            self.hashes = BackgroundHashes(model_files(config), self.trainer.topology)
             fence.join()
             data.settle(on_rank_0(data.bad_answers))
             self.store = CheckpointStore(
@@ -184,6 +193,7 @@ class Run:
                 self.state.step,
                 text_of=data.text_of,
                 fence=fence.check,
+                mark=self.state.records,
             )
         )
         self.source = self._rollout_source()
@@ -202,6 +212,7 @@ class Run:
                 self.engine.connect()
         if self.trainer.topology.rank == 0:
             log.info("%s", active_line(self.config, self.algorithm, self.trainer.layout))
+        self._check_files()
         update = self._update_weights()
         if self.state.step == 0:
             accuracies = self._evaluate()
@@ -288,6 +299,13 @@ class Run:
             ) from error
         return state
 
+    def _check_files(self) -> None:
+        """Compare the files that the run starts from with those that it began with, and remember them."""
+        with self.timer("start"), patience("others hash the start model"):
+            files = self.hashes.wait() | self.data.evaluation_hashes
+        self.state.check_files(files, "the checkpoint of this run")
+        self.state.identity = {**self.state.identity, FILES: files}
+
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout
         problems = self.data.train.problems
@@ -371,6 +389,7 @@ class Run:
     def _save_checkpoint(self) -> None:
         """Begin a checkpoint of this step; end the one before it."""
         with self.timer("checkpoint"), patience("others save"):
+            self.state.records = on_rank_0(lambda: self.recorder.mark(self.state.step))
             self.store.save(self.trainer, self.state.step, self.state.to_json())
         self.saved_step = self.state.step
 

@@ -66,6 +66,12 @@ class RunData:
         files = self._config.data.evaluation_files
         return {name: self._sets[_name(file)].problems for name, file in files.items()}
 
+    @property
+    def evaluation_hashes(self) -> dict[str, str]:
+        """SHA-256 of each held-out file's bytes, by a name with its path."""
+        files = self._config.data.evaluation_files.values()
+        return {f"data.evaluation/{file.path}": self._sets[_name(file)].sha256 for file in files}
+
     def sampler(self) -> Sampler:
         """Positions in ``train``, from the beginning: all files as one, or each by its weight."""
         data, seed = self._config.data, self._config.run.seed

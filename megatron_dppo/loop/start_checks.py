@@ -9,7 +9,13 @@ from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.json_lines import DataError
 from megatron_dppo.loop.fresh_start import refuse_damage, refuse_fresh_start
-from megatron_dppo.loop.input_hashes import InputError, check_input_hashes
+from megatron_dppo.loop.input_hashes import (
+    InputError,
+    check_input_hashes,
+    model_files,
+    sha256_of,
+    side_files,
+)
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, read_history
@@ -55,6 +61,9 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
         last = survey.complete[-1].path
         state = RunState.from_json(read_manifest(last)["state"])
         state.check_identity(identity_of(config, data_sha256), str(last))
+        state.check_file_names(model_files(config).keys(), str(last))
+        sides = side_files(config).items()
+        state.check_files({name: sha256_of(path) for name, path in sides}, str(last))
     else:
         reasons = [unusable.reason for unusable in survey.unusable]
         refuse_fresh_start(config, reasons, read_history(directory))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,6 +25,12 @@ class ResumeError(ValueError):
     """A checkpoint does not belong to the run that it should continue."""
 
 
+FILES = "files (SHA-256)"
+"""Key of the identity: hashes of the files that the run started from, by their names."""
+_LATER_FIELDS = {"records"}
+"""What checkpoints of earlier versions lack."""
+
+
 @dataclass
 class RunState:
     """Position and identity of a run.
@@ -31,12 +38,14 @@ class RunState:
     Attributes:
         step: rollout batches trained on; also the weight version of the policy.
         sampler: position in the data (``Sampler.state_dict``).
-        identity: settings that must not change between starts, see :func:`identity_of`.
+        identity: settings that must not change between starts, see :func:`identity_of`, and ``FILES``.
+        records: what was recorded until then (``metrics.records.RecordsMark``).
     """
 
     step: int = 0
     sampler: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
+    records: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The state as plain JSON values."""
@@ -46,7 +55,7 @@ class RunState:
     def from_json(cls, values: dict[str, Any]) -> RunState:
         """Inverse of :meth:`to_json`. Raises ResumeError for missing or unknown fields."""
         expected = set(cls.__dataclass_fields__)
-        if set(values) != expected:
+        if set(values) | _LATER_FIELDS != expected:
             raise ResumeError(
                 f"run state in the checkpoint has fields {sorted(values)}, expected {sorted(expected)}; "
                 "it was written by another version"
@@ -66,7 +75,7 @@ class RunState:
         }
         differences = [
             f"{key}: {self.identity.get(key)!r} there, {identity.get(key)!r} now"
-            for key in sorted((self.identity.keys() | identity.keys()) - unrecorded.keys())
+            for key in sorted((self.identity.keys() | identity.keys()) - {FILES, *unrecorded})
             if self.identity.get(key) != identity.get(key)
         ]
         if differences:
@@ -82,6 +91,31 @@ class RunState:
                 named,
             )
             self.identity |= unrecorded
+
+    def check_files(self, files: Mapping[str, str], checkpoint: str) -> None:
+        """Raise ResumeError, naming each file of ``files`` that is not as it was when the run began with it.
+
+        A checkpoint of an earlier version knows none. Files that are new, or gone, are another check's.
+        """
+        known = self.identity.get(FILES, {})
+        changed = sorted(name for name in files if known.get(name, files[name]) != files[name])
+        if changed:
+            told = "; ".join(
+                f"{name}: its SHA-256 is {files[name][:12]}..., was {known[name][:12]}..."
+                for name in changed
+            )
+            raise ResumeError(
+                f"{checkpoint} was begun with other files ({told}); give them back, or start anew with "
+                "run.resume=never"
+            )
+
+    def check_file_names(self, names: Set[str], checkpoint: str) -> None:
+        """Raise ResumeError where a model's folder has lost or got a file since the run began."""
+        known = self.identity.get(FILES)
+        if known is not None and (odd := {n for n in known if not n.startswith("data")} ^ names):
+            raise ResumeError(
+                f"{checkpoint} was begun with other files: {', '.join(sorted(odd))} came or went since"
+            )
 
 
 def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:

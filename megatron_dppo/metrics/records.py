@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping
@@ -82,6 +83,12 @@ def read_lines(path: Path) -> list[str]:
         raise RecordsError(
             f"{path}: damaged: not UTF-8 at byte {error.start}; move it away to go on without it"
         ) from error
+
+
+def sha256_until(records: Iterable[Record], step: int) -> str:
+    """SHA-256 (hex) of the records up to ``step``, by their values."""
+    kept = [record for record in records if step_of(record) <= step]
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def step_of(record: Record) -> int:

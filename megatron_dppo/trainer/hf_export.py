@@ -6,6 +6,7 @@ gathered there; a thread writes them while the next ones are gathered.
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_dppo.checkpoint_conversion.certificate import Certificate
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.checkpoint_conversion.hf_io import (
@@ -23,7 +25,11 @@ from megatron_dppo.checkpoint_conversion.hf_io import (
     plan_files,
 )
 from megatron_dppo.checkpoint_conversion.publishing import StagedFolder
-from megatron_dppo.checkpoint_conversion.safetensors_file import SafetensorsFileWriter, TensorSpec
+from megatron_dppo.checkpoint_conversion.safetensors_file import (
+    SafetensorsFileWriter,
+    TensorSpec,
+    byte_view,
+)
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.gather_plan import (
     Bucket,
@@ -38,6 +44,7 @@ from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import sync_to_disk
 from megatron_dppo.trainer.collective_actions import on_every_rank, on_rank_0
+from megatron_dppo.trainer.collectives import all_gather_json
 
 BUCKET_BYTES = 256 * 2**20
 """Gathered at a time; a rank holds up to three: one that is gathered, one that waits, one that is written."""
@@ -59,7 +66,7 @@ def export_hf(
 ) -> None:
     """Write all weights into ``out_dir``. Collective.
 
-    The folder appears whole or not at all. Names, index and bytes don't depend on the layout.
+    The folder appears whole or not at all, with a certificate. Names, index and bytes don't depend on the layout.
 
     Args:
         values: this rank's parameters by (chunk, name).
@@ -78,8 +85,14 @@ def export_hf(
     try:
         with _staged(out_dir, rank, specs) as folder:
             own = {file: files[file] for file, writer in writer_of.items() if writer == rank}
-            _write(folder, own, plan, rank, values)
+            digests = all_gather_json(_write(folder, own, plan, rank, values))
+            found = {name: digest for share in digests for name, digest in share.items()}
+            name = str(dtype).removeprefix("torch.")
+            certificate = Certificate(
+                "huggingface", shape, None, name, name, {n: found[n] for n in specs}
+            )
             on_rank_0(lambda: complete_folder(folder, files, side_files_from))
+            on_rank_0(lambda: certificate.save(folder))
     except CheckpointError as error:
         raise CheckpointError(
             f"the Hugging Face export was not written: {out_dir}: {error}"
@@ -125,8 +138,8 @@ def _write(
     plan: list[Bucket],
     rank: int,
     values: Mapping[ParameterKey, Tensor],
-) -> None:
-    """Gather all tensors and write this rank's ``own`` files. Collective."""
+) -> dict[str, str]:
+    """Gather all tensors and write this rank's ``own`` files; SHA-256 of their tensors. Collective."""
     with ExitStack() as stack:
         writer = on_every_rank(lambda: stack.enter_context(_FileWriter(folder, own)))
         total, done = sum(bucket.elements for bucket in plan), 0
@@ -136,6 +149,7 @@ def _write(
                 done += bucket.elements
                 bar.update(completed=done // 10**6)
         on_every_rank(writer.finish)
+        return writer.digests
 
 
 class _FileWriter:
@@ -150,6 +164,8 @@ class _FileWriter:
         self._writer_of: dict[str, SafetensorsFileWriter] = {}
         self._buckets: queue.Queue[list[tuple[str, Tensor]] | None] = queue.Queue(1)
         self._error: BaseException | None = None
+        self.digests: dict[str, str] = {}
+        """SHA-256 of each tensor that was written."""
         self._thread = threading.Thread(target=self._run, name="export", daemon=True)
 
     def __enter__(self) -> _FileWriter:
@@ -190,6 +206,8 @@ class _FileWriter:
             try:
                 if self._error is None:
                     for name, tensor in tensors:
-                        self._writer_of[name].write_rows(name, 0, tensor.cpu())
+                        rows = tensor.cpu().contiguous()
+                        self._writer_of[name].write_rows(name, 0, rows)
+                        self.digests[name] = hashlib.sha256(byte_view(rows)).hexdigest()
             except BaseException as error:  # raised by finish
                 self._error = error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -159,6 +159,7 @@ class Trainer:
         denominator: float,
         *,
         is_last: bool = True,
+        check: Callable[[MetricSums], None] = lambda metrics: None,
     ) -> StepResult:
         """One optimiser step on L = (sum of ``token_loss`` over all replicas' tokens) / denominator.
 
@@ -169,6 +170,7 @@ class Trainer:
             denominator: a global count, the same on every rank.
             is_last: the weights are read before the next pass; false: another mini-batch follows at once, whose
                 forward pass may gather what other replicas updated (``overlap_param_gather``).
+            check: called with the metrics, the same on every rank, before the update; what it raises prevents it.
 
         Raises (on every rank, before the update):
             NonFiniteLossError: a loss or the gradient norm is not finite.
@@ -185,6 +187,7 @@ class Trainer:
         )
         metrics, bad_losses = self._reduce(results)
         metrics += self.routing_agreement()
+        check(metrics)
         grad_norm = prepare_step(self.optimizer)
         if bad_losses or not math.isfinite(grad_norm):
             raise NonFiniteLossError(grad_norm, self._culprits(results, batches))

@@ -67,6 +67,7 @@ def test_several_ranks_write_what_one_would(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
+    from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
     from megatron_dppo.model.reader import load_model_shape
     from tests.tiny_models import save_tiny_model
 
@@ -80,12 +81,18 @@ def test_several_ranks_write_what_one_would(tmp_path: Path) -> None:
     reports = run_ranks(f"{HERE}:export_worker", 2, str(tmp_path))
     files = sorted(name for name in expected if name.startswith("model-"))
     assert len(files) > 3
+    certificates = []
     for name in LAYOUTS:
-        assert digests(tmp_path / name) == expected
+        found = digests(tmp_path / name)
+        certificates.append(found.pop("conversion.json"))
+        assert found == expected
+        with open_checkpoint(tmp_path / name) as reader:  # which compares with the certificate
+            assert all(torch.equal(reader.read(name), tensor) for name, tensor in tensors.items())
         shares = [set(report[name]) for report in reports]
         assert all(shares), name
         assert not shares[0] & shares[1]
         assert sorted(shares[0] | shares[1]) == files
+    assert len(set(certificates)) == 1
     for report in reports:
         assert report["full disk"].startswith(
             "CheckpointError: the Hugging Face export was not written: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ def resume_worker(folder: str) -> dict[str, Any]:
     """Checkpoints of steps 1 and 2; then starts with the last one damaged, and with all of them gone."""
     import torch.distributed as dist
 
+    from megatron_dppo.loop.input_hashes import BackgroundHashes, model_files
     from megatron_dppo.loop.resuming import resume
     from megatron_dppo.loop.state import RunState, identity_of
     from megatron_dppo.metrics.history import remember_checkpoint
@@ -59,7 +61,12 @@ def resume_worker(folder: str) -> dict[str, Any]:
             dist.barrier()
         return f"step {0 if state is None else state.step} of {trainer.step_count}"
 
-    out: dict[str, Any] = {"refused": start(), "previous": start(on_damage="previous")}
+    hashes = BackgroundHashes(model_files(trainer.config), trainer.topology).wait()
+    out: dict[str, Any] = {
+        "hashes": hashes,
+        "refused": start(),
+        "previous": start(on_damage="previous"),
+    }
     out["renamed"] = names_in(at / "checkpoints")
     out["again"] = start()
     if rank == 0:
@@ -80,6 +87,10 @@ def test_starts_over_damaged_and_missing_checkpoints(tmp_path: Path) -> None:
 
     save_tiny_model(tmp_path / "hf", "qwen3_moe", layers=4, vocab_size=515)
     for got in run_ranks(f"{HERE}:resume_worker", 2, str(tmp_path)):
+        assert got["hashes"] == {
+            f"model.hf_checkpoint/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in (tmp_path / "hf").iterdir()
+        }
         assert got["refused"].startswith("DamagedCheckpointError: rank ")
         assert "step_000002/__1_0.distcp: altered" in got["refused"]
         assert "checkpoint.on_damage=previous goes on from step_000001" in got["refused"]

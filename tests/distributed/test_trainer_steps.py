@@ -203,6 +203,13 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
     out["denominators"] = error_of(
         lambda: trainer.train_mini_batch(batches, policy_token_loss, 200.0 + rank)
     )
+
+    def too_far(metrics):
+        raise ValueError(f"a gap of {metrics.values()['policy/abs_prob_gap']}")
+
+    out["checked"] = error_of(
+        lambda: trainer.train_mini_batch(batches, policy_token_loss, 200.0, check=too_far)
+    )
     if rank == 0:
         batches[0].target_ids[0] = VOCABULARY
     out["token id"] = error_of(lambda: trainer.train_mini_batch(batches, policy_token_loss, 200.0))
@@ -293,6 +300,8 @@ def test_every_rank_stops_before_the_update(tiny: str) -> None:
         assert found["recomputed"][0] == "NonFiniteLogProbsError"
         assert "rows of logits that hold NaN" in found["recomputed"][1]
     assert both[0]["poisoned"] == both[1]["poisoned"]
+    assert both[0]["checked"] == both[1]["checked"]
+    assert both[0]["checked"][1].startswith("a gap of ")
     assert both[0]["poisoned"][1].endswith(both[1]["where"])
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +31,7 @@ from megatron_dppo.fleet.generation import (
 )
 from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.fleet.http_router_link import HttpRouterLink
+from megatron_dppo.fleet.http_router_process import OPEN_PATHS
 from megatron_dppo.fleet.members import Member, client_of
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import KeptFleet, config_of, family, kill, proceed, stop
@@ -191,6 +194,43 @@ def test_no_key_is_in_a_command_line_or_a_log(fleet, config):
         shown += [" ".join(process.cmdline()) for process in family(server)]
     assert len(shown) >= 3 + 3
     assert not [text for text in shown for key in (keys.api, keys.admin) if key in text]
+
+
+def open_paths(port: int) -> dict[str, str]:
+    """The paths of the router that answer without a key, and what they say."""
+    found = {}
+    paths = "/metrics /workers /generate /v1/completions /v1/chat/completions /flush_cache /get_loads /wasm"
+    paths += (
+        " /v1/tokenizers /v1/responses /v1/embeddings /tokenize /model_info /server_info /ha/status"
+    )
+    for path in (*OPEN_PATHS, *paths.split()):
+        for method, body in (("GET", None), ("POST", b'{"text": "1", "model": "policy"}')):
+            request = urllib.request.Request(
+                f"http://127.0.0.1:{port}{path}",
+                data=body, method=method, headers={"Content-Type": "application/json"},
+            )  # fmt: skip
+            try:
+                with urllib.request.urlopen(request, timeout=20) as answer:
+                    found[path] = answer.read().decode()
+            except urllib.error.HTTPError as error:
+                if error.code not in (401, 403, 404, 405):
+                    found[path] = error.read().decode()
+    return found
+
+
+def test_what_the_router_tells_without_a_key_is_what_is_said_of_it(fleet):
+    """docs/shared_hosts.md and the start-up line name OPEN_PATHS; nothing there is a secret."""
+    router = fleet.folder.router()
+    found = open_paths(int(router.url.rpartition(":")[2]))
+    assert set(found) == set(OPEN_PATHS)
+    keys = fleet.folder.keys(fleet.members(2)[0].server)
+    assert not [path for path, said in found.items() if keys.api in said or keys.admin in said]
+    text = (Path(__file__).parents[2] / "docs" / "shared_hosts.md").read_text()
+    assert not [path for path in OPEN_PATHS if f"`{path}`" not in text]
+    listening = [
+        c.laddr for p in family(router) for c in p.net_connections("tcp") if c.status == "LISTEN"
+    ]
+    assert {address.ip for address in listening} == {"127.0.0.1"}
 
 
 def test_a_thousand_prompts_through_the_router_with_one_of_two_servers_killed(fleet, runner):

@@ -1,6 +1,7 @@
 """The real loop: Megatron-Core in two processes, the SGLang server, verified weights; and what may go wrong."""
 
 import json
+import shutil
 import signal
 import stat
 import tempfile
@@ -179,3 +180,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(config, disturbed
     assert weights[0] == weights[1]
     losses = [[r.get("optimizer/grad_norm") for r in records_of(d)] for d in directories.values()]
     assert losses[0] == losses[1]
+    refused_over_another_start_model(config, directories["whole"], tmp_path, *common)
+
+
+def refused_over_another_start_model(config, directory: Path, tmp_path: Path, *common: str) -> None:
+    """The same model at another place continues the run; with one bit of its weights flipped it doesn't."""
+    model = config.parent / "model"
+    other = tmp_path / "model"
+    shutil.copytree(model, other)
+    content = bytearray((other / "model.safetensors").read_bytes())
+    content[len(content) // 2] ^= 1
+    (other / "model.safetensors").write_bytes(content)
+    left = steps_of(directory)
+    words = (*common, f"run.directory={directory}", f"model.hf_checkpoint={other}", "run.steps=5")
+    with TrainingRun(config, *words) as run:
+        run.finish(code=1)
+        said = "".join(path.read_text() for path in (directory / "logs").glob("rank*.out"))
+        assert "begun with other files (model.hf_checkpoint/model.safetensors: its SHA-256" in said
+    assert steps_of(directory) == left

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -28,6 +30,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.reader import load_model_shape
 from tests.tiny_models import save_hollow_model, save_tiny_model
+from tests.unit.test_trajectory_codec import flipped
 
 SIDE_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 
@@ -264,3 +267,48 @@ def test_a_torch_dist_checkpoint_there_and_back(tmp_path, family, options):
 def test_both_forms_have_the_same_hashes(moe, tmp_path):
     sharded = hf_to_megatron(moe, tmp_path / "a", Layout.smallest(2, 2, None, 4))
     assert hf_to_torch_dist(moe, tmp_path / "b").tensors == sharded.tensors
+
+
+FORMS = {
+    "sharded": lambda hf, out: hf_to_megatron(hf, out, Layout()),
+    "torch_dist": hf_to_torch_dist,
+    "huggingface": lambda hf, out: megatron_to_hf(_megatron(hf, out), out),
+}
+
+
+def _megatron(hf: Path, out: Path) -> Path:
+    folder = out.with_name("between")
+    hf_to_megatron(hf, folder, Layout())
+    return folder
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_flipped_bit_beside_the_weights_of_a_conversion_is_named(moe, tmp_path, form):
+    FORMS[form](moe, tmp_path / "out")
+    read_certificate = load_certificate(tmp_path / "out")
+    assert set(read_certificate.files) >= {*SIDE_FILES, "chat_template.jinja"}
+    for i, name in enumerate(sorted(read_certificate.files)):
+        path = tmp_path / "out" / name
+        content = path.read_bytes()
+        for seed in range(3):
+            path.write_bytes(
+                flipped(content, random.Random(10 * i + seed).randrange(8 * len(content)))
+            )
+            with pytest.raises(
+                MismatchError, match=rf"out/{name}: its SHA-256 is .*conversion.json recorded"
+            ):
+                open_checkpoint(tmp_path / "out")
+        path.unlink()
+        with pytest.raises(MismatchError, match=f"out/{name}: its SHA-256 is none, it is gone"):
+            open_checkpoint(tmp_path / "out")
+        path.write_bytes(content)
+    open_checkpoint(tmp_path / "out").close()
+
+
+def test_a_certificate_without_files_is_of_an_earlier_version_and_read(moe, tmp_path):
+    certificate = hf_to_megatron(moe, tmp_path / "out", Layout())
+    path = tmp_path / "out" / "conversion.json"
+    body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("files", "sha256")}
+    digest = hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()
+    path.write_text(json.dumps({**body, "sha256": digest}))
+    assert load_certificate(tmp_path / "out") == certificate

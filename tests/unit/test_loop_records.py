@@ -1,15 +1,23 @@
 """What a run remembers and tells, without a trainer or an engine."""
 
 import json
+import random
+from pathlib import Path
 
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.loop.input_hashes import model_files, sha256_of
 from megatron_dppo.loop.recorder import Recorder, RecordingError
-from megatron_dppo.loop.state import ResumeError, RunState, identity_of
+from megatron_dppo.loop.start_checks import check_resume
+from megatron_dppo.loop.state import FILES, ResumeError, RunState, identity_of
+from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.system.fence import FencedError
+from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory
+from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal
+from tests.unit.test_trajectory_codec import flipped
 
 
 def config(tmp_path, **run) -> TrainConfig:
@@ -124,6 +132,129 @@ def test_a_state_of_another_version_is_refused():
     assert RunState.from_json(RunState(3, {"a": 1}, {}).to_json()) == RunState(3, {"a": 1}, {})
     with pytest.raises(ResumeError, match="fields"):
         RunState.from_json({"step": 3})
+
+
+def recorded(tmp_path, values, upto: int = 2) -> dict:
+    """The mark of a checkpoint of the last step."""
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    with Recorder(config(tmp_path, steps=9), 0, 0) as recorder:
+        for step in range(upto + 1):
+            recorder.write(step, {"loss/mean": 0.5 + step, **values})
+        return recorder.mark(upto)
+
+
+def resumed(tmp_path, mark, caplog) -> str:
+    caplog.clear()
+    with Recorder(config(tmp_path, steps=9), 0, mark["step"], mark=mark):
+        return caplog.text
+
+
+EVALUATED = {names.accuracy("sums"): 0.25}
+
+
+def test_altered_records_are_told_on_resuming_and_whole_ones_are_not(tmp_path, caplog):
+    mark = recorded(tmp_path, EVALUATED)
+    assert mark["step"] == 2
+    assert "was altered" not in resumed(tmp_path, mark, caplog)
+    path = tmp_path / "metrics.jsonl"
+    content = path.read_bytes()
+    told = 0
+    for bit in random.Random(1).sample(range(8 * len(content)), 60):
+        path.write_bytes(flipped(content, bit))
+        same = _values(path) == [json.loads(line) for line in content.splitlines()]
+        try:
+            text = resumed(tmp_path, mark, caplog)
+        except RecordsError:
+            told += 1
+            continue
+        assert same or "was altered since the checkpoint" in text or "holds" in text, bit
+        told += "was altered" in text
+    assert told > 50
+
+
+def _values(path) -> list | None:
+    try:
+        return [json.loads(line) for line in path.read_bytes().splitlines()]
+    except ValueError:
+        return None
+
+
+def test_a_last_record_that_may_still_get_its_evaluation_is_left_out(tmp_path, caplog):
+    mark = recorded(tmp_path, {})
+    assert mark["step"] == 1
+    with Recorder(config(tmp_path), 0, 2, mark=mark) as recorder:
+        recorder.complete(EVALUATED)
+    assert "was altered" not in resumed(tmp_path, mark, caplog)
+
+
+def test_a_save_does_not_fail_over_records_that_are_gone(tmp_path):
+    with Recorder(config(tmp_path), 0, 0) as recorder:
+        recorder.write(0, {})
+        (tmp_path / "metrics.jsonl").unlink()
+        assert recorder.mark(0) == {}
+
+
+FOLDER = (
+    "chat_template.jinja",
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors",
+)
+
+
+@pytest.fixture
+def checkpointed(tmp_path):
+    """A run with a checkpoint of step 2, as far as a start looks at it before any rank runs."""
+    settings = config(tmp_path)
+    folder = Path(settings.model.hf_checkpoint)
+    save_tiny_model(folder, "qwen3_moe")
+    files = {name: sha256_of(path) for name, path in model_files(settings).items()}
+    state = RunState(2, {}, {**identity_of(settings, "abc"), FILES: files})
+    folders = CheckpointDirectory(tmp_path / "checkpoints", 2)
+    begun = folders.begin(2)
+    folders.publish(begun, {"files": {}, "state": state.to_json(), "serial": begun.serial})
+    return settings, state, folder
+
+
+@pytest.mark.parametrize("name", FOLDER)
+@pytest.mark.parametrize("seed", range(4))
+def test_a_flipped_bit_of_the_start_model_is_refused_by_the_files_name(checkpointed, name, seed):
+    settings, state, folder = checkpointed
+    path = folder / name
+    content = path.read_bytes()
+    check_resume(settings, "abc")
+    path.write_bytes(flipped(content, random.Random(seed).randrange(8 * len(content))))
+    if name != "model.safetensors":  # at once; weights by the ranks, in the background
+        with pytest.raises(
+            ResumeError, match=f"other files .model.hf_checkpoint/{name}: its SHA-256 is"
+        ):
+            check_resume(settings, "abc")
+    files = {name: sha256_of(path) for name, path in model_files(settings).items()}
+    with pytest.raises(ResumeError, match=f"model.hf_checkpoint/{name}: its SHA-256 is .* was "):
+        state.check_files(files, "step_2")
+
+
+def test_a_file_that_came_or_went_is_told_and_texts_for_people_are_not(checkpointed):
+    settings, _, folder = checkpointed
+    (folder / "README.md").write_text("about")
+    (folder / ".cache").mkdir()
+    check_resume(settings, "abc")
+    (folder / "added_tokens.json").write_text("another")
+    with pytest.raises(ResumeError, match=r"model.hf_checkpoint/added_tokens.json came or"):
+        check_resume(settings, "abc")
+    (folder / "added_tokens.json").unlink()
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(ResumeError, match=r"model.hf_checkpoint/generation_config.json came or"):
+        check_resume(settings, "abc")
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_no_files(tmp_path):
+    values = RunState(3, {}, {}).to_json()
+    del values["records"]
+    state = RunState.from_json(values)
+    state.check_files({"model.hf_checkpoint/config.json": "ab"}, "step_3")
+    state.check_file_names({"model.hf_checkpoint/config.json"}, "step_3")
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 0}\n', '{"step": 0'])

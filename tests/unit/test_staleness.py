@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import FinishReason, Trajectory
 from megatron_dppo.loop.rollouts.figures import (
@@ -14,6 +15,8 @@ from megatron_dppo.loop.rollouts.figures import (
     speed_figures,
 )
 from megatron_dppo.loop.rollouts.staleness import (
+    GapError,
+    GapGuard,
     StalenessError,
     check_staleness,
     staleness_figures,
@@ -21,6 +24,7 @@ from megatron_dppo.loop.rollouts.staleness import (
 )
 from megatron_dppo.loop.rollouts.zero_variance import Selection
 from megatron_dppo.metrics import names
+from tests.unit.config_files import minimal
 
 
 def answer(
@@ -105,3 +109,52 @@ def test_recorded_routing_in_figures():
         "r3/unrecorded_share": 1 - (3 + 3) / (3 + 3 + 5),
         "r3/discarded_tokens": 2,
     }
+
+
+def guard(tmp_path, dtype="float32", **sections) -> GapGuard:
+    tree = minimal(tmp_path)
+    tree["model"]["dtype"] = dtype
+    for name, values in sections.items():
+        tree[name] = {**tree.get(name, {}), **values}
+    return GapGuard(TrainConfig.model_validate(tree))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sections", "largest"),
+    [
+        ("float32", {}, 0.01),
+        ("bfloat16", {}, 0.1),
+        ("float32", {"sglang": {"quantization": "fp8"}}, 0.1),
+        ("float32", {"sglang": {"kv_cache_dtype": "fp8_e5m2"}}, 0.1),
+        ("float32", {"sglang": {"kv_cache_dtype": "auto"}}, 0.01),
+        ("float32", {"megatron": {"fp8": "hybrid"}}, 0.1),
+        ("bfloat16", {"rollout": {"largest_gap": 0.3}}, 0.3),
+    ],
+)
+def test_a_gap_beyond_what_rounding_explains_stops_the_run(tmp_path, dtype, sections, largest):
+    guard(tmp_path, dtype, **sections).check(largest, is_stale=False)
+    with pytest.raises(
+        GapError, match=rf"is {largest * 1.01:.3g} at equal weights in {dtype}, expected at most"
+    ):
+        guard(tmp_path, dtype, **sections).check(largest * 1.01, is_stale=False)
+
+
+def test_where_the_weights_may_differ_a_gap_is_told_and_stops_nothing(tmp_path, caplog):
+    guard(tmp_path).check(0.9, is_stale=True)
+    guard(tmp_path).check(float("nan"), is_stale=False)
+    assert not caplog.text
+    for sections in ({"rollout": {"replay_from": "x"}}, {"lora": {"rank": 4, "dropout": 0.1}}):
+        caplog.clear()
+        guard(tmp_path, **sections).check(0.35, is_stale=False)
+        assert "mean |pi - mu| of the first mini-batch is 0.35 at equal weights" in caplog.text
+
+
+def test_a_gap_is_told_again_where_it_has_doubled(tmp_path, caplog):
+    watching = guard(tmp_path)
+    for gap in (1e-7, 1e-4, 1.1e-4, 2e-4, 2.1e-4, 2.3e-4, 5e-4):
+        watching.check(gap, is_stale=False)
+    assert [line.split(" is ")[1].split()[0] for line in caplog.messages] == [
+        "0.00011",
+        "0.00023",
+        "0.0005",
+    ]

@@ -2,6 +2,9 @@
 files of the earlier form are read.
 """
 
+import subprocess
+import sys
+import time
 import tracemalloc
 from pathlib import Path
 
@@ -261,3 +264,21 @@ def test_a_file_of_the_present_form_without_hashes_is_read(tmp_path):
     arrays = {n: a for n, a in load(path.read_bytes()).items() if not n.startswith("hash.")}
     path.write_bytes(save(arrays))
     assert all_same(load_batch(tmp_path, 3), batch)
+
+
+def test_a_kill_inside_a_save_leaves_whole_batches(tmp_path):
+    """The same step over and over, so that a file is always about to be replaced."""
+    program = (
+        "import sys; from tests.unit.test_trajectory_codec import hashed_batch, save_batch\n"
+        "while True: [save_batch(sys.argv[1], step, hashed_batch() * 50) for step in (1, 2, 3)]"
+    )
+    expected = hashed_batch() * 50
+    for kill in range(3):
+        with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) as process:
+            while not (tmp_path / "step_000003.safetensors").exists() and process.poll() is None:
+                time.sleep(0.01)
+            time.sleep(0.05 + 0.013 * kill)
+            process.kill()
+        for step in (1, 2, 3):
+            assert all_same(load_batch(tmp_path, step), expected)
+        (tmp_path / "step_000003.safetensors").unlink()

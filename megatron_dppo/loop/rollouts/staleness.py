@@ -1,18 +1,28 @@
 """How far behind the trainer the weights were that sampled a batch, token by token, and its bound.
 
 A batch of step n is trained on from weight version n - 1. The staleness of a token is n - 1 less the version that
-sampled it: 0 in synchronous runs, up to 1 where generation runs one step ahead.
+sampled it: 0 in synchronous runs, up to 1 where generation runs one step ahead. Without any, trainer and servers
+must agree about the tokens; the guard here looks after that.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.outline import Known
 from megatron_dppo.metrics import names
+from megatron_dppo.metrics.normal_ranges import BY_METRIC
 
+log = logging.getLogger(__name__)
+
+LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1}
+"""``rollout.largest_gap`` where it is not set, by the weights' type: 100 and 20 times the normal range's end. Where
+trainer and servers mean different models, sampled tokens of probability p differ by about p."""
 STALE_ANCHOR = (
     "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
     "rollout.max_staleness=1 are no longer those of the weights that sampled; see docs/staleness.md"
@@ -58,3 +68,47 @@ def with_gap_named(
     if batch_figures[names.STALENESS_MAX] > 0 and names.GAP_ON_POLICY in named:
         named[names.GAP_STALE] = named.pop(names.GAP_ON_POLICY)
     return named
+
+
+class GapError(RuntimeError):
+    """Trainer and servers hold the same weights and disagree about the tokens beyond what rounding explains."""
+
+
+class GapGuard:
+    """Looks at mean |pi - mu| of a batch's first mini-batch before it is trained on: warns outside the normal
+    range, and again where it has doubled; beyond ``rollout.largest_gap`` it stops the run.
+
+    Where the weights may differ (a stale batch, a replayed one), or the pass has dropout, it only warns.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._dtype = config.model.dtype
+        given = config.rollout.largest_gap
+        self._limit = given or LARGEST_GAP["bfloat16" if _is_coarse(config) else self._dtype]
+        self._stops = config.rollout.replay_from is None and not config.lora.dropout
+        self._warned = BY_METRIC[names.GAP_ON_POLICY].upper(self._dtype) / 2
+
+    def check(self, gap: float, *, is_stale: bool) -> None:
+        """Raise GapError, on every rank alike where ``gap`` is the same on all of them. NaN: no token was trained."""
+        if is_stale or math.isnan(gap):
+            return
+        told = (
+            f"mean |pi - mu| of the first mini-batch is {gap:.3g} at equal weights in {self._dtype}"
+        )
+        if self._stops and gap > self._limit:
+            raise GapError(
+                f"{told}, expected at most {self._limit:g} (rollout.largest_gap); it was not trained on. "
+                f"{BY_METRIC[names.GAP_ON_POLICY].why}"
+            )
+        if gap > 2 * self._warned:
+            self._warned = gap
+            log.warning("%s; %s", told, BY_METRIC[names.GAP_ON_POLICY].why)
+
+
+def _is_coarse(config: TrainConfig) -> bool:
+    """Whether one of both computes with fewer bits than the weights' type has."""
+    tables = (
+        config.sglang.get("quantization"),
+        config.sglang.get("kv_cache_dtype", "auto") != "auto",
+    )
+    return any(tables) or config.megatron.get("fp8") is not None
