@@ -272,6 +272,10 @@ def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trai
     hurried.committed_version = 40
     running = Generation(served, tokens=480)
     assert running.begun.wait(60)
+    RUNNER.run(
+        served.weights().pause()
+    )  # it can't end before it is asked for, on however busy a machine
+    assert running.is_alive()
     with pytest.raises(WeightUpdateRefusedError, match="kept the engine busy"):
         hurried.update(41)
     assert hurried.committed_version == 40
