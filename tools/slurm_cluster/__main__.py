@@ -40,7 +40,7 @@ def _run(words: argparse.Namespace) -> None:
         print(f"{len(cluster.nodes)} {kind} nodes: {' '.join(cluster.nodes)}")
         print(f"folder that all nodes share: {cluster.shared}")
         print(f"in another terminal: export SLURM_CONF={cluster.configuration}")
-        print(f"here: {', '.join(_VERBS)} and a node's name; Ctrl-C ends the cluster")
+        print(f"here: {', '.join(_VERBS)} and a node's name; Ctrl-C ends the cluster", flush=True)
         for line in sys.stdin:
             _obey(cluster, line.split())
 
