@@ -77,6 +77,7 @@ def check_supervised_config(config: SupervisedConfig, source: str = "configurati
         *world_problems(config),
         *megatron_problems(config.megatron),
         *training_problems(config),
+        *schedule_problems(config),
     ]
     if not Path(config.data.train).is_file():
         problems.append(f"data.train: got {config.data.train!r}, expected a JSONL or Parquet file")
@@ -138,6 +139,24 @@ def batch_problems(config: TrainConfig) -> Problems:
             "for "
             f"each of the {data} data-parallel ranks"
         )
+
+
+def schedule_problems(config: PolicyConfig) -> Problems:
+    """Numbers of the learning rate's schedule that don't go together."""
+    optimizer = config.optimizer
+    falls, end = optimizer.schedule != "constant", optimizer.decay_steps
+    if falls and (end is None or end <= optimizer.warmup_steps):
+        yield (
+            f"optimizer.decay_steps: got {given(end)} with schedule {optimizer.schedule!r}, expected more than "
+            f"optimizer.warmup_steps, {optimizer.warmup_steps}: all optimiser steps of the run, for one"
+        )
+    if not falls and (end is not None or optimizer.min_lr):
+        yield (
+            f"optimizer.schedule: got 'constant' with decay_steps {given(end)} and min_lr {optimizer.min_lr}, "
+            "expected 'linear' or 'cosine', or neither of these"
+        )
+    if optimizer.min_lr > optimizer.lr:
+        yield f"optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr, {optimizer.lr}"
 
 
 def _untruncated_sampling(config: TrainConfig) -> Problems:
@@ -283,6 +302,7 @@ CHECKS: tuple[Check, ...] = (
     url_problems,
     world_problems,
     batch_problems,
+    schedule_problems,
     _untruncated_sampling,
     _aggregation,
     _reference,

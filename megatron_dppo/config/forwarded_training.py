@@ -54,6 +54,7 @@ OPTIMIZER = ForwardedTable(
     "megatron_optimizer",
     {
         "lr": "optimizer.lr",
+        "min_lr": "optimizer.min_lr",
         "weight_decay": "optimizer.weight_decay",
         "adam_beta1": "optimizer.beta1",
         "adam_beta2": "optimizer.beta2",
@@ -68,7 +69,7 @@ OPTIMIZER = ForwardedTable(
     {
         "optimizer": _OTHER,
         "decoupled_weight_decay": "weight decay is decoupled",
-        **dict.fromkeys(("min_lr", "decoupled_lr", "decoupled_min_lr"), "the rate is one constant"),
+        **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all weights have one rate"),
         **dict.fromkeys(
             (
                 "loss_scale",

@@ -246,12 +246,19 @@ class TrainingConfig(StepConfig):
 
 
 class OptimizerConfig(Section):
-    """Adam with decoupled weight decay, constant rate after a linear warm-up."""
+    """Adam with decoupled weight decay, and the schedule of its rate."""
 
     lr: float = Field(gt=0)
     """Learning rate after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimiser steps over which the rate rises from 0."""
+    """Optimiser steps over which the rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate goes on after the warm-up: it stays, or falls to ``min_lr`` in a line or in half a cosine."""
+    decay_steps: int | None = Field(default=None, gt=0)
+    """Optimiser steps, those of the warm-up included, at which ``min_lr`` is reached, and kept. Empty only where the
+    schedule is constant. The steps of a rollout batch count each."""
+    min_lr: float = Field(default=0.0, ge=0)
+    """Rate at the end of a schedule that falls."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of the gradient's running mean."""
     beta2: float = Field(default=0.95, ge=0, lt=1)

@@ -27,14 +27,15 @@ def build_optimizer(
 ) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
     """Build Adam with decoupled weight decay (none on norms and biases) and its schedule.
 
-    The learning rate of step n = 1, 2, ... is ``lr * min(1, n / warmup_steps)``. ``options``: further fields of
-    Megatron-Core's OptimizerConfig.
+    The learning rate of step n = 1, 2, ... is ``lr * n / W`` in a warm-up of W steps, then ``min_lr + c (lr - min_lr)``
+    with c = 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine), x = (n - W) / (decay_steps - W) up to 1. It
+    depends on n alone, so a resumed run goes on in it. ``options``: further fields of Megatron-Core's OptimizerConfig.
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
-            min_lr=0.0,
+            min_lr=config.min_lr,
             weight_decay=config.weight_decay,
             adam_beta1=config.beta1,
             adam_beta2=config.beta2,
@@ -53,10 +54,10 @@ def build_optimizer(
         optimizer,
         init_lr=0.0,
         max_lr=config.lr,
-        min_lr=0.0,
+        min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=sys.maxsize,
-        lr_decay_style="constant",
+        lr_decay_steps=config.decay_steps or sys.maxsize,
+        lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
         wd_incr_steps=0,

@@ -174,6 +174,7 @@ def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
             warmup_steps=2,
             clip_grad=changes.get("clip_grad", 1.0),
             distributed=changes.get("distributed", False),
+            **changes.get("schedule", {}),
         ),
         parallel=s.ParallelConfig(**parallel),
         lora=s.LoraConfig(**changes.get("lora", {})),

@@ -78,6 +78,23 @@ def test_layouts_that_fit(check, overrides):
 
 REFUSED = [
     (
+        ["optimizer.schedule=cosine"],
+        "optimizer.decay_steps: got null with schedule 'cosine', expected more than "
+        "optimizer.warmup_steps, 0",
+    ),
+    (
+        ["optimizer.schedule=linear", "optimizer.warmup_steps=5", "optimizer.decay_steps=5"],
+        "optimizer.decay_steps: got 5 (int) with schedule 'linear', expected more than",
+    ),
+    (
+        ["optimizer.decay_steps=5"],
+        "optimizer.schedule: got 'constant' with decay_steps 5 (int) and min_lr 0.0, expected",
+    ),
+    (
+        ["optimizer.schedule=linear", "optimizer.decay_steps=9", "optimizer.min_lr=1"],
+        "optimizer.min_lr: got 1.0, expected at most optimizer.lr",
+    ),
+    (
         [WORLD + "3", "parallel.tensor=2"],
         "parallel.world_size: got 3, expected a multiple of tensor x pipeline = 2 x 1 = 2",
     ),

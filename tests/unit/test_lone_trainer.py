@@ -123,3 +123,33 @@ def test_a_step_is_penalised_for_leaving_the_start_not_the_step_before(folder: P
     trainer.close()
     assert estimates[0] == pytest.approx(0, abs=1e-9)
     assert 1e-6 < estimates[1] < estimates[2] < 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [  # lr 1e-3, min_lr 2e-4: two steps up, four down, then it stays
+        ("constant", [0.5, 1, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ("cosine", [0.5, 1, 0.2 + 0.4 * (1 + 0.5**0.5), 0.6, 0.2 + 0.4 * (1 - 0.5**0.5), 0.2, 0.2]),
+    ],
+)
+def test_the_rate_follows_its_schedule_also_after_a_resume(
+    folder: Path, tmp_path: Path, schedule: str, rates: list[float]
+) -> None:
+    falls = {} if schedule == "constant" else {"decay_steps": 6, "min_lr": 2e-4}
+    found = []
+    from megatron_dppo.trainer.checkpoint import CheckpointStore
+
+    for steps in (range(3), range(3, 7)):
+        trainer = make_trainer(
+            str(folder / "dense"), {}, {"schedule": {"schedule": schedule, **falls}}
+        )
+        store = CheckpointStore(tmp_path, 1)
+        if steps.start:
+            store.load(trainer, store.survey().complete[-1])
+        batches = own_micro_batches(trainer, samples()[:2])
+        found += [trainer.train_mini_batch(batches, policy_token_loss, 200.0).lr for _ in steps]
+        store.save(trainer, steps.stop, {})
+        store.close()
+        trainer.close()
+    assert found == pytest.approx([1e-3 * rate for rate in rates])
