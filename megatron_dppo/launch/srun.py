@@ -1,16 +1,22 @@
 """Commands of a run inside a Slurm allocation: each is a step of its own, started by srun.
 
-SIGTERM to srun has Slurm kill the step's tasks at once, so that is how a step is ended. A step shares
-its node with the others (``--overlap``) and gets all of the node's cores and GPUs.
+SIGTERM to srun has Slurm kill the step's tasks at once, so that is how a step is ended. srun names the
+step by the job's id and the step's number, which a requeued job counts from 0 again: an srun that can't
+reach Slurm tries anew for seconds, and would then kill a step of the attempt that succeeded it. So where
+the run's lease is another's, srun itself is killed, and says nothing.
+
+A step shares its node with the others (``--overlap``) and gets all of the node's cores and GPUs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.launch.places import Host
+from megatron_dppo.system.fence import FencedError
 from megatron_dppo.system.launching import LocalProcess, Running, start_fed
 
 _END_S = 15.0
@@ -30,11 +36,13 @@ _OPTION_VARIABLES = (
 class StepForm:
     """What every step of a run has in common.
 
-    ``flags``: of srun. ``prefix``: words before the command, such as those that enter a container.
+    ``flags``: of srun. ``prefix``: words before the command, such as those that enter a container. ``fence``:
+    raises FencedError once another start has taken over the run.
     """
 
     flags: tuple[str, ...] = ()
     prefix: tuple[str, ...] = ()
+    fence: Callable[[], None] = lambda: None
 
     def command(
         self,
@@ -120,7 +128,8 @@ class SrunLauncher:
             stdin=True,
         )
         return SrunProcess(
-            start_fed(words, environment=step_environment(environment), log=log, stdin=stdin)
+            start_fed(words, environment=step_environment(environment), log=log, stdin=stdin),
+            self._form.fence,
         )
 
     def require_free_port(self, address: str, port: int) -> None:
@@ -128,16 +137,31 @@ class SrunLauncher:
 
 
 class SrunProcess(LocalProcess):
-    """A step, by its srun, whose exit code is the highest of the tasks'; see Running.
+    """A step, by its srun, whose exit code is the highest of the tasks'; see Running. ``fence``: see StepForm.
 
     Either way of ending it is SIGTERM to srun, by which Slurm kills the tasks: a server whose run is over
     has no request to finish.
     """
+
+    def __init__(
+        self, process: subprocess.Popen[bytes], fence: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(process)
+        self._fence = fence
 
     def stop(self, grace_s: float) -> None:
         """See ``kill``."""
         self.kill()
 
     def kill(self) -> None:
-        """Have Slurm kill the tasks; returns when srun is gone."""
-        super().stop(_END_S)
+        """Have Slurm kill the tasks; returns when srun is gone.
+
+        Where another start has taken over the run, this job's steps of these numbers are that start's: the tasks are
+        left to Slurm, which ended this attempt, and to their own fences.
+        """
+        try:
+            self._fence()
+        except FencedError:
+            super().kill()
+        else:
+            super().stop(_END_S)

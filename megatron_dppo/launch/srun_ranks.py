@@ -60,6 +60,7 @@ class SrunRanks:
             **variables,
         }
         self._count = len(placement.ranks)
+        self._fence = form.fence
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -100,7 +101,7 @@ class SrunRanks:
     def kill(self) -> None:
         """See Ranks."""
         if self._popen is not None:
-            SrunProcess(self._popen).kill()
+            SrunProcess(self._popen, self._fence).kill()
 
     def _code(self) -> int | None:
         assert self._popen is not None

@@ -173,7 +173,8 @@ class Start:
         return Runtime(launcher, python, variables)
 
     def _form(self, *, server: bool) -> StepForm:
-        return self._site.form(str(Path.cwd()), server=server)
+        form = self._site.form(str(Path.cwd()), server=server)
+        return replace(form, fence=self._directory.lease.fence.check)
 
 
 def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:

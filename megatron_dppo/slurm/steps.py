@@ -131,7 +131,7 @@ class Steps:
         while None in (codes := [process.poll() for process in processes]):
             if self._stops.came() or time.monotonic() > deadline:
                 for process in processes:
-                    SrunProcess(process).kill()
+                    SrunProcess(process, self._form.fence).kill()
                 log.warning("the step %s was ended: %s", name, tail(output, 1))
                 return None
             time.sleep(_POLL_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from megatron_dppo.launch.slurm_rank import adopt_slurm_rank, port_base, tasks_p
 from megatron_dppo.launch.srun import SrunLauncher, SrunProcess, StepForm, step_environment
 from megatron_dppo.launch.srun_ranks import ended_tasks
 from megatron_dppo.loop.stopping import StopFlag
+from megatron_dppo.system.fence import FencedError
 from megatron_dppo.system.launching import LocalProcess, start_fed
 from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, ask_to_stop, withdraw_stop
 
@@ -156,12 +158,35 @@ def test_a_step_of_a_heterogeneous_job_names_its_group():
     assert {"--input=all", "--kill-on-bad-exit=0"} <= set(words)
 
 
+def taken_over() -> None:
+    raise FencedError("another start of this run took over")
+
+
 NOTES_TERM = """
 import signal, sys, time
 signal.signal(signal.SIGTERM, lambda *_: (print("told", flush=True), sys.exit(7)))
 print(sys.stdin.read(), flush=True)
 time.sleep(60)
 """
+
+
+@pytest.mark.parametrize(("fence", "code"), [(lambda: None, 7), (taken_over, -9)])
+def test_an_srun_of_a_start_that_was_succeeded_says_nothing_to_slurm(
+    tmp_path, monkeypatch, fence, code
+):
+    """Its step's number may be one of the next attempt's."""
+    srun = tmp_path / "srun"
+    srun.write_text(f"#!{sys.executable}\n{NOTES_TERM}")
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    form, log = StepForm(fence=fence), tmp_path / "log"
+    launcher = SrunLauncher([Host("n1", "10.0.0.1", 8)], "server", form)
+    step = launcher.start(["python"], environment=os.environ, log=log, stdin=b"keys")
+    deadline = time.monotonic() + 60
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    step.stop(20)
+    assert step.poll() == code
 
 
 @pytest.mark.parametrize(
@@ -171,6 +196,8 @@ time.sleep(60)
         (LocalProcess, "kill", -9),
         (SrunProcess, "stop", 7),
         (SrunProcess, "kill", 7),  # srun must live to end its tasks
+        (partial(SrunProcess, fence=taken_over), "stop", -9),  # which are another attempt's by now
+        (partial(SrunProcess, fence=taken_over), "kill", -9),
     ],
 )
 def test_a_step_is_ended_through_its_srun_and_a_command_by_force(tmp_path, kind, how, code):
