@@ -30,7 +30,8 @@ class PackedBatch:
     ``advantages`` float32 [T], 0 outside ``loss_mask``; ``sequence_index`` int64 [S]: the
     trajectories' positions in their batch, -1 for the padding. ``columns``: tensors [T, ...] by the
     names of ``data/columns.py``, with the declared fill in rows that have no value; of columns with
-    gaps ``valid`` has a bool [T] by the same name: the rows that hold.
+    gaps ``valid`` has a bool [T] by the same name: the rows that hold. Of columns of the input
+    (``Rows.INPUT``) only the rows of ``pack``'s ``share`` are there.
     """
 
     token_ids: Tensor
@@ -84,6 +85,7 @@ def pack(
     trains: Sequence[bool] | None = None,
     pad_multiple: int = 1,
     forms: Mapping[str, Form] | None = None,
+    share: tuple[int, int] = (1, 0),
 ) -> PackedBatch:
     """Lay ``trajectories`` end to end; pad T up to a multiple of ``pad_multiple`` tokens.
 
@@ -96,13 +98,20 @@ def pack(
         forms: Of the whole batch (``forms_of``). ``pack([])``, for a rank that must take part in a
             micro-batch it has no trajectory for, is a pad-only batch of ``pad_multiple`` tokens that
             trains nothing and has these columns, as its peers' packs have; not read otherwise.
+        share: (n, i): of columns of the input lay out the i-th of n equal runs of rows alone, as sequence
+            parallelism splits a micro-batch over tensor ranks.
 
     Raises:
-        ValueError: As ``forms_of``, ``pad_multiple`` is below 1, or of what trains a column of sampled
-            tokens holds what can't be: a log-probability that is not finite or above 0, a Top-K id twice.
+        ValueError: As ``forms_of``, ``pad_multiple`` is below 1 or no multiple of n, or of what trains a column
+            of sampled tokens holds what can't be: a log-probability that is not finite or above 0, a Top-K id
+            twice.
     """
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple must be at least 1, got {pad_multiple}")
+    if pad_multiple % share[0]:
+        raise ValueError(
+            f"pad_multiple is {pad_multiple}, expected a multiple of {share[0]} shares"
+        )
     trains = [True] * len(trajectories) if trains is None else trains
     indices = range(len(trajectories)) if indices is None else indices
     lengths = [t.length for t in trajectories]
@@ -122,7 +131,7 @@ def pack(
             advantages[predicting] = t.loss_mask[1:] * np.float32(t.advantage)
     target_ids = np.roll(token_ids, -1)
     target_ids[ends - 1] = 0
-    columns, valid = _columns(trajectories, starts, trains, tokens, forms)
+    columns, valid = _columns(trajectories, starts, trains, tokens, forms, share)
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(starts, lengths)),
@@ -155,6 +164,7 @@ def _columns(
     trains: Sequence[bool],
     tokens: int,
     forms: Mapping[str, Form] | None,
+    share: tuple[int, int],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The pack's columns, and the validity of those with gaps."""
     if trajectories:
@@ -169,10 +179,13 @@ def _columns(
         column = declared(name)
         if not column.packed:
             continue
-        values = np.full((tokens, *form.trailing), column.fill, form.dtype)
-        holds = np.zeros(tokens, np.bool_)
+        count, index = share if column.rows is Rows.INPUT else (1, 0)
+        rows = tokens // count
+        values = np.full((rows, *form.trailing), column.fill, form.dtype)
+        holds = np.zeros(rows, np.bool_)
         for trajectory, start, has_gradient in zip(trajectories, starts, trains, strict=False):
-            _lay_out(column, trajectory, values[start:], holds[start:], has_gradient=has_gradient)
+            if has_gradient or column.rows is Rows.INPUT:
+                _lay_out(column, trajectory, int(start) - index * rows, values, holds)
         columns[name] = torch.from_numpy(values)
         if column.has_gaps:
             valid[name] = torch.from_numpy(holds)
@@ -180,20 +193,19 @@ def _columns(
 
 
 def _lay_out(
-    column: Column,
-    trajectory: Trajectory,
-    values: np.ndarray,
-    holds: np.ndarray,
-    *,
-    has_gradient: bool,
+    column: Column, trajectory: Trajectory, start: int, values: np.ndarray, holds: np.ndarray
 ) -> None:
-    """Write the trajectory's rows of a column to ``values``, which begin at its first token."""
+    """Write the trajectory's rows of a column to ``values``, where its first token is at ``start``, as far as they
+    are within.
+    """
     rows = trajectory.columns.get(column.name)
-    if rows is None or (column.rows is Rows.SAMPLED and not has_gradient):
+    if rows is None:
         return
-    places = column.places(trajectory.loss_mask)
+    places = column.places(trajectory.loss_mask) + start
+    within = slice(*np.searchsorted(places, (0, len(values))))  # they ascend
+    rows, places = rows[within], places[within]
     if column.usable is not None:
-        usable = column.usable(trajectory.loss_mask, trajectory.columns)
+        usable = column.usable(trajectory.loss_mask, trajectory.columns)[within]
         rows, places = rows[usable], places[usable]
     values[places] = rows
     holds[places] = True

@@ -20,14 +20,15 @@ class BatchLayout:
     """How micro-batches must be cut for this trainer.
 
     ``count_multiple``: the interleaved schedule takes micro-batches in rounds of the pipeline's size.
-    ``pad_multiple``: sequence parallelism splits a packed micro-batch evenly over tensor ranks. ``cost``: by
-    which ranks and micro-batches are balanced.
+    ``pad_multiple``: sequence parallelism splits a packed micro-batch evenly over tensor ranks. ``share``: number of
+    these parts, and this rank's. ``cost``: by which ranks and micro-batches are balanced.
     """
 
     dp_rank: int
     dp_size: int
     count_multiple: int = 1
     pad_multiple: int = 1
+    share: tuple[int, int] = (1, 0)
     cost: SequenceCost = TOKENS
 
 
@@ -113,6 +114,7 @@ def pack_mini_batch(
             trains=[trains(batch[i], algorithm) for i in rows],
             pad_multiple=layout.pad_multiple,
             forms=forms,
+            share=layout.share,
         )
         for rows in plan.positions[layout.dp_rank]
     ]

@@ -105,6 +105,7 @@ class Learner:
             dp_size=trainer.topology.dp_size,
             count_multiple=trainer.micro_batch_multiple,
             pad_multiple=trainer.pad_multiple,
+            share=trainer.share,
             cost=forward_flops(trainer.shape),
         )
         self._topk = topk

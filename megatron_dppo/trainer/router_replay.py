@@ -109,7 +109,8 @@ class ModelReplay:
     """Replays recordings through every router of this rank's model chunks.
 
     ``layers``: places, among the model's layers that route, of those of this rank. A recording has all
-    of the model's layers or these alone.
+    of the model's layers or these alone, and all rows of its micro-batch or this rank's. ``share``: how many
+    parts sequence parallelism makes of a micro-batch, and this rank's.
 
     Raises ValueError where the model routes nothing. Not collective but for ``agreement``.
     """
@@ -120,16 +121,16 @@ class ModelReplay:
         shape: ModelShape,
         topology: Topology,
         *,
-        sequence_parallel: bool,
+        share: tuple[int, int],
         device: torch.device,
     ) -> None:
         if not shape.is_moe:
             raise ValueError(f"rollout.router_replay: a {shape.family} model routes nothing")
         self._shape = shape
         self._device = device
-        self._split = (topology.tp_size, topology.tp_rank) if sequence_parallel else (1, 0)
+        self._share = share
         # Without sequence parallelism every tensor rank routes the same tokens.
-        self._counts_here = sequence_parallel or topology.tp_rank == 0
+        self._counts_here = share[0] > 1 or topology.tp_rank == 0
         self._states = [ChunkState(device) for _ in chunks]
         self._columns = [
             attach(chunk, state, shape.moe_layers)
@@ -186,12 +187,13 @@ class ModelReplay:
     def _local(self, batch: PackedBatch, columns: Sequence[int]) -> Recording | None:
         if RECORDING not in batch.columns:
             return None
-        size, rank = self._split
-        recorded = batch.columns[RECORDING]
+        recorded, valid = batch.columns[RECORDING], batch.valid[RECORDING]
+        size, part = self._share
+        if len(recorded) == batch.num_tokens:
+            recorded, valid = recorded.chunk(size)[part], valid.chunk(size)[part]
         if recorded.shape[1] != len(self._shape.moe_layers):
             columns = [self.layers.index(column) for column in columns]
-        experts = recorded.chunk(size)[rank][:, list(columns)]
-        valid = batch.valid[RECORDING].chunk(size)[rank]
+        experts = recorded[:, list(columns)]
         return Recording(experts.to(self._device), valid.to(self._device))
 
     def _check(self, batch: PackedBatch) -> None:

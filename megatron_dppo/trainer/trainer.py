@@ -122,13 +122,15 @@ class Trainer:
             self._reference = ReferenceWeights(self.chunks, with_adapters=self._starts_adapted)
             self.reference_sha256 = start_digest(config, self.topology, self.adapted)
         is_sequence_parallel = sizes.sequence_parallel(self.shape)
+        parts = self.topology.tp_size, self.topology.tp_rank
+        self.share = parts if is_sequence_parallel else (1, 0)
         self._replay: ModelReplay | None = None
         if config.router_replay:
             self._replay = ModelReplay(
                 self.chunks,
                 self.shape,
                 self.topology,
-                sequence_parallel=is_sequence_parallel,
+                share=self.share,
                 device=self.device,
             )
         self.ddp_chunks = wrap_chunks(
@@ -145,8 +147,7 @@ class Trainer:
             distributed=config.distributed_optimizer,
         )
         self.step_count = 0
-        local = self.layout.tensor if is_sequence_parallel else 1
-        self.pad_multiple = local * config.token_multiple
+        self.pad_multiple = self.share[0] * config.token_multiple
         self.micro_batch_multiple = self.layout.pipeline if self.layout.chunks > 1 else 1
         self._stats = StatsFunction(
             self.topology, self.shape.vocab_size, config.temperature, self.stats_spec

@@ -133,11 +133,12 @@ def train(
     try:
         watch = RouterWatch(trainer)
         batches = own_micro_batches(trainer, recorded_samples())
+        shared = own_micro_batches(trainer, recorded_samples(), share=trainer.share)
         trainer.log_probs(batches)
         wrong = watch.wrong(trainer, batches)
         out: dict[str, Any] = {"metrics": [], "norms": []}
         for step in range(2):
-            result = trainer.train_mini_batch(batches, policy_token_loss, denominator=200.0)
+            result = trainer.train_mini_batch(shared, policy_token_loss, denominator=200.0)
             passes = 2 if changes in (FULL, MOE) else 1
             if len({recorded for _, recorded in watch.seen}) != passes:
                 wrong.append(f"kinds of passes: {sorted(watch.seen)}")

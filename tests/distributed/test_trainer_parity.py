@@ -127,6 +127,7 @@ def micro_batches(
     pad_multiple: int,
     count_multiple: int,
     budget: int = 120,
+    share: tuple[int, int] = (1, 0),
 ) -> list:
     """One replica's share of a step on ``data``; every seventh response does not train."""
     from megatron_dppo.data.balancing import plan_mini_batch
@@ -140,16 +141,19 @@ def micro_batches(
             indices=rows,
             trains=[i % 7 != 3 for i in rows],
             pad_multiple=pad_multiple,
+            share=share,
         )
         for rows in plan[dp_rank]
     ]
 
 
-def own_micro_batches(trainer, data: list, budget: int = 120) -> list:
-    """This rank's share of a step on ``data``."""
+def own_micro_batches(
+    trainer, data: list, budget: int = 120, share: tuple[int, int] = (1, 0)
+) -> list:
+    """This rank's share of a step on ``data``; ``share``: as for ``pack``."""
     at = trainer.topology
     multiples = trainer.pad_multiple, trainer.micro_batch_multiple
-    return micro_batches(data, at.dp_rank, at.dp_size, *multiples, budget)
+    return micro_batches(data, at.dp_rank, at.dp_size, *multiples, budget, share)
 
 
 def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):

@@ -226,6 +226,33 @@ def test_every_sequence_survives_packing(drawn, pad_multiple):
 
 
 @settings(max_examples=60, deadline=None)
+@given(batches(), st.integers(1, 4), st.integers(1, 3))
+def test_the_shares_of_the_input_s_columns_are_the_whole(drawn, parts, multiple):
+    trajectories, trains = drawn
+    routed = [
+        t.with_columns(
+            routed_experts=np.arange(6 * (t.length - 1), dtype=np.uint8).reshape(-1, 3, 2) % 7
+        )
+        for t in trajectories
+    ]
+    options = {"trains": trains, "pad_multiple": parts * multiple}
+    whole = pack(routed, **options)
+    shares = [pack(routed, **options, share=(parts, part)) for part in range(parts)]
+    if trajectories:
+        for packed in shares:  # a column of sampled tokens is whole
+            assert torch.equal(*(p.columns["rollout_log_probs"] for p in (packed, whole)))
+        for tensors in ("columns", "valid"):
+            rows = [getattr(packed, tensors)["routed_experts"] for packed in shares]
+            assert {len(r) for r in rows} == {whole.num_tokens // parts}
+            assert torch.equal(torch.cat(rows), getattr(whole, tensors)["routed_experts"])
+
+
+def test_a_pack_that_does_not_split_evenly_is_refused():
+    with pytest.raises(ValueError, match="expected a multiple of 2 shares"):
+        pack([], pad_multiple=3, share=(2, 0))
+
+
+@settings(max_examples=60, deadline=None)
 @given(batches(), st.integers(1, 8))
 def test_unpacking_finds_what_predicts_each_sampled_token(drawn, pad_multiple):
     trajectories, _ = drawn
