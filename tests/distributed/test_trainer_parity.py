@@ -256,11 +256,19 @@ def distances(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, tuple[
     """By kind: the largest relative difference, and where; infinite where names differ."""
     out = {"norms": max(relative(got["norms"], expected["norms"], "step"))}
     steps = zip(got["metrics"], expected["metrics"], strict=True)
-    out["metrics"] = max(max(named(a, b, scalar_distance)) for a, b in steps)
+    out["metrics"] = max(
+        max(named(in_units(a, b), in_units(b, b), scalar_distance)) for a, b in steps
+    )
     for kind in ("gradients", "parameters"):
         if kind in got:
             out[kind] = max(named(got[kind], expected[kind], tensor_distance))
     return out
+
+
+def in_units(metrics: dict[str, float], expected: dict[str, float]) -> dict[str, float]:
+    """``metrics`` with the signed sum of pi - mu, whose terms cancel, in units of what it sums."""
+    size = expected["policy/abs_prob_gap"]
+    return metrics | {"policy/prob_gap": metrics["policy/prob_gap"] / size + 1}
 
 
 def relative(a: list[float], b: list[float], what: str) -> list[tuple[float, str]]:
