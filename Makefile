@@ -1,5 +1,7 @@
 # `make demo` trains a tiny mixture-of-experts model by DPPO on this machine, no GPU; `make test` runs every check.
 PYTHON_IN_VENV := .venv/bin/python
+# An environment for CPUs leaves GPUs alone, on a machine that has some: its torch can't use them, and a run says so and ends.
+RUN_IN_VENV = $(if $(shell grep -sx kind=cpu .venv/.installed),CUDA_VISIBLE_DEVICES= )$(PYTHON_IN_VENV)
 TEST_PROCESSES ?= 2
 .DEFAULT_GOAL := help
 
@@ -12,22 +14,22 @@ setup:  ## the virtual environment .venv (done once); GPU=1: the one for GPUs, w
 	@tools/environment/setup.sh $(if $(GPU),gpu)
 
 demo: setup  ## the whole loop on a tiny model: report in runs/demo (also SEED=2, DIRECTORY=..., OVERRIDES="key=value ...")
-	@$(PYTHON_IN_VENV) -m megatron_dppo demo $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
+	@$(RUN_IN_VENV) -m megatron_dppo demo $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
 
 slurm-demo: setup  ## a real Slurm of four nodes on this machine: the tiny recipe with R3 is submitted, restarted by its time limit, finished
-	@$(PYTHON_IN_VENV) -m examples.tiny_moe.slurm_demo $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
+	@$(RUN_IN_VENV) -m examples.tiny_moe.slurm_demo $(if $(DIRECTORY),--directory $(DIRECTORY)) $(OVERRIDES)
 
 why: setup  ## four algorithms where the trust region matters, three seeds each: figure in runs/why (also ALGORITHM=..., SEED=..., DIRECTORY=...)
-	@$(PYTHON_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
+	@$(RUN_IN_VENV) -m examples.why.run $(if $(ALGORITHM),--algorithm $(ALGORITHM)) $(if $(SEED),--seed $(SEED)) $(if $(DIRECTORY),--directory $(DIRECTORY))
 
 gpu-check: setup  ## what to run first on a GPU machine; without one it checks what it can: page in runs/gpu_check (also ONLY=kernels,mask)
 	@$(PYTHON_IN_VENV) -m megatron_dppo gpu-check $(if $(ONLY),--only $(ONLY))
 
 test: lint types  ## every check: lint, types, unit, distributed, integration and Slurm tests (ALL=1: the slow Slurm tests too)
-	@$(PYTHON_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slurm_slow')
+	@$(RUN_IN_VENV) -m pytest tests -n $(TEST_PROCESSES) --dist loadfile $(if $(ALL),,-m 'not slurm_slow')
 
 unit: setup  ## the fast tests alone
-	@$(PYTHON_IN_VENV) -m pytest tests/unit
+	@$(RUN_IN_VENV) -m pytest tests/unit
 
 mutants: setup  ## the numerical core changed one operator at a time: prints what no test notices (also MODULES="algorithms/masks.py ...")
 	@[ -d .mutants ] || $(PYTHON_IN_VENV) -m pip install -q --no-deps --target .mutants -r tools/environment/mutation.txt

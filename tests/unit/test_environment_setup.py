@@ -416,3 +416,20 @@ def test_a_build_of_torch_for_cpus_is_installed(clone, wheels):
     assert code == 1
     assert "installing 1 pinned packages" in said
     assert "installs: -m pip" in errors
+
+
+@pytest.mark.parametrize("target", ["demo", "why", "slurm-demo", "test", "unit"])
+@pytest.mark.parametrize(("kind", "hidden"), [("cpu", True), ("gpu", False)])
+def test_an_environment_for_cpus_leaves_gpus_alone(tmp_path, target, kind, hidden):
+    """On a machine with a GPU that its torch can't use, the two commands of the README work all the same."""
+    shutil.copy(ENVIRONMENT.parents[1] / "Makefile", tmp_path)
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / ".installed").write_text(f"kind={kind}\nplace=/elsewhere\n")
+    lines = subprocess.run(
+        ["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    commands = [
+        line for line in lines if re.search(r"python -m (megatron_dppo|examples|pytest)", line)
+    ]
+    assert len(commands) == 1
+    assert commands[0].startswith("CUDA_VISIBLE_DEVICES= ") == hidden
