@@ -17,7 +17,7 @@ from tests.trajectories import trajectory
 def batch(pad_multiple: int = 1):
     def sample(prompt: list[int], response: list[int]) -> Trajectory:
         n = len(response)
-        ids, log_probs = np.zeros((n, 2), np.int32), np.zeros((n, 2), np.float32)
+        ids, log_probs = np.tile(np.array([3, 4], np.int32), (n, 1)), np.zeros((n, 2), np.float32)
         return trajectory(prompt, response, topk_ids=ids, topk_log_probs=log_probs)
 
     both = [sample([1], [2, 3]), sample([5, 6], [7])]
@@ -47,7 +47,7 @@ def test_padding_is_one_more_sequence_without_loss() -> None:
     assert padded.loss_mask.tolist() == [True, True, False, False, True] + [False] * 5
     assert padded.advantages.tolist() == [1, 1, 0, 0, 1] + [0] * 5
     assert padded.columns["rollout_log_probs"].tolist() == [-0.5, -1, 0, 0, -0.5] + [0] * 5
-    assert padded.columns["topk_ids"].tolist()[4:] == [[0, 0]] + [[-1, -1]] * 5
+    assert padded.columns["topk_ids"].tolist()[4:] == [[3, 4]] + [[-1, -1]] * 5
     assert padded.columns["topk_log_probs"].shape == (10, 2)
     same = batch()
     assert pad_to(same, 6) is same
