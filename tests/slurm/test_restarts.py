@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 
+from megatron_dppo.launch.srun import SrunProcess
+from megatron_dppo.system.fence import FencedError
+from megatron_dppo.system.processes import start_process
 from tests.slurm.jobs import TRAINER, StandInJob
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slurm_slow]
@@ -65,6 +72,47 @@ def test_a_cut_off_supervisor_does_no_harm_to_the_attempt_that_succeeds_it(isola
     job.wait_for_end()
     steps = job.steps()
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_a_step_of_the_next_attempt_outlives_the_old_one_s_srun(cluster, folder):
+    """Both name it 1.0: Slurm counts a requeued job's steps from 0 again, and an old srun asks for its step's end."""
+    script = folder / "job.sh"
+    script.write_text(
+        "#!/bin/bash\n"
+        f'echo "attempt ${{SLURM_RESTART_COUNT:-0}}" >> {folder}/log\n'
+        '[ -z "$SLURM_RESTART_COUNT" ] || srun --overlap sh -c '
+        f"'echo began >> {folder}/log; sleep 8'; echo \"ended $?\" >> {folder}/log\n"
+        "sleep 300\n"
+    )
+
+    def logged(line: str) -> None:
+        deadline = time.monotonic() + 180
+        while line not in (folder / "log").read_text().splitlines():
+            assert time.monotonic() < deadline, line
+            time.sleep(0.1)
+
+    job = cluster.client.submit("--requeue", "--nodes=1", f"--output={folder}/out", script)
+    (folder / "log").touch()
+    logged("attempt 0")
+    with open(folder / "messages", "wb") as messages:
+        old = start_process(
+            ["srun", f"--jobid={job}", "--overlap", "sleep", "300"],
+            environment=cluster.environment,
+            output=messages.fileno(),
+        )
+    while ".0" not in cluster.client.run("squeue", "-s", "-h", "-j", job, "-o", "%i").stdout:
+        time.sleep(0.1)
+    os.kill(
+        old.pid, signal.SIGSTOP
+    )  # as one that can't reach Slurm: it hears nothing of the requeue
+    cluster.client.run("scontrol", "requeue", job)
+    logged("began")
+
+    def taken_over() -> None:
+        raise FencedError("another start of this run took over")
+
+    SrunProcess(old, taken_over).kill()
+    logged("ended 0")
 
 
 def test_before_its_time_limit_a_job_saves_and_starts_again(cluster, folder):
