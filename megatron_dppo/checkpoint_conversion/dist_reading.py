@@ -11,6 +11,7 @@ import pickle
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +41,8 @@ class _MetadataUnpickler(pickle.Unpickler):
     )
 
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if (module, name) in self._NAMES:
             return super().find_class(module, name)
         if module in self._MODULES:
@@ -47,6 +50,13 @@ class _MetadataUnpickler(pickle.Unpickler):
             if isinstance(found, type) and found.__module__ == module:
                 return found
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+
+
+def _enum_member(kind: object, name: object) -> Enum:
+    """What ``getattr`` is for in a pickle: Python 3.11.0 to 3.11.3 write an enum's member so."""
+    if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind.__members__[str(name)]
+    raise pickle.UnpicklingError(f"{kind!r} has no member {name!r} that a checkpoint may name")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -246,4 +247,36 @@ class Harmful:
 def test_metadata_that_would_run_code_is_refused(moe, tmp_path):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(CheckpointError, match="system has no place in a checkpoint's metadata"):
+        megatron_to_hf(tmp_path, tmp_path / "back", hf_config=moe)
+
+
+class OlderPickler(pickle.Pickler):
+    """Writes an enum's members as Python 3.11.0 to 3.11.3 do: as a call of getattr."""
+
+    def reducer_override(self, value: object) -> object:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_an_older_python_is_read(moe, tmp_path):
+    hf_to_torch_dist(moe, tmp_path / "m")
+    (path,) = (tmp_path / "m").rglob(".metadata")
+    metadata = pickle.loads(path.read_bytes())
+    with open(path, "wb") as file:
+        OlderPickler(file).dump(metadata)
+    assert b"getattr" in path.read_bytes()
+    assert verify(moe, tmp_path / "m").tensors
+
+
+class Reaching:
+    """Pickles into a look at what is no enum's member."""
+
+    def __reduce__(self):
+        return getattr, (torch.Size, "__init__")
+
+
+def test_metadata_reaches_nothing_but_members_of_enums(moe, tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Reaching()))
+    with pytest.raises(
+        CheckpointError, match="has no member '__init__' that a checkpoint may name"
+    ):
         megatron_to_hf(tmp_path, tmp_path / "back", hf_config=moe)
