@@ -41,7 +41,9 @@ def whole_batch(experts: int) -> list:
         columns = {
             "routed_experts": rng.random(shape).argsort(-1)[..., :TOP_K].astype(dtype),
             "rollout_log_probs": -rng.random(response, np.float32),
-            "topk_ids": rng.integers(0, 16, (response, 3), np.int32),
+            "topk_ids": rng.permuted(np.tile(np.arange(16, dtype=np.int32), (response, 1)), axis=1)[
+                :, :3
+            ],
             "topk_log_probs": -rng.random((response, 3), np.float32),
             "weight_version": [0 if i == 7 else 1, *[1] * (response - 1)],
         }

