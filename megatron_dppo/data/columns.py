@@ -181,7 +181,7 @@ def _log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> No
 
 
 def _topk(_: np.ndarray, columns: Mapping[str, np.ndarray], where: str) -> None:
-    if "topk_ids" not in columns or "topk_log_probs" not in columns:
+    if "topk_ids" not in columns:
         raise ValueError(f"{where}: topk_ids and topk_log_probs go together")
     check_topk(columns["topk_ids"], columns["topk_log_probs"], where)
 

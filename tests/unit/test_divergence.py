@@ -183,12 +183,16 @@ def test_no_divergence_carries_a_gradient():
 
 def test_bad_shapes_and_dtypes_are_named():
     x, valid = torch.zeros(3, 4), torch.ones(3, 4, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"\(3, 4\), \(3, 3\)"):
-        topk_tv(x, x[:, :3], valid)
+    for f in (topk_tv, topk_kl):
+        with pytest.raises(ValueError, match=r"\(3, 4\), \(3, 3\)"):
+            f(x, x[:, :3], valid)
     with pytest.raises(ValueError, match=r"valid is torch\.float32"):
         topk_kl(x, x, valid.float())
-    with pytest.raises(ValueError, match="differ in shape"):
-        exact_tv(x, x[:2])
+    for f in (exact_tv, exact_kl):
+        with pytest.raises(
+            ValueError, match=r"^logits \(3, 4\) and rollout_logits \(2, 4\) differ"
+        ):
+            f(x, x[:2])
     with pytest.raises(ValueError, match=r"torch\.int64, expected a floating-point"):
         binary_kl(torch.zeros(2, dtype=torch.int64), torch.zeros(2))
 
@@ -238,6 +242,7 @@ def test_rounding_makes_no_kl_negative_and_no_rest_below_zero():
     mu = torch.randn(300, 10, generator=g, dtype=torch.float64)
     pi = mu + 1e-12 * torch.randn(300, 10, generator=g, dtype=torch.float64)
     assert (exact_kl(pi, mu) >= 0).all()
+    assert (binary_kl(-pi.abs(), -mu.abs()) >= 0).all()
     # A' holds .6 + .6 of mu and .6 + .4 of pi: neither leaves anything.
     two = torch.ones(1, 2, dtype=torch.bool)
     assert topk_tv(logs(0.6, 0.4)[None], logs(0.6, 0.6)[None], two).item() == pytest.approx(0.1)

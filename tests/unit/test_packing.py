@@ -247,6 +247,27 @@ def test_the_shares_of_the_input_s_columns_are_the_whole(drawn, parts, multiple)
             assert torch.equal(torch.cat(rows), getattr(whole, tensors)["routed_experts"])
 
 
+def test_a_batch_with_further_columns_keeps_its_own():
+    batch = pack([sample([1], [2])])
+    more = batch.with_columns(recomputed_log_probs=torch.tensor([-0.25, 0]))
+    assert {n: rows.tolist() for n, rows in more.columns.items()} == {
+        "rollout_log_probs": [-0.5, 0],
+        "recomputed_log_probs": [-0.25, 0],
+    }
+    assert "recomputed_log_probs" not in batch.columns
+
+
+def test_what_is_left_out_takes_its_validity_along():
+    routed = np.zeros((1, 2, 1), np.uint8)
+    batch = pack([sample([1], [2], routed_experts=routed)])
+    assert {n: rows.tolist() for n, rows in batch.valid.items()} == {
+        "routed_experts": [True, False]
+    }
+    left = batch.without("routed_experts")
+    assert (left.columns.keys(), left.valid) == ({"rollout_log_probs"}, {})
+    assert batch.without("rollout_log_probs").valid.keys() == {"routed_experts"}
+
+
 def test_a_pack_that_does_not_split_evenly_is_refused():
     with pytest.raises(ValueError, match="expected a multiple of 2 shares"):
         pack([], pad_multiple=3, share=(2, 0))

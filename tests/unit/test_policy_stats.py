@@ -1,5 +1,6 @@
 """policy_stats on one rank: against the dense float64 twin, for every backend and dtype."""
 
+import contextlib
 import math
 
 import pytest
@@ -25,9 +26,9 @@ def problem(dtype, seed=0, spread=3.0):
     logits[:, V:] = 50.0  # padding must not count
     ids = torch.randint(0, V, (T,), generator=g)
     topk = torch.randint(0, V, (T, K), generator=g)
-    topk[:, 0] = ids  # the sampled token inside the Top-K, and
-    topk[:, 1] = ids  # twice
-    topk[3, 2] = -1
+    topk[:, 1] = ids  # the sampled token inside the Top-K, not first, and
+    topk[:, 2] = ids  # twice
+    topk[3, 3] = -1
     weights = torch.randn(2, T, generator=g, dtype=torch.float64)
     weights[:, ::4] = 0
     return logits, ids, topk, weights
@@ -68,7 +69,7 @@ def test_agrees_with_the_dense_twin(backend, dtype, with_entropy, temperature):
     close = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-6}
     torch.testing.assert_close(stats.log_probs.double(), twin.log_probs, **close)
     torch.testing.assert_close(stats.topk_log_probs.double(), twin.topk_log_probs, **close)
-    assert stats.topk_log_probs[3, 2] == -math.inf
+    assert stats.topk_log_probs[3, 3] == -math.inf
     assert not stats.topk_log_probs.requires_grad
     if with_entropy:
         torch.testing.assert_close(stats.entropy.double(), twin.entropy, **close)
@@ -436,6 +437,96 @@ def test_a_token_too_rare_to_change_the_sum_still_has_entropy():
     assert plogp.item() == pytest.approx(-50 * math.exp(-50), rel=1e-12, abs=0)
 
 
+def test_eager_sums_over_a_row_are_taken_in_float64():
+    """Of z = (0, -20) in float32 1 + e^-20 is 1 and its logarithm 0; of -e^-1 - 20 e^-20 the half is lost."""
+    for z in ([0.0, -20.0], [0.0, -1.0, -20.0]):
+        nowhere = torch.full((1, 1), -1)
+        lse, plogp, _ = BACKENDS["eager"].forward(torch.tensor([z]), len(z), 1.0, nowhere, True)
+        p = torch.tensor(z).exp()
+        total, weighted = p.double().sum(), (p * torch.tensor(z)).double().sum()
+        torch.testing.assert_close(lse[0], total.log(), rtol=0, atol=1e-15)
+        torch.testing.assert_close(plogp[0], weighted / total - total.log(), rtol=0, atol=1e-15)
+
+
+def test_everything_stays_on_the_device_of_the_logits():
+    logits, ids, topk, _ = (x.to("meta") for x in problem(torch.float32))
+    leaf = logits.requires_grad_()
+    stats = policy_stats(leaf, ids, vocab_size=V, topk_ids=topk, with_entropy=True)
+    assert {x.device.type for x in (stats.log_probs, stats.topk_log_probs, stats.faults)} == {
+        "meta"
+    }
+    stats.entropy.sum().backward()
+    assert leaf.grad.shape == (T, COLUMNS)
+    exact = exact_divergence(logits.detach(), logits.detach(), vocab_size=V)
+    assert (exact.tv.device.type, exact.kl.shape) == ("meta", (T,))
+
+
+class UnknownSumError(Exception):
+    """A rank has given its share of a sum that not every rank has given."""
+
+
+class Ranks:
+    """In place of a group: each rank runs as far as the sums are known, again and again."""
+
+    def __init__(self, size):
+        self.size, self.sums, self.shares, self.left = size, [], [], []
+
+    def all_reduce(self, buffer, *, group, async_op=False):
+        assert group is self
+        if not self.left:
+            self.shares.append(buffer.clone())
+            raise UnknownSumError
+        buffer.copy_(self.left.pop(0))
+        return self if async_op else None
+
+    def wait(self):
+        return True
+
+    def answers(self, call, monkeypatch):
+        """What ``call(rank, group)`` gives on each rank."""
+        monkeypatch.setattr(wire.dist, "all_reduce", self.all_reduce)
+        monkeypatch.setattr(wire.dist, "get_world_size", lambda group: group.size)
+        found = []
+        while len(found) < self.size:
+            found, self.shares = [], []
+            for rank in range(self.size):
+                monkeypatch.setattr(wire.dist, "get_rank", lambda group, rank=rank: rank)
+                self.left = list(self.sums)
+                with contextlib.suppress(UnknownSumError):
+                    found.append(call(rank, self))
+            self.sums.append(sum(self.shares))
+        return found
+
+
+def test_two_ranks_together_give_what_one_does(monkeypatch):
+    """V = 7 of 2 x 5 columns: the second rank has two ids and three columns of padding."""
+    g = torch.Generator().manual_seed(7)
+    pi, mu = torch.randn(2, 6, 10, generator=g)
+    ids, topk = torch.tensor([0, 4, 5, 6, 2, 6]), torch.tensor([[3, 6], [5, -1]] * 3)
+    given = {"vocab_size": 7, "temperature": 0.5}
+
+    def both(rank, group):
+        a, b = (x[:, 5 * rank : 5 * (rank + 1)].contiguous() for x in (pi, mu))
+        stats = policy_stats(a, ids, group, topk_ids=topk, with_entropy=True, **given)
+        return stats, exact_divergence(a, b, group, **given)
+
+    twin = dense_policy_stats(pi, ids, topk_ids=topk, with_entropy=True, **given)
+    dense = [x[:, :7] / 0.5 for x in (pi, mu)]
+    for stats, exact in Ranks(2).answers(both, monkeypatch):
+        for name in ("log_probs", "topk_log_probs", "entropy"):
+            torch.testing.assert_close(
+                getattr(stats, name).double(), getattr(twin, name), rtol=0, atol=2e-6
+            )
+        torch.testing.assert_close(exact.tv, exact_tv(*dense), rtol=0, atol=1e-6)
+        torch.testing.assert_close(exact.kl, exact_kl(*dense), rtol=0, atol=1e-6)
+
+
+def test_without_a_sampled_token_the_shards_sums_hold_every_id():
+    lse, plogp = torch.tensor([0.5]).double(), torch.tensor([-1.25]).double()
+    reduced = wire.reduce_rows(Shard.part(0, 1, 4, 4), lse, plogp, torch.empty(1, 0), 1.0, None)
+    assert (reduced.lse.item(), reduced.others.item(), reduced.entropy.item()) == (0.5, 0.5, 1.25)
+
+
 def test_shards_with_and_without_real_columns_add_up_to_the_whole():
     """The 4 x 128 split by hand: forward of each shard, combined, and backward, against the twin."""
     g = torch.Generator().manual_seed(0)
@@ -576,6 +667,7 @@ def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
             self._work.wait()
 
     def all_reduce(table, **options):
+        assert options["group"] is torch.distributed.group.WORLD
         told.append(table.clone())
         return Work(reduce(table, **options))
 
@@ -589,6 +681,7 @@ def test_a_group_of_one_rank_agrees_with_itself(monkeypatch):
         assert found.log_probs.tolist() == pytest.approx([-math.log(4)] * 2)
         # Tokens, columns, no Top-K ids, no entropy, vocabulary, 1 * 0 + 2 * 1, not bad.
         assert [table.tolist() for table in told] == [[[2, 4, 0, 0, 4, 2, 0]]]
+        assert told[0].dtype == torch.int64  # a checksum passes 2^24
         with pytest.raises(ValueError, match="1 target ids outside the vocabulary"):
             policy_stats(torch.zeros(2, 4), ids, world, vocab_size=1)
         assert told[1].tolist() == [[0, 0, 0, 0, 0, 0, 1]]
@@ -633,6 +726,7 @@ def test_ids_of_a_shard_and_ids_that_nobody_owns():
     assert shard.local(ids).tolist() == [-1, 0, 1, -1, -1]
     assert shard.unknown(ids).tolist() == [False, False, False, True, True]
     assert shard.unknown(torch.tensor([0])).tolist() == [False]
+    assert Shard.of(4, 3, None) == Shard.part(0, 1, 4, 3) == Shard(0, 4, 3, 3, 0, 1)
 
 
 def test_what_ranks_compare_of_their_calls():

@@ -79,6 +79,32 @@ def test_without_a_recording_routers_choose_by_themselves() -> None:
     assert state.counts.tolist() == [0, 0]
 
 
+def test_groups_of_experts_reach_the_router_s_own_choice() -> None:
+    groups = []
+
+    def grouped(scores: Tensor, k: int, num_groups: Any, group_topk: Any) -> Any:
+        groups.append((k, num_groups, group_topk))
+        return topk(scores, k)
+
+    state = ChunkState(CPU)
+    for recording in (None, Recording(EXPERTS, torch.tensor([True] * 3))):
+        state.replay(recording, compares=True)
+        LayerReplay(state, 0).get_replay_topk(SCORES, 2, 4, 3, grouped)
+    assert groups == [(2, 4, 3)] * 2
+
+
+def test_choices_are_counted_in_integers_on_the_device() -> None:
+    counts = ChunkState(torch.device("meta")).counts
+    assert (counts.dtype, counts.device.type) == (torch.int64, "meta")  # 2^24 are soon compared
+
+
+def test_a_rank_without_routers_takes_a_recording_of_no_layers() -> None:
+    topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
+    replay = ModelReplay([chunk()], SHAPE, topology, share=(1, 0), device=CPU)
+    replay.load([batch(np.zeros((3, 0, 2)))])
+    assert replay.layers == []
+
+
 def chunk(*routed: bool, first: int = 1) -> Any:
     """Layers with or without a router, numbered from ``first`` as Megatron-Core does."""
     layers = [

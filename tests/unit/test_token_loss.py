@@ -121,7 +121,7 @@ def test_a_batch_without_what_the_statistics_meet_is_refused(missing):
         inputs_from(stats, batch.without(missing))
 
 
-def penalty_gradient(name, aggregation, **options):
+def penalty_gradient(name, aggregation, *, weighted=False, **options):
     """What a reference penalty adds to the gradient of each token of three responses: [T], and their pack."""
     batch = packed(samples(), range(3))
     reference = batch.columns["rollout_log_probs"] - 0.5
@@ -132,7 +132,9 @@ def penalty_gradient(name, aggregation, **options):
         stats = policy_stats(model(table, batch), batch.target_ids, vocab_size=V)
         stats = replace(stats, log_probs=stats.log_probs.requires_grad_())
         algorithm = build_algorithm(name, options)
-        loss = make_token_loss(algorithm, aggregation, reference_kl=coefficient)(stats, batch)
+        given = {"weighted_reference": True} if weighted else {}
+        token_loss = make_token_loss(algorithm, aggregation, reference_kl=coefficient, **given)
+        loss = token_loss(stats, batch)
         grads.append((torch.autograd.grad(loss.loss, stats.log_probs)[0], loss))
     return grads[1][0] - grads[0][0], grads[1][1], batch
 
@@ -147,6 +149,21 @@ def test_a_reference_penalty_has_the_aggregation_s_factor_of_each_token():
     torch.testing.assert_close(scaled, plain / trained, rtol=1e-5, atol=1e-7)
 
 
+def test_a_weighted_reference_penalty_counts_tokens_by_pi_over_mu_up_to_the_cap():
+    plain, _, batch = penalty_gradient("dppo-binary-tv", "sequence-mean-token-sum")
+    weighted, _, _ = penalty_gradient(
+        "dppo-binary-tv", "sequence-mean-token-sum", weighted=True, ratio_cap=3.0
+    )
+    table = torch.randn(V, V, generator=torch.Generator().manual_seed(3))
+    stats = policy_stats(model(table, batch), batch.target_ids, vocab_size=V)
+    ratio = (stats.log_probs - batch.columns["rollout_log_probs"]).exp()[batch.loss_mask]
+    cap = 3.0
+    assert (ratio > cap).any()
+    assert (ratio < cap).any()
+    expected = plain[batch.loss_mask] * ratio.clamp(max=cap)
+    torch.testing.assert_close(weighted[batch.loss_mask], expected, rtol=1e-4, atol=1e-6)
+
+
 def test_a_reference_penalty_holds_for_tokens_that_the_mask_blocks():
     everywhere, _, _ = penalty_gradient("pg-is", "sequence-mean-token-sum")
     masked, sums, _ = penalty_gradient("dppo-binary-tv", "sequence-mean-token-sum", tv_threshold=0)
@@ -159,6 +176,10 @@ def test_sequence_ids_follow_the_boundaries_of_the_pack():
     ids = sequence_ids(batch)
     lengths = batch.cu_seqlens.diff().tolist()
     assert ids.tolist() == [i for i, n in enumerate(lengths) for _ in range(n)]
+
+
+def test_sequence_ids_are_found_where_the_pack_is():
+    assert sequence_ids(pack(samples(3)).to("meta")).device.type == "meta"
 
 
 def test_top_k_that_the_statistics_lack_is_left_out_and_a_mask_that_needs_it_says_so():

@@ -30,7 +30,7 @@ def test_model_inputs_are_one_row_of_packed_sequences() -> None:
     assert inputs["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2]]
     packed = inputs["packed_seq_params"]
     assert packed.qkv_format == "thd"
-    assert packed.cu_seqlens_q.tolist() == [0, 3, 6]
+    assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 3, 6]
     assert packed.max_seqlen_q == packed.max_seqlen_kv == 3
     assert inputs["attention_mask"] is None
 
@@ -39,6 +39,7 @@ def test_padding_is_one_more_sequence_without_loss() -> None:
     padded = pad_to(batch(), 10)
     assert padded.num_tokens == 10
     assert padded.token_ids.tolist() == [1, 2, 3, 5, 6, 7, 0, 0, 0, 0]
+    assert padded.target_ids.tolist() == [2, 3, 0, 6, 7, 0, 0, 0, 0, 0]
     assert padded.position_ids.tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3]
     assert padded.cu_seqlens.tolist() == [0, 3, 6, 10]
     assert padded.cu_seqlens.dtype == torch.int32
@@ -46,6 +47,7 @@ def test_padding_is_one_more_sequence_without_loss() -> None:
     assert padded.sequence_index.tolist() == [4, 9, -1]
     assert padded.loss_mask.tolist() == [True, True, False, False, True] + [False] * 5
     assert padded.advantages.tolist() == [1, 1, 0, 0, 1] + [0] * 5
+    assert (padded.loss_mask.dtype, padded.advantages.dtype) == (torch.bool, torch.float32)
     assert padded.columns["rollout_log_probs"].tolist() == [-0.5, -1, 0, 0, -0.5] + [0] * 5
     assert padded.columns["topk_ids"].tolist()[4:] == [[3, 4]] + [[-1, -1]] * 5
     assert padded.columns["topk_log_probs"].shape == (10, 2)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from megatron_dppo.data.trajectory import Trajectory, VersionSpan, forms_of
+from megatron_dppo.data.columns import COLUMNS, LOSS_COLUMNS, Column, Reach, ReadBy, Rows, declared
+from megatron_dppo.data.trajectory import Trajectory, VersionSpan, check_complete, forms_of
 from tests.trajectories import same, trajectory
 
 
@@ -28,6 +29,103 @@ def test_versions_become_spans_of_sampled_tokens():
 def test_truncation_is_a_finish_reason():
     assert Trajectory.of_response([1], [2], finish_reason="length").truncated
     assert not Trajectory.of_response([1], [2]).truncated
+
+
+def test_a_response_is_the_first_to_the_first_problem_unless_it_says_otherwise():
+    made = Trajectory.of_response([1], [2])
+    assert (made.problem_id, made.sample_index) == (0, 0)
+    assert (made.reward, made.advantage) == (0.0, 0.0)
+    made = Trajectory.of_response([1], [2], problem_id=3, sample_index=5)
+    assert (made.problem_id, made.sample_index) == (3, 5)
+
+
+def test_a_list_becomes_an_array_of_the_usual_type():
+    made = trajectory([1], [2], routed_experts=[[[3, 1]]])
+    assert made.columns["routed_experts"].dtype == np.uint8
+
+
+def test_a_column_has_gaps_where_some_lack_it_or_some_rows_do_not_hold():
+    def gaps(**fields):
+        return Column("c", ("int8",), Rows.INPUT, Reach.SAVED, **fields).has_gaps
+
+    assert not gaps()
+    assert gaps(complete=False)
+    assert gaps(usable=lambda mask, columns: mask)
+
+
+def test_rows_stand_at_the_token_that_predicts_or_is_read():
+    mask = np.array([False, True, False, True])
+    sampled, read = declared("rollout_log_probs"), declared("routed_experts")
+    assert (sampled.places(mask).tolist(), sampled.count(mask)) == ([0, 2], 2)
+    assert (read.places(mask).tolist(), read.count(mask)) == ([0, 1, 2], 3)
+
+
+DTYPES = {
+    "rollout_log_probs": ("float32",),
+    "recomputed_log_probs": ("float32",),
+    "reference_log_probs": ("float32",),
+    "topk_ids": ("int32",),
+    "topk_log_probs": ("float32",),
+    "weight_version": ("int32",),
+    "routed_experts": ("uint8", "uint16"),
+    "loss_log_probs": ("float32",),
+    "loss_recomputed_log_probs": ("float32",),
+    "loss_entropy": ("float32",),
+    "loss_divergence": ("float64",),
+    "loss_trains": ("bool",),
+}
+
+
+def test_what_each_column_is():
+    columns = {name: COLUMNS[name] for name in DTYPES}  # other tests declare further ones
+    assert {name: column.dtypes for name, column in columns.items()} == DTYPES
+
+    def where(holds):
+        return {name for name, column in columns.items() if holds(column)}
+
+    loss = {name for name in DTYPES if name.startswith("loss_")}
+    topk = {"topk_ids", "topk_log_probs"}
+    assert set(LOSS_COLUMNS) == loss
+    assert where(lambda c: c.rows is Rows.INPUT) == {"routed_experts"}
+    assert where(lambda c: c.rows is Rows.SAMPLED) == DTYPES.keys() - {"routed_experts"}
+    assert where(lambda c: c.reach is Reach.SAVED) == loss
+    assert where(lambda c: c.reach is Reach.TRAINING_REPLICA) == DTYPES.keys() - loss
+    log_probs = {f"{of}_log_probs" for of in ("rollout", "recomputed", "reference")}
+    assert where(lambda c: c.read_by is ReadBy.LAST) == log_probs | topk
+    assert where(lambda c: c.read_by is ReadBy.ALL) == loss | {"weight_version", "routed_experts"}
+    assert where(lambda c: c.fill == -1) == {"topk_ids"}
+    assert where(lambda c: c.fill == 0) == DTYPES.keys() - {"topk_ids"}
+    assert where(lambda c: not c.complete) == loss | {"routed_experts"}
+    assert where(lambda c: not c.packed) == loss | {"weight_version"}
+    assert where(lambda c: c.usable is not None) == {"routed_experts"}
+    assert where(lambda c: c.trailing == ("topk",)) == topk
+    assert columns["routed_experts"].trailing == ("moe_layers", "experts_per_token")
+    assert where(lambda c: c.trailing) == topk | {"routed_experts"}
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"rollout_log_probs": [0.5]}, "problem 0: rollout_log_probs: 0.5 at token 0"),
+        (
+            {"topk_ids": [[3, 3]], "topk_log_probs": [[-1, -1]]},
+            "problem 0: Top-K id 3 stands twice at token 0",
+        ),
+        ({"routed_experts": [[[3, 3]]]}, "problem 0: routed_experts: "),
+        ({"topk_log_probs": [[-1.0]]}, "problem 0: topk_ids and topk_log_probs go together"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_with_their_place(columns, message):
+    with pytest.raises(ValueError, match=f"response 0 to {message}"):
+        trajectory([1], [2], **columns).check()
+
+
+def test_a_complete_column_is_of_all_or_of_none():
+    for present in (0, 3):
+        check_complete(declared("rollout_log_probs"), present, 3)
+    check_complete(declared("routed_experts"), 1, 3)
+    with pytest.raises(ValueError, match="rollout_log_probs: 2 of 3 trajectories have none"):
+        check_complete(declared("rollout_log_probs"), 1, 3)
 
 
 def test_arrays_are_read_only_and_the_caller_keeps_its_own():
@@ -64,6 +162,14 @@ def test_each_step_makes_a_new_one():
         (
             lambda: trajectory([1], [2], rollout_log_probs=np.array([-1.0])),
             "rollout_log_probs is float64, expected float32",
+        ),
+        (
+            lambda: trajectory([1], [2], rollout_log_probs=[]),
+            "0 rows of rollout_log_probs, expected 1, one for each of the sampled tokens",
+        ),
+        (
+            lambda: trajectory([1], [2, 3], routed_experts=[[[3, 1]]]),
+            "1 rows of routed_experts, expected 2, one for each of the tokens but the last",
         ),
         (lambda: trajectory([1], [2], topk_ids=[3]), r"shape \(1,\), expected \[rows, topk\]"),
         (

@@ -67,6 +67,18 @@ def test_an_empty_batch_comes_back_empty():
     assert decode(encode([])) == []
 
 
+def test_numbers_have_their_types_whatever_they_are_written_as():
+    whole = answer(0, [5]).scored(1, 0)
+    for batch in ([], [whole]):
+        arrays = load(encode(batch))
+        assert (arrays["trajectories"].dtype, arrays["scores"].dtype) == (np.int64, np.float64)
+
+
+def test_a_batch_s_folder_is_made(tmp_path):
+    saved = save_batch(tmp_path / "run" / "batches", 3, [answer(0, [5])])
+    assert saved.is_file()
+
+
 def test_the_text_is_left_out():
     (got,) = decode(encode([Trajectory.of_response([1], [2], text="two")]))
     assert got.text == ""

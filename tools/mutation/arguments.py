@@ -8,7 +8,7 @@ from copy import deepcopy
 from itertools import pairwise
 
 SWAPPED, DROPPED = "SwapArguments", "DropKeyword"
-SYMMETRIC = ("equal", "gcd", "logaddexp", "max", "maximum", "min", "minimum")
+SYMMETRIC = ("dot", "equal", "gcd", "logaddexp", "max", "maximum", "min", "minimum")
 """Functions whose arguments may stand in any order."""
 _REFERENCES = (ast.Name, ast.Attribute, ast.Subscript)
 

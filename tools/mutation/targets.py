@@ -6,6 +6,7 @@ LOSS = ("policy_loss", "penalties", "masks", "divergence", "nonfinite", "presets
 DATA = ("packing", "data_balancing", "mini_batches")
 CHECKS = ("weight_checks", "engine_checksums", "weight_sync")
 LONE = ("lone_trainer",)
+FILES = ("trajectory", "trajectory_codec")
 TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/advantages.py": ("advantages",),
     "algorithms/aggregation.py": ("mini_batches",),
@@ -18,7 +19,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/options.py": ("presets",),
     "algorithms/penalties.py": LOSS,
     "algorithms/policy_loss.py": LOSS,
-    "algorithms/presets.py": ("presets",),
+    "algorithms/presets.py": LOSS,
     "algorithms/reference.py": ("reference_penalty",),
     "algorithms/sequences.py": LOSS,
     "algorithms/supervised.py": ("nonfinite",),
@@ -33,9 +34,12 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "vocab_parallel/triton_backend.py": ("triton_backend",),
     "vocab_parallel/wire.py": ("policy_stats",),
     "data/balancing.py": DATA,
+    "data/columns.py": ("trajectory", "exchange_parts"),
     "data/log_prob_checks.py": ("nonfinite",),
-    "data/packing.py": DATA,
+    "data/packing.py": (*DATA, "nonfinite"),
     "data/routing.py": ("routing", "exchange_parts"),
+    "data/trajectory.py": FILES,
+    "data/trajectory_codec.py": FILES,
     "loop/batches.py": DATA,
     "loop/evaluation.py": ("evaluation",),
     "loop/loss_record.py": ("loss_record",),
