@@ -24,6 +24,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment, hf_tensors, local_parameters
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import engine_vocabulary
 
 DENSE = ModelShape(
     family="qwen2", num_layers=4, hidden_size=4, num_attention_heads=4, num_query_groups=2, head_dim=1,
@@ -94,6 +95,26 @@ def test_the_vocabulary_is_padded_with_zero_rows():
     padded = torch.cat(rows)
     assert torch.equal(padded[:5], tensors["model.embed_tokens.weight"])
     assert torch.equal(padded[5:], torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("ids", "ranks", "rows", "real"),
+    [
+        (5, 1, 64, [5]),
+        (129, 2, 96, [96, 33]),  # 192 rows, which two ranks divide
+        (129, 3, 64, [64, 64, 1]),
+        (129, 6, 32, [32, 32, 32, 32, 1, 0]),
+        (66, 3, 64, [64, 2, 0]),  # 128 rows are no multiple of 3, so 192
+        (200, 3, 128, [128, 72, 0]),  # nor are 256
+    ],
+)
+def test_the_engine_s_vocabulary_is_padded_to_64_or_to_64_a_rank(ids, ranks, rows, real):
+    shards = [engine_vocabulary([(ids, 4)], DENSE, rank, ranks) for rank in range(ranks)]
+    assert [shard.shape for shard in shards] == [(rows, 4)] * ranks
+    assert [sum(block.length for block in shard.blocks) for shard in shards] == real
+    assert [b.source_start for shard in shards for b in shard.blocks] == [
+        rank * rows for rank, length in enumerate(real) if length
+    ]
 
 
 def test_layers_of_an_interleaved_pipeline_are_chunk_major():
