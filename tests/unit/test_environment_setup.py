@@ -224,7 +224,8 @@ def test_transformer_engine_is_built_against_the_torch_that_is_there(
         assert asked[-1] == f"transformer-engine-torch=={pins('gpu.txt')['transformer-engine']}"
         assert {"--no-deps", "--no-build-isolation"} <= set(asked)
         home, path = names["marker"].read_text().split()
-        assert (home, path) == (str(tmp_path), ":".join(map(str, site)))
+        last = tmp_path / "nvidia" / "cu13" / "include"  # after the toolkit's own
+        assert (home, path) == (str(tmp_path), ":".join(map(str, [*site, last])))
 
 
 STUBS = ("torch", "sglang", "transformers", "megatron/core")

@@ -31,7 +31,8 @@ done
 jobs=$(($(awk '/MemAvailable/ {print $2}' /proc/meminfo) / 4000000))
 jobs=$((jobs < 1 ? 1 : jobs > $(nproc) ? $(nproc) : jobs))
 export CUDA_HOME MAX_JOBS=${MAX_JOBS:-$jobs}
-export CPATH=$site/nvidia/cudnn/include:$site/nvidia/nccl/include${CPATH:+:$CPATH}
+# The last one: cusparse.h and the like, which a toolkit without the libraries' headers lacks.
+export CPATH=$site/nvidia/cudnn/include:$site/nvidia/nccl/include${CPATH:+:$CPATH}:$site/nvidia/cu13/include
 export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE # no wheel that was built against another torch
 PATH=$(cd "$(dirname "$python")" && pwd):$PATH # ninja
 log=$(mktemp)
