@@ -34,6 +34,10 @@ def main() -> None:
             self.end_headers()
             self.wfile.write(body)
 
+        def do_POST(self) -> None:  # the warm-up
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
     ThreadingHTTPServer((options["host"], options["port"]), Handler).serve_forever()
 
 
