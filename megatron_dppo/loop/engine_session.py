@@ -14,8 +14,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
@@ -41,7 +39,12 @@ from megatron_dppo.fleet.membership import (
 from megatron_dppo.fleet.remote_record import record_of_rank
 from megatron_dppo.loop.stopping import RunStoppedError
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.trainer.collectives import all_gather_json, any_rank, broadcast_json
+from megatron_dppo.trainer.collectives import (
+    all_gather_json,
+    barrier,
+    broadcast_json,
+    first_failure,
+)
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import (
     AdapterWeights,
@@ -166,7 +169,7 @@ class EngineSession:
         if self._membership is not None:
             self._membership.commit(self._members, version)
             self._runner.run(self._fleet.serve(self._members, version))
-        any_rank(False)  # rank 0 has told the router, which the others ask
+        barrier()  # rank 0 has told the router, which the others ask
         if self._membership is None:
             self._runner.run(self._fleet.serve(self._members, version))
 
@@ -318,10 +321,3 @@ class EngineSession:
     def _report_lost(self, server: Server) -> None:
         if server.replaceable:
             self._record.report_lost(server)
-
-
-def first_failure(error: str | None) -> str | None:
-    """The first rank's failure, on every rank; None where none failed. Collective."""
-    if not torch.distributed.is_initialized():
-        return error
-    return next((e for e in all_gather_json(error) if e is not None), None)

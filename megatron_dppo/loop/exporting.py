@@ -18,7 +18,7 @@ from megatron_dppo.data.trajectory_codec import decode, encode
 from megatron_dppo.loop.batches import BatchLayout
 from megatron_dppo.loop.export_check import max_log_prob_difference
 from megatron_dppo.metrics.history import EXPORT_FOLDER
-from megatron_dppo.trainer.collectives import all_gather_json, any_rank
+from megatron_dppo.trainer.collectives import all_gather_json, barrier
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.types import Problem
 
@@ -88,7 +88,7 @@ def _clear(folder: Path, trainer: Trainer) -> None:
     """Remove the export of an earlier, shorter run; its weights are still in the checkpoints."""
     if trainer.topology.rank == 0 and folder.exists():
         shutil.rmtree(folder)
-    any_rank(False)  # a barrier: no rank continues before the folder is removed
+    barrier()  # no rank continues before the folder is removed
 
 
 def _compared(example: Trajectory | Problem) -> Trajectory:

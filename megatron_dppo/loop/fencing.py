@@ -6,13 +6,12 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.logging import say
 from megatron_dppo.system.fence import NONCE_VARIABLE, Fence, FencedError
 from megatron_dppo.system.lease import Lease
-from megatron_dppo.trainer.collectives import all_gather_json, broadcast_json
+from megatron_dppo.trainer.collectives import broadcast_json, first_failure
 
 
 class RunFence:
@@ -42,8 +41,7 @@ class RunFence:
             self.check()
         except FencedError as fenced:
             error = str(fenced)
-        told = all_gather_json(error, group) if dist.is_initialized() else [error]
-        if (first := next((text for text in told if text is not None), None)) is not None:
+        if (first := first_failure(error, group)) is not None:
             raise FencedError(first)
 
 

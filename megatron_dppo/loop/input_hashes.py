@@ -11,12 +11,11 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.trainer.collective_actions import on_rank_0
-from megatron_dppo.trainer.collectives import all_gather_json
+from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank, on_rank_0
 
 if TYPE_CHECKING:
     from megatron_dppo.trainer.topology import Topology
@@ -101,7 +100,9 @@ class BackgroundHashes:
     """
 
     def __init__(self, files: Mapping[str, Path], topology: Topology) -> None:
-        sizes = on_rank_0(lambda: {name: path.stat().st_size for name, path in files.items()})
+        sizes = on_rank_0(
+            lambda: {name: path.stat().st_size for name, path in files.items()}, error=InputError
+        )
         self._bytes = sum(sizes.values())
         shares = _shares(sizes, topology.world_size)
         pool = ThreadPoolExecutor(1, "hash")
@@ -112,15 +113,10 @@ class BackgroundHashes:
     def wait(self) -> dict[str, str]:
         """The hashes of all files, by name, the same on every rank. Collective. Raises InputError on all."""
         began = time.monotonic()
-        try:
-            told: list[Any] = all_gather_json([self._own.result(), None])
-        except OSError as error:
-            told = all_gather_json([{}, f"{error.filename}: {error.strerror}"])
-        if faults := [fault for _, fault in told if fault is not None]:
-            raise InputError("\n".join(faults))
+        shares = all_gather_json(on_every_rank(self._own.result, error=InputError))
         if (waited := time.monotonic() - began) > _TOLD_FROM_S:
             log.info("start model: %.1f GB hashed, waited %.0f s", self._bytes / 1e9, waited)
-        return {name: digest for share, _ in told for name, digest in share.items()}
+        return {name: digest for share in shares for name, digest in share.items()}
 
 
 def _shares(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:

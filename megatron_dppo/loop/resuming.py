@@ -18,7 +18,7 @@ from megatron_dppo.loop.state import RunState
 from megatron_dppo.metrics.history import History, keep_copy, read_history, set_aside
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.checkpoint_directory import DamagedCheckpointError
-from megatron_dppo.trainer.collective_actions import on_rank_0
+from megatron_dppo.trainer.collectives import on_rank_0
 from megatron_dppo.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)

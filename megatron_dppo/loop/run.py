@@ -64,8 +64,7 @@ from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.lease_files import LeaseError
 from megatron_dppo.system.tcp_store import ListenError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
-from megatron_dppo.trainer.collective_actions import on_rank_0
-from megatron_dppo.trainer.collectives import any_rank
+from megatron_dppo.trainer.collectives import RankError, any_rank, on_rank_0
 from megatron_dppo.trainer.errors import (
     NonFiniteLogProbsError,
     NonFiniteLossError,
@@ -90,6 +89,7 @@ EXPECTED_ERRORS = (
     ModelError,
     NonFiniteLogProbsError,
     NonFiniteLossError,
+    RankError,
     RecordingError,
     RecordsError,
     ResumeError,

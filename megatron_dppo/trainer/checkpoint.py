@@ -53,8 +53,13 @@ from megatron_dppo.trainer.checkpoint_task import (
     SaveTask,
     rng_file,
 )
-from megatron_dppo.trainer.collective_actions import on_every_rank, on_rank_0
-from megatron_dppo.trainer.collectives import agree, all_gather_json, any_rank
+from megatron_dppo.trainer.collectives import (
+    agree,
+    all_gather_json,
+    any_rank,
+    on_every_rank,
+    on_rank_0,
+)
 from megatron_dppo.trainer.held_blocks import HeldState, held_state, model_state, named_chunks
 from megatron_dppo.trainer.host_copy import HostCopy
 from megatron_dppo.trainer.optimizer_state import set_steps
@@ -111,11 +116,13 @@ class CheckpointStore:
 
     def survey(self) -> CheckpointSurvey:
         """What is there as global rank 0 sees it, the same on every rank."""
-        return CheckpointSurvey.from_json(on_rank_0(lambda: self._folders.survey().to_json()))
+        return CheckpointSurvey.from_json(
+            on_rank_0(lambda: self._folders.survey().to_json(), error=CheckpointError)
+        )
 
     def set_aside(self, path: Path) -> None:
         """Give a damaged checkpoint a name under which nothing takes it for one, or deletes it."""
-        on_rank_0(lambda: str(self._folders.set_aside(path)))
+        on_rank_0(lambda: str(self._folders.set_aside(path)), error=CheckpointError)
 
     def save(self, trainer: Trainer, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint, publish it, then delete the older ones beyond ``keep``; first wait for the last save.
@@ -135,9 +142,9 @@ class CheckpointStore:
         """
         self.finish()
         agree(state, "the run's state")
-        on_every_rank(lambda: check_step_count(trainer))
+        on_every_rank(lambda: check_step_count(trainer), error=CheckpointError)
         self._fence(None)
-        begun = on_rank_0(lambda: self._folders.begin(step).to_json())
+        begun = on_rank_0(lambda: self._folders.begin(step).to_json(), error=CheckpointError)
         partial = StoredCheckpoint.from_json(begun)
         held = held_state(_model_state(trainer), trainer.optimizer)
         own = sum(one.block.bytes for one in held.own)
@@ -145,7 +152,7 @@ class CheckpointStore:
             self._folders,
             partial,
             needed=sum(all_gather_json(own)) + _SLACK_BYTES,
-            free=on_rank_0(lambda: shutil.disk_usage(partial.path).free),
+            free=on_rank_0(lambda: shutil.disk_usage(partial.path).free, error=CheckpointError),
         )
         self._pending = PendingSave(
             SaveTask(
@@ -219,16 +226,19 @@ class CheckpointStore:
         """
         folder = checkpoint.path
         with _finding_damage():
-            manifest = on_rank_0(lambda: _checked_manifest(folder))
+            manifest = on_rank_0(lambda: _checked_manifest(folder), error=CheckpointError)
         check_model(trainer, manifest, folder)
         files = manifest["files"]
         own = sorted(files)[trainer.topology.rank :: trainer.topology.world_size]
         with _finding_damage():
-            on_every_rank(lambda: check_content(folder, {name: files[name] for name in own}))
+            on_every_rank(
+                lambda: check_content(folder, {name: files[name] for name in own}),
+                error=CheckpointError,
+            )
 
         model = _model_state(trainer)
         held = held_state(model, trainer.optimizer)
-        on_every_rank(lambda: _fill(held, folder))
+        on_every_rank(lambda: _fill(held, folder), error=CheckpointError)
         _load_objects(trainer, model, folder)
         set_steps(trainer.optimizer, manifest["step_count"])
         trainer.step_count = manifest["step_count"]
@@ -239,7 +249,9 @@ class CheckpointStore:
             trainer,
             manifest,
             folder,
-            lambda: on_every_rank(lambda: json.loads(path.read_text(encoding="utf-8"))),
+            lambda: on_every_rank(
+                lambda: json.loads(path.read_text(encoding="utf-8")), error=CheckpointError
+            ),
         )
         return manifest["state"]
 

@@ -38,10 +38,10 @@ def facts(trainer: Trainer) -> dict[str, Any]:
 
 
 def check_step_count(trainer: Trainer) -> None:
-    """Raise ValueError unless optimizer and trainer count the same steps."""
+    """Raise CheckpointError unless optimizer and trainer count the same steps."""
     counted = optimizer_steps(trainer.optimizer)
     if counted - {trainer.step_count}:
-        raise ValueError(
+        raise CheckpointError(
             f"the optimizer counts {sorted(counted)} steps, the trainer {trainer.step_count}"
         )
 

@@ -28,8 +28,12 @@ from megatron_dppo.checkpoint_conversion.dist_writing import (
 )
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
-from megatron_dppo.trainer.collective_actions import on_every_rank, on_rank_0
-from megatron_dppo.trainer.collectives import all_gather_json, gather_json
+from megatron_dppo.trainer.collectives import (
+    all_gather_json,
+    gather_json,
+    on_every_rank,
+    on_rank_0,
+)
 
 log = logging.getLogger(__name__)
 
@@ -122,20 +126,22 @@ class SaveTask:
                 "checkpoints are as they were"
             ) from error
         self._fence(self._group)
-        on_rank_0(self._prune, self._group)
+        on_rank_0(self._prune, self._group, error=CheckpointError)
         return Saved(path, partial.step, size, time.perf_counter() - began)
 
     def _write_and_publish(self) -> tuple[Path, int]:
         folder = self.place.partial.path
         if self.place.free < self.place.needed:
             raise CheckpointError(os.strerror(errno.ENOSPC))
-        own, items = on_every_rank(lambda: self._write(folder), self._group)
+        own, items = on_every_rank(lambda: self._write(folder), self._group, error=CheckpointError)
         parts = all_gather_json(own, self._group)
         every = gather_json(items, self._group)
-        headers = on_rank_0(lambda: self._write_headers(folder, every), self._group)
+        headers = on_rank_0(
+            lambda: self._write_headers(folder, every), self._group, error=CheckpointError
+        )
         files = {name: record for part in (*parts, headers) for name, record in part.items()}
         self._fence(self._group)
-        path = on_rank_0(lambda: self._publish(files), self._group)
+        path = on_rank_0(lambda: self._publish(files), self._group, error=CheckpointError)
         return Path(path), sum(record["bytes"] for record in files.values())
 
     def _write(self, folder: Path) -> tuple[dict[str, Any], list[StoredItem]]:

@@ -1,16 +1,26 @@
-"""Collectives of plain values between ranks: JSON in byte tensors, no pickle."""
+"""Collectives of plain values between ranks (JSON in byte tensors, no pickle), and failures that all ranks share."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.trainer import platform
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """What a rank failed with, raised on every rank; the message names the rank and the error."""
 
 
 def broadcast_json(value: Any, src: int, group: ProcessGroup | None = None) -> Any:
@@ -25,14 +35,13 @@ def broadcast_json(value: Any, src: int, group: ProcessGroup | None = None) -> A
 def broadcast_bytes(data: bytes, src: int, group: ProcessGroup | None = None) -> bytes:
     """Broadcast ``data`` of global rank ``src`` to every rank of ``group``; others' is ignored."""
     device = _device(group)
-    own = dist.get_rank() == src
     size = torch.tensor([len(data)], device=device)
     dist.broadcast(size, src, group)
     if int(size) == 0:
         return b""
     buffer = (
         torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-        if own
+        if dist.get_rank() == src
         else torch.empty(int(size), dtype=torch.uint8, device=device)
     )
     dist.broadcast(buffer, src, group)
@@ -57,7 +66,7 @@ def gather_json(value: Any, group: ProcessGroup) -> list[Any] | None:
     return [_decode(part[:n]) for part, n in zip(parts, lengths, strict=True)]
 
 
-def agree(value: Any, what: str, group: ProcessGroup | None = None) -> None:
+def agree(value: Any, name: str, group: ProcessGroup | None = None) -> None:
     """Raise ValueError on every rank unless ``value`` is the same on all ranks of ``group``.
 
     One all-reduce of a digest; the values are gathered only for the error message.
@@ -67,7 +76,7 @@ def agree(value: Any, what: str, group: ProcessGroup | None = None) -> None:
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     if int(bounds[0]) != -int(bounds[1]):
         values = all_gather_json(value, group)
-        raise ValueError(f"ranks disagree on {what}: {values}, expected the same on all")
+        raise ValueError(f"ranks disagree on {name}: {values}, expected the same on all")
 
 
 def any_rank(flag: bool, group: ProcessGroup | None = None) -> bool:
@@ -75,6 +84,61 @@ def any_rank(flag: bool, group: ProcessGroup | None = None) -> bool:
     value = torch.tensor([int(flag)], device=platform.current().device)
     dist.all_reduce(value, dist.ReduceOp.MAX, group)
     return bool(value)
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Return once every rank of ``group`` has called it."""
+    # Not torch's own, which guesses a device under NCCL and under gloo is many sends and receives.
+    any_rank(False, group)
+
+
+def first_failure(failure: str | None, group: ProcessGroup | None = None) -> str | None:
+    """The ``failure`` of the first rank that has one, on every rank; None where none has. Collective.
+
+    In a process of no group, its own.
+    """
+    if not dist.is_initialized():
+        return failure
+    return next((text for text in all_gather_json(failure, group) if text is not None), None)
+
+
+def on_every_rank(
+    action: Callable[[], T],
+    group: ProcessGroup | None = None,
+    *,
+    error: type[Exception] = RankError,
+) -> T:
+    """``action()``, which must not be collective; where one rank's failed, ``error`` on all of them. Collective.
+
+    The message names the first rank that failed, and what kind of error it was where that is not ``error``.
+    ``group``: of all ranks, in their order (None: the default one).
+    """
+    own_error: Exception | None = None
+    text = None
+    try:
+        result = action()
+    except (OSError, RuntimeError, ValueError) as failure:
+        own_error = failure
+        # The system's errors name themselves.
+        kind = "" if isinstance(failure, (error, OSError)) else f"{type(failure).__name__}: "
+        text = f"rank {dist.get_rank()}: {kind}{failure}"
+    first = first_failure(text, group)
+    if first is None:
+        return result
+    if text is not None and text != first:
+        log.error("%s", text)
+    raise error(first) from own_error
+
+
+def on_rank_0(
+    action: Callable[[], Any],
+    group: ProcessGroup | None = None,
+    *,
+    error: type[Exception] = RankError,
+) -> Any:
+    """``action()`` of global rank 0, whose result is plain JSON, on every rank; errors as ``on_every_rank``."""
+    result = on_every_rank(lambda: action() if dist.get_rank() == 0 else None, group, error=error)
+    return broadcast_json(result, src=0, group=group)
 
 
 def _device(group: ProcessGroup | None) -> torch.device:

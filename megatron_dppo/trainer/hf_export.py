@@ -43,8 +43,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import sync_to_disk
-from megatron_dppo.trainer.collective_actions import on_every_rank, on_rank_0
-from megatron_dppo.trainer.collectives import all_gather_json
+from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank, on_rank_0
 
 BUCKET_BYTES = 256 * 2**20
 """Gathered at a time; a rank holds up to three: one that is gathered, one that waits, one that is written."""
@@ -91,8 +90,10 @@ def export_hf(
             certificate = Certificate(
                 "huggingface", shape, None, name, name, {n: found[n] for n in specs}
             )
-            on_rank_0(lambda: complete_folder(folder, files, side_files_from))
-            on_rank_0(lambda: certificate.save(folder))
+            on_rank_0(
+                lambda: complete_folder(folder, files, side_files_from), error=CheckpointError
+            )
+            on_rank_0(lambda: certificate.save(folder), error=CheckpointError)
     except CheckpointError as error:
         raise CheckpointError(
             f"the Hugging Face export was not written: {out_dir}: {error}"
@@ -128,8 +129,8 @@ def _staged(out_dir: str | Path, rank: int, specs: Mapping[str, TensorSpec]) -> 
     """The folder to fill, which rank 0 makes and publishes; collective at its begin and end."""
     staged = StagedFolder(out_dir, sum(spec.bytes for spec in specs.values()))
     with ExitStack() as stack:
-        yield Path(on_rank_0(lambda: str(stack.enter_context(staged))))
-        on_rank_0(stack.close)  # publishes
+        yield Path(on_rank_0(lambda: str(stack.enter_context(staged)), error=CheckpointError))
+        on_rank_0(stack.close, error=CheckpointError)  # publishes
 
 
 def _write(
@@ -141,14 +142,16 @@ def _write(
 ) -> dict[str, str]:
     """Gather all tensors and write this rank's ``own`` files; SHA-256 of their tensors. Collective."""
     with ExitStack() as stack:
-        writer = on_every_rank(lambda: stack.enter_context(_FileWriter(folder, own)))
+        writer = on_every_rank(
+            lambda: stack.enter_context(_FileWriter(folder, own)), error=CheckpointError
+        )
         total, done = sum(bucket.elements for bucket in plan), 0
         with progress("export, millions of weights", total // 10**6) as bar:
             for bucket, gathered in zip(plan, gather(plan, rank, values), strict=True):
                 writer.add(gathered.tensors)
                 done += bucket.elements
                 bar.update(completed=done // 10**6)
-        on_every_rank(writer.finish)
+        on_every_rank(writer.finish, error=CheckpointError)
         return writer.digests
 
 

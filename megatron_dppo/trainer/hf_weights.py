@@ -19,7 +19,7 @@ from megatron_dppo.model.gather_plan import Bucket, ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.trainer.collectives import all_gather_json, broadcast_json
+from megatron_dppo.trainer.collectives import all_gather_json, first_failure
 from megatron_dppo.trainer.topology import Topology
 
 
@@ -89,6 +89,5 @@ def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: s
             failure = str(error)
     for _ in buckets:  # the other ranks still send
         pass
-    failure = broadcast_json(failure, src=0)
-    if failure is not None:
-        raise CheckpointError(f"{failed}: {failure}")
+    if (first := first_failure(failure)) is not None:
+        raise CheckpointError(f"{failed}: {first}")

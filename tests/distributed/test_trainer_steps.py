@@ -31,10 +31,10 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any] 
 
 
 def error_of(action) -> tuple[str, str]:
-    """Type and text of the ValueError that ``action`` raises; two empty strings without one."""
+    """Type and text of the error that ``action`` raises; two empty strings without one."""
     try:
         action()
-    except ValueError as error:
+    except (LookupError, RuntimeError, ValueError) as error:
         return type(error).__name__, str(error)
     return "", ""
 
@@ -174,7 +174,20 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
     """Two replicas with experts spread over both: values between ranks, disagreement, failures."""
     import torch.distributed as dist
 
-    from megatron_dppo.trainer.collectives import agree, all_gather_json, any_rank, broadcast_json
+    from megatron_dppo.trainer.collectives import (
+        agree,
+        all_gather_json,
+        any_rank,
+        broadcast_json,
+        first_failure,
+        on_every_rank,
+        on_rank_0,
+    )
+
+    def fail_on_1() -> int:
+        if rank:
+            raise ValueError("no luck")
+        return 7
 
     trainer = make_trainer(folder, {"expert": 2, "world_size": 2})
     rank = trainer.topology.rank
@@ -182,6 +195,11 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
         "broadcast": broadcast_json({"from": rank, "text": "Σ", "list": [1, 2.5, None]}, src=1),
         "gathered": all_gather_json("x" * (1 + 5 * rank)),
         "any": [any_rank(rank == 1), any_rank(False)],
+        "first failure": [first_failure(None), first_failure(f"of {rank}")],
+        "on rank 0": on_rank_0(fail_on_1),
+        "failed on 1": error_of(lambda: on_every_rank(fail_on_1)),
+        "failed as": error_of(lambda: on_every_rank(fail_on_1, error=LookupError)),
+        "failed": error_of(lambda: on_every_rank(fail_on_1, error=ValueError)),
         "agree": [error_of(lambda: agree([1], "it")), error_of(lambda: agree(rank, "the rank"))],
     }
     batches = own_micro_batches(trainer, samples())
@@ -286,6 +304,11 @@ def test_every_rank_stops_before_the_update(tiny: str) -> None:
         assert found["broadcast"] == {"from": 1, "text": "Σ", "list": [1, 2.5, None]}
         assert found["gathered"] == ["x", "x" * 6]
         assert found["any"] == [True, False]
+        assert found["first failure"] == [None, "of 0"]
+        assert found["on rank 0"] == 7
+        assert found["failed on 1"] == ("RankError", "rank 1: ValueError: no luck")
+        assert found["failed as"] == ("LookupError", "rank 1: ValueError: no luck")
+        assert found["failed"] == ("ValueError", "rank 1: no luck")
         assert found["agree"][0] == ("", "")
         assert found["agree"][1][1].startswith("ranks disagree on the rank: [0, 1]")
         kind, text = found["poisoned"]

@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_dppo.trainer import flight_recorder
-from megatron_dppo.trainer.collectives import any_rank
+from megatron_dppo.trainer.collectives import any_rank, barrier
 from megatron_dppo.trainer.topology import init_distributed
 from tests.ranks import RankFailedError, run_ranks
 
@@ -55,7 +55,7 @@ def test_the_rank_that_waits_names_the_collective_and_who_is_missing(
 def looking_worker() -> list[str]:
     """torch's compiler modules that a look brought into a process, which its main thread may be importing."""
     init_distributed(1)
-    any_rank(False)
+    barrier()
     flight_recorder.pending(callers=False)
     return sorted({name.split(".")[1] for name in sys.modules if name.startswith(COMPILER)})
 

@@ -16,7 +16,7 @@ from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.adapters import adapters_held, drop_adapters, load_adapter
 from megatron_dppo.engine.errors import EngineRequestError
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.loop.engine_session import first_failure
+from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
 from megatron_dppo.weight_sync.adapter_updates import AdapterUpdater

@@ -19,7 +19,7 @@ from torch import Tensor
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.engine.weights import EngineWeights, WireHeader
-from megatron_dppo.loop.engine_session import first_failure
+from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
 from megatron_dppo.weight_sync.engines import GRACE_S

@@ -24,7 +24,7 @@ from megatron_dppo.loop.rollouts.parts import Part, PartShapes, Room, Stages
 from megatron_dppo.loop.rollouts.sources import owner
 from megatron_dppo.loop.rollouts.transfers import transfer
 from megatron_dppo.system.shared_buffer import SharedBuffer, mapped
-from megatron_dppo.trainer.collectives import all_gather_json, any_rank
+from megatron_dppo.trainer.collectives import all_gather_json, any_rank, barrier, first_failure
 from megatron_dppo.trainer.topology import Topology
 
 
@@ -73,11 +73,10 @@ def _shared_buffer(size: int | None) -> SharedBuffer | None:
         buffer = None if size is None else SharedBuffer(size)
     except OSError as error:
         fault = str(error)
-    faults = [found for found in all_gather_json(fault) if found is not None]
-    if faults:
+    if (failure := first_failure(fault)) is not None:
         if buffer is not None:
             buffer.hide()
-        raise ExchangeError(f"the batch found no room in shared memory: {faults[0]}")
+        raise ExchangeError(f"the batch found no room in shared memory: {failure}")
     return buffer
 
 
@@ -187,7 +186,7 @@ class ColumnExchange:
             paths = all_gather_json(None if shared is None else str(shared.path))
             if at.rank != site.head:
                 views = room.views(mapped(paths[site.head], room.size))
-            any_rank(False)  # all have it mapped
+            barrier()  # all have it mapped
         finally:
             if shared is not None:
                 shared.hide()

@@ -13,7 +13,7 @@ from megatron_dppo.loop.rollouts.exchange import announce
 from megatron_dppo.loop.rollouts.figures import generated_figures, rows_of
 from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutBatch, own_positions
 from megatron_dppo.loop.rollouts.staleness import staleness_figures
-from megatron_dppo.trainer.collectives import all_gather_json
+from megatron_dppo.trainer.collectives import on_every_rank
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
 
@@ -42,15 +42,7 @@ class ReplayedRollouts:
     def collect(self, step: int) -> RolloutBatch:
         """The saved batch of ``step``. Raises BatchFormatError, on all ranks, where it is not there or another's."""
         wanted, size = self._feed.next(self._rollout.prompts_per_step), self._rollout.group_size
-        own: list[Trajectory] = []
-        fault = None
-        try:
-            own = self._own(step, wanted)
-        except BatchFormatError as error:
-            fault = str(error)
-        faults = [found for found in all_gather_json(fault) if found is not None]
-        if faults:
-            raise BatchFormatError(faults[0])
+        own = on_every_rank(lambda: self._own(step, wanted), error=BatchFormatError)
         outlines, held = announce(own, self._topology, size, range(len(wanted)))
         figures = generated_figures(rows_of(outlines, size)) | staleness_figures(outlines, step)
         return RolloutBatch(outlines, held, figures, self._feed.position())
