@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from megatron_dppo.demo.prepare import ROOT as MATERIAL
-from megatron_dppo.demo.prepare import prepare
+from megatron_dppo.demo.material import ROOT as MATERIAL
+from megatron_dppo.demo.material import prepare
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook

@@ -20,7 +20,7 @@ from rich.console import Console
 from examples.why.figure import write_figure
 from examples.why.plan import MATERIAL_SEED, PlanError, PlannedRun, plan_runs
 from examples.why.table import write_table
-from megatron_dppo.demo.prepare import INTERRUPTED, prepare, run_to_the_end
+from megatron_dppo.demo.material import INTERRUPTED, prepare, run_to_the_end
 
 FIGURE, TABLE = "why.png", "table.md"
 CONSOLE = Console(highlight=False, markup=False, soft_wrap=True)

@@ -22,13 +22,14 @@ from rich.table import Table
 
 from megatron_dppo import EXAMPLES
 from megatron_dppo.config.machine import this_machine
-from megatron_dppo.demo.devices import (
+from megatron_dppo.demo.material import (
     EXPORT_BOUNDS,
     GAP_BOUNDS,
     engine_overrides,
+    prepare,
+    run_to_the_end,
     trainer_overrides,
 )
-from megatron_dppo.demo.prepare import prepare, run_to_the_end
 from megatron_dppo.metrics.normal_ranges import Dtype
 
 CONFIG = EXAMPLES / "tiny_moe" / "config.yaml"
@@ -39,26 +40,26 @@ CONSOLE = Console(highlight=False)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the demo; returns the exit code of the training, or 1 if a result misses its target."""
     parser = _parser()
-    words = parser.parse_intermixed_args(arguments)
-    for override in words.overrides:
+    options = parser.parse_intermixed_args(arguments)
+    for override in options.overrides:
         flag = FLAGS.get(override.partition("=")[0])
         if flag:
             parser.error(f"{override}: give {flag} instead, which the material depends on too")
     started = time.monotonic()
     gpus = this_machine().gpus
-    material = prepare(seed=words.seed, overrides=trainer_overrides(gpus))
-    directory = Path(words.directory)
-    set_aside(directory, words.seed, words.overrides)
+    material = prepare(seed=options.seed, overrides=trainer_overrides(gpus))
+    directory = Path(options.directory)
+    set_aside(directory, options.seed, options.overrides)
     command = [
         *(sys.executable, "-m", "megatron_dppo.train", str(CONFIG)),
         f"run.directory={directory}",
-        f"run.seed={words.seed}",
+        f"run.seed={options.seed}",
         f"model.hf_checkpoint={material.warm_checkpoint}",
         f"data.train={material.train}",
         f"data.evaluation.held_out={material.held_out}",
         *trainer_overrides(gpus),
         *engine_overrides(gpus),
-        *words.overrides,
+        *options.overrides,
     ]
     CONSOLE.print(f"[demo] {' '.join(['python', *command[1:]])}", soft_wrap=True, markup=False)
     code = run_to_the_end(command)
@@ -86,23 +87,25 @@ def set_aside(directory: Path, seed: int, overrides: Sequence[str]) -> None:
         return
     stamp = f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (stamp, *(f"{stamp}-{count}" for count in range(2, 100)))
-    kept = next(path for name in names if not (path := directory.with_name(name)).exists())
-    directory.rename(kept)
-    what = "finished run" if finished else "run of another seed or algorithm"
-    CONSOLE.print(f"[demo] the {what} in {directory} is now {kept}", markup=False)
+    renamed = next(path for name in names if not (path := directory.with_name(name)).exists())
+    directory.rename(renamed)
+    kind = "finished run" if finished else "run of another seed or algorithm"
+    CONSOLE.print(f"[demo] the {kind} in {directory} is now {renamed}", markup=False)
 
 
 @dataclass(frozen=True)
-class Result:
+class DemoResult:
     """A row of the table: a measurement, its target, and whether it is met (None: not judged)."""
 
-    what: str
+    label: str
     measured: str
     expected: str
     holds: bool | None = None
 
 
-def judge(summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32") -> list[Result]:
+def judge(
+    summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32"
+) -> list[DemoResult]:
     """Compare the run with the demo's targets; accuracy is judged only after all recipe steps."""
     gap_bound, export_bound = GAP_BOUNDS[dtype], EXPORT_BOUNDS[dtype]
     gap, difference = summary["mean_abs_prob_gap"], summary["hf_export_max_logprob_diff"]
@@ -115,21 +118,23 @@ def judge(summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32
     measured = start is not None and end is not None
     gained = end - start >= 0.25 if measured and steps >= recipe_steps else None
     return [
-        Result("held-out accuracy", _arrow(summary, "eval_accuracy"), "up by 0.25 or more", gained),
-        Result("training reward", _arrow(summary, "train_reward"), "rises"),
-        Result(
+        DemoResult(
+            "held-out accuracy", _arrow(summary, "eval_accuracy"), "up by 0.25 or more", gained
+        ),
+        DemoResult("training reward", _arrow(summary, "train_reward"), "rises"),
+        DemoResult(
             "|pi - mu| at equal weights",
             _small(gap),
             f"{gap_bound:.0e} or less",
             _at_most(gap, gap_bound),
         ),
-        Result(
+        DemoResult(
             "weight updates verified",
             f"{verified} of {updates}",
             f"all; {steps + 1} or more",
             verified == updates >= steps + 1,
         ),
-        Result(
+        DemoResult(
             "export against trainer, nats",
             _small(difference),
             f"{export_bound:.0e} or less",
@@ -139,22 +144,22 @@ def judge(summary: Mapping[str, Any], recipe_steps: int, dtype: Dtype = "float32
 
 
 def show(
-    results: Sequence[Result], summary: Mapping[str, Any], directory: Path, seconds: float
+    results: Sequence[DemoResult], summary: Mapping[str, Any], directory: Path, seconds: float
 ) -> None:
     """Print the results as a table, and where the run's files are."""
     rows = [
         *results,
-        Result("layout", summary["layout"], ""),
-        Result("seconds, set-up excluded", f"{seconds:.0f}", "600 or less on two quiet cores"),
+        DemoResult("layout", summary["layout"], ""),
+        DemoResult("seconds, set-up excluded", f"{seconds:.0f}", "600 or less on two quiet cores"),
     ]
     title = f"{summary['algorithm']}, {summary['steps']} steps"
     table = Table("", "measured", "expected", "holds", title=title)
     for row in rows:
         verdict = {None: "", True: "yes", False: "NO"}[row.holds]
-        table.add_row(row.what, row.measured, row.expected, verdict)
+        table.add_row(row.label, row.measured, row.expected, verdict)
     CONSOLE.print(table)
-    for what, name in {"figures": "report.png", "model": "hf", "events": "tensorboard"}.items():
-        CONSOLE.print(f"{what}: {directory / name}", soft_wrap=True)
+    for label, name in {"figures": "report.png", "model": "hf", "events": "tensorboard"}.items():
+        CONSOLE.print(f"{label}: {directory / name}", soft_wrap=True)
 
 
 def _at_most(value: float | None, bound: float) -> bool:

@@ -1,15 +1,12 @@
 """Model of the demo: a random Qwen3-MoE of 1.1 million parameters with a tokenizer of numbers.
 
-    python -m megatron_dppo.demo.make_model FOLDER [--seed 1]
-
-Writes a Hugging Face folder: config.json, model.safetensors, tokenizer.json with a chat template.
+A Hugging Face folder: config.json, model.safetensors, tokenizer.json with a chat template.
 The model has the features of its family: 8 experts, 2 per token, grouped-query attention,
 normalised queries and keys, an output layer that is not tied to the embedding.
 """
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +76,3 @@ def make_model(folder: Path, seed: int) -> int:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
-
-
-def main() -> None:
-    """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments = parser.parse_args()
-    parameters = make_model(arguments.folder, arguments.seed)
-    print(f"{arguments.folder}: {parameters:,} parameters")
-
-
-if __name__ == "__main__":
-    main()

@@ -34,15 +34,15 @@ def gradient_tensors(trainer: Any) -> list[Tensor]:
 
 def optimizer_tensors(trainer: Any) -> list[Tensor]:
     """Master weights and moments; an fp32 parameter that is its own master is left out."""
-    held = {p.untyped_storage()._cdata for p in weight_tensors(trainer)}
-    found: list[Tensor] = []
+    parameter_storages = {p.untyped_storage()._cdata for p in weight_tensors(trainer)}
+    tensors: list[Tensor] = []
     for part in trainer.optimizer.chained_optimizers:
         if getattr(part, "is_stub_optimizer", False):
             continue
         inner = part.optimizer
-        found += [p for group in inner.param_groups for p in group["params"]]
-        found += [x for s in inner.state.values() for x in s.values() if isinstance(x, Tensor)]
-    return [t for t in found if t.untyped_storage()._cdata not in held]
+        tensors += [p for group in inner.param_groups for p in group["params"]]
+        tensors += [x for s in inner.state.values() for x in s.values() if isinstance(x, Tensor)]
+    return [t for t in tensors if t.untyped_storage()._cdata not in parameter_storages]
 
 
 @dataclass
@@ -87,11 +87,11 @@ class _Saved:
 @contextmanager
 def saved_for_backward(ignored: Iterable[Tensor]) -> Iterator[SavedPeak]:
     """Count what is saved within, but for storages of ``ignored`` (the weights)."""
-    peak, kept = SavedPeak(), {t.untyped_storage()._cdata for t in ignored}
+    peak, ignored_storages = SavedPeak(), {t.untyped_storage()._cdata for t in ignored}
 
     def pack(tensor: Tensor) -> _Saved:
         saved = _Saved(tensor)
-        if tensor.untyped_storage()._cdata not in kept:
+        if tensor.untyped_storage()._cdata not in ignored_storages:
             weakref.finalize(saved, peak.drop, peak.add(tensor))
         return saved
 

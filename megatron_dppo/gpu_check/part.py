@@ -1,16 +1,12 @@
-"""What a part of the check is: a module in ``parts/`` with three names, found by being there.
-
-- ``SHOWS``: what it shows, in one line.
-- ``LIMIT_S``: seconds after which it is ended.
-- ``run(site)``: yields a ``Row`` for each thing that was looked at; raises ``LackingError`` for what it
-  can't do without and this machine lacks.
-"""
+"""What a part of the check is: a function in a module of ``parts/`` under ``@part``, found by being there."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,14 +23,14 @@ class Row:
     """One thing that a part looked at.
 
     Attributes:
-        what: its name.
+        label: its name.
         measured: what was found, with its unit.
         expected: what should be found; empty where nothing is expected.
         holds: whether it was; None: nothing to judge.
         figures: the measured numbers by name, for programs.
     """
 
-    what: str
+    label: str
     measured: str
     expected: str = ""
     holds: bool | None = None
@@ -42,7 +38,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Site:
+class Bench:
     """Where a part works. ``folder``: its own, for files that stay. ``gpus``: how many there are."""
 
     folder: Path
@@ -50,30 +46,52 @@ class Site:
 
 
 @dataclass(frozen=True)
-class Part:
-    """One part: its module, and what that says of itself."""
+class CheckPart:
+    """``run`` yields a row for each thing it looked at, and raises ``LackingError`` for what it can't do without.
 
-    name: str
-    module: str
+    ``shows``: what it shows, in a line. ``limit_s``: seconds after which it is ended.
+    """
+
+    run: Callable[[Bench], Iterator[Row]]
     shows: str
     limit_s: float
-    run: Callable[[Site], Iterator[Row]]
+
+    @property
+    def name(self) -> str:
+        """By which it is chosen: its function's."""
+        return self.run.__name__
 
 
-def load(module: str) -> Part:
-    """The part that a module is."""
-    found = importlib.import_module(module)
-    return Part(module.rpartition(".")[2], module, found.SHOWS, found.LIMIT_S, found.run)
+def part(shows: str, limit_s: float) -> Callable[[Callable[[Bench], Iterator[Row]]], CheckPart]:
+    """Make a part of a function."""
+    return lambda run: CheckPart(run, shows, limit_s)
 
 
-def discover(package: str = PARTS) -> list[Part]:
-    """All parts of ``package``, those with the shortest limit first."""
+def discover(package: str = PARTS) -> list[CheckPart]:
+    """All parts in the modules of ``package``, those with the shortest limit first."""
     folder = importlib.import_module(package).__path__
-    names = [module.name for module in pkgutil.iter_modules(folder)]
-    return sorted((load(f"{package}.{name}") for name in names), key=lambda p: (p.limit_s, p.name))
+    modules = [importlib.import_module(f"{package}.{m.name}") for m in pkgutil.iter_modules(folder)]
+    parts = [x for module in modules for x in vars(module).values() if isinstance(x, CheckPart)]
+    return sorted(parts, key=lambda p: (p.limit_s, p.name))
 
 
-def at_most(what: str, measured: float, bound: float, unit: str = "") -> Row:
+def at_most(label: str, measured: float, bound: float, unit: str = "") -> Row:
     """A row that holds where ``measured`` is finite and not above ``bound``."""
-    told = f"{measured:.2g}{unit}"
-    return Row(what, told, f"at most {bound:.2g}{unit}", measured <= bound, {"measured": measured})
+    figures = {"measured": measured}
+    return Row(
+        label, f"{measured:.2g}{unit}", f"at most {bound:.2g}{unit}", measured <= bound, figures
+    )
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run ``megatron-dppo`` with ``arguments``, its output in the part's log; the exit code."""
+    print(" ".join(["megatron-dppo", *arguments]), flush=True)
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_dppo", *arguments], check=False
+    ).returncode
+
+
+def must_run(arguments: Sequence[str]) -> None:
+    """As ``run_command``. Raises RuntimeError for an exit code other than 0."""
+    if code := run_command(arguments):
+        raise RuntimeError(f"megatron-dppo {' '.join(arguments)} ended with exit code {code}")

@@ -18,7 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
 
 from megatron_dppo.system.ports import free_port
 
@@ -49,8 +54,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Start the ranks, read rank 0's measurements, print and write them; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    options = parse(words)
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
+    options = parse(command_line)
     if options.rank_result is not None:
         from megatron_dppo.mask_benchmark.measure import measure
 
@@ -60,20 +65,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         result_path = Path(folder) / "result.json"
-        codes = wait_for(start_ranks(words, options, result_path))
+        codes = wait_for(start_ranks(command_line, options, result_path))
         if any(codes):
             print(f"ranks ended with exit codes {codes}", file=sys.stderr)
             return 1
         result = json.loads(result_path.read_text())
-    from megatron_dppo.mask_benchmark import output
 
-    output.show(result)
+    show(result)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
     if options.markdown:
-        options.markdown.write_text(output.markdown(result))
+        options.markdown.write_text(markdown(result))
     if options.png:
-        output.draw(result, options.png)
+        draw(result, options.png)
     return 0
 
 
@@ -91,7 +95,7 @@ def wait_for(ranks: list[subprocess.Popen]) -> list[int]:
 
 
 def start_ranks(
-    words: Sequence[str], options: argparse.Namespace, result: Path
+    command_line: Sequence[str], options: argparse.Namespace, result: Path
 ) -> list[subprocess.Popen]:
     """Start one process for each tensor-parallel rank, on this machine."""
     environment = {
@@ -101,7 +105,7 @@ def start_ranks(
         "OMP_NUM_THREADS": str(options.threads),
         "TORCHDYNAMO_DISABLE": "0" if options.compile else "1",
     }
-    command = [sys.executable, "-m", "megatron_dppo.mask_benchmark", *words]
+    command = [sys.executable, "-m", "megatron_dppo.mask_benchmark", *command_line]
     command += ["--rank-result", str(result)]
     return [
         subprocess.Popen(
@@ -109,6 +113,135 @@ def start_ranks(
         )
         for r in range(options.tp)
     ]
+
+
+# Output of the measurements: console tables, Markdown and a chart.
+
+LEGEND = (
+    "x first: time (on a CPU: of all threads) in units of the first row. % copy: the floor (read; read and "
+    "write in place) over the time, against a measured copy. peak: memory beyond the logits, in units of them. "
+    "all-reduces: of payloads, + of a header of integers."
+)
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of strings; the first column is a name."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def setting(result: dict[str, Any]) -> str:
+    """One line about the machine and the problem size."""
+    s, m = result["settings"], result["machine"]
+    return (
+        f"{m['processor']} ({s['device']}, {m['vector_unit']}), {m['threads']} thread(s) a rank, "
+        f"torch {m['torch']}: TP{s['tp']}, T={s['tokens']}, V={s['vocab']}, {s['dtype']}, "
+        f"{result['logits_mb']:.0f} MB of logits a rank, {s['repetitions']} interleaved repetitions"
+    )
+
+
+def sheets(result: dict[str, Any]) -> list[Sheet]:
+    """The tables of implementations and of masks."""
+    on_cpu = result["settings"]["device"] == "cpu"
+    return [
+        _implementations(result["implementations"], on_cpu),
+        _masks(result["masks"], "CPU time" if on_cpu else "time"),
+    ]
+
+
+def cost_ms(row: dict[str, Any], on_cpu: bool) -> float:
+    """By which implementations are compared: CPU time of all threads, on a GPU the time that passed."""
+    return row["cpu_ms"] if on_cpu else row["forward_ms"] + row["backward_ms"]
+
+
+def _implementations(rows: list[dict[str, Any]], on_cpu: bool) -> Sheet:
+    columns = ("implementation", "version", "entropy", "Top-K", "fwd ms", "bwd ms", "CPU ms",
+               "x first", "% copy", "peak", "all-reduces", "wire MB", "max abs dlogp",
+               "grad error")  # fmt: skip
+    lines = []
+    for r in rows:
+        header = f" + {r['header_all_reduces']}" if r["header_all_reduces"] else ""
+        lines.append((
+            r["name"], r["version"], "yes" if r["entropy"] else "", "yes" if r["topk"] else "",
+            f"{r['forward_ms']:.1f} ± {r['forward_ms_iqr']:.1f}",
+            f"{r['backward_ms']:.1f} ± {r['backward_ms_iqr']:.1f}",
+            f"{r['cpu_ms']:.1f} ± {r['cpu_ms_iqr']:.1f}",
+            f"{cost_ms(r, on_cpu) / cost_ms(rows[0], on_cpu):.2f}",
+            f"{r['floor_share_of_copy_bandwidth']:.0%}", f"{r['peak_extra_over_logits']:.2f}",
+            f"{r['payload_all_reduces']}{header}", f"{r['wire_mb']:.2f}",
+            f"{r['max_log_prob_error']:.1e}", f"{r['relative_gradient_error']:.1e}",
+        ))  # fmt: skip
+    return Sheet("Forward and backward, median ± interquartile range", columns, lines)
+
+
+def _masks(rows: list[dict[str, Any]], unit: str) -> Sheet:
+    columns = ("update", "ms", "overhead", "of it in the loss", "all-reduces", "wire MB")
+    lines = [
+        (
+            r["name"], f"{r['total_ms']:.1f}",
+            f"{r['overhead']:+.2%} ± {r['overhead_iqr']:.2%}",
+            f"{r['loss_overhead']:+.2%} ± {r['loss_overhead_iqr']:.2%}",
+            f"{r['extra_all_reduces']:+d}", f"{r['extra_wire_mb']:+.2f}",
+        )
+        for r in rows
+    ]  # fmt: skip
+    title = f"Statistics with entropy, loss and backward: what a mask adds, paired ({unit})"
+    return Sheet(title, columns, lines)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print both tables."""
+    console = Console(width=200)
+    console.print(setting(result))
+    for sheet in sheets(result):
+        table = Table(title=sheet.title)
+        for i, name in enumerate(sheet.columns):
+            table.add_column(name, justify="right" if i else "left")
+        for row in sheet.rows:
+            table.add_row(*row)
+        console.print(table)
+    console.print(LEGEND)
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """Both tables as Markdown."""
+    blocks = [setting(result)]
+    for sheet in sheets(result):
+        rule = ["---", *["---:"] * (len(sheet.columns) - 1)]
+        lines = [sheet.columns, rule, *sheet.rows]
+        blocks += [f"{sheet.title}:", "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Draw two panels: time of each implementation, overhead of each mask."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows, masks = result["implementations"][::-1], result["masks"][1:][::-1]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4), layout="constrained")
+    names = [r["name"] for r in rows]
+    starts = [r["forward_ms"] for r in rows]
+    left.barh(names, starts, label="forward")
+    left.barh(names, [r["backward_ms"] for r in rows], left=starts, label="backward")
+    left.set_xlabel("ms, median")
+    left.legend()
+    s = result["settings"]
+    left.set_title(f"TP{s['tp']}, T={s['tokens']}, V={s['vocab']}, {s['dtype']}, {s['device']}")
+    right.barh(
+        [r["name"] for r in masks],
+        [100 * r["overhead"] for r in masks],
+        xerr=[50 * r["overhead_iqr"] for r in masks],
+    )
+    right.axvline(0, color="black", linewidth=0.8)
+    right.set_xlabel("% over the update without a mask, median and IQR")
+    right.set_title("what a mask adds")
+    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

@@ -111,7 +111,7 @@ def prepare_megatron(tensor_parallel: int) -> None:
 def contenders(device: str, ranks: int, compiled: bool) -> list[Contender]:
     """All implementations that can run here, this project's first."""
     here = importlib.metadata.version("megatron-dppo")
-    found = [
+    runnable = [
         Contender("policy_stats", here, ours(entropy=False, topk=False)),
         Contender("policy_stats + entropy", here, ours(entropy=True, topk=False), entropy=True),
         Contender(
@@ -130,14 +130,14 @@ def contenders(device: str, ranks: int, compiled: bool) -> list[Contender]:
     ]
     megatron = importlib.metadata.version("megatron-core")
     fused = "Megatron-Core fused CE" + ("" if compiled else " (torch.compile off)")
-    found.append(Contender("Megatron-Core CE", megatron, megatron_cross_entropy))
-    found.append(Contender(fused, megatron, megatron_fused_cross_entropy))
+    runnable.append(Contender("Megatron-Core CE", megatron, megatron_cross_entropy))
+    runnable.append(Contender(fused, megatron, megatron_fused_cross_entropy))
     if ranks == 1:
-        found.append(Contender("torch log_softmax", torch.__version__, torch_log_softmax))
+        runnable.append(Contender("torch log_softmax", torch.__version__, torch_log_softmax))
     if device == "cuda" and importlib.util.find_spec("transformer_engine"):
         version = importlib.metadata.version("transformer-engine")
-        found.append(Contender("Transformer Engine CE", version, transformer_engine))
+        runnable.append(Contender("Transformer Engine CE", version, transformer_engine))
     if device == "cuda" and ranks == 1 and importlib.util.find_spec("liger_kernel"):
         version = importlib.metadata.version("liger-kernel")
-        found.append(Contender("Liger CE", version, liger))
-    return found
+        runnable.append(Contender("Liger CE", version, liger))
+    return runnable

@@ -1,12 +1,17 @@
-"""One rank of the benchmark: builds the logits, runs all implementations in turn, aggregates."""
+"""One rank of the benchmark: runs all implementations in turn on the same logits, then an update with each mask."""
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import math
 import os
 import platform as machine
 import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,15 +20,245 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.mask_benchmark.clock import (
-    Clock,
-    copy_bandwidth,
-    counted_collectives,
-    peak_extra_bytes,
-)
+from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.policy_loss import policy_loss
+from megatron_dppo.algorithms.presets import Algorithm, build_algorithm
 from megatron_dppo.mask_benchmark.contenders import Contender, Inputs, contenders, prepare_megatron
-from megatron_dppo.mask_benchmark.overheads import mask_overheads
 from megatron_dppo.trainer import platform
+from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
+
+# Measurement of one call on a CPU or a GPU: time, memory and collectives.
+
+
+class Clock:
+    """Wall and CPU milliseconds since construction; synchronises the device."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._wait()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def _wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def read(self) -> tuple[float, float]:
+        """(wall ms, CPU ms of this process, all threads)."""
+        self._wait()
+        return (
+            (time.perf_counter() - self._wall) * 1e3,
+            (time.process_time() - self._cpu) * 1e3,
+        )
+
+
+def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
+    """Peak memory of ``call`` above the memory before it, bytes.
+
+    On a CPU: the kernel's high-water mark of this process's resident memory, which is reset first.
+    """
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    ctypes.CDLL(None).malloc_trim(0)  # else memory kept by the allocator hides the call's need
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status_kib("VmRSS")
+    call()
+    return max(0, _status_kib("VmHWM") - before) * 1024
+
+
+def _status_kib(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(field)).split()[1])
+
+
+@dataclass
+class Collectives:
+    """Counts of all-reduces: floating-point payloads with their bytes, and integer headers."""
+
+    payloads: int = 0
+    payload_bytes: int = 0
+    headers: int = 0
+
+
+@contextmanager
+def counted_collectives() -> Iterator[Collectives]:
+    """Count torch.distributed.all_reduce inside the block."""
+    counts, plain = Collectives(), dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        if tensor.is_floating_point():
+            counts.payloads += 1
+            counts.payload_bytes += tensor.numel() * tensor.element_size()
+        else:
+            counts.headers += 1
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = torch.distributed.all_reduce = counting
+    try:
+        yield counts
+    finally:
+        dist.all_reduce = torch.distributed.all_reduce = plain
+
+
+def copy_bandwidth(device: str, numel: int, dtype: torch.dtype) -> float:
+    """GB/s (read plus write) of a plain copy of ``numel`` elements; best of 5."""
+    source = torch.ones(numel, dtype=dtype, device=device)
+    target = torch.empty_like(source)
+    best = float("inf")
+    for _ in range(5):
+        clock = Clock(device)
+        target.copy_(source)
+        best = min(best, clock.read()[0])
+    return 2 * numel * source.element_size() / best / 1e6
+
+
+# Overhead of a mask in a policy update, paired with the same update without a mask.
+
+NEVER = {"tv_threshold": 1.0, "kl_threshold": 1e9}
+"""Thresholds that no token exceeds: every mask runs and blocks nothing."""
+MASKS = ("dppo-binary-tv", "dppo-binary-kl", "dppo-topk-tv", "dppo-topk-kl")
+
+
+class Update:
+    """Statistics, loss and backward pass of one algorithm on the benchmark's logits.
+
+    ``dead``: bool [T]; these tokens get A = 0, so their rows are skipped.
+    """
+
+    def __init__(self, bench: Bench, algorithm: Algorithm, dead: Tensor | None = None) -> None:
+        self.bench, self.algorithm = bench, algorithm
+        tokens, k = bench.options.tokens, bench.options.topk
+        generator = torch.Generator().manual_seed(1)
+        noise = torch.randn(tokens, generator=generator) * 0.05
+        with torch.no_grad():
+            start = self.statistics(bench.fresh(), topk=True)
+        assert start.topk_log_probs is not None
+        self.rollout = start.log_probs + noise.to(bench.device)
+        self.rollout_topk = torch.cat([start.topk_log_probs, self.rollout[:, None]], 1)
+        self.valid = torch.ones(tokens, k + 1, dtype=torch.bool, device=bench.device)
+        self.advantages = bench.coefficients.clone()
+        if dead is not None:
+            self.advantages[dead] = 0
+        self.trained = torch.ones(tokens, dtype=torch.bool, device=bench.device)
+
+    def statistics(self, logits: Tensor, topk: bool) -> PolicyStats:
+        """Call policy_stats as the trainer does."""
+        inputs = self.bench.inputs
+        return policy_stats(
+            logits,
+            inputs.target_ids,
+            inputs.group if inputs.ranks > 1 else None,
+            vocab_size=inputs.vocab_size,
+            with_entropy=True,
+            topk_ids=inputs.topk_ids if topk else None,
+        )
+
+    def inputs(self, stats: PolicyStats) -> TokenInputs:
+        """Inputs of the loss; with Top-K if ``stats`` has it."""
+        assert stats.entropy is not None
+        topk = None
+        if stats.topk_log_probs is not None:
+            topk = torch.cat([stats.topk_log_probs, stats.log_probs.detach()[:, None]], 1)
+        return TokenInputs(
+            log_probs=stats.log_probs,
+            rollout_log_probs=self.rollout,
+            advantages=self.advantages,
+            loss_mask=self.trained,
+            topk_log_probs=topk,
+            rollout_topk_log_probs=None if topk is None else self.rollout_topk,
+            topk_valid=None if topk is None else self.valid,
+            entropy=stats.entropy.detach(),
+        )
+
+    def run(self) -> dict[str, float]:
+        """Run once; CPU milliseconds (GPU: wall) of the loss and of the whole update."""
+        leaf = self.bench.fresh()
+        unit = 0 if self.bench.device == "cuda" else 1
+        clock = Clock(self.bench.device)
+        stats = self.statistics(leaf, topk=self.algorithm.topk > 0)
+        statistics_ms = clock.read()[unit]
+        clock = Clock(self.bench.device)
+        loss = policy_loss(self.algorithm, self.inputs(stats)).loss
+        loss_ms = clock.read()[unit]
+        clock = Clock(self.bench.device)
+        loss.backward()
+        return {"loss": loss_ms, "total": statistics_ms + loss_ms + clock.read()[unit]}
+
+
+def mask_overheads(bench: Bench) -> list[dict[str, Any]]:
+    """Measure every mask and row skipping; returns one row for each.
+
+    ``overhead``: median over repetitions of (with mask - without) / without, of the whole update,
+    with its interquartile range. ``loss_overhead``: the difference of the loss alone (where a mask
+    runs) / the update without a mask: less noise, but without Top-K's part in the statistics.
+    """
+    names = ["pg-is", *MASKS]
+    options = {n: _never(n, bench.options.topk) for n in names}
+    updates = [Update(bench, build_algorithm(n, options[n])) for n in names]
+    dead = evenly_spread(bench.options.tokens, bench.options.masked_share)
+    updates.append(Update(bench, build_algorithm("pg-is"), dead))
+    collectives = []
+    for update in updates:
+        with counted_collectives() as counts:
+            update.run()
+        collectives.append((counts.payloads, counts.payload_bytes / 1e6))
+    runs: list[list[dict[str, float]]] = [[] for _ in updates]
+    for repetition in range(bench.options.repetitions):
+        for i in range(len(updates)):
+            turn = (i + repetition) % len(updates)
+            runs[turn].append(updates[turn].run())
+    labels = [*names, f"pg-is, {float(dead.float().mean()):.1%} of rows skipped"]
+    return [
+        _row(labels[i], runs[i], runs[0], *collectives[i], *collectives[0])
+        for i in range(len(updates))
+    ]
+
+
+def evenly_spread(count: int, share: float) -> Tensor:
+    """Bool [count], True for ``share`` of the positions, evenly spaced."""
+    steps = (torch.arange(count + 1, dtype=torch.float64) * share).floor()
+    return steps.diff() > 0
+
+
+def _never(name: str, topk: int) -> dict[str, float | int]:
+    wanted = {k: v for k, v in NEVER.items() if k in build_algorithm(name).numbers}
+    return {**wanted, **({"topk": topk} if "topk" in name else {})}
+
+
+def _row(
+    name: str,
+    runs: list[dict[str, float]],
+    base: list[dict[str, float]],
+    payloads: int,
+    wire: float,
+    base_payloads: int,
+    base_wire: float,
+) -> dict[str, Any]:
+
+    whole = statistics.median(r["total"] for r in base)
+    overhead, spread = median_iqr(
+        [(r["total"] - b["total"]) / b["total"] for r, b in zip(runs, base, strict=True)]
+    )
+    loss, loss_spread = median_iqr(
+        [(r["loss"] - b["loss"]) / whole for r, b in zip(runs, base, strict=True)]
+    )
+    return {
+        "name": name,
+        "total_ms": statistics.median(r["total"] for r in runs),
+        "overhead": overhead,
+        "overhead_iqr": spread,
+        "loss_overhead": loss,
+        "loss_overhead_iqr": loss_spread,
+        "extra_all_reduces": payloads - base_payloads,
+        "extra_wire_mb": wire - base_wire,
+    }
+
+
+# One rank of the benchmark: builds the logits, runs all implementations in turn, aggregates.
 
 CHECKED_ROWS = 16
 """Rows whose values and gradients are compared with float64."""
@@ -123,7 +358,7 @@ class Bench:
 
     def facts(self, contender: Contender) -> dict[str, Any]:
         """Memory, collectives and accuracy of one implementation, from calls that are not timed."""
-        with counted_collectives() as seen:
+        with counted_collectives() as counts:
             self.run(contender)
 
         leaf = self.fresh()
@@ -139,9 +374,9 @@ class Bench:
             "entropy": contender.entropy,
             "topk": contender.topk,
             "peak_extra_over_logits": peak / (self.logits.numel() * self.logits.element_size()),
-            "payload_all_reduces": seen.payloads,
-            "wire_mb": seen.payload_bytes / 1e6,
-            "header_all_reduces": seen.headers,
+            "payload_all_reduces": counts.payloads,
+            "wire_mb": counts.payload_bytes / 1e6,
+            "header_all_reduces": counts.headers,
             "max_log_prob_error": log_prob_error,
             "relative_gradient_error": gradient_error,
         }
@@ -160,11 +395,11 @@ class Bench:
         assert exact.grad is not None
         assert leaf.grad is not None
         expected = exact.grad[:, self.rank * width : (self.rank + 1) * width]
-        got = leaf.grad[:rows, : expected.shape[1]].double().cpu()
+        gradient = leaf.grad[:rows, : expected.shape[1]].double().cpu()
         log_prob_error = (log_probs[:rows].detach().double().cpu() - exact_log_probs.detach()).abs()
         return (
             log_prob_error.max().item(),
-            ((got - expected).norm() / expected.norm()).item(),
+            ((gradient - expected).norm() / expected.norm()).item(),
         )
 
     def machine(self) -> dict[str, Any]:

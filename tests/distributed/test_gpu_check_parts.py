@@ -2,15 +2,14 @@
 
 import pytest
 
-from megatron_dppo.gpu_check.part import load
+from megatron_dppo.gpu_check.part import discover
 from megatron_dppo.gpu_check.runner import run_part
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("name", "rows"), [("layers", 4), ("full_layer", 6)])
 def test_the_part_finds_all_as_it_should_be(name, rows, tmp_path):
-    result = run_part(
-        load(f"megatron_dppo.gpu_check.parts.{name}"), tmp_path / name, 0, 280.0, lambda row: None
-    )
+    part = next(p for p in discover() if p.name == name)
+    result = run_part(part, tmp_path / name, 0, 280.0, lambda row: None)
     assert result.verdict == "good", result.why
     assert len(result.rows) == rows

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.demo import prepare
+from megatron_dppo.demo import material
 from tests.slurm.conftest import ROOT
 from tests.unit.config_files import write_checkpoint
 from tools.slurm_cluster.leftovers import processes_of
@@ -26,11 +26,11 @@ FOLLOWED = "is followed"
 
 def write_material(folder: Path) -> None:
     """What the demo would prepare, as far as ``submit`` looks at it."""
-    made = folder / prepare.ROOT / "seed-1"
+    made = folder / material.ROOT / "seed-1"
     write_checkpoint(made / "warm")
     for name in ("train", "held_out"):
         (made / f"{name}.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    (made / prepare.STAMP).write_text(json.dumps(prepare.fingerprint(1, [])))
+    (made / material.STAMP).write_text(json.dumps(material.fingerprint(1, [])))
 
 
 class Demo:

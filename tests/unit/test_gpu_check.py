@@ -8,17 +8,14 @@ import psutil
 import pytest
 import torch
 
-from megatron_dppo.gpu_check.__main__ import chosen, fresh_folder, main
-from megatron_dppo.gpu_check.page import page
-from megatron_dppo.gpu_check.part import discover, load
+from megatron_dppo.gpu_check.__main__ import chosen, fresh_folder, main, page
+from megatron_dppo.gpu_check.kernel_case import KernelCase, errors
+from megatron_dppo.gpu_check.part import discover
 from megatron_dppo.gpu_check.parts.full_layer import compared
+from megatron_dppo.gpu_check.parts.kernels import kernels, mask_rows
 from megatron_dppo.gpu_check.parts.layers import Passed
-from megatron_dppo.gpu_check.parts.mask import rows as mask_rows
-from megatron_dppo.gpu_check.parts.mismatch import part_rows
-from megatron_dppo.gpu_check.parts.r3 import routing_rows
-from megatron_dppo.gpu_check.problems import Problem, errors
+from megatron_dppo.gpu_check.parts.loop import cause_rows, gap_row, routing_rows, updates_row
 from megatron_dppo.gpu_check.runner import run_part
-from megatron_dppo.gpu_check.tiny_runs import gap_row, updates_row
 from megatron_dppo.metrics import names
 from tests.ranks import ROOT
 
@@ -26,9 +23,10 @@ PLANTED = "tests.unit.planted_parts"
 
 
 def planted(name, folder, limit_s=60.0):
-    told = []
-    result = run_part(load(f"{PLANTED}.{name}"), folder / name, 3, limit_s, told.append)
-    assert told == result.rows
+    rows = []
+    part = next(p for p in discover(PLANTED) if p.name == name)
+    result = run_part(part, folder / name, 3, limit_s, rows.append, PLANTED)
+    assert rows == result.rows
     return result
 
 
@@ -66,7 +64,7 @@ def test_a_good_part_leaves_rows_and_files(tmp_path):
 def test_a_crash_keeps_what_was_seen_and_quotes_the_log(tmp_path):
     result = planted("crashing", tmp_path)
     assert (result.verdict, result.is_fault) == ("crashed", True)
-    assert [row.what for row in result.rows] == ["before"]
+    assert [row.label for row in result.rows] == ["before"]
     assert result.why == "was killed by SIGSEGV (signal 11)\nabout to die"
 
 
@@ -118,21 +116,21 @@ def test_a_page_says_that_there_is_no_gpu():
 
 @pytest.mark.parametrize("backend", ["eager", "cpp"])
 def test_the_problem_tells_a_right_kernel_from_one_that_takes_padding_for_tokens(backend):
-    problem = Problem.drawn(8, 990, 34, torch.float32, torch.device("cpu"))
-    assert max(vars(errors(problem, backend)).values()) < 2e-6
-    whole = Problem(problem.logits, problem.targets, problem.topk, problem.weights, 1024)
-    found = whole.logits.double().log_softmax(-1).gather(1, problem.targets[:, None])
-    right = problem.logits[:, :990].double().log_softmax(-1).gather(1, problem.targets[:, None])
+    case = KernelCase.drawn(8, 990, 34, torch.float32, torch.device("cpu"))
+    assert max(vars(errors(case, backend)).values()) < 2e-6
+    whole = KernelCase(case.logits, case.targets, case.topk, case.weights, 1024)
+    found = whole.logits.double().log_softmax(-1).gather(1, case.targets[:, None])
+    right = case.logits[:, :990].double().log_softmax(-1).gather(1, case.targets[:, None])
     assert float((found - right).abs().max()) > 1.0
 
 
 def test_a_shard_is_a_copy_of_its_columns():
-    problem = Problem.drawn(4, 100, 28, torch.bfloat16, torch.device("cpu"))
-    second = problem.shard(1, 2)
-    assert torch.equal(second.logits, problem.logits[:, 64:])
+    case = KernelCase.drawn(4, 100, 28, torch.bfloat16, torch.device("cpu"))
+    second = case.shard(1, 2)
+    assert torch.equal(second.logits, case.logits[:, 64:])
     second.logits.zero_()
-    assert float(problem.logits[:, 64:].abs().max()) > 0
-    assert float(problem.shard(0, 1).logits.data_ptr()) != problem.logits.data_ptr()
+    assert float(case.logits[:, 64:].abs().max()) > 0
+    assert float(case.shard(0, 1).logits.data_ptr()) != case.logits.data_ptr()
 
 
 def test_mask_rows_judge_only_our_own_errors():
@@ -156,10 +154,9 @@ def test_mask_rows_judge_only_our_own_errors():
 
 
 def test_kernels_are_checked_on_a_machine_without_a_gpu(tmp_path):
-    part = load("megatron_dppo.gpu_check.parts.kernels")
-    result = run_part(part, tmp_path / "kernels", 0, 120.0, lambda row: None)
+    result = run_part(kernels, tmp_path / "kernels", 0, 120.0, lambda row: None)
     assert result.verdict == "good", result.why
-    whats = [row.what for row in result.rows]
+    whats = [row.label for row in result.rows]
     for name in ("eager, float32", "cpp, bfloat16", "triton in its interpreter, bfloat16"):
         assert name in whats
     assert sum(what.startswith("TP2, 2 processes over gloo") for what in whats) == 2
@@ -209,11 +206,11 @@ def test_routing_must_be_recorded_for_every_token_and_mostly_agree():
 
 
 def test_the_numerics_are_judged_and_other_parts_of_the_mismatch_told():
-    told = {
+    ladder = {
         "parts": {"staleness": 0.01, "routing": 0.002, "numerics": 0.006},
         "rungs": [{"fixes": "nothing fixed", "gap": 0.018}, {"fixes": "precision", "gap": 1e-7}],
     }
-    stale, routing, numerics, exact = part_rows(told)
+    stale, routing, numerics, exact = cause_rows(ladder)
     assert [row.holds for row in (stale, routing, numerics, exact)] == [None, None, False, None]
     assert exact.measured == "1.00e-07"
     assert numerics.expected == "at most 0.005"

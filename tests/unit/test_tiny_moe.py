@@ -16,19 +16,20 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.config import load_config
 from megatron_dppo.data.problems import load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
-from megatron_dppo.demo import prepare as prepare_module
+from megatron_dppo.demo import material as prepare_module
 from megatron_dppo.demo.__main__ import judge, set_aside
-from megatron_dppo.demo.devices import engine_overrides, trainer_overrides
-from megatron_dppo.demo.make_data import (
+from megatron_dppo.demo.make_model import make_model, make_tokenizer
+from megatron_dppo.demo.material import (
     ESTIMATE_RANGE,
     WORKED_OUT_SHARE,
+    engine_overrides,
     expressions,
     make_data,
+    prepare,
     running_totals,
+    trainer_overrides,
     worked_out,
 )
-from megatron_dppo.demo.make_model import make_model, make_tokenizer
-from megatron_dppo.demo.prepare import prepare
 from megatron_dppo.launch.placement import Roles, place
 from megatron_dppo.launch.places import Allocation, Host
 from megatron_dppo.rewards import find_reward
@@ -182,7 +183,7 @@ sys.exit(128 + stopped[0])
 )
 def test_ctrl_c_and_a_passed_on_sigterm_let_a_child_end_in_its_own_way(send, number):
     code = (
-        "import sys; from megatron_dppo.demo.prepare import run_to_the_end; "
+        "import sys; from megatron_dppo.demo.material import run_to_the_end; "
         f"sys.exit(run_to_the_end([sys.executable, '-c', {SLOW_TO_STOP!r}]))"
     )
     parent = subprocess.Popen(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_dppo import EXAMPLES
 from megatron_dppo.gpu_check.models import policy_config, random_batch, random_model
-from megatron_dppo.gpu_check.part import LackingError, Row, Site
+from megatron_dppo.gpu_check.part import Bench, LackingError, Row, part
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.planner.activations import activation_bytes
 from megatron_dppo.planner.devices import CONTEXT
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from megatron_dppo.data.packing import PackedBatch
     from megatron_dppo.trainer.trainer import Trainer
 
-SHOWS = "one layer of Qwen3-30B-A3B in full size: time and memory against the plan"
-LIMIT_S = 400.0
 MODEL = EXAMPLES / "model_configs" / "qwen3-30b-a3b" / "config.json"
 LENGTHS = [16_384, 1_024]
 SMALL = {
@@ -37,7 +35,7 @@ STEPS = 3
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldBytes:
     """Bytes in the trainer; ``saved``: what autograd kept at most; ``peak``: of the allocator's, None on a CPU."""
 
     weights: int
@@ -47,26 +45,27 @@ class Held:
     peak: int | None
 
 
-def run(site: Site) -> Iterator[Row]:
+@part("one layer of Qwen3-30B-A3B in full size: time and memory against the plan", 400.0)
+def full_layer(bench: Bench) -> Iterator[Row]:
     """A row of each kind of memory and one of the time."""
     config = json.loads(MODEL.read_text()) | {"num_hidden_layers": 1}
     lengths = LENGTHS
-    if not site.gpus:
+    if not bench.gpus:
         config |= SMALL
         lengths = SMALL_LENGTHS
         yield Row("size", f"scaled down without a GPU: hidden 256, {sum(lengths)} tokens")
     from megatron_dppo.trainer.trainer import Trainer
 
-    checkpoint = random_model(site.folder / "checkpoint", config)
+    checkpoint = random_model(bench.folder / "checkpoint", config)
     policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
     shape = load_model_shape(checkpoint)
-    job = trainer_job(policy, shape, 1, max(lengths), gpu=site.gpus > 0)
-    if site.gpus:
+    job = trainer_job(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
+    if bench.gpus:
         _require_memory(job)
     trainer = Trainer(policy)
     batch = random_batch(trainer.shape.vocab_size, lengths)
-    held = _held(trainer, batch, site.gpus)
-    yield from _memory(held, job)
+    held_bytes = _held(trainer, batch, bench.gpus)
+    yield from _memory(held_bytes, job)
     yield _time(trainer, batch, lengths)
     for file in checkpoint.glob("*.safetensors"):
         file.unlink()  # gigabytes that nobody needs any more
@@ -89,7 +88,7 @@ def _step(trainer: Trainer, batch: PackedBatch) -> None:
     trainer.train_mini_batch([batch], loss, float(batch.num_tokens))
 
 
-def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> Held:
+def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
     import torch
 
     from megatron_dppo.gpu_check import held_memory
@@ -105,7 +104,7 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> Held:
         _step(trainer, batch)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - steady
-    return Held(
+    return HeldBytes(
         held_memory.storage_bytes(weights),
         held_memory.storage_bytes(held_memory.gradient_tensors(trainer)),
         held_memory.storage_bytes(held_memory.optimizer_tensors(trainer)),
@@ -114,21 +113,23 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> Held:
     )
 
 
-def _memory(held: Held, job: TrainerJob) -> Iterator[Row]:
+def _memory(held_bytes: HeldBytes, job: TrainerJob) -> Iterator[Row]:
     state, live = state_bytes(job, 0), activation_bytes(job, 0, busiest=1.0)
-    yield compared("weights", held.weights, state.weights, STATE_TOLERANCE)
-    yield compared("gradients", held.gradients, state.gradients, STATE_TOLERANCE)
-    yield compared("optimizer", held.optimizer, state.optimizer, STATE_TOLERANCE)
-    yield compared("kept for backward", held.saved, live.saved, SAVED_TOLERANCE)
-    if held.peak is not None:
-        yield compared("peak of a step above its start", held.peak, live.total, SAVED_TOLERANCE)
+    yield compared("weights", held_bytes.weights, state.weights, STATE_TOLERANCE)
+    yield compared("gradients", held_bytes.gradients, state.gradients, STATE_TOLERANCE)
+    yield compared("optimizer", held_bytes.optimizer, state.optimizer, STATE_TOLERANCE)
+    yield compared("kept for backward", held_bytes.saved, live.saved, SAVED_TOLERANCE)
+    if held_bytes.peak is not None:
+        yield compared(
+            "peak of a step above its start", held_bytes.peak, live.total, SAVED_TOLERANCE
+        )
 
 
-def compared(what: str, measured: int, planned: int, tolerance: float) -> Row:
+def compared(label: str, measured: int, planned: int, tolerance: float) -> Row:
     """Bytes against the plan's, which may differ by the share ``tolerance`` of the measured."""
     off = planned / measured - 1
     return Row(
-        what,
+        label,
         gib(measured),
         f"{gib(planned)} by the plan ({off:+.1%}), within {tolerance:.0%}",
         abs(off) <= tolerance,
@@ -148,8 +149,8 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
     seconds = (time.perf_counter() - began) / STEPS
     rate, peak = flops / seconds, platform.peak_flops()
     figures: dict[str, Any] = {"seconds": seconds, "flops_per_second": rate}
-    told = f"{seconds:.3g} s, {rate / 1e12:.3g} TFLOP/s"
+    text = f"{seconds:.3g} s, {rate / 1e12:.3g} TFLOP/s"
     if peak is None:
-        return Row("an optimiser step", told, figures=figures)
-    told += f", MFU {rate / peak:.0%}"
-    return Row("an optimiser step", told, f"the plan assumes {MOE_UTILISATION:.0%}", None, figures)
+        return Row("an optimiser step", text, figures=figures)
+    text += f", MFU {rate / peak:.0%}"
+    return Row("an optimiser step", text, f"the plan assumes {MOE_UTILISATION:.0%}", None, figures)

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_dppo.gpu_check.models import policy_config, random_batch, tiny_model
-from megatron_dppo.gpu_check.part import Row, Site, at_most
+from megatron_dppo.gpu_check.part import Bench, Row, at_most, part
 
 if TYPE_CHECKING:
     import torch
 
     from megatron_dppo.data.packing import PackedBatch
 
-SHOWS = "Transformer Engine's layers against torch's and transformers', logits and gradients"
-LIMIT_S = 240.0
 LENGTHS = [5, 17, 40, 64]
 FP32_LIMIT = 1e-4
 """Of logits of size 1, between kernels of float32."""
@@ -50,11 +48,12 @@ class Passed:
         return (difference / whole) ** 0.5
 
 
-def run(site: Site) -> Iterator[Row]:
+@part("Transformer Engine's layers against torch's and transformers', logits and gradients", 240.0)
+def layers(bench: Bench) -> Iterator[Row]:
     """torch's layers in float32 against transformers; then each kind in bfloat16 against those."""
     from megatron_dppo.model.reader import load_model_shape
 
-    folder = tiny_model(site.folder / "model")
+    folder = tiny_model(bench.folder / "model")
     batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
     exact = _passed(folder, "float32", batch, torch_layers=True)
     difference = (exact.logits - _of_transformers(folder, batch)).abs().max()
@@ -63,8 +62,8 @@ def run(site: Site) -> Iterator[Row]:
     )
     ours = _passed(folder, "bfloat16", batch, torch_layers=True)
     yield from _against("torch layers, bfloat16", ours, exact, BF16_LIMIT, BF16_LIMIT)
-    if not site.gpus or importlib.util.find_spec("transformer_engine") is None:
-        why = "it is not installed" if site.gpus else "it needs a GPU"
+    if not bench.gpus or importlib.util.find_spec("transformer_engine") is None:
+        why = "it is not installed" if bench.gpus else "it needs a GPU"
         yield Row("Transformer Engine's layers", f"not here: {why}")
         return
     theirs = _passed(folder, "bfloat16", batch, torch_layers=False)
@@ -74,10 +73,10 @@ def run(site: Site) -> Iterator[Row]:
 
 
 def _against(
-    label: str, found: Passed, exact: Passed, logits: float, gradients: float
+    label: str, passed: Passed, exact: Passed, logits: float, gradients: float
 ) -> Iterator[Row]:
-    yield at_most(f"{label}: logits against float32", found.logit_error(exact), logits)
-    yield at_most(f"{label}: gradients against float32", found.gradient_error(exact), gradients)
+    yield at_most(f"{label}: logits against float32", passed.logit_error(exact), logits)
+    yield at_most(f"{label}: gradients against float32", passed.gradient_error(exact), gradients)
 
 
 def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool) -> Passed:
@@ -102,7 +101,8 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
     load_hf(chunks, shape, layout, 0, folder)
     placed = batch.to(platform.current().device)
     logits = chunks[0](**model_inputs(placed))[0]
-    kept = logits.detach().clone().float().cpu()  # the statistics' backward pass overwrites it
+    # a copy: the statistics' backward pass writes the gradient over the logits
+    logits_before = logits.detach().clone().float().cpu()
     stats = policy_stats(logits, placed.target_ids, vocab_size=shape.vocab_size)
     stats.log_probs[placed.loss_mask].sum().backward()
     gradients = {
@@ -111,7 +111,7 @@ def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool)
         if parameter.grad is not None
     }
     destroy_topology()
-    return Passed(kept[:, : shape.vocab_size], gradients)
+    return Passed(logits_before[:, : shape.vocab_size], gradients)
 
 
 def _of_transformers(folder: Path, batch: PackedBatch) -> torch.Tensor:

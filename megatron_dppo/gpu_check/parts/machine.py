@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from megatron_dppo.gpu_check.part import Row, Site
+from megatron_dppo.gpu_check.part import Bench, Row, part
 from megatron_dppo.preflight.checks.base import CheckError
 from megatron_dppo.preflight.checks.gpus import gpus_here
 from megatron_dppo.preflight.inspection import nccl_version, package_version
 
-SHOWS = "GPUs, driver and versions"
-LIMIT_S = 60.0
 PACKAGES = (
     "torch",
     "triton",
@@ -23,7 +21,8 @@ PACKAGES = (
 )
 
 
-def run(site: Site) -> Iterator[Row]:
+@part("GPUs, driver and versions", 60.0)
+def machine(bench: Bench) -> Iterator[Row]:
     """A row for each GPU and each library."""
     try:
         gpus = gpus_here()["gpus"]
@@ -39,8 +38,8 @@ def run(site: Site) -> Iterator[Row]:
     for name in PACKAGES:
         yield Row(name, package_version(name) or "not installed")
     yield Row("NCCL", nccl_version() or "none")
-    if site.gpus:
-        yield _torch_sees(site.gpus)
+    if bench.gpus:
+        yield _torch_sees(bench.gpus)
 
 
 def _torch_sees(expected: int) -> Row:

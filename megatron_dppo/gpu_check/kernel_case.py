@@ -17,14 +17,10 @@ from megatron_dppo.vocab_parallel.dense_twin import dense_policy_stats
 
 TEMPERATURE = 0.8
 K = 20
-LOG_PROB_LIMIT = 4e-6
-"""Nats: rounding to float32 alone costs 1.9e-6 where a log-probability is below -32."""
-GRADIENT_LIMIT = {torch.float32: 1e-6, torch.bfloat16: 2**-8}
-"""Relative error of the gradient's norm: bfloat16 keeps 8 bits of each element."""
 
 
 @dataclass(frozen=True)
-class Problem:
+class KernelCase:
     """``logits`` [T, C], of which the columns from ``vocab`` on are padding; ``weights`` float64 [2, T]: dL/d log pi
     and dL/dH. The first row begins with a long run of -inf, and the third has no gradient."""
 
@@ -37,7 +33,7 @@ class Problem:
     @classmethod
     def drawn(
         cls, tokens: int, vocab: int, padding: int, dtype: torch.dtype, device: torch.device
-    ) -> Problem:
+    ) -> KernelCase:
         """The same on every machine and rank."""
         seeded = torch.Generator().manual_seed(2)
         logits = (torch.randn(tokens, vocab + padding, generator=seeded) * 3).to(dtype)
@@ -52,15 +48,15 @@ class Problem:
         logits, targets, topk, weights = (x.to(device) for x in (logits, targets, topk, weights))
         return cls(logits, targets, topk, weights, vocab)
 
-    def shard(self, rank: int, ranks: int) -> Problem:
+    def shard(self, rank: int, ranks: int) -> KernelCase:
         """A copy of the columns of a tensor-parallel rank; C must be a multiple of ``ranks``."""
         width = self.logits.shape[1] // ranks
         part = self.logits[:, rank * width : (rank + 1) * width].clone()  # backward overwrites it
-        return Problem(part, self.targets, self.topk, self.weights, self.vocab)
+        return KernelCase(part, self.targets, self.topk, self.weights, self.vocab)
 
 
 @dataclass(frozen=True)
-class Errors:
+class KernelErrors:
     """Largest errors against the twin, nats; ``gradient``: of the norm, relative; ``padding``: the largest gradient in
     padding or in the row without one."""
 
@@ -71,40 +67,40 @@ class Errors:
     padding: float
 
 
-def errors(problem: Problem, backend: str, group: dist.ProcessGroup | None = None) -> Errors:
-    """What ``backend`` makes of ``problem``, against the twin. With ``group``: of this rank's shard."""
+def errors(case: KernelCase, backend: str, group: dist.ProcessGroup | None = None) -> KernelErrors:
+    """What ``backend`` makes of ``case``, against the twin. With ``group``: of this rank's shard."""
     rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    leaf = problem.shard(rank, ranks).logits.requires_grad_()
+    leaf = case.shard(rank, ranks).logits.requires_grad_()
     stats = policy_stats(
-        leaf, problem.targets, group, vocab_size=problem.vocab, temperature=TEMPERATURE,
-        topk_ids=problem.topk, with_entropy=True, backend=backend,
+        leaf, case.targets, group, vocab_size=case.vocab, temperature=TEMPERATURE,
+        topk_ids=case.topk, with_entropy=True, backend=backend,
     )  # fmt: skip
     assert stats.entropy is not None
     assert stats.topk_log_probs is not None
-    (stats.log_probs * problem.weights[0] + stats.entropy * problem.weights[1]).sum().backward()
-    whole = problem.logits.double().requires_grad_()
+    (stats.log_probs * case.weights[0] + stats.entropy * case.weights[1]).sum().backward()
+    whole = case.logits.double().requires_grad_()
     twin = dense_policy_stats(
-        whole, problem.targets, vocab_size=problem.vocab, temperature=TEMPERATURE,
-        topk_ids=problem.topk, with_entropy=True,
+        whole, case.targets, vocab_size=case.vocab, temperature=TEMPERATURE,
+        topk_ids=case.topk, with_entropy=True,
     )  # fmt: skip
     assert twin.entropy is not None
     assert twin.topk_log_probs is not None
-    (twin.log_probs * problem.weights[0] + twin.entropy * problem.weights[1]).sum().backward()
+    (twin.log_probs * case.weights[0] + twin.entropy * case.weights[1]).sum().backward()
     assert leaf.grad is not None
     assert whole.grad is not None
-    got, first = leaf.grad.double(), rank * leaf.shape[1]
+    gradient, first = leaf.grad.double(), rank * leaf.shape[1]
     expected = whole.grad[:, first : first + leaf.shape[1]]
-    padding = got[:, max(problem.vocab - first, 0) :]
-    return Errors(
+    padding = gradient[:, max(case.vocab - first, 0) :]
+    return KernelErrors(
         _largest(stats.log_probs, twin.log_probs),
         _largest(stats.topk_log_probs, twin.topk_log_probs),
         _largest(stats.entropy, twin.entropy),
-        float((got - expected).norm() / expected.norm()),
-        float(torch.cat([got[2], padding.flatten()]).abs().max()),
+        float((gradient - expected).norm() / expected.norm()),
+        float(torch.cat([gradient[2], padding.flatten()]).abs().max()),
     )
 
 
-def _largest(got: Tensor, expected: Tensor) -> float:
-    """Largest difference; two equal infinities differ by nothing."""
-    difference = (got.detach().double() - expected.detach()).abs()
-    return float(torch.where(got.double() == expected, 0.0, difference).max())
+def _largest(values: Tensor, expected: Tensor) -> float:
+    difference = (values.detach().double() - expected.detach()).abs()
+    # -inf less -inf is no number, but two equal infinities differ by nothing
+    return float(torch.where(values.double() == expected, 0.0, difference).max())

@@ -1,0 +1,277 @@
+"""Material of the demo: data, a random model, and the supervised warm start that RL begins from.
+
+    python -m megatron_dppo.demo.material [--seed 1] [--root runs/tiny_moe/material] [key.path=value ...]
+
+Makes ``<root>/seed-<seed>/`` with ``random/`` (the initial checkpoint), ``warm/`` (the policy that RL starts from, a
+Hugging Face folder) and, in the JSON Lines form of DAPO-Math and AIME files, sums and differences of four small
+numbers, e.g. ``3+5-2+4`` with answer 10:
+
+``train.jsonl``, ``held_out.jsonl``: ``{"prompt", "answer"}``; no expression is in both.
+``warm_start.jsonl``: ``{"prompt", "response"}`` for supervised learning, on expressions of the training split only.
+
+The warm start imitates the mixed styles of a base model's training text: 40% of its responses are worked out,
+``8 6 = 10`` (the running totals, then the answer); the others are estimates, ``= 12``, which are wrong by up to five. A
+model that imitates both is correct less than half of the time; reinforcement learning can find from the reward that
+working out is better.
+
+Overrides apply to the warm start's configuration, warm_start.yaml. A finished folder is used again unless its sources,
+seed or overrides have changed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_dppo import EXAMPLES
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.normal_ranges import BY_METRIC, Dtype
+
+TERMS = 4
+LARGEST_TERM = 5
+LARGEST_TOTAL = TERMS * LARGEST_TERM
+HELD_OUT = 200
+WARM_START_PAIRS = 40_000
+WORKED_OUT_SHARE = 0.4
+"""Share of the warm start's responses that are worked out; the others are estimates."""
+ESTIMATE_RANGE = 5
+"""Estimates are uniform within this distance of the answer, and not negative."""
+
+
+def running_totals(expression: str) -> list[int]:
+    """The value after each operation: ``3+5-2+4`` -> [8, 6, 10]."""
+    signed = expression.replace("-", "+-").split("+")
+    return list(itertools.accumulate(int(term) for term in signed))[1:]
+
+
+def expressions() -> Iterator[str]:
+    """Every expression whose running totals are all 0 or above."""
+    terms = [str(i) for i in range(1, LARGEST_TERM + 1)]
+    for signs in itertools.product("+-", repeat=TERMS - 1):
+        for first, *rest in itertools.product(terms, repeat=TERMS):
+            text = first + "".join(s + t for s, t in zip(signs, rest, strict=True))
+            if min(running_totals(text)) >= 0:
+                yield text
+
+
+def worked_out(expression: str) -> str:
+    """A worked-out response: ``8 6 = 10``."""
+    *steps, answer = running_totals(expression)
+    return " ".join([*map(str, steps), "=", str(answer)])
+
+
+def estimate(expression: str, rng: random.Random) -> str:
+    """An estimate: ``= 12``."""
+    answer = running_totals(expression)[-1]
+    low, high = max(0, answer - ESTIMATE_RANGE), answer + ESTIMATE_RANGE
+    return f"= {rng.randint(low, high)}"
+
+
+def make_data(folder: Path, seed: int) -> dict[str, int]:
+    """Write the three files; returns name -> number of lines."""
+    rng = random.Random(seed)
+    everything = list(expressions())
+    rng.shuffle(everything)
+    held_out, train = everything[:HELD_OUT], everything[HELD_OUT:]
+    return {
+        name: _write(folder / f"{name}.jsonl", records)
+        for name, records in {
+            "held_out": map(_exercise, held_out),
+            "train": map(_exercise, train),
+            "warm_start": _pairs(train, rng),
+        }.items()
+    }
+
+
+def _exercise(expression: str) -> dict[str, str]:
+    return {"prompt": expression, "answer": str(running_totals(expression)[-1])}
+
+
+def _pairs(train: list[str], rng: random.Random) -> Iterator[dict[str, str]]:
+    for _ in range(WARM_START_PAIRS):
+        expression = rng.choice(train)
+        worked = rng.random() < WORKED_OUT_SHARE
+        response = worked_out(expression) if worked else estimate(expression, rng)
+        yield {"prompt": expression, "response": response}
+
+
+def _write(path: Path, records: Iterable[dict[str, str]]) -> int:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(record) + "\n" for record in records]
+    path.write_text("".join(lines))
+    return len(lines)
+
+
+HERE = Path(__file__).resolve().parent
+ROOT = Path("runs/tiny_moe/material")
+WARM_START = EXAMPLES / "tiny_moe" / "warm_start.yaml"
+SOURCES = (HERE / "material.py", HERE / "make_model.py", WARM_START)
+SUPERVISED = "megatron_dppo.supervised"
+INTERRUPTED = (129, 130, 143)
+"""Exit codes of a run that SIGHUP, Ctrl-C or SIGTERM stopped."""
+STAMP = "made_from.json"
+"""File that is written last; a folder without it is incomplete."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """Paths of the demo's inputs."""
+
+    folder: Path
+
+    @property
+    def train(self) -> Path:
+        """Problems to train on."""
+        return self.folder / "train.jsonl"
+
+    @property
+    def held_out(self) -> Path:
+        """Problems for evaluation; neither RL nor the warm start trains on them."""
+        return self.folder / "held_out.jsonl"
+
+    @property
+    def warm_checkpoint(self) -> Path:
+        """The policy that RL starts from: a Hugging Face folder."""
+        return self.folder / "warm"
+
+
+def prepare(seed: int, root: Path = ROOT, overrides: Sequence[str] = ()) -> Material:
+    """Make the material if needed and return its paths. Raises SystemExit if the warm start fails."""
+    folder = root / f"seed-{seed}"
+    made_from = fingerprint(seed, overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(root / f"seed-{seed}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second demo waits
+        if _stamp(folder) == made_from:
+            print(f"material: {folder} is there", flush=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            _make(folder, seed, overrides)
+            (folder / STAMP).write_text(json.dumps(made_from, indent=1) + "\n")
+    return Material(folder)
+
+
+def _make(folder: Path, seed: int, overrides: Sequence[str]) -> None:
+    began = time.monotonic()
+    counts = make_data(folder, seed)
+    lines = ", ".join(f"{name} {count}" for name, count in counts.items())
+    print(f"material: lines of data: {lines}", flush=True)
+    _make_random_model(folder / "random", seed)
+    _warm_start(folder, seed, overrides)
+    print(f"material: {folder} made in {time.monotonic() - began:.0f} s", flush=True)
+
+
+def fingerprint(seed: int, overrides: Sequence[str]) -> dict[str, object]:
+    """All that the material depends on: hashes of its sources, seed and overrides."""
+    digests = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in SOURCES}
+    return {"seed": seed, "overrides": list(overrides), "sources": digests}
+
+
+def _stamp(folder: Path) -> object:
+    path = folder / STAMP
+    return json.loads(path.read_text()) if path.is_file() else None
+
+
+def _make_random_model(folder: Path, seed: int) -> None:
+    from megatron_dppo.demo.make_model import make_model  # imports torch: only if needed
+
+    print(f"material: a random Qwen3-MoE of {make_model(folder, seed):,} parameters", flush=True)
+
+
+def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
+    print("material: supervised warm start", flush=True)
+    run = folder / "warm_start"
+    command = [
+        *(sys.executable, "-m", SUPERVISED, str(WARM_START)),
+        f"run.directory={run}",
+        f"run.seed={seed}",
+        f"model.hf_checkpoint={folder / 'random'}",
+        f"data.train={folder / 'warm_start.jsonl'}",
+        *overrides,
+    ]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the matrices are too small for two
+    code = run_to_the_end(command, env=one_thread)
+    if code in INTERRUPTED:
+        raise SystemExit(code)
+    if code != 0:
+        raise SystemExit(f"the warm start ended with exit code {code}; its output is above")
+    (run / "hf").rename(folder / "warm")
+
+
+def run_to_the_end(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+    """Run ``command`` and return its exit code; what ends the parent does not cut it short.
+
+    A terminal sends Ctrl-C, and SIGHUP when it closes, to parent and child. ``subprocess.run`` would then
+    kill the child after 0.25 s; here the parent ignores it and waits until the child has saved its state and
+    ended. SIGTERM, which comes to the parent alone, is passed on.
+    """
+    # before signals are ignored: a child inherits that
+    process = subprocess.Popen(command, env=env)
+    handlers: dict[int, Any] = {
+        signal.SIGINT: signal.SIG_IGN,
+        signal.SIGHUP: signal.SIG_IGN,
+        signal.SIGTERM: lambda *_: process.terminate(),
+    }
+    previous = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        return process.wait()
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--root", type=Path, default=ROOT)
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value")
+    arguments = parser.parse_intermixed_args()
+    prepare(arguments.seed, arguments.root, arguments.overrides)
+
+
+# What of the demo's recipe changes on GPUs: Transformer Engine and SGLang's CUDA server work in
+# bfloat16.
+
+GAP_BOUNDS: Mapping[Dtype, float] = {
+    "float32": BY_METRIC[names.GAP_ON_POLICY].upper("float32"),
+    "bfloat16": BY_METRIC[names.GAP_ON_POLICY].upper("bfloat16"),
+}
+"""Of mean |pi - mu| at equal weights."""
+EXPORT_BOUNDS: Mapping[Dtype, float] = {"float32": 1e-4, "bfloat16": 1.0}
+"""Nats, of the largest difference of one token's log-probability; bfloat16's is a guess until it is measured."""
+_ONE_RANK = ("parallel.world_size=1", "parallel.expert=1")
+_SHARED = ("sglang.base_gpu_id=0", "sglang.mem_fraction_static=0.3", "weight_sync.strategy=tensor")
+
+
+def trainer_overrides(gpus: int) -> tuple[str, ...]:
+    """For the warm start and the run: the recipe's two ranks where there are three GPUs or none. Not yet run on one."""
+    if not gpus:
+        return ()
+    return ("model.dtype=bfloat16", *(() if gpus > 2 else _ONE_RANK))
+
+
+def engine_overrides(gpus: int) -> tuple[str, ...]:
+    """For the run: the server shares the only GPU, with weights by CUDA IPC, as NCCL takes a GPU once. Its Triton
+    attention takes heads of 32."""
+    if not gpus:
+        return ()
+    return ("sglang.attention_backend=triton", *(_SHARED if gpus == 1 else ()))
+
+
+if __name__ == "__main__":
+    main()
