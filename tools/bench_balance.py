@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from benchmark_rows import Quantity, write_rows
 
-from megatron_dppo.data.balancing import idle_share, plan_mini_batch
+from megatron_dppo.data.packing import idle_share, plan_mini_batch
 from megatron_dppo.model.flops import forward_flops
 from megatron_dppo.model.reader import load_model_shape
 

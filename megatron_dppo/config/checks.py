@@ -48,7 +48,7 @@ MOST_RESPONSES = 2**24
 """Of a batch: every rank holds a line on each, and nobody has published a tenth of it."""
 
 BATCH_FILES = "step_*.safetensors"
-"""As ``data/trajectory_codec.py`` names saved batches."""
+"""As ``data/batch_file.py`` names saved batches."""
 
 P = TypeVar("P", bound=PolicyConfig)
 Problems = Iterator[str]

@@ -8,9 +8,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.prepare import prepare
-from megatron_dppo.data.published import SETS
+from megatron_dppo.data.published import SETS, prepare
+from megatron_dppo.data.records import DataError
 from megatron_dppo.logging import fatal
 from megatron_dppo.rewards import VerifierError, find_reward
 
@@ -53,7 +52,7 @@ def _inspect(options: argparse.Namespace) -> int:
 
 
 def _check_rewards(options: argparse.Namespace) -> int:
-    from megatron_dppo.data.reward_check import check_rewards
+    from megatron_dppo.data.inspection import check_rewards
 
     _require_reward(options.reward)
     return check_rewards(options.file, options.reward, options.timeout, options.workers)

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_dppo.config.data_checks import PLACEHOLDER
-from megatron_dppo.data.json_lines import DataError
+from megatron_dppo.data.records import DataError
 
 PIECE = 2**18
 """Characters that are given to a tokenizer at one time."""

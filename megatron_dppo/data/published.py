@@ -6,12 +6,18 @@ whose columns are all there. A further set is a row of ``SETS``.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from megatron_dppo.data.json_lines import DataError
+from megatron_dppo.data.records import DataError, columns_of, shorten, stream_records, value_at
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.rewards.gold import gold_answer, holds_answer
+from megatron_dppo.system.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -185,3 +191,322 @@ def year_of(record: Mapping[str, Any]) -> int | None:
         if found:
             return int(found[1])
     return None
+
+
+# From a record of a published file to a problem's text and its final answer.
+
+_INSTRUCTIONS = tuple(
+    re.compile(pattern, re.DOTALL)
+    for pattern in (
+        r"\ASolve the following math problem step by step\. The last line of your response should be "
+        r"of the form .{1,60}? is the answer to the problem\.\s+",
+        r"\s+Remember to put your answer on its own line (?:after|as) \"Answer:[^\"]*\"\.\s*\Z",
+        r"\s+Let's think step by step and output the final answer (?:within|after) "
+        r"(?:\\boxed\{\}|\"####\")\.\s*\Z",
+        r"\s+Please reason step by step, and put your final answer within \\boxed\{\}\.\s*\Z",
+    )
+)
+"""What publishers put around a problem to say how it is to be answered."""
+_WHOLE = re.compile(r"([+-]?\d+)\.0+")
+_NUMBER = re.compile(r"[+-]?[\d.,/]+")
+_CONTEST_INTEGER = re.compile(r"\$?\s*(\d{1,3})\s*(?:\^\{?\\circ\}?|°)?\s*\$?")
+_EAST_ASIAN = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uff01-\uff5e\u3001\u3002]")
+
+
+class RowError(ValueError):
+    """A record holds no problem or no answer that can be used."""
+
+
+def prompt_text(value: object) -> str:
+    """The text of a problem: itself, or the one message of the user. Raises RowError."""
+    if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
+        asked = [message.get("content") for message in value if message.get("role") == "user"]
+        others = {message.get("role") for message in value} - {"user", "system"}
+        value = asked[0] if len(asked) == 1 and not others else value
+    if isinstance(value, str) and value.strip():
+        return value
+    raise RowError(f"its problem is {shorten(value)}, expected text or one message of a user")
+
+
+def bare_problem(text: str) -> str:
+    """``text`` without the instructions that publishers are known to put around problems."""
+    for instruction in _INSTRUCTIONS:
+        text = instruction.sub("", text)
+    return text.strip()
+
+
+def is_english(text: str) -> bool:
+    """Whether ``text`` holds no Chinese, Japanese or Korean characters."""
+    return not _EAST_ASIAN.search(text)
+
+
+def answer_text(value: object) -> str:
+    """The answer as text: text, a number, or a list that holds one of these. Raises RowError."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    raise RowError(f"its answer is {shorten(value)}, expected text or a number")
+
+
+def final_answer(text: str, schema: Schema, published: PublishedSet) -> str:
+    """The final answer in what ``answer_text`` returned: ``27.0`` is written 27.
+
+    Raises RowError where a worked solution has none, or a competition of integers another one.
+    """
+    if schema.worked and not holds_answer(text) and not _NUMBER.fullmatch(text):
+        raise RowError("its solution has neither #### nor a box")
+    answer = gold_answer(text)
+    if whole := _WHOLE.fullmatch(answer):
+        answer = whole[1]
+    if not answer:
+        raise RowError("its answer is empty")
+    if published.integer_answers:
+        integer = _CONTEST_INTEGER.fullmatch(answer)
+        if not integer:
+            raise RowError(f"its answer is {shorten(answer)}, expected an integer from 0 to 999")
+        answer = str(int(integer[1]))
+    return answer
+
+
+# The files and rows that ``--from`` stands for: a file, a folder, or a name on the hub.
+
+_FORMATS = (".parquet", ".jsonl", ".json", ".arrow")
+_NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+_SPLIT = re.compile(r"(?:^|[/_.-])(train|test|validation|valid|dev)(?=[/_.-]|$)", re.IGNORECASE)
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows with one schema, and where they are from. ``name``: of the file, or on the hub."""
+
+    name: str
+    schema: Schema
+    records: Iterator[dict[str, Any]]
+
+
+def parts_of(published: PublishedSet, source: str, split: str | None) -> list[Part]:
+    """What ``source`` holds of the set, file by file.
+
+    Args:
+        published: the set.
+        source: path of a file or a folder, or a name on the hub.
+        split: that is read instead of the set's own.
+
+    Raises:
+        DataError: nothing is there, or no file has a known schema.
+    """
+    path = Path(source)
+    if path.exists():
+        files = [path] if path.is_file() else _files_in(path, published, split or published.split)
+        return [_part(published, file) for file in files]
+    if _HUB_NAME.fullmatch(source):
+        return _from_hub(published, source, split or published.split)
+    raise DataError(f"{source}: no such file or folder. {_how_to_get(published)}")
+
+
+def _part(published: PublishedSet, file: Path) -> Part:
+    columns = columns_of(file)
+    schema = schema_of(published, columns, file)
+    return Part(str(file), schema, stream_records(file, columns_read(schema, columns)))
+
+
+def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[Path]:
+    """The folder's data files, of one configuration and one split where paths name several."""
+    found = [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.suffix in _FORMATS and path.name not in _NO_DATA and path.is_file()
+        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]
+    chosen = [p for p in found if set(p.relative_to(folder).parts) & set(published.configs)]
+    found = chosen or found
+    if split is not None and any(_split_of(path, folder) for path in found):
+        found = [path for path in found if _split_of(path, folder) in (None, split)]
+    if not found:
+        wanted = f" of the split {split}" if split else ""
+        raise DataError(
+            f"{folder}: no {', '.join(_FORMATS)} file{wanted} in it. {_how_to_get(published)}"
+        )
+    return found
+
+
+def _split_of(path: Path, folder: Path) -> str | None:
+    named = _SPLIT.findall(str(path.relative_to(folder)))
+    return named[0].lower() if named else None
+
+
+def _how_to_get(published: PublishedSet) -> str:
+    return (
+        f"Wanted is {published.file} of https://huggingface.co/datasets/{published.hub}: download "
+        "it where there is a network, and give its path or its folder's"
+    )
+
+
+def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Part]:
+    """A repository of the hub, through ``datasets``, which keeps what it has downloaded."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"{name}: no such file or folder, and the hub is read through datasets, which is not "
+            f"installed (pip install datasets). {_how_to_get(published)}"
+        ) from error
+    parts = []
+    try:
+        offered = datasets.get_dataset_config_names(name)
+        for config in [c for c in published.configs if c in offered] or offered:
+            loaded = datasets.load_dataset(name, config)
+            for key, rows in loaded.items():
+                if split in (None, key) or len(loaded) == 1:
+                    where = f"{name} ({config}, {key})"
+                    schema = schema_of(published, rows.column_names, where)
+                    kept = rows.select_columns(columns_read(schema, rows.column_names))
+                    parts.append(Part(where, schema, iter(kept)))
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"{name}: can't be read from the hub: {type(error).__name__}: {reason}. "
+            f"{_how_to_get(published)}"
+        ) from error
+    if not parts:
+        raise DataError(f"{name}: has no split {split}. {_how_to_get(published)}")
+    return parts
+
+
+# ``megatron-dppo data prepare``: published problems as the JSON Lines that a run reads.
+# One line a problem: ``problem`` without the publisher's instructions, ``answer`` as what follows
+# ``####`` or stands in the box, ``source``. How the problem is put to the model is the recipe's
+# to say (``data.prompt_template``), so that training and evaluation say it alike.
+
+DUPLICATES, OTHER_YEARS, NOT_ENGLISH = "duplicates", "of other years", "not in English"
+CONFLICTING, UNUSABLE = "with another answer elsewhere", "without a usable answer or problem"
+_SHOWN = 3
+_ADVANCE = 10_000
+
+
+@dataclass
+class Prepared:
+    """The problems of a published set.
+
+    Attributes:
+        answers: problem -> answer, in the published order.
+        rows: rows read.
+        instructed: problems whose publisher's instructions were taken away.
+        left_out: reason -> rows.
+        faults: the first rows that can't be used, in words.
+    """
+
+    answers: dict[str, str] = field(default_factory=dict)
+    rows: int = 0
+    instructed: int = 0
+    left_out: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+
+    def lines(self, source: str) -> str:
+        """The file's text."""
+        records = (
+            {"problem": problem, "answer": answer, "source": source}
+            for problem, answer in self.answers.items()
+        )
+        return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+    def report(self) -> Iterator[str]:
+        """What was read, kept and left out, a line each."""
+        yield f"{self.rows:,} rows read, {len(self.answers):,} problems kept"
+        for reason, count in self.left_out.most_common():
+            yield f"  {count:,} left out: {reason}"
+        yield from (f"    {fault}" for fault in self.faults)
+        if self.instructed:
+            yield f"  {self.instructed:,} without the publisher's instructions (data.prompt_template sets yours)"
+
+
+def prepare(name: str, source: str, out: Path, split: str | None = None) -> Prepared:
+    """Read the published set ``name`` from ``source`` and write ``out``, whole or not at all.
+
+    Raises DataError where nothing is found, or nothing of it can be used.
+    """
+    published = SETS[name]
+    if not out.parent.is_dir():
+        raise DataError(f"{out}: {out.parent} is no folder")
+    prepared = collect(published, parts_of(published, source, split))
+    if not prepared.answers:
+        raise DataError(f"{source}: no problem is left of it\n" + "\n".join(prepared.report()))
+    write_atomically(out, prepared.lines(name))
+    return prepared
+
+
+def collect(published: PublishedSet, parts: Iterable[Part]) -> Prepared:
+    """The problems of all parts, each once.
+
+    A problem that comes with different answers is left out: all but one of them are wrong.
+    """
+    collector = _Collector(published)
+    with progress("read rows", None) as bar:
+        for part in parts:
+            for row, record in enumerate(part.records):
+                collector.add(record, part.schema, f"{part.name}, row {row + 1}")
+                if collector.prepared.rows % _ADVANCE == 0:
+                    bar.advance(_ADVANCE)
+    return collector.finish()
+
+
+class _Collector:
+    """Takes rows one by one; compares them as they are published before it looks closer, because one
+    set has each row a hundred times."""
+
+    def __init__(self, published: PublishedSet) -> None:
+        self._published = published
+        self._seen: set[tuple[str, str]] = set()
+        self._problems: dict[str, str] = {}
+        self._conflicting: set[str] = set()
+        self._instructed: set[str] = set()
+        self.prepared = Prepared()
+
+    def add(self, record: Mapping[str, Any], schema: Schema, where: str) -> None:
+        """Keep the row's problem, or count why not."""
+        self.prepared.rows += 1
+        try:
+            reason = self._reason_against(record, schema)
+        except RowError as error:
+            reason = UNUSABLE
+            if len(self.prepared.faults) < _SHOWN:
+                self.prepared.faults.append(f"{where}: {error}")
+        if reason is not None:
+            self.prepared.left_out[reason] += 1
+
+    def finish(self) -> Prepared:
+        """All that was kept, without the problems whose answers differ."""
+        for key in self._conflicting:
+            del self.prepared.answers[self._problems[key]]
+            self.prepared.left_out[CONFLICTING] += 1
+        self.prepared.instructed = len(self._instructed & self.prepared.answers.keys())
+        return self.prepared
+
+    def _reason_against(self, record: Mapping[str, Any], schema: Schema) -> str | None:
+        published, prepared = self._published, self.prepared
+        text = prompt_text(value_at(record, schema.prompt))
+        given = answer_text(value_at(record, schema.answer))
+        if (text, given) in self._seen:
+            return DUPLICATES
+        self._seen.add((text, given))
+        if published.year is not None and year_of(record) not in (None, published.year):
+            return OTHER_YEARS
+        problem = bare_problem(text)
+        if published.english and not is_english(problem):
+            return NOT_ENGLISH
+        answer = final_answer(given, schema, published)
+        key = " ".join(problem.split())
+        if key in self._problems:
+            if prepared.answers[self._problems[key]] == answer:
+                return DUPLICATES
+            self._conflicting.add(key)
+            return CONFLICTING
+        self._problems[key] = problem
+        prepared.answers[problem] = answer
+        if problem != text.strip():
+            self._instructed.add(problem)
+        return None

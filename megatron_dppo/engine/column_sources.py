@@ -24,8 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_dppo.data.log_prob_checks import LOG_PROB_ROUNDING, check_topk
-from megatron_dppo.data.routing import check_recording, is_unwritten
+from megatron_dppo.data.columns import LOG_PROB_ROUNDING, check_recording, check_topk, is_unwritten
 from megatron_dppo.engine.errors import AbortedError
 from megatron_dppo.engine.requests import RoutedShape
 from megatron_dppo.types import UNVERIFIED_VERSION

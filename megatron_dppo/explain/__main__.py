@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def explain(options: argparse.Namespace, config: TrainConfig) -> None:
     """Read the batch, explain its tokens, write the requested files."""
     from megatron_dppo.algorithms.presets import build_algorithm
-    from megatron_dppo.data.trajectory_codec import load_batch, saved_step
+    from megatron_dppo.data.batch_file import load_batch, saved_step
     from megatron_dppo.explain import page, summary_tables
 
     algorithm = build_algorithm(*chosen_algorithm(options, config))

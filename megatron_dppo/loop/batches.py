@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
-from megatron_dppo.data.balancing import idle_share, plan_mini_batch
 from megatron_dppo.data.columns import Form
-from megatron_dppo.data.outline import Known
-from megatron_dppo.data.packing import PackedBatch, pack
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.packing import PackedBatch, idle_share, pack, plan_mini_batch
+from megatron_dppo.data.trajectory import Known, Trajectory
 from megatron_dppo.model.flops import TOKENS, SequenceCost
 
 

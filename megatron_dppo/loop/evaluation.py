@@ -8,12 +8,13 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.requests import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.rollouts.scored_generation import ScoredGeneration
-from megatron_dppo.loop.rollouts.sources import own_positions, seeds_of
+from megatron_dppo.loop.rollouts.exchange import own_positions
+from megatron_dppo.loop.rollouts.sources import seeds_of
 from megatron_dppo.loop.samples import SampleMaker, chosen
+from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.samples import Sample
-from megatron_dppo.rewards.arrivals import ArrivalScorer
+from megatron_dppo.rewards.verifier import ArrivalScorer
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Self
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.batch_file import decode, encode
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.data.trajectory_codec import decode, encode
 from megatron_dppo.loop.batches import BatchLayout
 from megatron_dppo.loop.export_check import max_log_prob_difference
 from megatron_dppo.metrics.history import EXPORT_FOLDER

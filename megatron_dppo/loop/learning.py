@@ -14,10 +14,10 @@ from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.presets import Algorithm
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.data.trajectory import Trajectory, sizes_of
-from megatron_dppo.data.trajectory_codec import BatchFormatError
 from megatron_dppo.loop.batches import (
     BatchLayout,
     MiniBatch,
@@ -26,12 +26,10 @@ from megatron_dppo.loop.batches import (
     plan_mini_batches,
 )
 from megatron_dppo.loop.loss_record import LossColumns, LossRecord
-from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery
-from megatron_dppo.loop.rollouts.figures import routing_figures
-from megatron_dppo.loop.rollouts.part_directory import ExchangeError
+from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, ExchangeError
+from megatron_dppo.loop.rollouts.figures import GapGuard, routing_figures
 from megatron_dppo.loop.rollouts.parts import Stages
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
-from megatron_dppo.loop.rollouts.staleness import GapGuard
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.masked_tokens import (

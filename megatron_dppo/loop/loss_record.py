@@ -16,7 +16,7 @@ from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.mask_divergence import mask_divergence
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.presets import Algorithm
-from megatron_dppo.data.flat_arrays import split
+from megatron_dppo.data.batch_file import split
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.trainer.collectives import all_gather_json, broadcast_bytes
 from megatron_dppo.trainer.topology import Topology

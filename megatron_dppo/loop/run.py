@@ -14,9 +14,9 @@ import torch
 
 from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.json_lines import DataError
+from megatron_dppo.data.batch_file import BatchFormatError, save_batch
+from megatron_dppo.data.records import DataError
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.data.trajectory_codec import BatchFormatError, save_batch
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
@@ -32,17 +32,16 @@ from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
-from megatron_dppo.loop.rollouts.figures import file_figures
-from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
-from megatron_dppo.loop.rollouts.part_directory import ExchangeError
-from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
-from megatron_dppo.loop.rollouts.sources import ProblemFeed, RolloutSource
-from megatron_dppo.loop.rollouts.staleness import (
+from megatron_dppo.loop.rollouts.exchange import ExchangeError
+from megatron_dppo.loop.rollouts.figures import (
     STALE_ANCHOR,
     GapError,
     StalenessError,
+    file_figures,
     with_gap_named,
 )
+from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
+from megatron_dppo.loop.rollouts.sources import ProblemFeed, ReplayedRollouts, RolloutSource
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.samples import SampleMaker
 from megatron_dppo.loop.state import FILES, ResumeError, RunState, identity_of
@@ -58,7 +57,7 @@ from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
-from megatron_dppo.rewards.arrivals import ArrivalScorer
+from megatron_dppo.rewards.verifier import ArrivalScorer
 from megatron_dppo.system.fence import FencedError
 from megatron_dppo.system.interfaces import InterfaceError
 from megatron_dppo.system.lease_files import LeaseError

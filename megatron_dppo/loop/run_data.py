@@ -9,17 +9,24 @@ import numpy as np
 
 from megatron_dppo.config.data_section import ProblemFile
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.answers import (
+from megatron_dppo.data.problems import (
+    DataKeys,
+    ProblemSet,
     bad_answers,
     extracted,
+    load_problems,
     refuse_bad_answers,
     without,
 )
-from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.mixture import TrainingFiles, WeightedSampler, joined
-from megatron_dppo.data.problems import DataKeys, ProblemSet, load_problems
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
-from megatron_dppo.data.sampler import ProblemSampler, Sampler
+from megatron_dppo.data.records import DataError
+from megatron_dppo.data.sampling import (
+    ProblemSampler,
+    Sampler,
+    TrainingFiles,
+    WeightedSampler,
+    joined,
+)
 from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
 from megatron_dppo.types import Problem
 

@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.outline import Known
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Known, Trajectory
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.metrics.samples import TRAINING, Sample, shortened

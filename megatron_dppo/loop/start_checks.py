@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.json_lines import DataError
+from megatron_dppo.data.records import DataError
 from megatron_dppo.loop.fresh_start import refuse_damage, refuse_fresh_start
 from megatron_dppo.loop.input_hashes import (
     InputError,

@@ -12,12 +12,11 @@ from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.supervised import negative_log_likelihood
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import SupervisedConfig
-from megatron_dppo.data.balancing import plan_mini_batch
-from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.packing import PackedBatch, pack
+from megatron_dppo.data.packing import PackedBatch, pack, plan_mini_batch
 from megatron_dppo.data.problems import Pair, load_pairs
 from megatron_dppo.data.prompts import load_tokenizer
-from megatron_dppo.data.sampler import ProblemSampler
+from megatron_dppo.data.records import DataError
+from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
 from megatron_dppo.loop.fencing import RunFence, run_fence

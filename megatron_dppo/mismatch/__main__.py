@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def report(options: argparse.Namespace, config: TrainConfig) -> None:
     """Read the batch, measure every pass, write the requested files."""
-    from megatron_dppo.data.trajectory_codec import saved_step
+    from megatron_dppo.data.batch_file import saved_step
     from megatron_dppo.metrics.progress import progress
     from megatron_dppo.mismatch.figure import draw
     from megatron_dppo.mismatch.ladder import measure, parts, rollout_log_probs, rungs
@@ -131,7 +131,7 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
 
 def chosen_responses(folder: Path, step: int, limit: int) -> tuple[list[Trajectory], int]:
     """The first ``limit`` responses (0: all) with a token, and the size of the batch."""
-    from megatron_dppo.data.trajectory_codec import load_batch
+    from megatron_dppo.data.batch_file import load_batch
 
     if limit < 0:
         raise ValueError(f"--limit {limit}: expected 0 (all) or more")

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.config.schema import ParallelConfig, TrainConfig
-from megatron_dppo.data.balancing import plan_micro_batches
-from megatron_dppo.data.packing import pack, unpack_sampled
+from megatron_dppo.data.packing import pack, plan_micro_batches, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import COMPARED

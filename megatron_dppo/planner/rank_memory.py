@@ -12,7 +12,7 @@ from megatron_dppo.planner.optimizer import StateBytes, state_bytes
 from megatron_dppo.planner.units import MIB
 
 _COLUMN_PIECE = 64 * MIB
-"""``PIECE_BYTES`` of loop/rollouts/transfers.py: columns travel over the device in pieces."""
+"""``PIECE_BYTES`` of loop/rollouts/exchange.py: columns travel over the device in pieces."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ DENSE_UTILISATION = 0.40
 MOE_UTILISATION = 0.24
 """The same of fine-grained experts: 240 TFLOP/s of 989 on H100, Megatron-LM's published pretraining figure."""
 UNBALANCED = 1.1
-"""Slowest replica over the mean of an optimiser step, dealt by predicted cost (data/balancing.py). Assumption."""
+"""Slowest replica over the mean of an optimiser step, dealt by predicted cost (data/packing.py). Assumption."""
 OVERHEAD = 0.5
 """Seconds of an optimiser step beside its passes: optimizer, reductions, launches. Assumption."""
 

@@ -24,7 +24,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, Dims, flat_boxes
-from megatron_dppo.data.balancing import partition_by_cost
+from megatron_dppo.data.packing import partition_by_cost
 from megatron_dppo.trainer.optimizer_state import StateSlice, is_distributed, state_slices
 
 STATE_PREFIX = "optimizer.state."

@@ -85,7 +85,7 @@ def announced(whole: list, topology) -> tuple[list, dict]:
 
 def announce_problems(whole: list, outlines: list, own: dict, topology) -> list[int]:
     """Positions that are not as they should be: an outline everywhere, whole on their leader."""
-    from megatron_dppo.data.outline import Outline
+    from megatron_dppo.data.trajectory import Outline
 
     def is_right(position: int) -> bool:
         mine = (position // GROUP) % topology.dp_size == topology.dp_rank
@@ -179,7 +179,8 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
 def delivery_worker(
     layouts: dict[str, dict[str, int]], piece_bytes: int, free_bytes: int
 ) -> dict[str, Any]:
-    from megatron_dppo.loop.rollouts import hosts, transfers
+    from megatron_dppo.loop.rollouts import exchange as hosts
+    from megatron_dppo.loop.rollouts import exchange as transfers
     from megatron_dppo.system.runtime_directory import private_name
     from megatron_dppo.system.shared_buffer import SHARED_MEMORY
     from megatron_dppo.trainer.topology import destroy_topology
@@ -247,8 +248,10 @@ def fault_worker() -> dict[str, str]:
 
 
 def error_of(fault: str, topology) -> str:
-    from megatron_dppo.data.outline import Outline
-    from megatron_dppo.loop.rollouts import exchange, hosts, transfers
+    from megatron_dppo.data.trajectory import Outline
+    from megatron_dppo.loop.rollouts import exchange
+    from megatron_dppo.loop.rollouts import exchange as hosts
+    from megatron_dppo.loop.rollouts import exchange as transfers
 
     def flipping(directory, rooms, local, buffer, rank):
         transfers.transfer(directory, rooms, local, buffer, rank)

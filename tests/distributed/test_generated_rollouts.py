@@ -104,9 +104,9 @@ def steps(
     folder: str, changes: dict[str, Any], *, flat: int = 1000, resume_after: int = 0
 ) -> dict[str, Any]:
     """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there."""
-    from megatron_dppo.data.sampler import ProblemSampler
+    from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.rewards import Verifier
-    from megatron_dppo.rewards.arrivals import ArrivalScorer
+    from megatron_dppo.rewards.verifier import ArrivalScorer
 
     engine, sampler, batches = ScriptedEngine(flat), ProblemSampler(64, seed=3), []
     with Verifier("exact_integer", 1.0, 1) as verifier:
@@ -135,10 +135,10 @@ def steps(
 
 def late_weights(folder: str) -> str:
     """The error of a batch whose weights are older than a synchronous run allows."""
-    from megatron_dppo.data.sampler import ProblemSampler
-    from megatron_dppo.loop.rollouts.staleness import StalenessError
+    from megatron_dppo.data.sampling import ProblemSampler
+    from megatron_dppo.loop.rollouts.figures import StalenessError
     from megatron_dppo.rewards import Verifier
-    from megatron_dppo.rewards.arrivals import ArrivalScorer
+    from megatron_dppo.rewards.verifier import ArrivalScorer
 
     with Verifier("exact_integer", 1.0, 1) as verifier:
         source = source_of(
@@ -159,11 +159,10 @@ def replayed(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_dppo.config.schema import RolloutConfig
-    from megatron_dppo.data.sampler import ProblemSampler
+    from megatron_dppo.data.batch_file import BatchFormatError, save_batch
+    from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.data.trajectory import Trajectory
-    from megatron_dppo.data.trajectory_codec import BatchFormatError, save_batch
-    from megatron_dppo.loop.rollouts.saved import ReplayedRollouts
-    from megatron_dppo.loop.rollouts.sources import ProblemFeed
+    from megatron_dppo.loop.rollouts.sources import ProblemFeed, ReplayedRollouts
     from megatron_dppo.types import Problem
 
     drawn, saved = ProblemSampler(64, seed=3).next(3), Path(folder) / "saved"
@@ -240,7 +239,7 @@ def runs(ranks) -> dict[str, Any]:
 
 
 def drawn(seed: int = 3) -> list[int]:
-    from megatron_dppo.data.sampler import ProblemSampler
+    from megatron_dppo.data.sampling import ProblemSampler
 
     return ProblemSampler(64, seed).next(64 * 2)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.data.routing import usable_rows
+from megatron_dppo.data.columns import usable_rows
 from tests.distributed.test_trainer_parity import (
     VOCABULARY,
     distances,

@@ -130,8 +130,7 @@ def micro_batches(
     share: tuple[int, int] = (1, 0),
 ) -> list:
     """One replica's share of a step on ``data``; every seventh response does not train."""
-    from megatron_dppo.data.balancing import plan_mini_batch
-    from megatron_dppo.data.packing import pack
+    from megatron_dppo.data.packing import pack, plan_mini_batch
 
     lengths = [t.length for t in data]
     plan = plan_mini_batch(lengths, lengths, dp_size, budget, count_multiple)

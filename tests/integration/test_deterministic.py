@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_dppo.data.trajectory_codec import load_batch
+from megatron_dppo.data.batch_file import load_batch
 from tests.integration.runs import TrainingRun, records_of, write_material
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(1800)]

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.data.trajectory_codec import load_batch
+from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.system.lease_files import LeaseFiles
 from tests.integration.runs import (
     GROUP,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.data.trajectory_codec import load_batch
+from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.folder import FleetFolder, Server

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.data.sampler import ProblemSampler
-from megatron_dppo.data.trajectory_codec import load_batch
+from megatron_dppo.data.batch_file import load_batch
+from megatron_dppo.data.sampling import ProblemSampler
 from tests.integration.runs import (
     GROUP,
     PROMPTS,

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.trajectory_codec import load_batch, save_batch
+from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits

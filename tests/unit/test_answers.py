@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dppo.config.schema import RewardConfig, TrainConfig
-from megatron_dppo.data.answers import bad_answers
-from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.sampler import ProblemSampler
+from megatron_dppo.data.problems import bad_answers
+from megatron_dppo.data.records import DataError
+from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.rewards.checked_answers import checked_answers_file, hand_over, handed_over
 from megatron_dppo.rewards.gold import gold_answer

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_dppo.data import prompts
 from megatron_dppo.data.__main__ import main
-from megatron_dppo.data.inspection import histogram
-from megatron_dppo.data.near_duplicates import near_duplicates, shingles
+from megatron_dppo.data.inspection import histogram, near_duplicates, shingles
 from megatron_dppo.data.prompts import PromptForm, token_counts, tokenise
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.test_bad_input_fuzz import resident

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.mixture import TrainingFiles, WeightedSampler, joined
 from megatron_dppo.data.problems import ProblemSet
+from megatron_dppo.data.sampling import TrainingFiles, WeightedSampler, joined
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.rollouts.figures import file_figures
 from megatron_dppo.types import Problem

@@ -11,10 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dppo.data.__main__ import main
-from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.prepare import Prepared, prepare
-from megatron_dppo.data.published import SETS
-from megatron_dppo.data.published_rows import bare_problem
+from megatron_dppo.data.published import SETS, Prepared, bare_problem, prepare
+from megatron_dppo.data.records import DataError
 
 DAPO_BEFORE = (
     "Solve the following math problem step by step. The last line of your response should be of the "

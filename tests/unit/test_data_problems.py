@@ -9,10 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from megatron_dppo.data.answers import refuse_bad_answers
-from megatron_dppo.data.json_lines import DataError
-from megatron_dppo.data.problems import DataKeys, ProblemSet, load_pairs, load_problems
+from megatron_dppo.data.problems import (
+    DataKeys,
+    ProblemSet,
+    load_pairs,
+    load_problems,
+    refuse_bad_answers,
+)
 from megatron_dppo.data.prompts import PromptForm, load_tokenizer
+from megatron_dppo.data.records import DataError
 from megatron_dppo.types import Problem
 from tests.tiny_models import tiny_tokenizer
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.data.sampler import ProblemSampler
+from megatron_dppo.data.sampling import ProblemSampler
 
 
 def test_unshuffled_order_goes_round():

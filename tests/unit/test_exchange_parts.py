@@ -8,12 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megatron_dppo.data.columns import Column, Form, Reach, ReadBy, Rows
-from megatron_dppo.data.outline import Outline
-from megatron_dppo.data.routing import discarded_rows, has_repeats, usable_rows
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.columns import (
+    Column,
+    Form,
+    Reach,
+    ReadBy,
+    Rows,
+    discarded_rows,
+    has_repeats,
+    usable_rows,
+)
+from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.loop.exporting import bare
-from megatron_dppo.loop.rollouts.hosts import Site, Sites
+from megatron_dppo.loop.rollouts.exchange import Site, Sites
 from megatron_dppo.loop.rollouts.parts import (
     ALIGNMENT,
     Part,

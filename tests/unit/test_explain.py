@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.data.trajectory_codec import save_batch
 from megatron_dppo.explain import __main__ as explain
 from megatron_dppo.explain import page, summary_tables
 from megatron_dppo.explain.explanation import Place, threshold_text

@@ -10,10 +10,10 @@ from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.presets import build_algorithm
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.data.trajectory_codec import BatchFormatError
 from megatron_dppo.loop.batches import (
     BatchLayout,
     MiniBatchPlan,
@@ -21,8 +21,8 @@ from megatron_dppo.loop.batches import (
     plan_mini_batches,
 )
 from megatron_dppo.loop.learning import check_carried_topk
-from megatron_dppo.loop.rollouts.sources import with_rewards
 from megatron_dppo.loop.run import EXPECTED_ERRORS
+from megatron_dppo.loop.scoring import with_rewards
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
 from megatron_dppo.model.flops import SequenceCost
 from megatron_dppo.rewards import Score

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.data.trajectory_codec import save_batch
 from megatron_dppo.mismatch.ladder import rungs
 from tests.ranks import ROOT
 from tests.tiny_models import save_tiny_model

@@ -13,10 +13,10 @@ import orjson
 import pytest
 import torch
 
+from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.columns import COLUMNS, Column, Reach, Rows, declare
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory, forms_of
-from megatron_dppo.data.trajectory_codec import load_batch, save_batch
 from megatron_dppo.engine.column_sources import (
     SOURCES,
     Answered,

@@ -15,9 +15,9 @@ from megatron_dppo.algorithms.inputs import TokenInputs, recomputed, rollout
 from megatron_dppo.algorithms.policy_loss import policy_loss
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
 from megatron_dppo.algorithms.supervised import negative_log_likelihood
-from megatron_dppo.data.log_prob_checks import check_log_probs, check_topk
+from megatron_dppo.data.batch_file import BatchFormatError, decode, encode
+from megatron_dppo.data.columns import check_log_probs, check_topk
 from megatron_dppo.data.packing import pack
-from megatron_dppo.data.trajectory_codec import BatchFormatError, decode, encode
 from tests.trajectories import trajectory
 from tests.unit.test_policy_loss import complete_inputs
 from tests.unit.token_inputs import inputs

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_dppo.data.__main__ import main
-from megatron_dppo.data.reward_check import read_solutions
+from megatron_dppo.data.inspection import read_solutions
 
 SOLUTIONS = [
     (r"$a + b = \boxed{7}$. Or: $7$ by symmetry, \framebox{7} minutes. -someone, 2024", "7"),

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from megatron_dppo.rewards import Score, Verifier, VerifierError
-from megatron_dppo.rewards.arrivals import ArrivalScorer
+from megatron_dppo.rewards.verifier import ArrivalScorer
 
 
 def planted(function: str) -> str:

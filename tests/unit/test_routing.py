@@ -5,13 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from megatron_dppo.data.columns import check_recording, check_stored, is_unwritten, usable_rows
 from megatron_dppo.data.packing import pack
-from megatron_dppo.data.routing import (
-    check_recording,
-    check_stored,
-    is_unwritten,
-    usable_rows,
-)
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.requests import RoutedShape
 from megatron_dppo.model.shape import ModelShape

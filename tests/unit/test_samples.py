@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.outline import Outline
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.loop.samples import KEPT, SampleMaker, chosen
 from megatron_dppo.metrics.samples import Sample, console_lines, one_line, shortened

@@ -7,22 +7,20 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import FinishReason, Trajectory
 from megatron_dppo.loop.rollouts.figures import (
+    GapError,
+    GapGuard,
     GroupRow,
+    StalenessError,
+    check_staleness,
     generated_figures,
     routing_figures,
     rows_of,
     selection_figures,
     speed_figures,
-)
-from megatron_dppo.loop.rollouts.staleness import (
-    GapError,
-    GapGuard,
-    StalenessError,
-    check_staleness,
     staleness_figures,
     with_gap_named,
 )
-from megatron_dppo.loop.rollouts.zero_variance import Selection
+from megatron_dppo.loop.scoring import Selection
 from megatron_dppo.metrics import names
 from tests.unit.config_files import minimal
 

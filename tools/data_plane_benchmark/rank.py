@@ -28,8 +28,8 @@ from megatron_dppo.loop.batches import (
     pack_mini_batch,
     plan_mini_batches,
 )
-from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, announce
-from megatron_dppo.loop.rollouts.sources import own_positions, with_rewards
+from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, announce, own_positions
+from megatron_dppo.loop.scoring import with_rewards
 from megatron_dppo.rewards import Verifier
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.topology import Topology, init_distributed, init_topology

@@ -6,7 +6,7 @@ LOSS = ("policy_loss", "penalties", "masks", "divergence", "nonfinite", "presets
 DATA = ("packing", "data_balancing", "mini_batches")
 CHECKS = ("weight_checks", "engine_checksums", "weight_sync")
 LONE = ("lone_trainer",)
-FILES = ("trajectory", "trajectory_codec")
+FILES = ("trajectory", "batch_file")
 TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/advantages.py": ("advantages",),
     "algorithms/aggregation.py": ("mini_batches",),
@@ -33,13 +33,10 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "vocab_parallel/policy_stats.py": ("policy_stats",),
     "vocab_parallel/triton_backend.py": ("triton_backend",),
     "vocab_parallel/wire.py": ("policy_stats",),
-    "data/balancing.py": DATA,
-    "data/columns.py": ("trajectory", "exchange_parts"),
-    "data/log_prob_checks.py": ("nonfinite",),
+    "data/batch_file.py": FILES,
+    "data/columns.py": ("trajectory", "exchange_parts", "nonfinite", "routing"),
     "data/packing.py": (*DATA, "nonfinite"),
-    "data/routing.py": ("routing", "exchange_parts"),
     "data/trajectory.py": FILES,
-    "data/trajectory_codec.py": FILES,
     "loop/batches.py": DATA,
     "loop/evaluation.py": ("evaluation",),
     "loop/loss_record.py": ("loss_record",),

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 from bench_balance import LIMIT, long_tailed
 
-from megatron_dppo.data.balancing import idle_share, plan_mini_batch
+from megatron_dppo.data.packing import idle_share, plan_mini_batch
 from megatron_dppo.model.flops import forward_flops
 from megatron_dppo.planner.verdict import Verdict
 

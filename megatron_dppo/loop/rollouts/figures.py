@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron_dppo.data.columns import Form
-from megatron_dppo.data.mixture import TrainingFiles
-from megatron_dppo.data.outline import Known
-from megatron_dppo.data.routing import discarded_rows
-from megatron_dppo.loop.rollouts.zero_variance import Selection
+import numpy as np
+
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.columns import Form, discarded_rows
+from megatron_dppo.data.sampling import TrainingFiles
+from megatron_dppo.data.trajectory import Known
+from megatron_dppo.loop.scoring import Selection
 from megatron_dppo.metrics import names
+from megatron_dppo.metrics.normal_ranges import BY_METRIC
 
 
 class GroupRow(NamedTuple):
@@ -104,3 +109,105 @@ def routing_figures(
         names.ROUTING_UNRECORDED: 1 - usable / rows,
         names.ROUTING_DISCARDED: recorded_rows - usable,
     }
+
+
+# How far behind the trainer the weights were that sampled a batch, token by token, and its bound.
+# A batch of step n is trained on from weight version n - 1. The staleness of a token is n - 1
+# less the version that sampled it: 0 in synchronous runs, up to 1 where generation runs one step
+# ahead. Without any, trainer and servers must agree about the tokens; the guard here looks after
+# that.
+
+log = logging.getLogger(__name__)
+
+LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1}
+"""``rollout.largest_gap`` where it is not set, by the weights' type: 100 and 20 times the normal range's end. Where
+trainer and servers mean different models, sampled tokens of probability p differ by about p."""
+STALE_ANCHOR = (
+    "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
+    "rollout.max_staleness=1 are no longer those of the weights that sampled; see docs/staleness.md"
+)
+"""A warning: such a mask does not see the distance that lies between mu and the recomputed policy."""
+
+
+class StalenessError(RuntimeError):
+    """A response was sampled by weights that a batch of this step may not come from."""
+
+
+def staleness_figures(batch: Sequence[Known], step: int) -> dict[str, float]:
+    """Mean and largest staleness over the response tokens of the batch of ``step``, in weight versions."""
+    spans = [span for t in batch for span in t.version_spans]
+    staleness = np.array([step - 1 - span.weight_version for span in spans])
+    tokens = np.array([span.end - span.start for span in spans])
+    mean = float((staleness * tokens).sum() / tokens.sum())
+    return {names.STALENESS: mean, names.STALENESS_MAX: int(staleness.max())}
+
+
+def check_staleness(batch: Sequence[Known], step: int, max_staleness: int) -> None:
+    """Raise StalenessError unless every token's staleness is from 0 to ``max_staleness``."""
+    for trajectory in batch:
+        for span in trajectory.version_spans:
+            if not 0 <= step - 1 - span.weight_version <= max_staleness:
+                raise StalenessError(
+                    f"step {step} trains weight version {step - 1}, but {trajectory} "
+                    f"has tokens {span.start} to {span.end - 1} of version "
+                    f"{span.weight_version}, expected {step - 1 - max_staleness} to {step - 1} "
+                    f"(rollout.max_staleness: {max_staleness})"
+                )
+
+
+def with_gap_named(
+    learned: Mapping[str, float], batch_figures: Mapping[str, float]
+) -> dict[str, float]:
+    """``learned`` with the first mini-batch's gap under the name that it deserves.
+
+    It compares trainer and engine at equal weights only where the batch is not stale; else it shows what the
+    updates in between moved.
+    """
+    named = dict(learned)
+    if batch_figures[names.STALENESS_MAX] > 0 and names.GAP_ON_POLICY in named:
+        named[names.GAP_STALE] = named.pop(names.GAP_ON_POLICY)
+    return named
+
+
+class GapError(RuntimeError):
+    """Trainer and servers hold the same weights and disagree about the tokens beyond what rounding explains."""
+
+
+class GapGuard:
+    """Looks at mean |pi - mu| of a batch's first mini-batch before it is trained on: warns outside the normal
+    range, and again where it has doubled; beyond ``rollout.largest_gap`` it stops the run.
+
+    Where the weights may differ (a stale batch, a replayed one), or the pass has dropout, it only warns.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._dtype = config.model.dtype
+        given = config.rollout.largest_gap
+        self._limit = given or LARGEST_GAP["bfloat16" if _is_coarse(config) else self._dtype]
+        self._stops = config.rollout.replay_from is None and not config.lora.dropout
+        self._warned = BY_METRIC[names.GAP_ON_POLICY].upper(self._dtype) / 2
+
+    def check(self, gap: float, *, is_stale: bool) -> None:
+        """Raise GapError, on every rank alike where ``gap`` is the same on all of them. NaN: no token was trained."""
+        if is_stale or math.isnan(gap):
+            return
+        told = (
+            f"mean |pi - mu| of the first mini-batch is {gap:.3g} at equal weights in {self._dtype}"
+        )
+        if self._stops and gap > self._limit:
+            raise GapError(
+                f"{told}, expected at most {self._limit:g} (rollout.largest_gap); it was not trained on. "
+                f"{BY_METRIC[names.GAP_ON_POLICY].why}"
+            )
+        if gap > 2 * self._warned:
+            self._warned = gap
+            log.warning("%s; %s", told, BY_METRIC[names.GAP_ON_POLICY].why)
+
+
+def _is_coarse(config: TrainConfig) -> bool:
+    """Whether one of both computes with fewer bits than the weights' type has."""
+    tables = (
+        config.sglang.get("quantization"),
+        config.sglang.get("kv_cache_dtype", "auto") != "auto",
+    )
+    return any(tables) or config.megatron.get("fp8") is not None

@@ -12,26 +12,24 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.rollouts.exchange import announce
+from megatron_dppo.loop.rollouts.exchange import announce, own_positions, owner
 from megatron_dppo.loop.rollouts.figures import (
     GroupRow,
+    check_staleness,
     generated_figures,
     selection_figures,
     speed_figures,
+    staleness_figures,
 )
-from megatron_dppo.loop.rollouts.scored_generation import ScoredGeneration
 from megatron_dppo.loop.rollouts.sources import (
     ProblemFeed,
     RolloutBatch,
-    own_positions,
-    owner,
     seeds_of,
 )
-from megatron_dppo.loop.rollouts.staleness import check_staleness, staleness_figures
-from megatron_dppo.loop.rollouts.zero_variance import GroupQuota, Selection
+from megatron_dppo.loop.scoring import GroupQuota, ScoredGeneration, Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.timing import PhaseTimer
-from megatron_dppo.rewards.arrivals import ArrivalScorer
+from megatron_dppo.rewards.verifier import ArrivalScorer
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem

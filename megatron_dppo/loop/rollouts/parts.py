@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_dppo.data.columns import Form, declared
-from megatron_dppo.data.outline import Outline, rows_of_column
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Outline, Trajectory, rows_of_column
 
 TOKENS = {"token_ids": Form("int32", ()), "loss_mask": Form("bool", ())}
 """What a trajectory has beside columns; a row a token."""

@@ -1,18 +1,21 @@
-"""What a rollout batch is, where it comes from, and how its answers are scored."""
+"""What a rollout batch is, and where it comes from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_dppo.algorithms.advantages import group_relative
-from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
-from megatron_dppo.data.outline import Outline
-from megatron_dppo.data.sampler import Sampler
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.config.schema import RolloutConfig, TrainConfig
+from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_path
+from megatron_dppo.data.columns import LOSS_COLUMNS
+from megatron_dppo.data.sampling import Sampler
+from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
-from megatron_dppo.rewards import Score
+from megatron_dppo.loop.rollouts.exchange import announce, own_positions
+from megatron_dppo.loop.rollouts.figures import generated_figures, rows_of, staleness_figures
+from megatron_dppo.trainer.collectives import on_every_rank
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
 
@@ -62,16 +65,6 @@ class ProblemFeed:
         return self._sampler.state_dict()
 
 
-def owner(position: int, topology: Topology) -> int:
-    """Data-parallel rank whose leader answers the problem at ``position`` of a batch."""
-    return position % topology.dp_size
-
-
-def own_positions(positions: Sequence[int], topology: Topology) -> list[int]:
-    """Those of ``positions`` that this rank answers: none on ranks that are no leader."""
-    return [p for p in positions if topology.is_leader and owner(p, topology) == topology.dp_rank]
-
-
 def seeds_of(config: TrainConfig, purpose: str, positions: Sequence[int]) -> SamplingSeeds | None:
     """Seeds of the responses at ``positions`` of a batch, where the run wants its engine deterministic."""
     if not config.engine.deterministic:
@@ -79,24 +72,82 @@ def seeds_of(config: TrainConfig, purpose: str, positions: Sequence[int]) -> Sam
     return SamplingSeeds(config.run.seed, purpose, positions)
 
 
-def with_rewards(
-    trajectories: Sequence[Trajectory],
-    scores: Sequence[Score],
-    group_size: int,
-    algorithm: AlgorithmConfig,
-) -> list[Trajectory]:
-    """The same with the rewards that ``scores`` (one for each) come to, and advantages within groups of
-    ``group_size`` neighbours.
+# Rollout batches that an earlier run saved, in place of generating.
+
+
+class ReplayedRollouts:
+    """The batches in the folder ``rollout.replay_from`` (``rollout.save`` of the run that generated them).
+
+    Each leader reads the trajectories that it would have generated, and no others. ``problems``: the training data,
+    which the batches are checked against.
     """
-    if not trajectories:
-        return []
-    zeroed = algorithm.truncated_responses == "zero-reward"
-    rewards = [
-        0.0 if zeroed and t.truncated else score.value
-        for t, score in zip(trajectories, scores, strict=True)
-    ]
-    advantages = group_relative(rewards, group_size).tolist()
-    return [
-        t.scored(reward, advantage)
-        for t, reward, advantage in zip(trajectories, rewards, advantages, strict=True)
-    ]
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        topology: Topology,
+        feed: ProblemFeed,
+        problems: Sequence[Problem],
+    ) -> None:
+        assert rollout.replay_from is not None
+        self._folder = Path(rollout.replay_from)
+        self._rollout = rollout
+        self._topology = topology
+        self._feed = feed
+        self._prompts = {p.problem_id: list(p.prompt_ids) for p in problems}
+
+    def collect(self, step: int) -> RolloutBatch:
+        """The saved batch of ``step``. Raises BatchFormatError, on all ranks, where it is not there or another's."""
+        wanted, size = self._feed.next(self._rollout.prompts_per_step), self._rollout.group_size
+        own = on_every_rank(lambda: self._own(step, wanted), error=BatchFormatError)
+        outlines, held = announce(own, self._topology, size, range(len(wanted)))
+        figures = generated_figures(rows_of(outlines, size)) | staleness_figures(outlines, step)
+        return RolloutBatch(outlines, held, figures, self._feed.position())
+
+    def _own(self, step: int, wanted: Sequence[Problem]) -> list[Trajectory]:
+        """This rank's trajectories, of the checked batch."""
+        try:
+            saved = SavedBatch(self._folder, step)
+        except FileNotFoundError as error:
+            raise BatchFormatError(
+                f"rollout.replay_from: no batch of step {step} in {self._folder} "
+                f"({batch_path(self._folder, step)})"
+            ) from error
+        size = self._rollout.group_size
+        if len(saved.problems) != len(wanted) * size:
+            raise BatchFormatError(
+                f"rollout.replay_from: the batch of step {step} in {self._folder} has {len(saved.problems)} "
+                f"responses, expected {len(wanted)} prompts x group_size {size}"
+            )
+        if not self._rollout.drop_zero_variance_groups:
+            # What a filter replaced depends on rewards of responses that are not in the file.
+            self._check_order(step, saved.problems, wanted)
+        groups = own_positions(range(len(wanted)), self._topology)
+        positions = (p * size + sample for p in groups for sample in range(size))
+        own = saved.read(positions, without=LOSS_COLUMNS)  # those are of the run that saved them
+        self._check_prompts(step, own)
+        return own
+
+    def settle(self, version: int) -> None:
+        """Nothing generates."""
+
+    def run_ahead(self) -> None:
+        """Nothing is to be generated."""
+
+    def _check_order(self, step: int, problems: Sequence[int], wanted: Sequence[Problem]) -> None:
+        found = list(dict.fromkeys(problems))
+        expected = list(dict.fromkeys(p.problem_id for p in wanted))
+        if found != expected:
+            raise BatchFormatError(
+                f"rollout.replay_from: the batch of step {step} in {self._folder} answers problems "
+                f"{found[:5]}..., expected {expected[:5]}...: it was saved with other data or another seed, "
+                "or with rollout.drop_zero_variance_groups"
+            )
+
+    def _check_prompts(self, step: int, batch: Sequence[Trajectory]) -> None:
+        for trajectory in batch:
+            if self._prompts.get(trajectory.problem_id) != trajectory.prompt_ids.tolist():
+                raise BatchFormatError(
+                    f"rollout.replay_from: problem {trajectory.problem_id} in the batch of step {step} in "
+                    f"{self._folder} has another prompt in data.train, or none: it was saved with other data"
+                )

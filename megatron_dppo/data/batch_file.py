@@ -1,28 +1,165 @@
-"""Batches of trajectories as flat arrays: what travels between ranks and what a saved batch file
-holds. Nothing is pickled.
-
-Arrays of the trajectories are concatenated; ``trajectories`` holds the numbers that tell them apart. Each
-trajectory's part of each array has a hash in the file, which is compared when the part is read; a file that
-an earlier version wrote has none.
-The text is left out: the tokens say it. Columns follow from their declarations (``data/columns.py``).
-"""
+"""Ragged rows as one flat array and back; hashes of arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
-from safetensors import SafetensorError
+import xxhash
+from numpy.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load, save
 
-from megatron_dppo.data.batch_rows import BatchRows, RowsInFile, RowsInMemory
 from megatron_dppo.data.columns import Rows, declared
-from megatron_dppo.data.earlier_batches import from_earlier, is_earlier
-from megatron_dppo.data.flat_arrays import digest, flat
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
 from megatron_dppo.system.files import write_atomically
+
+
+def flat(rows: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    """One array of all rows, also of none at all."""
+    return np.concatenate([np.empty(0, dtype), *rows]).astype(dtype, copy=False)
+
+
+def digest(array: np.ndarray) -> str:
+    """A hash of the values, type and shape: XXH3 of 128 bits, in a tenth of the time of copying them."""
+    found = xxhash.xxh3_128(f"{array.dtype.str}{array.shape}".encode())
+    found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()
+
+
+def split(rows: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    """``rows`` in pieces of ``counts``. Raises ValueError unless that is all of them."""
+    if int(counts.sum()) != len(rows):
+        raise ValueError(f"{len(rows)} rows, expected {int(counts.sum())}")
+    return np.split(rows, np.cumsum(counts)[:-1]) if len(counts) else []
+
+
+# The arrays of a saved batch, in memory or in a file: rows of them, without the others.
+
+
+class BatchRows(Protocol):
+    """Where rows are read from."""
+
+    def names(self) -> Collection[str]:
+        """Of the arrays."""
+
+    def size(self, name: str) -> int:
+        """Rows of an array. Raises KeyError where there is none."""
+
+    def read(self, name: str, begin: int, end: int) -> np.ndarray:
+        """Rows ``begin`` to ``end``."""
+
+
+class RowsInMemory:
+    """Of ``arrays``; what is read are views."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
+        self._arrays = arrays
+
+    def names(self) -> Collection[str]:
+        """Of the arrays."""
+        return self._arrays.keys()
+
+    def size(self, name: str) -> int:
+        """Rows of an array."""
+        return len(self._arrays[name])
+
+    def read(self, name: str, begin: int, end: int) -> np.ndarray:
+        """A view of rows ``begin`` to ``end``."""
+        return self._arrays[name][begin:end]
+
+
+class RowsInFile:
+    """Of a safetensors file, which is mapped; what is read are copies, and nothing else takes memory.
+
+    Raises FileNotFoundError, and SafetensorError where the file is damaged.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(path, framework="numpy")
+        self._slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
+
+    def names(self) -> Collection[str]:
+        """Of the arrays."""
+        return self._slices.keys()
+
+    def size(self, name: str) -> int:
+        """Rows of an array."""
+        return int(self._slices[name].get_shape()[0])
+
+    def read(self, name: str, begin: int, end: int) -> np.ndarray:
+        """A copy of rows ``begin`` to ``end``."""
+        if not self.size(name):  # which safetensors takes no slice of
+            return np.asarray(self._file.get_tensor(name))
+        if begin == end:
+            begin = end = 0
+        return np.asarray(self._slices[name][begin:end])
+
+
+# Batch files of version 1, in which each trajectory was a prompt and a response.
+# ``counts`` [n, 6]: problem, sample, prompt tokens, response tokens, finish reason, version
+# spans. Read alone: ``trajectory_codec`` writes the present form.
+
+
+def is_earlier(names: Container[str]) -> bool:
+    """Whether a file with arrays of these names has the form that this module reads."""
+    return "counts" in names
+
+
+def from_earlier(arrays: Mapping[str, np.ndarray]) -> list[Trajectory]:
+    """The batch. Raises KeyError, ValueError and IndexError where it is none."""
+    counts, scores = arrays["counts"], arrays["scores"]
+    prompts = split(arrays["prompt_ids"], counts[:, 2])
+    responses = split(arrays["response_ids"], counts[:, 3])
+    spans = split(arrays["weight_versions"], counts[:, 5])
+    per_token = {
+        name: split(arrays[name], counts[:, 3])
+        for name in ("rollout_log_probs", "topk_ids", "topk_log_probs")
+        if name in arrays
+    }
+    routing = _routing(arrays, counts)
+    batch = []
+    for i, (problem, sample, _, _, reason, _) in enumerate(counts.tolist()):
+        columns = {name: parts[i] for name, parts in per_token.items()} | routing[i]
+        if len(arrays["weight_versions"]):
+            versions, starts, ends = spans[i].T
+            columns["weight_version"] = np.repeat(versions, ends - starts).astype(np.int32)
+        batch.append(
+            Trajectory.of_response(
+                prompts[i],
+                responses[i],
+                problem_id=problem,
+                sample_index=sample,
+                columns=columns,
+                finish_reason=FINISH_REASONS[reason],
+                reward=float(scores[i, 0]),
+                advantage=float(scores[i, 1]),
+            )
+        )
+    return batch
+
+
+def _routing(arrays: Mapping[str, np.ndarray], counts: np.ndarray) -> list[dict[str, np.ndarray]]:
+    """Each trajectory's recorded routing under its column's name, where it has any."""
+    if "routed_experts" not in arrays:
+        return [{} for _ in counts]
+    recorded = arrays["routed"]
+    parts = split(arrays["routed_experts"], np.where(recorded, counts[:, 2] + counts[:, 3] - 1, 0))
+    return [
+        {"routed_experts": part} if there else {}
+        for part, there in zip(parts, recorded, strict=True)
+    ]
+
+
+# Batches of trajectories as flat arrays: what travels between ranks and what a saved batch file
+# holds. Nothing is pickled.
+# Arrays of the trajectories are concatenated; ``trajectories`` holds the numbers that tell them
+# apart. Each trajectory's part of each array has a hash in the file, which is compared when the
+# part is read; a file that an earlier version wrote has none. The text is left out: the tokens
+# say it. Columns follow from their declarations (``data/columns.py``).
 
 COLUMN, PRESENT, HASH = "column.", "present.", "hash."
 """Prefixes of a column's rows, of a bool for each trajectory (whether it has the column), and of the hashes

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load, save
 
-from megatron_dppo.data.trajectory import Trajectory, VersionSpan
-from megatron_dppo.data.trajectory_codec import (
+from megatron_dppo.data.batch_file import (
     BatchFormatError,
     SavedBatch,
     decode,
@@ -21,6 +20,7 @@ from megatron_dppo.data.trajectory_codec import (
     load_batch,
     save_batch,
 )
+from megatron_dppo.data.trajectory import Trajectory, VersionSpan
 from tests.trajectories import same
 
 EARLIER = Path(__file__).parent / "data" / "batch_version_1.safetensors"
