@@ -281,7 +281,7 @@ def test_a_file_of_the_present_form_without_hashes_is_read(tmp_path):
 def test_a_kill_inside_a_save_leaves_whole_batches(tmp_path):
     """The same step over and over, so that a file is always about to be replaced."""
     program = (
-        "import sys; from tests.unit.test_trajectory_codec import hashed_batch, save_batch\n"
+        "import sys; from tests.unit.test_batch_file import hashed_batch, save_batch\n"
         "while True: [save_batch(sys.argv[1], step, hashed_batch() * 50) for step in (1, 2, 3)]"
     )
     expected = hashed_batch() * 50

@@ -30,7 +30,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.reader import load_model_shape
 from tests.tiny_models import save_hollow_model, save_tiny_model
-from tests.unit.test_trajectory_codec import flipped
+from tests.unit.test_batch_file import flipped
 
 SIDE_FILES = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
 

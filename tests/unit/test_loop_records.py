@@ -17,7 +17,7 @@ from megatron_dppo.system.fence import FencedError
 from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal
-from tests.unit.test_trajectory_codec import flipped
+from tests.unit.test_batch_file import flipped
 
 
 def config(tmp_path, **run) -> TrainConfig:
