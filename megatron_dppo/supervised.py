@@ -19,14 +19,14 @@ from megatron_dppo.config import (
 )
 from megatron_dppo.config.allocator import set_allocator
 from megatron_dppo.config.machine import this_machine
-from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import (
     CHECK,
     check_everything_supervised,
     check_in_child,
 )
 from megatron_dppo.launch.local import run_local
-from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
+from megatron_dppo.launch.placement import LaunchError
+from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
 
 MODULE = "megatron_dppo.supervised"

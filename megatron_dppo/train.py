@@ -27,13 +27,12 @@ from megatron_dppo.config import (
 from megatron_dppo.config.allocator import allocator_problems, set_allocator
 from megatron_dppo.config.checkpoint_folder import missing_weights
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
-from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK, check_everything, check_in_child
-from megatron_dppo.launch.placement import PlacementError
-from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
+from megatron_dppo.launch.placement import LaunchError, PlacementError
+from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.checked_answers import checked_answers_file
-from megatron_dppo.system.ending import end_now
+from megatron_dppo.system.processes import end_now
 
 MODULE = "megatron_dppo.train"
 ANSWERS = "--answers"
@@ -153,8 +152,8 @@ def _run_rank(config: TrainConfig) -> NoReturn:
 
 def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
     """Have a child check everything, then run until the end."""
-    from megatron_dppo.launch.finished import is_finished
     from megatron_dppo.launch.local import run_local
+    from megatron_dppo.launch.run_directory import is_finished
 
     machine = this_machine()
     if problems := start_problems(config, machine):

@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.system.ending import end_now
-from megatron_dppo.system.ports import hold_port
+from megatron_dppo.system.network import hold_port
+from megatron_dppo.system.processes import end_now
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -38,10 +38,9 @@ from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
-from megatron_dppo.fleet.generation import GenerationLimits
-from megatron_dppo.fleet.generation_run import generate_many
+from megatron_dppo.fleet.generation import GenerationLimits, generate_many
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.network import free_port
 
 ADMIN_KEY = "bench"
 OURS, PEER, STREAMING = "ours", "sglang", "sglang, streaming"

@@ -41,7 +41,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.network import free_port
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
 from megatron_dppo.weight_sync.adapter_updates import AdapterUpdater

@@ -23,7 +23,7 @@ from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, Dims
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
 from megatron_dppo.checkpoint_conversion.saved_tensor import find_saved_tensor
-from megatron_dppo.system.closing import Closing
+from megatron_dppo.system.files import Closing
 
 READ_BYTES = 8 << 20
 """Read at a time where a block's rows are wider than what is wanted of them, or on another device."""

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
-from megatron_dppo.system.closing import Closing
+from megatron_dppo.system.files import Closing
 
 
 class TensorHashes(Closing):

@@ -21,7 +21,7 @@ from megatron_dppo.checkpoint_conversion.safetensors_file import (
 from megatron_dppo.checkpoint_conversion.tensor_store import check_store, read_slice
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system.closing import Closing
+from megatron_dppo.system.files import Closing
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -22,7 +22,7 @@ from megatron_dppo.checkpoint_conversion.tensor_store import (
 )
 from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import TorchDistCheckpoint
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system.closing import Closing
+from megatron_dppo.system.files import Closing
 
 Store = SafetensorsReader | ShardedCheckpoint | TorchDistCheckpoint
 

@@ -22,7 +22,7 @@ from megatron_dppo.checkpoint_conversion.safetensors_file import (
 )
 from megatron_dppo.model.adapters import ANY_EXPERT, Adapters, adapter_tensors
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system.closing import Closing
+from megatron_dppo.system.files import Closing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"

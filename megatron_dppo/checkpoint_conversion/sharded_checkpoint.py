@@ -26,7 +26,7 @@ from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, primary_parameters
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system.closing import Closing
+from megatron_dppo.system.files import Closing
 
 
 def file_name(rank: int) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.system.files import unwritable
-from megatron_dppo.system.interfaces import InterfaceError, interface_address, resolve
+from megatron_dppo.system.network import InterfaceError, interface_address, resolve
 
 LEAST_OPEN_FILES = 128
 """Files and sockets that the processes of a small run hold open, and some to spare."""

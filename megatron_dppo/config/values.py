@@ -10,7 +10,7 @@ from megatron_dppo.config.expectations import given
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.config.section import Section
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system.urls import url_problem
+from megatron_dppo.system.network import url_problem
 
 LONGEST_TEXT = 4096
 """Characters of a path, as Linux bounds it."""

@@ -17,10 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
-from megatron_dppo.system.launching import Launcher, LocalLauncher, Running
-from megatron_dppo.system.ports import PortTakenError
-from megatron_dppo.system.processes import describe_exit, quote, tail
-from megatron_dppo.system.runtime_directory import remove_left_behind
+from megatron_dppo.system.network import PortTakenError
+from megatron_dppo.system.processes import (
+    Launcher,
+    LocalLauncher,
+    Running,
+    describe_exit,
+    quote,
+    tail,
+)
+from megatron_dppo.system.scratch import remove_left_behind
 
 if TYPE_CHECKING:
     from megatron_dppo.engine.http_client import Answer, HttpClient

@@ -34,10 +34,14 @@ from megatron_dppo.engine.private_server import (
 )
 from megatron_dppo.engine.recordings.sglang_plugin import offer
 from megatron_dppo.engine.recordings.store import recordings_folder
-from megatron_dppo.system.cuda import has_visible_gpu
-from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE, PATIENCE_VARIABLE, when_it_stops
-from megatron_dppo.system.ports import PortTakenError, hold_port
-from megatron_dppo.system.processes import die_with_parent
+from megatron_dppo.system.gpus import has_visible_gpu
+from megatron_dppo.system.network import PortTakenError, hold_port
+from megatron_dppo.system.processes import (
+    HEARTBEAT_VARIABLE,
+    PATIENCE_VARIABLE,
+    die_with_parent,
+    when_it_stops,
+)
 from megatron_dppo.system.toolchain import offer_tools
 
 KEY_FIELDS = ("api_key", "admin_api_key")

@@ -25,7 +25,7 @@ from megatron_dppo.config.schema import (
 )
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES
-from megatron_dppo.system.cuda import has_visible_gpu
+from megatron_dppo.system.gpus import has_visible_gpu
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Budget of the key-value cache on a CPU; SGLang's own takes most of the machine's memory."""

@@ -16,8 +16,8 @@ from multiprocessing import process, shared_memory
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.system.interfaces import interface_of, is_loopback, resolve
-from megatron_dppo.system.runtime_directory import (
+from megatron_dppo.system.network import interface_of, is_loopback, resolve
+from megatron_dppo.system.scratch import (
     make_runtime_directory,
     private_name,
     remove_left_behind,
@@ -82,7 +82,7 @@ def bind_stores() -> None:
     """Have torch.distributed's stores listen on the address that they are given, not on all."""
     from torch.distributed import TCPStore
 
-    from megatron_dppo.system.tcp_store import listening_store
+    from megatron_dppo.system.network import listening_store
 
     def bound(host_name: str, port: int, world_size: int, is_master: bool, **options: Any) -> Any:
         if not is_master:

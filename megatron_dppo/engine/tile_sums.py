@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.system.cpp_build import KernelBuildError, build_library
+from megatron_dppo.system.toolchain import KernelBuildError, build_library
 
 log = logging.getLogger(__name__)
 

@@ -27,10 +27,8 @@ from megatron_dppo.engine.http_client import Answer
 from megatron_dppo.engine.protocol import adapter_name, request_body
 from megatron_dppo.engine.requests import GenerationRequest
 from megatron_dppo.fleet.folder import Server
-from megatron_dppo.fleet.http_router_client import SERVED_BY
-from megatron_dppo.fleet.http_router_link import HttpRouterLink
-from megatron_dppo.fleet.http_router_process import ROUTED_MODEL
-from megatron_dppo.fleet.members import ActiveServer, Member, breakable, client_of
+from megatron_dppo.fleet.http_router import ROUTED_MODEL, SERVED_BY, HttpRouterLink
+from megatron_dppo.fleet.membership import ActiveServer, Member, breakable, client_of
 
 log = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
 from megatron_dppo.fleet.folder import ADMIN_KEY_VARIABLE, EndpointPlace, FleetFolder
-from megatron_dppo.system.interfaces import interface_address
-from megatron_dppo.system.private_files import write_private
-from megatron_dppo.system.runtime_directory import make_runtime_directory
+from megatron_dppo.system.files import write_private
+from megatron_dppo.system.network import interface_address
+from megatron_dppo.system.scratch import make_runtime_directory
 
 log = logging.getLogger(__name__)
 

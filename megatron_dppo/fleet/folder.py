@@ -26,13 +26,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_dppo.system.private_files import (
-    UnsafeFileError,
-    make_private_folder,
-    read_own,
-    write_private,
-)
-from megatron_dppo.system.urls import url_problem
+from megatron_dppo.system.files import UnsafeFileError, make_private_folder, read_own, write_private
+from megatron_dppo.system.network import url_problem
 
 log = logging.getLogger(__name__)
 

@@ -1,16 +1,59 @@
-"""What a generation is: the responses that are asked for, its limits, its progress, who answers it."""
+"""Generation: the responses that are asked for, their seeds, and many of them drawn while the rank works on.
+
+A response is counted once: each key holds the result of one attempt, every attempt has a request id
+of its own, and an attempt that was given up is aborted and its answer never read. When the last
+server is lost, what was finished is kept, and ``resume`` asks for the rest alone.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import asyncio
+import hashlib
+import time
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
 from megatron_dppo.config.schema import EngineConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.errors import (
+    AbortedError,
+    EngineError,
+    EngineLostError,
+    GenerationInterruptedError,
+    ServerLostError,
+    StopRequestedError,
+)
 from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
-from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
+from megatron_dppo.metrics.progress import progress
+from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.types import Problem
+
+
+@dataclass(frozen=True)
+class SamplingSeeds:
+    """The seeds of a job: the same in every run that asks for the same, whoever answers, in whatever
+    order, and however often it is asked for.
+
+    ``run_seed``: ``run.seed``. ``purpose``: what the responses are for, such as ``step 3``.
+    ``positions``: of the job's problems among all that are asked for with this purpose, over all ranks
+    and rounds; a problem that is drawn twice has two.
+    """
+
+    run_seed: int
+    purpose: str
+    positions: Sequence[int]
+
+    def of(self, problem: int, sample: int) -> int:
+        """Of answer ``sample`` to the ``problem``-th of the job's problems: below 2^63."""
+        named = f"{self.run_seed}, {self.purpose}, {self.positions[problem]}, {sample}"
+        digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") >> 1
+
 
 Results = dict[Hashable, Trajectory]
 """By the key of the request, in the order of the requests."""
@@ -121,3 +164,245 @@ class GenerationJob:
             for position in range(len(self.problems))
             for sample in range(self.group_size)
         ]
+
+
+# --- a generation under way
+
+_TICK_SECONDS = 0.2
+_CLEAN_UP_SECONDS = 5.0
+_BACK_OFF_SECONDS = 0.5
+_MAX_LOSSES = 20
+_REDRAW_SECONDS = 0.2
+
+
+OnResponse = Callable[[Hashable, Trajectory], None]
+"""Called with the key of a request and its response, once each."""
+
+
+class GenerationEnd(IntEnum):
+    """How a rank's share of a generation ended; the worst of all ranks counts."""
+
+    DONE = 0
+    LOST = 1
+    STOPPED = 2
+    FAILED = 3
+
+
+@dataclass
+class Generation:
+    """A job that runs in the background: ``done`` holds what earlier attempts finished."""
+
+    job: GenerationJob
+    description: str
+    on_response: OnResponse | None = None
+    done: dict[Hashable, Trajectory] = field(default_factory=dict)
+    running: Future[Results] | None = None
+    latest: GenerationProgress | None = None
+    started: float = field(default_factory=time.monotonic)
+    ended: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the last response, also where nobody waited for it; recoveries included."""
+        return 0.0 if self.ended is None else self.ended - self.started
+
+    @property
+    def total(self) -> int:
+        """Responses that the job asks for."""
+        return len(self.job.problems) * self.job.group_size
+
+    def resume(
+        self,
+        runner: AsyncRunner,
+        client: GenerationClient,
+        limits: GenerationLimits,
+        stop: Callable[[], bool],
+    ) -> None:
+        """Start to generate, in the background, the responses that are missing."""
+        requests = self.job.requests(self.done)
+        self.latest = None
+        if not requests:
+            self.running = None
+            return
+        work = generate_many(
+            client,
+            requests,
+            limits,
+            on_progress=self._report,
+            stop=stop,
+            on_response=self.on_response,
+        )
+        self.running = runner.submit(self._timed(work))
+
+    def wait(self, stop: Callable[[], bool]) -> tuple[GenerationEnd, str]:
+        """Wait until this attempt ends, with a progress bar; how it ended, and why where it was lost."""
+        if self.running is None:
+            return (GenerationEnd.STOPPED if stop() else GenerationEnd.DONE), ""
+        already = len(self.done)
+        with progress(self.description, self.total) as bar:
+            while not wait([self.running], _REDRAW_SECONDS).done:
+                if (now := self.latest) is not None:
+                    speed = f"{now.tokens_per_second:.0f} tokens/s"
+                    bar.update(completed=already + now.done, note=speed)
+        try:
+            self.done |= self.running.result()
+        except GenerationInterruptedError as interruption:
+            self.done |= interruption.completed
+            return GenerationEnd.LOST, str(interruption)
+        except StopRequestedError:
+            return GenerationEnd.STOPPED, ""
+        except EngineError as error:  # asking again would end alike
+            return GenerationEnd.FAILED, f"{type(error).__name__}: {error}"
+        return GenerationEnd.DONE, ""
+
+    def _report(self, now: GenerationProgress) -> None:
+        self.latest = now
+
+    async def _timed(self, work: Awaitable[Results]) -> Results:
+        """``work``, with the moment kept at which it ended."""
+        try:
+            return await work
+        finally:
+            self.ended = time.monotonic()
+
+
+async def generate_many(
+    client: GenerationClient,
+    requests: Sequence[GenerationRequest],
+    limits: GenerationLimits,
+    *,
+    on_progress: Callable[[GenerationProgress], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+    on_response: OnResponse | None = None,
+) -> Results:
+    """Results by key, in the order of ``requests`` whatever the order of completion.
+
+    Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
+    StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as
+    they come. In every case nothing of this call is left running on a server. ``on_progress`` and
+    ``stop`` are called a few times a second, ``on_response`` with each response as it comes; none of
+    them may block.
+    """
+    keys = [request.key for request in requests]
+    if len(set(keys)) != len(keys):
+        raise ValueError("two generation requests have the same key")
+    run = _Generation(client, requests, limits, on_response)
+    try:
+        await run.wait(on_progress, stop)
+    except EngineLostError as error:
+        raise GenerationInterruptedError(run.in_order(), str(error)) from error
+    return run.in_order()
+
+
+class _Generation:
+    """State of one ``generate_many``."""
+
+    def __init__(
+        self,
+        client: GenerationClient,
+        requests: Sequence[GenerationRequest],
+        limits: GenerationLimits,
+        on_response: OnResponse | None,
+    ) -> None:
+        self._client = client
+        self._on_response = on_response
+        self._requests = requests
+        self._limits = limits
+        self._prefix = uuid.uuid4().hex[:12]
+        self._in_flight: dict[str, int] = {}
+        self._results: Results = {}
+        self._tokens = 0
+        size = limits.responses_per_call
+        self._pending = deque(
+            range(start, min(start + size, len(requests)))
+            for start in range(0, len(requests), size)
+        )
+        self._clock = asyncio.get_running_loop().time
+        self._started = self._clock()
+
+    def in_order(self) -> Results:
+        return {r.key: self._results[r.key] for r in self._requests if r.key in self._results}
+
+    async def wait(
+        self,
+        on_progress: Callable[[GenerationProgress], None] | None,
+        stop: Callable[[], bool] | None,
+    ) -> None:
+        workers = -(-self._limits.concurrency // self._limits.responses_per_call)
+        tasks = [asyncio.create_task(self._work()) for _ in range(min(workers, len(self._pending)))]
+        work = asyncio.gather(*tasks)
+        watch = asyncio.create_task(self._client.watch(self._limits.hang_timeout_s))
+        both: set[asyncio.Future] = {work, watch}
+        try:
+            while not work.done():
+                await asyncio.wait(both, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+                if watch.done() and not work.done():
+                    watch.result()
+                if on_progress is not None:
+                    on_progress(self._progress())
+                if stop is not None and stop():
+                    raise StopRequestedError(
+                        f"stopped with {len(self._results)} of {len(self._requests)} responses"
+                    )
+            work.result()
+        finally:
+            await self._clean_up([*tasks, work, watch])
+
+    async def _work(self) -> None:
+        while self._pending:
+            await self._draw(self._pending.popleft())
+
+    async def _draw(self, indices: range) -> None:
+        """Results of one call, with retries under new request ids."""
+        requests, failures, losses, reason = [self._requests[i] for i in indices], 0, 0, ""
+        while failures < self._limits.max_attempts and losses < _MAX_LOSSES:
+            # Fixed width: SGLang aborts every request whose id begins with the given one.
+            rid = f"{self._prefix}-{indices.start:08d}-{failures + losses:02d}"
+            self._in_flight[rid] = len(indices)
+            try:
+                async with asyncio.timeout(self._limits.request_timeout_s):
+                    results = await self._client.generate(requests, rid)
+            except TimeoutError:
+                reason = f"no response within {self._limits.request_timeout_s} s"
+                failures += 1
+                await self._client.abort(rid, len(indices))
+            except AbortedError as error:
+                reason = str(error)
+                await asyncio.sleep(_BACK_OFF_SECONDS * 2**failures)
+                failures += 1
+            except ServerLostError as error:
+                reason = str(error)
+                losses += 1
+            else:
+                self._record(requests, results)
+                return
+            finally:
+                del self._in_flight[rid]
+        raise EngineLostError(
+            f"request {requests[0].key}: {failures + losses} attempts failed, the last: {reason}"
+        )
+
+    def _record(self, requests: Sequence[GenerationRequest], results: Sequence[Trajectory]) -> None:
+        for request, trajectory in zip(requests, results, strict=True):
+            self._results[request.key] = trajectory
+            self._tokens += trajectory.sampled
+            if self._on_response is not None:
+                self._on_response(request.key, trajectory)
+
+    def _progress(self) -> GenerationProgress:
+        seconds = self._clock() - self._started
+        return GenerationProgress(len(self._results), len(self._requests), self._tokens, seconds)
+
+    async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
+        """Cancel the calls in flight, and abort them on the servers, which would go on with them."""
+        calls = dict(self._in_flight)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if calls:
+            try:
+                async with asyncio.timeout(_CLEAN_UP_SECONDS):
+                    aborts = (self._client.abort(rid, count) for rid, count in calls.items())
+                    await asyncio.gather(*aborts)
+            except (EngineLostError, TimeoutError):
+                return  # nobody is there to run them

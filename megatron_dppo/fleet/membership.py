@@ -10,24 +10,224 @@ the next; after the second failure in a row it is replaced, or refused where it 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NoReturn, TypeVar
 
 from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.engine.answer_parsing.here import AnswerParser
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.errors import UNBOUNDED, EngineError, EngineMismatchError
-from megatron_dppo.fleet.examination import ASK_AGAIN_S, Examiner
-from megatron_dppo.fleet.folder import NOT_EXAMINED, Keys, Server
-from megatron_dppo.fleet.members import Member, client_of
+from megatron_dppo.engine.errors import (
+    UNBOUNDED,
+    EngineAnswerError,
+    EngineError,
+    EngineMismatchError,
+    EngineRequestError,
+    ServerLostError,
+)
+from megatron_dppo.fleet.folder import (
+    ADMIN_KEY_VARIABLE,
+    API_KEY_VARIABLE,
+    NOT_EXAMINED,
+    Keys,
+    Server,
+)
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
 
+# --- servers as a client sees them, and calls that can be broken off
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Member:
+    """A server, what it asks of its clients, and who must have signed its certificate (None: whom the
+    system trusts). ``first_answer_s``: as EngineClient's."""
+
+    server: Server
+    keys: Keys
+    ca_file: str | None = None
+    first_answer_s: float = 0.0
+
+
+@dataclass(eq=False)
+class ActiveServer:
+    """A member that generates, and the calls that it has.
+
+    ``suspended``: why it gets no more calls; empty while it gets them.
+    """
+
+    member: Member
+    client: EngineClient
+    in_flight: int = 0
+    suspended: str = ""
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    watch: asyncio.Task[None] | None = None
+
+
+async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]]) -> T:
+    """The result of ``call``; ServerLostError when somebody cancels its task, which is in ``calls``
+    meanwhile."""
+    task = asyncio.create_task(call)
+    calls.add(task)
+    try:
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise ServerLostError("broken off: its server, or the router, was lost")
+        return task.result()
+    finally:
+        task.cancel()
+        calls.discard(task)
+
+
+def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClient:
+    """A client of one server; ``close`` it. ``parser``: of its answers; None: this process."""
+    client = EngineClient(member.server.url, member.keys.api, member.keys.admin, member.ca_file)
+    client.first_answer_s = member.first_answer_s
+    if parser is not None:
+        client.parser = parser
+    return client
+
+
+# --- servers that run elsewhere, examined when they are attached
+
 log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 30.0
+_LOOK_S = 1.0
+_NO_KEY = (401, 403)
+_UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    EngineAnswerError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What answers of another shape than SGLang's end in, wherever they are read."""
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What an examination found; ``at``: when, by the monotonic clock."""
+
+    state: Literal["fits", "refused", "waits"]
+    reason: str = ""
+    at: float = field(default_factory=time.monotonic, compare=False)
+
+    def __str__(self) -> str:
+        words = {
+            "fits": "fits; joins at the next weight update",
+            "refused": f"refused: {self.reason}",
+            "waits": f"not yet usable, asked again every {ASK_AGAIN_S:.0f} s: {self.reason}",
+        }
+        return words[self.state]
+
+
+class Examiner:
+    """Verdicts on the attached servers of a run; rank 0 has it.
+
+    Coroutines run on one event loop.
+
+    Args:
+        record: where servers are published; may be another process, so it is asked in a thread.
+        member_of: the server with what it asks of its clients.
+        check: raises EngineMismatchError for a server that does not serve what the run trains or can't
+            be updated, EngineError where it does not answer.
+        is_in_use: says whether a server takes part in the run: it must be left alone.
+        on_news: called in a thread when there is another examination on a server.
+    """
+
+    def __init__(
+        self,
+        record: FleetRecord,
+        member_of: Callable[[Server], Member],
+        check: Callable[[Member], Coroutine[Any, Any, None]],
+        is_in_use: Callable[[Server], bool],
+        on_news: Callable[[], None],
+    ) -> None:
+        self._record = record
+        self._member_of = member_of
+        self._check = check
+        self._is_in_use = is_in_use
+        self._on_news = on_news
+        self._examinations: dict[Server, Examination] = {}
+        self._one_at_a_time = asyncio.Lock()
+
+    def examination(self, server: Server) -> Examination | None:
+        """The last one; None before the first. From any thread."""
+        return self._examinations.get(server)
+
+    async def watch(self) -> NoReturn:
+        """Examine whoever is attached, and again in a while whoever did not answer; for ever."""
+        await asyncio.to_thread(self._on_news)
+        while True:
+            published = await self._published()
+            for server in [s for s in self._examinations if s not in published]:
+                del self._examinations[server]
+            for server in published:
+                known = self._examinations.get(server)
+                settled = known is not None and known.state != "waits"
+                if not (server.replaceable or settled or self._is_in_use(server)):
+                    await self.examine(server)
+            await asyncio.sleep(_LOOK_S)
+
+    async def examine(self, server: Server, *, at_once: bool = False) -> Examination:
+        """The examination on an attached server: a new one where none is recent, or one that waits must be
+        settled ``at_once``."""
+        async with self._one_at_a_time:
+            known = self._examinations.get(server)
+            if known is not None and (known.state == "refused" or self._is_recent(known, at_once)):
+                return known
+            found = await self._examine(self._member_of(server))
+            self._examinations[server] = found
+        if found != known:
+            level = logging.INFO if found.state == "fits" else logging.WARNING
+            log.log(level, "%s at %s: %s", server.name, server.url, found)
+            await asyncio.to_thread(self._on_news)
+        return found
+
+    async def _published(self) -> list[Server]:
+        """Those seen before where the record can't be asked now: the next look is soon."""
+        try:
+            return await asyncio.to_thread(self._record.servers)
+        except EngineError as error:
+            log.warning("%s", error)
+            return list(self._examinations)
+
+    @staticmethod
+    def _is_recent(examination: Examination, at_once: bool) -> bool:
+        recent = time.monotonic() < examination.at + ASK_AGAIN_S
+        return recent and not (at_once and examination.state == "waits")
+
+    async def _examine(self, member: Member) -> Examination:
+        try:
+            await self._check(member)
+        except _UNREADABLE as error:
+            return Examination("refused", _said(error))
+        except EngineError as error:
+            refused = error.attempts == 1
+            return Examination("refused" if refused else "waits", _said(error))
+        except OSError as error:
+            return Examination("waits", _said(error))
+        return Examination("fits")
+
+
+def _said(error: BaseException) -> str:
+    """The error in words, with what to do about a key."""
+    text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, EngineRequestError) and error.status in _NO_KEY:
+        return (
+            f"{text}; the run's keys are its environment's {API_KEY_VARIABLE}, {ADMIN_KEY_VARIABLE}"
+        )
+    return text
+
 
 _ANSWER_S = 5.0
 _GENERATE_S = 10.0
@@ -203,10 +403,10 @@ class FleetMembership:
         where the configuration names one that is refused."""
         if server.replaceable:
             return True
-        verdict = self._runner.run(self._examiner.examine(server, at_once=urgent))
-        if verdict.state == "refused" and server.origin == "config":
-            raise EngineMismatchError(verdict.reason)
-        return verdict.state == "fits"
+        examination = self._runner.run(self._examiner.examine(server, at_once=urgent))
+        if examination.state == "refused" and server.origin == "config":
+            raise EngineMismatchError(examination.reason)
+        return examination.state == "fits"
 
     def _chosen_now(self, server: Server) -> bool:
         return server in self._chosen
@@ -240,8 +440,8 @@ class FleetMembership:
     def _reason(self, server: Server) -> str:
         if why := self._out.get(server) or self._gone.get(server):
             return why
-        if (verdict := self._examiner.verdict(server)) is not None:
-            return str(verdict)
+        if (examination := self._examiner.examination(server)) is not None:
+            return str(examination)
         return "joins at the next weight update" if server.replaceable else NOT_EXAMINED
 
     def _nobody(self, seconds: float) -> str:

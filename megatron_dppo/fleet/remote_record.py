@@ -24,8 +24,8 @@ from megatron_dppo.fleet.folder import (
     Server,
 )
 from megatron_dppo.fleet.record import FleetRecord
-from megatron_dppo.system.interfaces import is_loopback
-from megatron_dppo.system.private_files import UnsafeFileError, read_own
+from megatron_dppo.system.files import UnsafeFileError, read_own
+from megatron_dppo.system.network import is_loopback
 
 log = logging.getLogger(__name__)
 

@@ -33,7 +33,7 @@ from megatron_dppo.preflight.checks.base import CheckError
 from megatron_dppo.preflight.checks.pythons import inspect_python
 from megatron_dppo.preflight.checks.toolkit import toolkit_findings, toolkit_here
 from megatron_dppo.preflight.needs import pythons_of
-from megatron_dppo.system.cuda import has_visible_gpu
+from megatron_dppo.system.gpus import has_visible_gpu
 
 CHECK = "--check"
 """The word that has an entry point check everything, describe what it found, and exit."""

@@ -5,8 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeGuard
 
@@ -14,19 +18,26 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.engine.child_server import Runtime
-from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.placement import Roles, place
-from megatron_dppo.launch.places import Allocation, Host, Placement
-from megatron_dppo.launch.ranks import LOOPBACK, RankGroup
+from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
-from megatron_dppo.launch.supervisor import Supervisor
-from megatron_dppo.logging import configure_logging
-from megatron_dppo.system.fence import NONCE_VARIABLE
-from megatron_dppo.system.interfaces import InterfaceError, interface_address
-from megatron_dppo.system.ports import PortTakenError, free_port, require_free_port
+from megatron_dppo.launch.supervisor import RankFailure, Supervisor, failed_at, keep_previous
+from megatron_dppo.logging import TERMINAL_VARIABLE, configure_logging, failure_mark
+from megatron_dppo.system.lease import NONCE_VARIABLE
+from megatron_dppo.system.network import (
+    InterfaceError,
+    PortTakenError,
+    free_port,
+    interface_address,
+    require_free_port,
+)
+from megatron_dppo.system.processes import kill_families, start_process
+from megatron_dppo.system.scratch import remove_shared_tensors
 
 log = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+_ENDING_S = 10.0
 
 
 def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
@@ -132,3 +143,119 @@ def _require_free(key: str, host: str, port: int) -> None:
         raise LaunchError(
             f"{key}: {error}; leave {key} out for a free one, or end what listens there"
         ) from error
+
+
+class RankGroup:
+    """``world_size`` copies of ``command``, told apart by torch.distributed's environment
+    variables.
+
+    ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's
+    standard output, to write its log and draw its progress on. ``variables``: of the environment of
+    every rank, beside those of this process. ``master_host``: the address on which rank 0 listens.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        outputs: Sequence[Path],
+        master_port: int,
+        variables: Mapping[str, str] | None = None,
+        *,
+        master_host: str = LOOPBACK,
+    ) -> None:
+        self._command = command
+        self._outputs = outputs
+        self._master_port = master_port
+        self._variables = {"MASTER_ADDR": master_host, **(variables or {})}
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self) -> None:
+        """Start every rank; call from the main thread."""
+        for rank, path in enumerate(self._outputs):
+            keep_previous(path)
+            torch_variables = rank_environment(rank, len(self._outputs), self._master_port)
+            environment = {**torch_variables, **self._variables}
+            with path.open("wb") as file, _terminal_of(rank) as terminal:
+                if terminal is not None:
+                    environment[TERMINAL_VARIABLE] = str(terminal)
+                process = start_process(
+                    self._command,
+                    output=file.fileno(),
+                    environment=environment,
+                    inherited=() if terminal is None else (terminal,),
+                )
+            self._processes.append(process)
+
+    def codes(self) -> list[int | None]:
+        """Exit codes by rank; None while one runs."""
+        return [process.poll() for process in self._processes]
+
+    def failures(self, grace_s: float) -> list[RankFailure]:
+        """Ranks that ended with an error, the likely cause first; empty while there is none.
+
+        A rank's end makes the others fail in their collectives, and they may be faster to exit. So
+        the others have ``grace_s`` to fail too, those that have failed already have longer to end, and
+        the cause is the one that failed first.
+        """
+        if not any(self.codes()):
+            return []
+        deadline = time.monotonic() + grace_s
+        while None in self.codes() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        while self._ending() and time.monotonic() < deadline + _ENDING_S:
+            time.sleep(0.05)
+        failures = [
+            RankFailure(rank, code, path, failed_at(path))
+            for rank, (code, path) in enumerate(zip(self.codes(), self._outputs, strict=True))
+            if code
+        ]
+        return sorted(failures, key=lambda failure: failure.failed_at)
+
+    def _ending(self) -> bool:
+        """Whether a rank that failed has not ended yet."""
+        both = zip(self.codes(), self._outputs, strict=True)
+        return any(code is None and failure_mark(path).exists() for code, path in both)
+
+    def ended(self) -> bool:
+        """See Ranks."""
+        return None not in self.codes()
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to each rank that still runs."""
+        for process in self._processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL ranks and their descendants; returns when they are gone."""
+        kill_families([process for process in self._processes if process.poll() is None])
+        remove_shared_tensors(process.pid for process in self._processes)
+
+
+@contextmanager
+def _terminal_of(rank: int) -> Iterator[int | None]:
+    """A copy of this process's standard output for rank 0, nothing for the others."""
+    if rank > 0 or sys.stdout is None:
+        yield None
+        return
+    descriptor = os.dup(sys.stdout.fileno())
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def rank_environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:
+    """This process's environment plus what torch.distributed reads; threads share the cores
+    fairly."""
+    fixed: Mapping[str, str] = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(master_port),
+        "PYTHONUNBUFFERED": "1",
+    }
+    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **fixed}

@@ -2,7 +2,7 @@
 
     <run.directory>/
       config.yaml            the configuration as it was resolved; ranks read this one
-      lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease_files.py
+      lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease.py
       engine/...             the servers; see megatron_dppo/fleet/folder.py
       starts                 how often the run was started, for the engine's seed
       stop                   under Slurm: asks the ranks to end their step and save a checkpoint
@@ -14,17 +14,21 @@ Files appear by a rename, so that a reader sees the whole file or none.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import TracebackType
 
+from megatron_dppo.config.loading import resolved_yaml
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.fleet.folder import FleetFolder
-from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.srun import literal
+from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.logging import say
+from megatron_dppo.metrics.history import EXPORT_FOLDER
+from megatron_dppo.metrics.records import RecordsError, mean_accuracy, read_records, step_of
+from megatron_dppo.metrics.summary import SUMMARY_FILE
 from megatron_dppo.system.files import write_atomically
-from megatron_dppo.system.lease import Lease
-from megatron_dppo.system.lease_files import LeaseError
-from megatron_dppo.system.runtime_directory import remove_left_behind
+from megatron_dppo.system.lease import Lease, LeaseError
+from megatron_dppo.system.scratch import remove_left_behind
 
 
 class RunDirectory:
@@ -42,11 +46,6 @@ class RunDirectory:
     def rank_output(self, rank: int) -> Path:
         """Standard output and error of a rank."""
         return self.path / "logs" / f"rank{rank}.out"
-
-    @property
-    def rank_outputs(self) -> str:
-        """``rank_output`` with ``%t`` for the rank, as srun takes it."""
-        return f"{literal(self.path / 'logs')}/rank%t.out"
 
     @property
     def step_messages(self) -> Path:
@@ -112,3 +111,25 @@ class RunDirectory:
     def write_config(self, text: str) -> None:
         """Put ``config.yaml`` there."""
         write_atomically(self.config, text)
+
+
+def is_finished(config: TrainConfig) -> bool:
+    """Whether this very configuration ran to its end here, and left all that it would leave again.
+
+    False wherever anything is missing, unreadable or configured in another way: the run then starts
+    and sees for itself.
+    """
+    directory = Path(config.run.directory)
+    if config.run.resume == "never":
+        return False
+    try:
+        summary = json.loads((directory / SUMMARY_FILE).read_text(encoding="utf-8"))
+        same = (directory / "config.yaml").read_text(encoding="utf-8") == resolved_yaml(config)
+        last = read_records(directory)[-1]
+    except (OSError, ValueError, RecursionError, RecordsError, IndexError):
+        return False
+    steps = config.run.steps
+    ended = isinstance(summary, dict) and summary.get("steps") == steps == step_of(last)
+    evaluated = not config.data.evaluation or mean_accuracy(last) is not None
+    exported = not config.checkpoint.export_hf or (directory / EXPORT_FOLDER).is_dir()
+    return same and ended and evaluated and exported

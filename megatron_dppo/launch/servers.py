@@ -13,15 +13,12 @@ from megatron_dppo.engine.options import ServerHosts, ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
 from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
-from megatron_dppo.fleet.http_router_process import OPEN_PATHS, HttpRouterProcess
-from megatron_dppo.fleet.restarts import RestartBudget
-from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
-from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.places import Host, Placement, RouterPlace, ServerPlace
+from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterProcess
+from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet, SupervisedServer
+from megatron_dppo.launch.placement import Host, LaunchError, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.logging import say
-from megatron_dppo.system.interfaces import InterfaceError, is_loopback
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.network import InterfaceError, free_port, is_loopback
 
 _SEEDS_PER_START = 10_007
 _SEEDS_PER_SERVER = 1_000_003

@@ -10,14 +10,27 @@ A step shares its node with the others (``--overlap``) and gets all of the node'
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_dppo.launch.places import Host
-from megatron_dppo.system.fence import FencedError
-from megatron_dppo.system.launching import LocalProcess, Running, start_fed
+from megatron_dppo.launch.placement import Host, Placement
+from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.supervisor import RankFailure, failed_at, keep_previous
+from megatron_dppo.system.lease import FencedError
+from megatron_dppo.system.processes import (
+    STOP_FILE_VARIABLE,
+    LocalProcess,
+    Running,
+    ask_to_stop,
+    start_fed,
+    start_process,
+    withdraw_stop,
+)
 
 _END_S = 15.0
 _OPTION_VARIABLES = (
@@ -165,3 +178,177 @@ class SrunProcess(LocalProcess):
             super().kill()
         else:
             super().stop(_END_S)
+
+
+# --- a task of a step as a rank of torch.distributed, without torchrun
+
+RANKS_VARIABLE = "MEGATRON_DPPO_RANKS"
+"""``slurm`` in the environment of steps whose tasks are ranks, however few."""
+_SPECIAL_STEPS = 2**32 - 16
+"""Ids from here on are the batch script, its extern step, an interactive shell."""
+_FIRST_PORT, _PORTS = 21_000, 9_000
+_HOSTNAMES_S = 30
+
+
+def adopt_slurm_rank(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Set RANK and the other variables of torch.distributed where this process is a task of a step.
+
+    Leaves them alone where RANK is set already. MASTER_ADDR and MASTER_PORT of the environment are
+    kept; without them the ranks meet on the step's first host, at a port that follows from the job.
+    """
+    if "RANK" in environment or not _is_rank(environment):
+        return
+    node = int(environment.get("SLURM_NODEID", "0"))
+    local = tasks_per_node(environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))[node]
+    environment["RANK"] = environment["SLURM_PROCID"]
+    environment["LOCAL_RANK"] = environment["SLURM_LOCALID"]
+    environment["WORLD_SIZE"] = environment["SLURM_STEP_NUM_TASKS"]
+    environment["LOCAL_WORLD_SIZE"] = str(local)
+    if "MASTER_ADDR" not in environment:
+        environment["MASTER_ADDR"] = hostnames(environment["SLURM_STEP_NODELIST"])[0]
+    environment.setdefault("MASTER_PORT", str(port_base(environment["SLURM_JOB_ID"])))
+    threads = max(1, len(os.sched_getaffinity(0)) // local)
+    environment.setdefault("OMP_NUM_THREADS", str(threads))
+
+
+def port_base(job: str) -> int:
+    """First of the ports of a Slurm job: below those that systems give to outgoing connections, and
+    rarely those of another job."""
+    return _FIRST_PORT + int(job) * 97 % _PORTS
+
+
+def hostnames(nodes: str) -> list[str]:
+    """The names in Slurm's short form of a list, ``n[1-3]``, in order."""
+    words = ["scontrol", "show", "hostnames", nodes]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_HOSTNAMES_S)
+    return done.stdout.split()
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """Slurm's ``2(x3),1`` as ``[2, 2, 2, 1]``."""
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(count)] * int(times or 1)
+    return counts
+
+
+def _is_rank(environment: MutableMapping[str, str]) -> bool:
+    # Only a numbered step counts: in a batch script, and in the shell of ``salloc``, SLURM_PROCID is 0 too.
+    # A step of one task may be an interactive shell, so it counts where our own supervisor started it.
+    step, tasks = environment.get("SLURM_STEP_ID", ""), environment.get("SLURM_STEP_NUM_TASKS", "")
+    if not step.isdigit() or int(step) >= _SPECIAL_STEPS or not tasks.isdigit():
+        return False
+    return environment.get(RANKS_VARIABLE) == "slurm" or int(tasks) > 1
+
+
+# --- the trainer's ranks: one step, a task for each rank
+
+_ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,\- ]+): (.*)$", re.MULTILINE)
+_CODE = re.compile(r"Exited with exit code (\d+)")
+_KILLED = 137
+"""The code of a task whose end srun tells in other words: most were killed after the first one."""
+
+
+class SrunRanks:
+    """The ranks of a run as one step; see Ranks.
+
+    Args:
+        command: of every rank; it finds its number in Slurm's variables.
+        directory: of the run.
+        placement: says which hosts, and where the ranks meet.
+        form: of the step.
+        variables: of the environment of every rank, beside those of this process.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        directory: RunDirectory,
+        placement: Placement,
+        form: StepForm,
+        variables: Mapping[str, str],
+    ) -> None:
+        self._directory = directory
+        self._messages = directory.step_messages
+        self._words = form.command(
+            command,
+            name="trainer",
+            hosts=placement.rank_hosts,
+            tasks_per_host=placement.ranks_per_host,
+            output=f"{literal(directory.path / 'logs')}/rank%t.out",
+            stdin=False,
+        )
+        self._variables = {
+            "MASTER_ADDR": placement.master_address,
+            "MASTER_PORT": str(placement.master_port),
+            "PYTHONUNBUFFERED": "1",
+            RANKS_VARIABLE: "slurm",
+            STOP_FILE_VARIABLE: str(directory.stop_file),
+            **variables,
+        }
+        self._count = len(placement.ranks)
+        self._fence = form.fence
+        self._popen: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """See Ranks."""
+        for rank in range(self._count):
+            keep_previous(self._directory.rank_output(rank))
+        keep_previous(self._messages)
+        withdraw_stop(self._directory.stop_file)
+        with self._messages.open("wb") as file:
+            self._popen = start_process(
+                self._words,
+                environment=step_environment({**os.environ, **self._variables}),
+                output=file.fileno(),
+            )
+
+    def ended(self) -> bool:
+        """See Ranks. Slurm may give 0 for a step whose node died: what the run left behind tells."""
+        return self._code() == 0
+
+    def failures(self, grace_s: float) -> list[RankFailure]:
+        """See Ranks. srun ends the others itself, and says whose end it saw in which order."""
+        code = self._code()
+        if not code:
+            return []
+        time.sleep(min(grace_s, 0.2))  # its last words
+        text = self._messages.read_text(errors="replace") if self._messages.exists() else ""
+        found = [self._failure(rank, ended) for rank, ended in ended_tasks(text)]
+        by_itself = [failure for failure in found if failure.code != _KILLED]
+        others = [failure for failure in found if failure.code == _KILLED]
+        by_itself.sort(key=lambda failure: failure.failed_at)
+        unknown = RankFailure(None, code, self._messages, failed_at(self._messages))
+        return [*by_itself, *others] or [unknown]
+
+    def ask_to_stop(self) -> None:
+        """By a file, which rank 0 reads: a signal through srun reaches their child processes too."""
+        ask_to_stop(self._directory.stop_file)
+
+    def kill(self) -> None:
+        """See Ranks."""
+        if self._popen is not None:
+            SrunProcess(self._popen, self._fence).kill()
+
+    def _code(self) -> int | None:
+        assert self._popen is not None
+        return self._popen.poll()
+
+    def _failure(self, rank: int, code: int) -> RankFailure:
+        output = self._directory.rank_output(rank)
+        return RankFailure(rank, code, output, failed_at(output))
+
+
+def ended_tasks(messages: str) -> Iterator[tuple[int, int]]:
+    """Each task that srun saw end with an error, in order, with its exit code."""
+    for _, tasks, how in _ENDED.findall(messages):
+        code = _CODE.search(how)
+        for task in _numbers(tasks):
+            yield task, int(code[1]) if code else _KILLED
+
+
+def _numbers(text: str) -> Iterator[int]:
+    """Numbers of a list such as ``0,2-4``."""
+    for part in text.replace(" ", "").split(","):
+        first, _, last = part.partition("-")
+        yield from range(int(first), int(last or first) + 1)

@@ -9,15 +9,167 @@ order, are asked to stop cleanly too: the run fails after a checkpoint.
 from __future__ import annotations
 
 import logging
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from types import FrameType
+from typing import Literal, Protocol
 
 from megatron_dppo.fleet.supervision import EngineGivenUpError, SupervisedFleet
-from megatron_dppo.launch.ranks import RankFailure, Ranks
-from megatron_dppo.launch.stops import Stop, StopRequests, terminal_stops
-from megatron_dppo.system.processes import adopt_orphans, kill_descendants
+from megatron_dppo.logging import failure_mark
+from megatron_dppo.system.processes import (
+    adopt_orphans,
+    describe_exit,
+    kill_descendants,
+    quote,
+    tail,
+)
+
+# --- what asks a supervisor to end its run: signals, and a clock
+
+
+@dataclass(frozen=True)
+class Stop:
+    """A reason to end a run cleanly.
+
+    Attributes:
+        why: in a word.
+        code: the exit code of a run that ended for it.
+        insists: whether it ends a run at once that is stopping already.
+    """
+
+    why: str
+    code: int
+    insists: bool = False
+
+
+TIME = Stop("time", 0)
+"""The time limit is near."""
+OVERTIME = Stop("overtime", 1, insists=True)
+"""The time limit is near, and the ranks have not ended their step."""
+
+
+class StopRequests:
+    """The stops that came, in order. ``with listening()`` takes signals.
+
+    Args:
+        signals: what each signal means.
+        deadlines: epoch seconds at which a stop comes by itself.
+        now: the clock.
+    """
+
+    def __init__(
+        self,
+        signals: Mapping[int, Stop],
+        deadlines: Mapping[Stop, float] | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._signals = signals
+        self._deadlines: Mapping[Stop, float] = dict(deadlines or {})
+        self._now = now
+        self._came: list[Stop] = []
+
+    def move_deadlines(self, deadlines: Mapping[Stop, float]) -> None:
+        """Have the stops that did not come yet come at other times; from any thread."""
+        self._deadlines = dict(deadlines)
+
+    def came(self) -> list[Stop]:
+        """Those that came, repetitions of one that does not insist left out."""
+        for stop, at in self._deadlines.items():
+            if stop not in self._came and self._now() >= at:
+                self._came.append(stop)
+        return self._came
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Handle the signals; call it in the main thread."""
+        previous = {number: signal.signal(number, self._note) for number in self._signals}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        stop = self._signals[number]
+        if stop.insists or stop not in self._came:
+            self._came.append(stop)
+
+
+def terminal_stops() -> StopRequests:
+    """Of a run that a user started: Ctrl-C, SIGTERM and SIGHUP, each with a shell's exit code."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return StopRequests({n: Stop("interrupted", 128 + n, insists=True) for n in numbers})
+
+
+# --- the trainer's processes: started together, watched together, ended together
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """A rank that ended with an error; None: one that nobody can name. ``failed_at``: when, in epoch
+    seconds."""
+
+    rank: int | None
+    code: int
+    output: Path
+    failed_at: float
+
+    def report(self) -> str:
+        """What happened to it, and the end of what it said."""
+        who = "the ranks' step" if self.rank is None else f"rank {self.rank}"
+        return (
+            f"{who} {describe_exit(self.code)}; the end of {self.output}:\n"
+            f"{quote(tail(self.output))}"
+        )
+
+    @property
+    def stopped_early(self) -> bool:
+        """Whether it ended by the request to stop, which it did not handle yet."""
+        return self.code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
+class Ranks(Protocol):
+    """All ranks of a run, wherever they are."""
+
+    def start(self) -> None:
+        """Start every rank; call from the main thread."""
+
+    def ended(self) -> bool:
+        """Whether all have ended without an error."""
+
+    def failures(self, grace_s: float) -> list[RankFailure]:
+        """Ranks that ended with an error, the likely cause first; empty while there is none.
+
+        Others that fail because of it have ``grace_s`` seconds to do so.
+        """
+
+    def ask_to_stop(self) -> None:
+        """Ask each to end its step and save a checkpoint."""
+
+    def kill(self) -> None:
+        """End ranks and their descendants by force; returns when they are gone."""
+
+
+def keep_previous(path: Path) -> None:
+    """Give the output of an earlier start another name, and forget its failure."""
+    failure_mark(path).unlink(missing_ok=True)
+    if path.exists():
+        path.replace(path.with_suffix(".previous.out"))
+
+
+def failed_at(path: Path) -> float:
+    """When the rank with this output failed, in epoch seconds, by its own word; else, as for one that
+    was killed, when it last wrote something; 0 where it never did."""
+    try:
+        return float(failure_mark(path).read_text())
+    except (OSError, ValueError):
+        pass
+    return path.stat().st_mtime if path.exists() else 0.0
+
 
 log = logging.getLogger(__name__)
 

@@ -26,13 +26,19 @@ from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
-from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
-from megatron_dppo.fleet.generation_run import Generation, OnResponse, Outcome
-from megatron_dppo.fleet.http_router_link import HttpRouterLink
-from megatron_dppo.fleet.members import Member, client_of
+from megatron_dppo.fleet.generation import (
+    Generation,
+    GenerationEnd,
+    GenerationJob,
+    GenerationLimits,
+    OnResponse,
+)
+from megatron_dppo.fleet.http_router import HttpRouterLink
 from megatron_dppo.fleet.membership import (
     EngineUnavailableError,
     FleetMembership,
+    Member,
+    client_of,
     member_from_json,
     member_to_json,
 )
@@ -201,17 +207,17 @@ class EngineSession:
             before = len(generation.done)
             outcome, reason = generation.wait(self._stop)
             answers = all_gather_json([int(outcome), reason, len(generation.done) > before])
-            worst = max(Outcome(answer[0]) for answer in answers)
-            if worst is Outcome.FAILED:
+            worst = max(GenerationEnd(answer[0]) for answer in answers)
+            if worst is GenerationEnd.FAILED:
                 raise EngineUnavailableError(next(a[1] for a in answers if a[0] == worst))
-            if worst is Outcome.STOPPED:
+            if worst is GenerationEnd.STOPPED:
                 raise RunStoppedError("stopped while generating")
-            if worst is Outcome.DONE:
+            if worst is GenerationEnd.DONE:
                 self._failures = 0
                 return generation.job.trajectories(generation.done)
             if any(answer[2] for answer in answers):
                 self._failures = 0
-            self._count_failure(next(a[1] for a in answers if a[0] == Outcome.LOST))
+            self._count_failure(next(a[1] for a in answers if a[0] == GenerationEnd.LOST))
             self._restore(held)
             self._resume(generation)
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.logging import say
-from megatron_dppo.system.fence import NONCE_VARIABLE, Fence, FencedError
-from megatron_dppo.system.lease import Lease
+from megatron_dppo.system.lease import NONCE_VARIABLE, Fence, FencedError, Lease
 from megatron_dppo.trainer.collectives import broadcast_json, first_failure
 
 

@@ -30,8 +30,7 @@ from megatron_dppo.metrics.step_lines import StepLines
 from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import write_summary
 from megatron_dppo.metrics.writer import MetricsWriter
-from megatron_dppo.system.closing import Closing
-from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.files import Closing, write_atomically
 
 log = logging.getLogger(__name__)
 

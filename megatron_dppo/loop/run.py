@@ -58,10 +58,8 @@ from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.rewards.verifier import ArrivalScorer
-from megatron_dppo.system.fence import FencedError
-from megatron_dppo.system.interfaces import InterfaceError
-from megatron_dppo.system.lease_files import LeaseError
-from megatron_dppo.system.tcp_store import ListenError
+from megatron_dppo.system.lease import FencedError, LeaseError
+from megatron_dppo.system.network import InterfaceError, ListenError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.collectives import RankError, any_rank, on_rank_0
 from megatron_dppo.trainer.errors import (

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from megatron_dppo.algorithms.advantages import group_relative
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.fleet.generation import GenerationJob
-from megatron_dppo.fleet.generation_run import OnResponse
+from megatron_dppo.fleet.generation import GenerationJob, OnResponse
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.rewards import Score
 from megatron_dppo.rewards.verifier import ArrivalScorer

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from types import FrameType
 
-from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, StopFile
+from megatron_dppo.system.processes import STOP_FILE_VARIABLE, StopFile
 
 
 class RunStoppedError(Exception):

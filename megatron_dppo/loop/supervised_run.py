@@ -24,10 +24,8 @@ from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.flops import forward_flops
-from megatron_dppo.system.fence import FencedError
-from megatron_dppo.system.interfaces import InterfaceError
-from megatron_dppo.system.lease_files import LeaseError
-from megatron_dppo.system.tcp_store import ListenError
+from megatron_dppo.system.lease import FencedError, LeaseError
+from megatron_dppo.system.network import InterfaceError, ListenError
 from megatron_dppo.trainer.errors import NonFiniteLossError, UnusableGpuError
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.network import free_port
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -13,8 +13,7 @@ from megatron_dppo.metrics.records import (
     read_lines,
     step_of,
 )
-from megatron_dppo.system.closing import Closing
-from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.files import Closing, write_atomically
 
 TENSORBOARD_FOLDER = "tensorboard"
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from megatron_dppo.planner.units import GB, GIB, MIB
-from megatron_dppo.system.gpu_peaks import PEAKS
+from megatron_dppo.system.gpus import PEAKS
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from megatron_dppo.launch.placement import PlacementError, Roles, place
-from megatron_dppo.launch.places import Allocation, Host, Placement
+from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
 from megatron_dppo.planner.devices import Cluster
 
 

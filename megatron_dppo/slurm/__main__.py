@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.logging import INTERRUPTED, fatal
 from megatron_dppo.slurm.commands import SlurmError
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.slurm.commands import slurm
 from megatron_dppo.slurm.status import UNKNOWN, LocalRun, run_state, status_lines
 

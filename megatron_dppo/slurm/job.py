@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_dppo.launch.places import Host
-from megatron_dppo.launch.slurm_rank import hostnames
-from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
+from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.srun import hostnames
+from megatron_dppo.launch.supervisor import OVERTIME, TIME, Stop, StopRequests
 from megatron_dppo.slurm import commands
 from megatron_dppo.slurm.commands import SlurmError
 from megatron_dppo.slurm.decisions import CANCELLED_CODE

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.system.processes import tail
 
 _LOOK_BACK = 400

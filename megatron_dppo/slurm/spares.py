@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from megatron_dppo.launch.places import Host
+from megatron_dppo.launch.placement import Host
 from megatron_dppo.slurm import commands
 from megatron_dppo.slurm.commands import SlurmError
 

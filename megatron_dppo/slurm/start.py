@@ -14,26 +14,28 @@ from megatron_dppo.config.allocator import allocator_problems
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.child_server import Runtime
-from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.finished import is_finished
 from megatron_dppo.launch.local import generates, rank_command
-from megatron_dppo.launch.placement import PlacementError, Roles, place
-from megatron_dppo.launch.places import Allocation, Host, Placement
-from megatron_dppo.launch.run_directory import RunDirectory
+from megatron_dppo.launch.placement import (
+    Allocation,
+    Host,
+    LaunchError,
+    Placement,
+    PlacementError,
+    Roles,
+    place,
+)
+from megatron_dppo.launch.run_directory import RunDirectory, is_finished
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
-from megatron_dppo.launch.slurm_rank import port_base
-from megatron_dppo.launch.srun import SrunLauncher, StepForm
-from megatron_dppo.launch.srun_ranks import SrunRanks
-from megatron_dppo.launch.stops import StopRequests
-from megatron_dppo.launch.supervisor import Outcome, Supervisor
+from megatron_dppo.launch.srun import SrunLauncher, SrunRanks, StepForm, port_base
+from megatron_dppo.launch.supervisor import Outcome, StopRequests, Supervisor
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook, fruitless
 from megatron_dppo.slurm.decisions import Decision, decide
 from megatron_dppo.slurm.job import Job
 from megatron_dppo.slurm.site import SiteConfig
 from megatron_dppo.slurm.spares import Spares, bad_nodes
 from megatron_dppo.slurm.steps import MODULE, PreflightError, Steps
-from megatron_dppo.system.fence import NONCE_VARIABLE
-from megatron_dppo.system.heartbeat import HEARTBEAT_VARIABLE, PATIENCE_VARIABLE
+from megatron_dppo.system.lease import NONCE_VARIABLE
+from megatron_dppo.system.processes import HEARTBEAT_VARIABLE, PATIENCE_VARIABLE
 
 log = logging.getLogger(__name__)
 

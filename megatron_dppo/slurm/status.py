@@ -11,8 +11,8 @@ from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.expectations import given
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.fleet.folder import FleetFolder
-from megatron_dppo.launch.errors import LaunchError
-from megatron_dppo.launch.finished import is_finished
+from megatron_dppo.launch.placement import LaunchError
+from megatron_dppo.launch.run_directory import is_finished
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import (
     Record,
@@ -26,7 +26,7 @@ from megatron_dppo.slurm.attempts import RUNNING, VANISHED, Attempt, AttemptBook
 from megatron_dppo.slurm.commands import SlurmError, slurm
 from megatron_dppo.slurm.run_logs import important_lines
 from megatron_dppo.slurm.submission import JOB_FILE
-from megatron_dppo.system.lease_files import LEASE_FILE, Holder, LeaseError, LeaseFiles
+from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFiles
 
 UNKNOWN = "UNKNOWN"
 """State of a job of which Slurm can't be asked now."""

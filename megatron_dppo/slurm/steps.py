@@ -10,14 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.launch.errors import LaunchError
 from megatron_dppo.launch.library_checks import CHECK
 from megatron_dppo.launch.local import rank_command
-from megatron_dppo.launch.places import Allocation, Host, Placement
+from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunProcess, StepForm, literal, step_environment
-from megatron_dppo.launch.stops import StopRequests
-from megatron_dppo.launch.supervisor import Outcome
+from megatron_dppo.launch.supervisor import Outcome, StopRequests
 from megatron_dppo.logging import REFUSED
 from megatron_dppo.preflight import EVERYWHERE, Verdict, judge, needs_of, read_evidence
 from megatron_dppo.preflight.table import table

@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.launch.placement import PlacementError, Roles, place
-from megatron_dppo.launch.places import Allocation, Host, Placement
+from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.slurm.refusals import (
     SBATCH,

@@ -21,7 +21,7 @@ from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.slurm.status import UNKNOWN, job_state
 from megatron_dppo.slurm.submission import CONFIG_FILE, JOB_FILE, SITE_FILE, Submission
 from megatron_dppo.system.files import write_atomically
-from megatron_dppo.system.signals import held_back
+from megatron_dppo.system.processes import held_back
 
 PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
 """Names the interpreter of the batch process."""

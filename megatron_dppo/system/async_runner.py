@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from megatron_dppo.system.closing import Closing
+from megatron_dppo.system.files import Closing
 
 T = TypeVar("T")
 

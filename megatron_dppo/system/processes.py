@@ -1,19 +1,27 @@
-"""Child processes: start one, end it with all its descendants, say how it ended, quote its log."""
+"""Processes: start one, ask it to end, end it with all its descendants, say how it ended."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
+import logging
 import os
 import signal
 import subprocess
+import sys
 import textwrap
+import threading
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn, Protocol
 
 import psutil
+
+from megatron_dppo.system.network import require_free_port
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -168,6 +176,15 @@ def _kill(processes: Iterable[psutil.Process]) -> None:
             process.kill()
 
 
+def process_start(pid: int) -> int | None:
+    """When a process started, in clock ticks after the boot; None where it has ended, or is a zombie."""
+    try:
+        state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else int(numbers[18])
+
+
 def describe_exit(code: int) -> str:
     """A return code as ``Popen`` gives it, in words."""
     if code >= 0:
@@ -191,3 +208,230 @@ def tail(path: Path, lines: int = 40) -> str:
 def quote(text: str) -> str:
     """``text`` indented by four spaces, for a message; a note where it is empty."""
     return textwrap.indent(text or "(empty)", "    ", lambda line: True)
+
+
+# --- at a host: the interface, and this machine's form of it
+
+
+class Running(Protocol):
+    """A command that was started."""
+
+    @property
+    def pid(self) -> int:
+        """Process id on this machine: of the command, or of what runs it elsewhere."""
+
+    def poll(self) -> int | None:
+        """None while it runs, else its exit code (negative: the signal that ended it)."""
+
+    def stop(self, grace_s: float) -> None:
+        """Ask it to end, by force after ``grace_s`` seconds; returns when it is gone."""
+
+    def kill(self) -> None:
+        """End it and every descendant by force; returns when they are gone. Harmless twice."""
+
+
+class Launcher(Protocol):
+    """Starts commands at one host."""
+
+    def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+    ) -> Running:
+        """Start ``command`` and return at once.
+
+        Args:
+            command: program and arguments. Everybody can read them with ``ps``: secrets go through
+                ``stdin``.
+            environment: all of its variables.
+            log: its output is appended there.
+            stdin: what it reads from its standard input.
+        """
+
+    def require_free_port(self, address: str, port: int) -> None:
+        """Raise PortTakenError where the port can't be bound, as far as that can be told from here."""
+
+
+class LocalLauncher:
+    """Starts commands on this machine.
+
+    A command dies with the *thread* that called ``start`` (the kernel counts the thread, not the
+    process): start it from the main thread.
+    """
+
+    def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+    ) -> Running:
+        """See Launcher."""
+        return LocalProcess(start_fed(command, environment=environment, log=log, stdin=stdin))
+
+    def require_free_port(self, address: str, port: int) -> None:
+        """See Launcher."""
+        require_free_port(address, port)
+
+
+class LocalProcess:
+    """A command on this machine; see Running."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        """Its process id, which is its process group's id too."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """See Running."""
+        return self._process.poll()
+
+    def stop(self, grace_s: float) -> None:
+        """SIGTERM, then SIGKILL."""
+        if self._process.poll() is None:
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(grace_s)
+        kill_families([self._process])
+
+    def kill(self) -> None:
+        """See Running."""
+        kill_families([self._process])
+
+
+def start_fed(
+    command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+) -> subprocess.Popen[bytes]:
+    """``start_process`` with all of its standard input, its output appended to ``log``.
+
+    Where it dies before it has read that, its exit code tells.
+    """
+    with open(log, "ab") as file:
+        process = start_process(
+            command, environment=environment, output=file.fileno(), stdin=subprocess.PIPE
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as pipe:
+        pipe.write(stdin)
+    return process
+
+
+# --- what asks a process to end: signals, a file, a heartbeat that stops
+
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Have those signals wait until the block's end, also for the programs that it starts; what is ignored stays
+    ignored (nohup). Main thread only.
+
+    Programs inherit the mask. It holds for this thread alone, and another one, of a library, may take a signal
+    that is meant for the process: so the handlers only note it until the end.
+    """
+    came: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    handlers = {
+        number: signal.signal(number, lambda n, _: came.append(n))
+        for number in ENDING_SIGNALS
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for noted in came:
+            signal.raise_signal(noted)
+
+
+def end_now(code: int) -> NoReturn:
+    """Run the exit handlers, flush the logs and both standard streams, and end without the interpreter's shutdown.
+
+    As ``multiprocessing`` ends its children. A daemon thread that is in native code while the interpreter
+    shuts down, such as what watches the collectives, aborts the process when it comes back to Python.
+    Whatever a ``with`` block must close is closed before.
+    """
+    atexit._run_exitfuncs()
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a full disk; the logs have said so
+            continue
+    os._exit(code)
+
+
+STOP_FILE_VARIABLE = "MEGATRON_DPPO_STOP_FILE"
+"""Names the file in the environment of those that are asked."""
+_STOP = "stop"
+_STOP_LOOK_S = 1.0
+
+
+def ask_to_stop(path: Path) -> None:
+    """Ask whoever watches ``path``, on whatever host."""
+    # In place, never renamed: NFS shows the new content of a file that it knows, but may hide for a
+    # minute that another file has got its name.
+    path.write_text(_STOP, encoding="utf-8")
+
+
+def withdraw_stop(path: Path) -> None:
+    """Make the file, asking for nothing."""
+    path.write_text("", encoding="utf-8")
+
+
+class StopFile:
+    """Watches a file; call it to learn whether a stop was asked for. Looks once a second at most."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._asked = False
+        self._next_look = 0.0
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if not self._asked and now >= self._next_look:
+            self._next_look = now + _STOP_LOOK_S
+            self._asked = self._path.exists() and self._path.read_text(encoding="utf-8") == _STOP
+        return self._asked
+
+
+HEARTBEAT_VARIABLE = "MEGATRON_DPPO_HEARTBEAT"
+"""Names the file that is renewed, in the environment of those that watch it."""
+PATIENCE_VARIABLE = "MEGATRON_DPPO_HEARTBEAT_PATIENCE_S"
+"""For how many seconds it may stand still: far longer than the time between two renewals, so that a file
+system that hangs for a while ends nothing."""
+_LOOK_EVERY_S = 5.0
+
+
+class Heartbeat:
+    """Tells how long the content of ``path`` has not changed, by this process's clock."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._clock = clock
+        self._seen = self._content()
+        self._since = clock()
+
+    def stands_still_s(self) -> float:
+        """Seconds since it was last seen to change."""
+        content = self._content()
+        if content != self._seen:
+            self._seen, self._since = content, self._clock()
+        return self._clock() - self._since
+
+    def _content(self) -> bytes:
+        try:
+            return self._path.read_bytes()
+        except OSError:
+            return b""
+
+
+def when_it_stops(path: Path, act: Callable[[], None], patience_s: float) -> None:
+    """Watch ``path`` from a thread of its own; ``act`` once its heartbeat has stopped."""
+
+    def watch() -> None:
+        heartbeat = Heartbeat(path)
+        while heartbeat.stands_still_s() < patience_s:
+            time.sleep(_LOOK_EVERY_S)
+        act()
+
+    threading.Thread(target=watch, name="heartbeat", daemon=True).start()

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.system.fence import FencedError
+from megatron_dppo.system.lease import FencedError
 from megatron_dppo.trainer.checkpoint_task import MIB, Saved, SaveTask
 
 log = logging.getLogger(__name__)

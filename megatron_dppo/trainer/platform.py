@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.system import cuda, gpu_peaks, toolchain
+from megatron_dppo.system import gpus, toolchain
 from megatron_dppo.trainer import gpu_environment
 from megatron_dppo.trainer.errors import UnusableGpuError
 
@@ -62,14 +62,14 @@ def has_cuda() -> bool:
 
 def gpu_problem() -> str | None:
     """Why torch can't use the GPU that this process may see; None where it can, or there is none."""
-    if has_cuda() or not cuda.has_visible_gpu():
+    if has_cuda() or not gpus.has_visible_gpu():
         return None
-    return cuda.unusable_gpu(torch.__version__, torch.version.cuda)
+    return gpus.unusable_gpu(torch.__version__, torch.version.cuda)
 
 
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
-    if any(cuda.DEVICES.glob("nvidia[0-9]*")):  # before CUDA is asked, which reads some of it once
+    if any(gpus.DEVICES.glob("nvidia[0-9]*")):  # before CUDA is asked, which reads some of it once
         _environment.extend(gpu_environment.complete(os.environ))
         _environment.extend(toolchain.offer_tools(os.environ))
     if has_cuda():
@@ -138,7 +138,7 @@ def peak_memory_bytes() -> int:
 
 def peak_flops() -> int | None:
     """Dense bf16 FLOP/s of this rank's GPU; None without one, and for one whose peak is not known."""
-    return gpu_peaks.peak_flops(torch.cuda.get_device_name()) if has_cuda() else None
+    return gpus.peak_flops(torch.cuda.get_device_name()) if has_cuda() else None
 
 
 def host_buffer(size: int) -> torch.Tensor:

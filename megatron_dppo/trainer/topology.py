@@ -12,13 +12,13 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.system.interfaces import (
+from megatron_dppo.system.network import (
     interface_address,
     interface_of,
     is_loopback,
+    listening_store,
     resolve,
 )
-from megatron_dppo.system.tcp_store import listening_store
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.watchdog import LONGEST_WAIT_S, Watchdog, client_of
 

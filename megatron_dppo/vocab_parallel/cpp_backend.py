@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_dppo.system.cpp_build import KernelBuildError, build_library
+from megatron_dppo.system.toolchain import KernelBuildError, build_library
 
 if TYPE_CHECKING:
     from megatron_dppo.vocab_parallel.backends import RowGradient, Rows

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.interfaces import is_loopback
+from megatron_dppo.system.network import is_loopback
 from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError, TransferTimeoutError
 
 log = logging.getLogger(__name__)

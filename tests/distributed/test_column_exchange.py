@@ -181,8 +181,7 @@ def delivery_worker(
 ) -> dict[str, Any]:
     from megatron_dppo.loop.rollouts import exchange as hosts
     from megatron_dppo.loop.rollouts import exchange as transfers
-    from megatron_dppo.system.runtime_directory import private_name
-    from megatron_dppo.system.shared_buffer import SHARED_MEMORY
+    from megatron_dppo.system.scratch import SHARED_MEMORY, private_name
     from megatron_dppo.trainer.topology import destroy_topology
 
     transfers.PIECE_BYTES = piece_bytes

@@ -19,8 +19,7 @@ def fenced_worker(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_dppo.loop.fencing import run_fence
-    from megatron_dppo.system.fence import FencedError
-    from megatron_dppo.system.lease_files import Holder, LeaseFiles
+    from megatron_dppo.system.lease import FencedError, Holder, LeaseFiles
     from megatron_dppo.trainer.checkpoint import CheckpointStore
     from tests.distributed.test_checkpoint import make_trainer, names_in, train
 

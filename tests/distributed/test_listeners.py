@@ -9,7 +9,7 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from megatron_dppo.system.interfaces import (
+from megatron_dppo.system.network import (
     InterfaceError,
     interface_address,
     interface_of,
@@ -52,7 +52,7 @@ def test_ranks_of_one_machine_listen_on_loopback_alone(
 
 
 def test_a_store_listens_where_it_is_told() -> None:
-    from megatron_dppo.system.tcp_store import ListenError, listening_store
+    from megatron_dppo.system.network import ListenError, listening_store
 
     before = listening()
     store = listening_store("localhost", 0, 1, timedelta(seconds=5))

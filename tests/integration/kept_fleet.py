@@ -16,7 +16,7 @@ from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.child_server import Runtime
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
-from megatron_dppo.fleet.members import Member
+from megatron_dppo.fleet.membership import Member
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import Grounds, supervised_fleet

@@ -22,7 +22,7 @@ from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.folder import Server
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process
 from megatron_dppo.weight_sync.reach import check_reach
 from tests.integration.kept_fleet import config_of, proceed, stop_detokenizer, stop_scheduler

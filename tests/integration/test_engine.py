@@ -50,12 +50,12 @@ from megatron_dppo.fleet.generation import (
     GenerationLimits,
     GenerationProgress,
     Results,
+    generate_many,
 )
-from megatron_dppo.fleet.generation_run import generate_many
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.ports import free_port
-from megatron_dppo.system.runtime_directory import SHARED_MEMORY
+from megatron_dppo.system.network import free_port
+from megatron_dppo.system.scratch import SHARED_MEMORY
 from megatron_dppo.types import Problem
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 

@@ -28,11 +28,10 @@ from megatron_dppo.fleet.generation import (
     GenerationLimits,
     GenerationProgress,
     Results,
+    generate_many,
 )
-from megatron_dppo.fleet.generation_run import generate_many
-from megatron_dppo.fleet.http_router_link import HttpRouterLink
-from megatron_dppo.fleet.http_router_process import OPEN_PATHS
-from megatron_dppo.fleet.members import Member, client_of
+from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterLink
+from megatron_dppo.fleet.membership import Member, client_of
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import KeptFleet, config_of, family, kill, proceed, stop
 from tests.integration.weight_server import reference_log_probs

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from megatron_dppo.data.batch_file import load_batch
-from megatron_dppo.system.lease_files import LeaseFiles
+from megatron_dppo.system.lease import LeaseFiles
 from tests.integration.runs import (
     GROUP,
     PROMPTS,

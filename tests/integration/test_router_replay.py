@@ -22,12 +22,11 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
-from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits
-from megatron_dppo.fleet.generation_run import generate_many
+from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.network import free_port
 from tests.integration.runs import TrainingRun, records_of
 from tests.integration.test_engine import ADMIN_KEY, API_KEY, engine_of, run_config
 from tests.ranks import ROOT

@@ -25,7 +25,7 @@ from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.network import free_port
 from megatron_dppo.weight_sync.interfaces import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from megatron_dppo.weight_sync.verification import Tolerance, compare_canary

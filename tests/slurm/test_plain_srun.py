@@ -13,7 +13,7 @@ from tools.slurm_cluster import Cluster
 pytestmark = pytest.mark.slurm
 TELL = """
 import os
-from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
+from megatron_dppo.launch.srun import adopt_slurm_rank
 adopt_slurm_rank()
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 print(*(os.environ.get(name) for name in names))

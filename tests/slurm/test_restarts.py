@@ -9,7 +9,7 @@ import time
 import pytest
 
 from megatron_dppo.launch.srun import SrunProcess
-from megatron_dppo.system.fence import FencedError
+from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.processes import start_process
 from tests.slurm.jobs import TRAINER, StandInJob
 

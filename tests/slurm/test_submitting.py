@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.places import Host
+from megatron_dppo.launch.placement import Host
 from megatron_dppo.launch.srun import StepForm, literal
 from tests.slurm.conftest import ROOT
 from tests.unit.config_files import minimal, write_config

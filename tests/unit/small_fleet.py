@@ -11,7 +11,7 @@ import aiohttp
 from aiohttp import web
 
 from megatron_dppo.fleet.folder import Keys, Server
-from megatron_dppo.fleet.members import Member
+from megatron_dppo.fleet.membership import Member
 
 KEYS = Keys("user", "admin")
 

@@ -21,12 +21,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron_dppo.fleet.folder import Keys
-from megatron_dppo.fleet.restarts import RestartBudget
-from megatron_dppo.fleet.supervision import SupervisedFleet, SupervisedServer
-from megatron_dppo.launch.ranks import RankGroup
+from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet, SupervisedServer
+from megatron_dppo.launch.local import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import Supervisor
-from megatron_dppo.system.fence import NONCE_VARIABLE
+from megatron_dppo.system.lease import NONCE_VARIABLE
 from megatron_dppo.system.processes import start_process, tail
 
 PRELUDE = """

@@ -29,8 +29,13 @@ from megatron_dppo.engine.answer_parsing.wire import (
 )
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.engine.recordings.notice import Notice, content_hash
-from megatron_dppo.system.runtime_directory import SHARED_MEMORY
-from megatron_dppo.system.shared_buffer import SharedBuffer, free_bytes, mapped, memory_name
+from megatron_dppo.system.scratch import (
+    SHARED_MEMORY,
+    SharedBuffer,
+    free_bytes,
+    mapped,
+    memory_name,
+)
 from tests.trajectories import same, trajectory
 from tests.unit.test_engine_protocol import ROUTED, answer, b64, request
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_dppo.launch.library_checks import gpu_problems
-from megatron_dppo.system import cuda
+from megatron_dppo.system import gpus
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.errors import UnusableGpuError
 from tests.unit.test_gpu_environment import config
@@ -26,8 +26,8 @@ def machine(tmp_path, monkeypatch):
             (tmp_path / "version").write_text(VERSION.format(driver))
         monkeypatch.setattr(torch.version, "cuda", built_for)
 
-    monkeypatch.setattr(cuda, "DEVICES", tmp_path)
-    monkeypatch.setattr(cuda, "DRIVER", tmp_path)
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "DRIVER", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     platform.current.cache_clear()
@@ -36,7 +36,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_a_machine_without_a_gpu_trains_on_cpus(machine):
-    assert not cuda.has_visible_gpu()
+    assert not gpus.has_visible_gpu()
     assert platform.gpu_problem() is None
     assert platform.current().distributed_backend == "gloo"
 

@@ -16,8 +16,7 @@ from megatron_dppo.engine.sglang_cpu.seeded_sampling import (
     multinomial_with_seed,
     murmur_hash32,
 )
-from megatron_dppo.fleet.generation import GenerationJob
-from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
+from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.types import Problem
 
 SEEDS = np.array([0, 1, 42, 2**40 + 7, 2**63 - 1])

@@ -18,7 +18,7 @@ from megatron_dppo.engine.tile_sums import run_of, sums_by_torch, sums_on_cpu
 from megatron_dppo.engine.tiled_hash import TiledHash, add_parts, tiled_hash
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system.cpp_build import KernelBuildError
+from megatron_dppo.system.toolchain import KernelBuildError
 from tests.ranks import run_ranks
 
 

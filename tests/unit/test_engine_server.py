@@ -30,8 +30,8 @@ from megatron_dppo.engine.options import (
     write_options,
 )
 from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.fleet.http_router_process import http_router_options
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.fleet.http_router import http_router_options
+from megatron_dppo.system.network import free_port
 
 MODEL = {
     "model_type": "qwen3_moe",

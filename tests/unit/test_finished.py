@@ -9,7 +9,7 @@ import pytest
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.launch.finished import is_finished
+from megatron_dppo.launch.run_directory import is_finished
 from tests.unit.config_files import minimal
 
 

@@ -12,10 +12,9 @@ import pytest
 
 from megatron_dppo.engine.compatibility import check_engine
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.fleet import examination
-from megatron_dppo.fleet.examination import Examiner, Verdict
+from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.folder import FleetFolder, Server
-from megatron_dppo.fleet.members import Member, client_of
+from megatron_dppo.fleet.membership import Examination, Examiner, Member, client_of
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.unit.small_fleet import SmallServer
@@ -60,7 +59,7 @@ class Bench:
     def _count(self) -> None:
         self.news += 1
 
-    def verdict(self, *, at_once: bool = False) -> Verdict:
+    def examination(self, *, at_once: bool = False) -> Examination:
         [server] = self.folder.servers() or [self.folder.attach(self.small.url)]
         return self.runner.run(self.examiner.examine(server, at_once=at_once))
 
@@ -81,7 +80,7 @@ class Bench:
 
 @pytest.fixture
 def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    monkeypatch.setattr(examination, "_LOOK_S", 0.02)
+    monkeypatch.setattr(membership, "_LOOK_S", 0.02)
     opened = Bench(tmp_path)
     yield opened
     opened.close()
@@ -104,13 +103,13 @@ def test_who_does_not_fit_is_refused_with_the_reason(bench, caplog, status, text
         "/server_info": (status, text),
         "/model_info": (200, json.dumps(MODEL_INFO)),
     }
-    verdict = bench.verdict()
-    assert verdict.state == "refused"
-    assert str(verdict).startswith("refused: ")
-    assert re.search(reason, str(verdict))
-    assert str(verdict) in caplog.text
+    membership = bench.examination()
+    assert membership.state == "refused"
+    assert str(membership).startswith("refused: ")
+    assert re.search(reason, str(membership))
+    assert str(membership) in caplog.text
     before = bench.small.asked["/server_info"]
-    assert bench.verdict(at_once=True) is verdict
+    assert bench.examination(at_once=True) is membership
     assert bench.small.asked["/server_info"] == before
 
 
@@ -127,37 +126,37 @@ def test_who_does_not_fit_is_refused_with_the_reason(bench, caplog, status, text
 )
 def test_whatever_an_answer_ends_in_is_a_refusal(bench, fault):
     bench.fault = fault
-    assert bench.verdict() == Verdict("refused", f"{type(fault).__name__}: {fault}")
+    assert bench.examination() == Examination("refused", f"{type(fault).__name__}: {fault}")
 
 
 def test_who_does_not_answer_is_asked_again_and_logged_once(bench, monkeypatch, caplog):
-    monkeypatch.setattr(examination, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(membership, "ASK_AGAIN_S", 0.05)
     bench.small.info["/server_info"] = (503, "starting")
-    bench.verdict()
+    bench.examination()
     bench.watch_until(lambda: bench.small.asked["/server_info"] > 4)
     [line] = [r.getMessage() for r in caplog.records if "503: starting" in r.getMessage()]
     assert "not yet usable, asked again every 0 s" in line
     bench.fault = AttributeError("now it answers nonsense")
     server = bench.folder.servers()[0]
-    bench.watch_until(lambda: bench.examiner.verdict(server).state == "refused")
+    bench.watch_until(lambda: bench.examiner.examination(server).state == "refused")
 
 
 def test_nobody_listens_there(bench):
     bench.runner.run(bench.small.die())
-    assert bench.verdict().state == "waits"
-    assert "Connect" in bench.verdict().reason
+    assert bench.examination().state == "waits"
+    assert "Connect" in bench.examination().reason
 
 
 def test_the_watch_leaves_members_alone_and_examines_who_is_attached_anew(bench):
     bench.fault = ValueError("another model")
     first = bench.folder.attach(bench.small.url)
-    bench.watch_until(lambda: bench.examiner.verdict(first))
+    bench.watch_until(lambda: bench.examiner.examination(first))
     bench.folder.detach(first.url)
     second = bench.folder.attach(first.url)
     assert second != first
     bench.in_use.add(second)
     bench.folder.attach("http://127.0.0.1:9")
     other = next(s for s in bench.folder.servers() if s.url.endswith(":9"))
-    bench.watch_until(lambda: bench.examiner.verdict(other))
-    assert bench.examiner.verdict(second) is None
-    assert bench.examiner.verdict(first) is None
+    bench.watch_until(lambda: bench.examiner.examination(other))
+    assert bench.examiner.examination(second) is None
+    assert bench.examiner.examination(first) is None

@@ -191,7 +191,7 @@ def test_a_file_of_another_user_or_behind_a_link_is_refused(
     assert folder.servers() == [HERE]
     assert "x.json: expected a file, not a symbolic link" in caplog.text
     own = os.geteuid()
-    monkeypatch.setattr("megatron_dppo.system.private_files.os.geteuid", lambda: own + 1)
+    monkeypatch.setattr("megatron_dppo.system.files.os.geteuid", lambda: own + 1)
     assert folder.servers() == []
     assert f"engine0.json: belongs to user {own}, expected this run's, {own + 1}" in caplog.text
     with pytest.raises(PermissionError, match=f"engine: belongs to user {own}"):

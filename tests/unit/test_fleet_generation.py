@@ -19,8 +19,7 @@ from megatron_dppo.engine.errors import (
     StopRequestedError,
 )
 from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
-from megatron_dppo.fleet.generation import GenerationLimits
-from megatron_dppo.fleet.generation_run import generate_many
+from megatron_dppo.fleet.generation import GenerationLimits, generate_many
 from megatron_dppo.system.async_runner import AsyncRunner
 
 

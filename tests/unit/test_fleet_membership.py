@@ -11,8 +11,7 @@ import pytest
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
-from megatron_dppo.fleet.members import Member
-from megatron_dppo.fleet.membership import EngineUnavailableError, FleetMembership
+from megatron_dppo.fleet.membership import EngineUnavailableError, FleetMembership, Member
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.unit.small_fleet import KEYS, SmallServer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from megatron_dppo.system.heartbeat import Heartbeat, when_it_stops
+from megatron_dppo.system.processes import Heartbeat, when_it_stops
 
 
 def test_how_long_a_heartbeat_stands_still(tmp_path: Path):

@@ -16,13 +16,11 @@ import pytest
 
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.errors import EngineLostError
-from megatron_dppo.fleet import http_router_client
+from megatron_dppo.fleet import http_router
 from megatron_dppo.fleet.folder import Keys, Server
-from megatron_dppo.fleet.http_router_client import HttpRouterClient
-from megatron_dppo.fleet.http_router_process import HttpRouterProcess
-from megatron_dppo.fleet.members import Member, client_of
-from megatron_dppo.fleet.membership import member_from_json, member_to_json
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.fleet.http_router import HttpRouterClient, HttpRouterProcess
+from megatron_dppo.fleet.membership import Member, client_of, member_from_json, member_to_json
+from megatron_dppo.system.network import free_port
 
 ADDRESS = "127.0.0.1"
 
@@ -123,7 +121,7 @@ def test_the_router_sends_to_it_too_where_it_is_told_of_the_authority(
     trusted: bool,
 ) -> None:
     port, authority = server
-    monkeypatch.setattr(http_router_client, "_REGISTRATION_SECONDS", 10.0 if trusted else 2.0)
+    monkeypatch.setattr(http_router, "_REGISTRATION_SECONDS", 10.0 if trusted else 2.0)
     router = HttpRouterProcess(
         EngineConfig(ca_file=str(authority) if trusted else None),
         port=free_port(ADDRESS), metrics_port=free_port(ADDRESS), log_path=tmp_path / "router.log",

@@ -15,15 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.system.fence import Fence, FencedError
-from megatron_dppo.system.lease import Lease
-from megatron_dppo.system.lease_files import Beat, Holder, LeaseError, LeaseFiles
+from megatron_dppo.system.lease import (
+    Beat,
+    Fence,
+    FencedError,
+    Holder,
+    Lease,
+    LeaseError,
+    LeaseFiles,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 TAKES = """
 import sys, time
 from megatron_dppo.system.lease import Lease
-from megatron_dppo.system.lease_files import LeaseError
+from megatron_dppo.system.lease import LeaseError
 folder, begin, ending = sys.argv[1], float(sys.argv[2]), sys.argv[3]
 lease = Lease(folder, print, renew_s=0.05)
 time.sleep(max(0, begin - time.time()))

@@ -7,8 +7,7 @@ import pytest
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.local import local_placement
-from megatron_dppo.launch.placement import PlacementError, Roles, place
-from megatron_dppo.launch.places import Allocation, Host
+from megatron_dppo.launch.placement import Allocation, Host, PlacementError, Roles, place
 from megatron_dppo.slurm.spares import Spares
 from tests.unit.config_files import minimal
 

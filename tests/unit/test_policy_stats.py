@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
-from megatron_dppo.system import cpp_build
+from megatron_dppo.system import toolchain
 from megatron_dppo.vocab_parallel import cpp_backend, eager_backend, policy_stats, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
 from megatron_dppo.vocab_parallel.dense_twin import dense_policy_stats
@@ -354,7 +354,7 @@ def test_faults_that_are_not_raised_are_counted_and_make_their_rows_nan(backend)
 
 def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, caplog):
     def failing():
-        raise cpp_build.KernelBuildError("not found on PATH: g++")
+        raise toolchain.KernelBuildError("not found on PATH: g++")
 
     monkeypatch.setattr(cpp_backend, "load_kernels", failing)
     cpp_backend._build_failure.cache_clear()
@@ -370,7 +370,7 @@ def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, cap
 def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(cpp_build.KernelBuildError, match="no-such-compiler"):
+    with pytest.raises(toolchain.KernelBuildError, match="no-such-compiler"):
         cpp_backend.load_kernels.__wrapped__()
 
 
@@ -378,7 +378,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, t
     (tmp_path / "file").touch()
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(cpp_build.KernelBuildError, match=r"file/.*TORCH_EXTENSIONS_DIR"):
+    with pytest.raises(toolchain.KernelBuildError, match=r"file/.*TORCH_EXTENSIONS_DIR"):
         cpp_backend.load_kernels.__wrapped__()
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.system import runtime_directory
-from megatron_dppo.system.runtime_directory import (
+from megatron_dppo.system import scratch
+from megatron_dppo.system.scratch import (
     make_runtime_directory,
     private_name,
     remove_left_behind,
@@ -41,7 +41,7 @@ sys.stdin.read()
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A short folder in place of the machine's, under a umask that lets a group write."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(runtime_directory, "_LONGEST", 4096)
+    monkeypatch.setattr(scratch, "_LONGEST", 4096)
     before = os.umask(0o002)
     yield tmp_path
     os.umask(before)
@@ -58,7 +58,7 @@ def test_its_user_alone_can_enter_it_whatever_the_umask(temporary: Path) -> None
 def test_a_path_that_is_too_long_for_sockets_is_not_used(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_directory, "_LONGEST", 73)
+    monkeypatch.setattr(scratch, "_LONGEST", 73)
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / ("x" * 60)))
     directory = make_runtime_directory()
     directory.rmdir()
@@ -121,7 +121,7 @@ def test_what_belongs_to_others_stays(temporary: Path, monkeypatch: pytest.Monke
     target.mkdir()
     (target / "file").touch()
     (temporary / f"mdppo-{user}-{namespace}-{pid}-1-link").symlink_to(target)
-    monkeypatch.setattr(runtime_directory, "SHARED_MEMORY", temporary / "none")
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", temporary / "none")
     remove_left_behind()
     assert {p.name for p in temporary.iterdir()} == {*names, "precious"}
     assert (target / "file").exists()
@@ -130,7 +130,7 @@ def test_what_belongs_to_others_stays(temporary: Path, monkeypatch: pytest.Monke
 def test_tensors_that_ended_ranks_shared_are_removed(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runtime_directory, "SHARED_MEMORY", temporary)
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", temporary)
     for name in ("torch_12_34_0", "torch_123_4_0", "torch_13_1_0", "other"):
         (temporary / name).touch()
     remove_shared_tensors([12, 13, 99])
@@ -144,7 +144,7 @@ def test_what_another_user_planted_under_this_ones_name_stays(
     user, namespace, pid = private_name().split("-")[1:4]
     planted = temporary / f"mdppo-{int(user) + 1}-{namespace}-{pid}-1-abc"
     planted.mkdir()
-    monkeypatch.setattr("megatron_dppo.system.runtime_directory.os.getuid", lambda: int(user) + 1)
-    monkeypatch.setattr(runtime_directory, "SHARED_MEMORY", temporary / "none")
+    monkeypatch.setattr("megatron_dppo.system.scratch.os.getuid", lambda: int(user) + 1)
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", temporary / "none")
     remove_left_behind()
     assert planted.exists()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.launch.placement import Roles, place
-from megatron_dppo.launch.places import Allocation, Host
+from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "slurm").glob("*.sbatch"))

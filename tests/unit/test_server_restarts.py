@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.fleet.folder import FleetFolder
-from megatron_dppo.fleet.restarts import RestartBudget
-from megatron_dppo.fleet.supervision import EngineGivenUpError, SupervisedServer
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.fleet.supervision import EngineGivenUpError, RestartBudget, SupervisedServer
+from megatron_dppo.system.network import free_port
 from tests.unit.test_engine_child_server import SmallServer
 
 

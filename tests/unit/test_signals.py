@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.system.signals import held_back
+from megatron_dppo.system.processes import held_back
 from tools.slurm_cluster.signals import Interrupted, raise_interrupted
 
 

@@ -13,11 +13,9 @@ from megatron_dppo.engine.child_server import Runtime
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.launch.local import rank_command
-from megatron_dppo.launch.placement import Roles, place
-from megatron_dppo.launch.places import Allocation, Host
+from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.srun import SrunLauncher
-from megatron_dppo.launch.srun_ranks import SrunRanks
+from megatron_dppo.launch.srun import SrunLauncher, SrunRanks
 from megatron_dppo.slurm.site import ContainerConfig, SiteConfig
 from tests.unit.test_engine_server import run_config
 

@@ -7,9 +7,9 @@ import json
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.launch.places import Host
+from megatron_dppo.launch.placement import Host
 from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.launch.stops import StopRequests
+from megatron_dppo.launch.supervisor import StopRequests
 from megatron_dppo.slurm.job import Job
 from megatron_dppo.slurm.site import SiteConfig
 from megatron_dppo.slurm.start import Start

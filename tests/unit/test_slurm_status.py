@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.errors import LaunchError
+from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.metrics.history import remember_checkpoint
 from megatron_dppo.metrics.records import RECORDS_FILE, encode_record
 from megatron_dppo.slurm.__main__ import main

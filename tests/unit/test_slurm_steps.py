@@ -10,14 +10,26 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.places import Host
-from megatron_dppo.launch.slurm_rank import adopt_slurm_rank, port_base, tasks_per_node
-from megatron_dppo.launch.srun import SrunLauncher, SrunProcess, StepForm, step_environment
-from megatron_dppo.launch.srun_ranks import ended_tasks
+from megatron_dppo.launch.placement import Host
+from megatron_dppo.launch.srun import (
+    SrunLauncher,
+    SrunProcess,
+    StepForm,
+    adopt_slurm_rank,
+    ended_tasks,
+    port_base,
+    step_environment,
+    tasks_per_node,
+)
 from megatron_dppo.loop.stopping import StopFlag
-from megatron_dppo.system.fence import FencedError
-from megatron_dppo.system.launching import LocalProcess, start_fed
-from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, ask_to_stop, withdraw_stop
+from megatron_dppo.system.lease import FencedError
+from megatron_dppo.system.processes import (
+    STOP_FILE_VARIABLE,
+    LocalProcess,
+    ask_to_stop,
+    start_fed,
+    withdraw_stop,
+)
 
 STEP = {
     "SLURM_JOB_ID": "7",
@@ -132,7 +144,7 @@ def test_whose_end_srun_saw_in_which_order():
 def test_a_stop_file_stops_as_the_signal_does(tmp_path: Path, monkeypatch):
     path = tmp_path / "stop"
     monkeypatch.setenv(STOP_FILE_VARIABLE, str(path))
-    monkeypatch.setattr("megatron_dppo.system.stop_file._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("megatron_dppo.system.processes._LOOK_EVERY_S", 0.0)
     flag = StopFlag()
     assert not flag()
     withdraw_stop(path)

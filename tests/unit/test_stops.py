@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from megatron_dppo.launch.stops import OVERTIME, TIME, Stop, StopRequests
+from megatron_dppo.launch.supervisor import OVERTIME, TIME, Stop, StopRequests
 from megatron_dppo.slurm.job import deadlines
 
 

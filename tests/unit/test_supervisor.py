@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_dppo.system.lease_files import LeaseFiles
+from megatron_dppo.system.lease import LeaseFiles
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENT_S = 60  # on a machine that is busy with other things

@@ -15,12 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.system.ports import (
-    PortTakenError,
-    free_port,
-    hold_port,
-    require_free_port,
-)
+from megatron_dppo.system.network import PortTakenError, free_port, hold_port, require_free_port
 from megatron_dppo.system.processes import (
     describe_exit,
     kill_families,
@@ -162,7 +157,7 @@ def test_a_held_port_is_given_back() -> None:
 
 ENDS_NOW = """
 import atexit, sys
-from megatron_dppo.system.ending import end_now
+from megatron_dppo.system.processes import end_now
 class Kept:
     def __del__(self):
         print("the interpreter shut down")

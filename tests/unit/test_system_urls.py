@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dppo.system.urls import url_problem
+from megatron_dppo.system.network import url_problem
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,7 @@ from megatron_dppo.demo.material import (
     trainer_overrides,
     worked_out,
 )
-from megatron_dppo.launch.placement import Roles, place
-from megatron_dppo.launch.places import Allocation, Host
+from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.rewards import find_reward
 
 

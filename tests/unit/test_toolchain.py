@@ -11,7 +11,7 @@ import pytest
 from megatron_dppo.launch.library_checks import compiler_problems
 from megatron_dppo.preflight import inspection
 from megatron_dppo.preflight.checks import toolkit
-from megatron_dppo.system import cuda, toolchain
+from megatron_dppo.system import gpus, toolchain
 from tests.unit.test_gpu_environment import config
 from tests.unit.test_preflight_judges import NEEDS, told_by
 
@@ -126,7 +126,7 @@ def test_a_driver_that_is_too_old_for_torch_is_named():
 
 def test_a_start_on_this_machines_gpus_asks_for_the_servers_compiler(tmp_path, monkeypatch):
     run = config("distributed")
-    monkeypatch.setattr(cuda, "DEVICES", tmp_path)
+    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert list(compiler_problems(run)) == []
     (tmp_path / "nvidia0").touch()

@@ -32,7 +32,7 @@ from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.fence import FencedError
+from megatron_dppo.system.lease import FencedError
 from megatron_dppo.weight_sync import engines
 from megatron_dppo.weight_sync.engines import (
     Engines,

@@ -20,8 +20,7 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing.process import ParsingProcess
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineAnswerError
-from megatron_dppo.fleet.generation import GenerationLimits
-from megatron_dppo.fleet.generation_run import generate_many
+from megatron_dppo.fleet.generation import GenerationLimits, generate_many
 from megatron_dppo.loop.batches import (
     BatchLayout,
     MiniBatchPlan,

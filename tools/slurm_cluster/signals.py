@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from types import FrameType
 
-from megatron_dppo.system.signals import ENDING_SIGNALS
+from megatron_dppo.system.processes import ENDING_SIGNALS
 
 
 class Interrupted(KeyboardInterrupt):

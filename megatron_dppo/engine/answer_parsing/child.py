@@ -24,7 +24,7 @@ from megatron_dppo.engine.answer_parsing.wire import (
     write_frame,
 )
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
-from megatron_dppo.system.shared_buffer import SharedBuffer
+from megatron_dppo.system.scratch import SharedBuffer
 
 ERRORS = {error.__name__: error for error in (AbortedError, EngineAnswerError, StaleWeightsError)}
 """Errors of parsing by name, as they are told."""

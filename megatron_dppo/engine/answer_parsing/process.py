@@ -25,7 +25,7 @@ from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.recordings.notice import Notice
 from megatron_dppo.engine.requests import GenerationRequest
 from megatron_dppo.system.processes import describe_exit, kill_families, start_process
-from megatron_dppo.system.shared_buffer import mapped
+from megatron_dppo.system.scratch import mapped
 
 _MODULE = "megatron_dppo.engine.answer_parsing.child"
 

@@ -20,7 +20,7 @@ from megatron_dppo.engine.errors import (
 from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.recordings.notice import MAGIC, Notice
 from megatron_dppo.engine.requests import GenerationRequest
-from megatron_dppo.system.runtime_directory import SHARED_MEMORY
+from megatron_dppo.system.scratch import SHARED_MEMORY
 
 FIELD = "routed_experts"
 _BEGINNING = base64.b64encode(MAGIC[: len(MAGIC) // 3 * 3]).decode()

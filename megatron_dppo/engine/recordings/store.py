@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_dppo.engine.recordings.notice import Notice, content_hash
-from megatron_dppo.system.runtime_directory import SHARED_MEMORY, private_name
-from megatron_dppo.system.shared_buffer import free_bytes
+from megatron_dppo.system.scratch import SHARED_MEMORY, free_bytes, private_name
 
 FOLDER_VARIABLE = "MEGATRON_DPPO_RECORDINGS"
 """The folder, in the environment of a server's processes."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from megatron_dppo.gpu_check.part import Bench, Row, must_run, part
 from megatron_dppo.preflight.inspection import package_version
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.network import free_port
 
 DTYPES = ("float32", "bfloat16")
 LOG_PROB_LIMIT = 4e-6

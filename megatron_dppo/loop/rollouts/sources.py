@@ -12,7 +12,7 @@ from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_pa
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.sampling import Sampler
 from megatron_dppo.data.trajectory import Outline, Trajectory
-from megatron_dppo.fleet.sampling_seeds import SamplingSeeds
+from megatron_dppo.fleet.generation import SamplingSeeds
 from megatron_dppo.loop.rollouts.exchange import announce, own_positions
 from megatron_dppo.loop.rollouts.figures import generated_figures, rows_of, staleness_figures
 from megatron_dppo.trainer.collectives import on_every_rank

@@ -18,7 +18,7 @@ from megatron_dppo.preflight.checks.network import reachable_interface
 from megatron_dppo.preflight.evidence import Evidence
 from megatron_dppo.preflight.findings import EVERYWHERE, Finding
 from megatron_dppo.preflight.needs import Needs
-from megatron_dppo.system.ports import free_port
+from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process, tail
 
 _TOPIC, _MASTER = "interface", "master"

@@ -13,7 +13,7 @@ from megatron_dppo.preflight.checks.base import CheckError, Site
 from megatron_dppo.preflight.evidence import Evidence
 from megatron_dppo.preflight.findings import Finding, odd_ones
 from megatron_dppo.preflight.needs import Needs
-from megatron_dppo.system.cuda import DRIVER, driver_version
+from megatron_dppo.system.gpus import DRIVER, driver_version
 
 _FIELDS = {
     "name": "name",

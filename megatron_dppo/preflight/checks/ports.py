@@ -10,7 +10,7 @@ from megatron_dppo.preflight.checks.base import Site
 from megatron_dppo.preflight.evidence import Evidence
 from megatron_dppo.preflight.findings import Finding
 from megatron_dppo.preflight.needs import Needs
-from megatron_dppo.system.ports import PortTakenError, free_port, require_free_port
+from megatron_dppo.system.network import PortTakenError, free_port, require_free_port
 
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _ANY = "0.0.0.0"

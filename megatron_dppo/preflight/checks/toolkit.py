@@ -14,7 +14,7 @@ from megatron_dppo.preflight.checks.base import Site
 from megatron_dppo.preflight.evidence import Evidence
 from megatron_dppo.preflight.findings import Finding
 from megatron_dppo.preflight.needs import Needs
-from megatron_dppo.system.cuda import LEAST_DRIVER, driver_version
+from megatron_dppo.system.gpus import LEAST_DRIVER, driver_version
 from megatron_dppo.system.toolchain import tool_path, toolkit_home, toolkit_version
 
 _TIMEOUT_S = 120.0

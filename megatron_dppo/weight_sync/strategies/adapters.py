@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.peft import AdapterFolder, peft_names
 from megatron_dppo.engine.adapters import engine_place, load_adapter
-from megatron_dppo.system.runtime_directory import private_name
+from megatron_dppo.system.scratch import private_name
 from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError, Transfer
 from megatron_dppo.weight_sync.strategies.disk import MEMORY, require_shared_folder
 from megatron_dppo.weight_sync.verification import ChecksumMismatchError, compare_checksums

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_dppo.checkpoint_conversion.hf_io import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.engine.errors import EngineMismatchError
-from megatron_dppo.system.runtime_directory import private_name
+from megatron_dppo.system.scratch import private_name
 from megatron_dppo.weight_sync.engines import on_this_host
 from megatron_dppo.weight_sync.interfaces import Bucket, Transfer
 

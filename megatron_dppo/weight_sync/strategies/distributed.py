@@ -29,8 +29,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.system.interfaces import is_loopback
-from megatron_dppo.system.tcp_store import listening_store
+from megatron_dppo.system.network import is_loopback, listening_store
 from megatron_dppo.weight_sync.engines import Packer, meeting_address
 from megatron_dppo.weight_sync.interfaces import Bucket, PlannedBucket, Transfer
 

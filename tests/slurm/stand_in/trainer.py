@@ -16,13 +16,13 @@ from pathlib import Path
 from megatron_dppo.config import load_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.fleet.folder import FleetFolder
-from megatron_dppo.launch.slurm_rank import adopt_slurm_rank
+from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.metrics.history import read_history, remember_checkpoint
 from megatron_dppo.metrics.records import RECORDS_FILE, decode_records, encode_record
 from megatron_dppo.metrics.summary import SUMMARY_FILE
-from megatron_dppo.system.fence import NONCE_VARIABLE, Fence
 from megatron_dppo.system.files import write_atomically
-from megatron_dppo.system.stop_file import STOP_FILE_VARIABLE, StopFile
+from megatron_dppo.system.lease import NONCE_VARIABLE, Fence
+from megatron_dppo.system.processes import STOP_FILE_VARIABLE, StopFile
 
 STEP_S = 0.1
 

@@ -1,4 +1,4 @@
-"""A process's private place on its machine: temporary files, sockets, names in shared memory.
+"""What a process has on its machine while it runs: temporary files, sockets, shared memory.
 
     <TMPDIR, or /tmp>/mdppo-<user>-<pid namespace>-<pid>-<start>-<random>/     mode 0700
     /dev/shm/mdppo-<the same>*, /dev/shm/sem.mdppo-<the same>*
@@ -10,14 +10,20 @@ XDG_RUNTIME_DIR, which the system removes when its user logs out, while the run 
 from __future__ import annotations
 
 import contextlib
+import errno
+import mmap
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megatron_dppo.system.lease_files import process_start
+from megatron_dppo.system.processes import process_start
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SHARED_MEMORY = Path("/dev/shm")
 _NAME = re.compile(r"(?:sem\.)?mdppo-(\d+)-(\d+)-(\d+)-(\d+)-.*")
@@ -86,3 +92,76 @@ def _left_behind(base: Path) -> Iterator[Path]:
 def _namespace() -> int:
     """The namespace of process ids that this process is in: an id of it means nothing elsewhere."""
     return os.stat("/proc/self/ns/pid").st_ino
+
+
+# --- buffers that processes of one host have in common
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def memory_name() -> str:
+    """Equal for processes that see the same shared memory, and for no others."""
+    try:
+        return f"{_BOOT.read_text().strip()}-{os.stat(SHARED_MEMORY).st_dev}"
+    except OSError:
+        return f"none-{os.uname().nodename}-{os.getpid()}"
+
+
+def free_bytes(folder: Path = SHARED_MEMORY) -> int:
+    """Bytes that may be taken of the memory that ``folder`` is in: half of all is left to others, such
+    as NCCL; 0 where there is none."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return 0
+    return max(0, space.f_bavail - space.f_blocks // 2) * space.f_frsize
+
+
+class SharedBuffer:
+    """``size`` bytes, uint8, that others of this user on this host may map by ``path``; ``hide`` it then.
+
+    The memory goes with the last process that has it mapped.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Raises OSError where there is no room (``free_bytes``)."""
+        if size > free_bytes():
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(SHARED_MEMORY))
+        descriptor, name = tempfile.mkstemp(prefix=f"{private_name()}buffer-", dir=SHARED_MEMORY)
+        self.path = Path(name)
+        try:
+            if size:
+                os.posix_fallocate(descriptor, 0, size)  # else a full memory is a SIGBUS later
+            self.array = _mapped(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        except OSError:
+            self.hide()
+            raise
+        finally:
+            os.close(descriptor)
+
+    def hide(self) -> None:
+        """Take away the name; those that have it mapped keep it. Harmless twice."""
+        self.path.unlink(missing_ok=True)
+
+
+def mapped(path: str, size: int) -> np.ndarray:
+    """Another process's buffer, to read. Raises OSError, and ValueError for another size."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        found = os.fstat(descriptor).st_size
+        if found != size:
+            raise ValueError(f"{path}: {found} bytes, expected {size}")
+        return _mapped(descriptor, size, mmap.PROT_READ)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(descriptor: int, size: int, protection: int) -> np.ndarray:
+    """With all its pages at once: one by one they would take longer than the copies."""
+    # The start of a rank passes here before it has set OMP_NUM_THREADS, which numpy reads when it is imported.
+    import numpy as np
+
+    if not size:
+        return np.empty(0, np.uint8)
+    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+    return np.frombuffer(mmap.mmap(descriptor, size, flags, protection), np.uint8)

@@ -1,0 +1,316 @@
+"""The HTTP router as a child process: smg, which spreads generation over the servers it is told of.
+
+Light: imports neither torch nor smg.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.engine.child_server import ChildServer, Runtime
+from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
+from megatron_dppo.engine.http_client import Answer, HttpClient, Method
+from megatron_dppo.fleet.folder import Keys, Server
+
+if TYPE_CHECKING:
+    from megatron_dppo.engine.http_client import Answer
+
+
+OPEN_PATHS = (
+    "/health",
+    "/health_generate",
+    "/liveness",
+    "/readiness",
+    "/v1/models",
+    "/get_model_info",
+    "/get_server_info",
+    "/engine_metrics",
+)
+"""What smg answers to anybody, whatever its options: whether it serves, and what is told of the servers."""
+ROUTED_MODEL = "policy"
+"""The model's name at the router; the servers' own may differ (a path each)."""
+
+_FOREVER_S = 7 * 24 * 3600
+
+
+class HttpRouterProcess(ChildServer):
+    """One HTTP router, without servers until ``HttpRouterClient`` names them.
+
+    ``api_key`` opens generation, ``admin_api_key`` the list of servers. ``host``: address where it
+    listens, ``engine.host`` by default. ``runtime``: where it runs, and with which Python.
+    """
+
+    what = "the router"
+
+    def __init__(
+        self,
+        engine: EngineConfig,
+        *,
+        port: int,
+        metrics_port: int,
+        log_path: Path,
+        api_key: str,
+        admin_api_key: str,
+        host: str | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        where = engine.host if host is None else host
+        super().__init__(where, port, log_path, engine.start_timeout_s, runtime)
+        self._options = http_router_options(where, port, metrics_port, engine.router_policy)
+        # Its option ca_cert_paths does not reach the connections to its servers.
+        self._variables = {} if engine.ca_file is None else {"SSL_CERT_FILE": engine.ca_file}
+        self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
+
+    def _command(self) -> Sequence[str]:
+        return ["-m", "megatron_dppo.fleet.launch_http_router"]
+
+    def _environment(self) -> Mapping[str, str]:
+        return {**os.environ, **self._variables}
+
+    def _secrets(self) -> Mapping[str, Any]:
+        return {**self._keys, "options": self._options}
+
+    def _probe(self) -> tuple[str, str | None]:
+        return "/workers", self._keys["admin_api_key"]
+
+    def _accepts(self, answer: Answer) -> bool:
+        """It takes our key, which no other router would."""
+        return answer.status == 200
+
+
+def http_router_options(host: str, port: int, metrics_port: int, policy: str) -> dict[str, Any]:
+    """Fields of smg's RouterArgs.
+
+    Retries, deadlines and health are the client's business: it knows which weights a server has, and
+    counts a response once. So the router tries once, waits, and judges nobody.
+    """
+    return {
+        "host": host,
+        "port": port,
+        "policy": policy,
+        "power_of_two_load_metric": "least_requests",
+        "enable_igw": True,  # the only mode in which every policy may begin without servers
+        "prometheus_host": "127.0.0.1",  # smg's metrics know no key; without a host it takes all addresses
+        "prometheus_port": metrics_port,
+        "disable_retries": True,
+        "disable_circuit_breaker": True,
+        "disable_health_check": True,
+        "worker_overload_protection": False,
+        "max_concurrent_requests": 0,
+        "request_timeout_secs": _FOREVER_S,
+        "shutdown_grace_period_secs": 1,
+        "disable_tokenizer_autoload": True,
+        "history_backend": "none",
+        "log_level": "warn",
+    }
+
+
+# --- its client
+
+SERVED_BY = "x-smg-routed-worker-id"
+"""Header of an answer: the URL of the server that gave it."""
+
+_REGISTRATION_SECONDS = 20.0
+_POLL_SECONDS = 0.05
+_CONTROL_SECONDS = 10.0
+
+
+class HttpRouterClient:
+    """The HTTP router at ``url``, from one event loop; ``close`` it. Its methods raise EngineLostError
+    where it doesn't answer."""
+
+    def __init__(self, url: str, keys: Keys) -> None:
+        self.url = url
+        self._client = HttpClient(url, keys.api, keys.admin)
+
+    async def close(self) -> None:
+        """Close the connections; the router breaks off what was in flight on them."""
+        await self._client.close()
+
+    async def generate(self, body: bytes) -> Answer:
+        """The answer of the server that the router chose, or the router's own."""
+        return await self._client.exchange("POST", "/generate", body, timeout_s=None)
+
+    async def alive(self, timeout_s: float) -> bool:
+        """Whether the router's process answers."""
+        try:
+            await self._client.request("GET", "/liveness", timeout_s=timeout_s)
+        except (EngineLostError, EngineRequestError):
+            return False
+        return True
+
+    async def servers(self) -> dict[str, str]:
+        """The router's id of each server that it sends requests to, by URL."""
+        answer = await self._control("GET", "/workers")
+        workers = orjson.loads(answer)["workers"]
+        return {worker["url"].rstrip("/"): worker["id"] for worker in workers}
+
+    async def set_servers(self, wanted: Mapping[str, str | None]) -> None:
+        """Make the router's list of servers equal to ``wanted``, URLs with their API keys.
+
+        Returns when it does. Raises EngineLostError where a server doesn't get on the list in time,
+        which needs its answer to the router.
+        """
+        present = await self.servers()
+        for url in present.keys() - wanted.keys():
+            await self._delete(present[url])
+        for url in wanted.keys() - present.keys():
+            await self._add(url, wanted[url])
+        await self._wait(wanted.keys())
+
+    async def remove(self, urls: Sequence[str]) -> None:
+        """Send nothing more to these servers. What they have in work goes on."""
+        present = await self.servers()
+        for url in urls:
+            if url in present:
+                await self._delete(present[url])
+
+    async def _wait(self, wanted: Set[str]) -> None:
+        deadline = asyncio.get_running_loop().time() + _REGISTRATION_SECONDS
+        while (present := (await self.servers()).keys()) != wanted:
+            if asyncio.get_running_loop().time() > deadline:
+                raise EngineLostError(
+                    f"{self.url}: the router serves from {sorted(present)} after "
+                    f"{_REGISTRATION_SECONDS:.0f} s"
+                )
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _add(self, url: str, api_key: str | None) -> None:
+        body = {"url": url, "api_key": api_key, "models": [{"id": ROUTED_MODEL}]}
+        try:
+            await self._control("POST", "/workers", orjson.dumps(body))
+        except EngineRequestError as error:
+            if error.status != 409:  # another rank was faster
+                raise
+
+    async def _delete(self, worker_id: str) -> None:
+        try:
+            await self._control("DELETE", f"/workers/{worker_id}")
+        except EngineRequestError as error:
+            if error.status != 404:  # another rank was faster
+                raise
+
+    async def _control(self, method: Method, path: str, body: bytes | None = None) -> bytes:
+        return await self._client.request(
+            method, path, body, admin=True, timeout_s=_CONTROL_SECONDS
+        )
+
+
+# --- a connection that survives it: it may come back at another address without servers
+
+log = logging.getLogger(__name__)
+
+_RETRY_SECONDS = 1.0
+_WATCH_SECONDS = 5.0
+
+
+class HttpRouterLink:
+    """Finds the HTTP router, keeps its list of servers current, and notices when it is lost.
+
+    Args:
+        find: where the router is published now, and its keys; None while there is none.
+        registers: this client tells the router of the servers; other clients of a run wait until
+            it knows them.
+
+    ``usable``: calls may go through it.
+    """
+
+    def __init__(self, find: Callable[[], tuple[Server, Keys] | None], *, registers: bool) -> None:
+        self._find = find
+        self._registers = registers
+        self._client: HttpRouterClient | None = None
+        self._wanted: dict[str, str | None] = {}
+        self._announced: Server | None = None
+        self.server: Server | None = None
+        self.usable = False
+
+    @property
+    def url(self) -> str:
+        """Where it was found last."""
+        return self.server.url if self.server is not None else "the router"
+
+    async def serve(self, servers: Mapping[str, str | None]) -> None:
+        """Have it send calls to ``servers``, URLs with their API keys; it is ``usable`` where that
+        worked."""
+        self._wanted = dict(servers)
+        self.usable = False
+        await self._connect()
+
+    async def remove(self, url: str) -> None:
+        """Have it send nothing more to this server."""
+        self._wanted.pop(url, None)
+        if self._client is not None:
+            try:
+                await self._client.remove([url])
+            except (EngineLostError, EngineRequestError) as error:
+                log.info("the router was not told of a lost server: %s", error)
+
+    async def generate(self, body: bytes) -> Answer:
+        """As HttpRouterClient's. Raises EngineLostError where the router breaks off."""
+        if self._client is None:
+            raise EngineLostError("there is no router")
+        return await self._client.generate(body)
+
+    def mark_down(self, reason: str) -> bool:
+        """Not usable until ``watch`` or ``serve`` finds it in order; whether it was, before."""
+        was_usable, self.usable, self._announced = self.usable, False, None
+        if was_usable:
+            log.warning("the router is lost, generating directly: %s", reason)
+        return was_usable
+
+    async def watch(
+        self, hang_timeout_s: float, on_lost: Callable[[HttpRouterLink, str], None]
+    ) -> None:
+        """Tell ``on_lost`` of a router that hangs, and use one again that came back; for ever."""
+        clock = asyncio.get_running_loop().time
+        pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
+        asked = last_life = clock()
+        while True:
+            await asyncio.sleep(min(_RETRY_SECONDS, pause))
+            if not self.usable:
+                await self._connect()
+                asked = last_life = clock()
+            elif clock() >= asked + pause and self._client is not None:
+                asked = clock()
+                if await self._client.alive(hang_timeout_s / 2):
+                    last_life = clock()
+                elif clock() - last_life > hang_timeout_s:
+                    on_lost(self, f"{self.url}: silent for {clock() - last_life:.0f} s")
+
+    async def close(self) -> None:
+        """Close the connections."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+        self.usable = False
+
+    async def _connect(self) -> None:
+        """Find the router and have it know our servers; ``usable`` where both worked."""
+        found = self._find()
+        if found is None:
+            return
+        server, keys = found
+        if server != self.server or self._client is None:
+            await self.close()
+            self.server, self._client = server, HttpRouterClient(server.url, keys)
+        try:
+            self.usable = await self._knows_servers(self._client)
+        except (EngineLostError, EngineRequestError) as error:
+            log.info("the router at %s is not in order yet: %s", server.url, error)
+        if self.usable and server != self._announced:
+            self._announced = server
+            log.info("generating through the router at %s", server.url)
+
+    async def _knows_servers(self, client: HttpRouterClient) -> bool:
+        if self._registers:
+            await client.set_servers(self._wanted)
+            return True
+        return self._wanted.keys() == (await client.servers()).keys()
