@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
@@ -91,6 +91,13 @@ class Trajectory:
 
     def __str__(self) -> str:
         return f"response {self.sample_index} to problem {self.problem_id}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A read-only view of a mapping can't be pickled; what is unpickled is checked as a new one is.
+        return type(self), tuple(
+            dict(self.columns) if field.name == "columns" else getattr(self, field.name)
+            for field in fields(self)
+        )
 
     # --- what it is
 

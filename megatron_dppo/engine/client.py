@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.answer_parsing.here import AnswerParser, ParsesHere
+from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
 from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.protocol import request_body, request_ids
@@ -29,7 +29,7 @@ _LATE_SECONDS = 1.5
 class EngineClient(HttpClient):
     """Generation on the server at ``url``, and its state; see HttpClient for keys and errors.
 
-    ``parser``: makes trajectories of answers.
+    ``parser``: of its answers.
     """
 
     _last_life = 0.0
@@ -37,7 +37,7 @@ class EngineClient(HttpClient):
     first_answer_s: float = 0.0
     """How long its first answer may take, where that is more than what is allowed later."""
     _ways: frozenset[Way] = frozenset()
-    parser: AnswerParser = ParsesHere()
+    parser = AnswerParser(smallest=None)
 
     # --- generation
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NoReturn
 
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.answer_parsing.here import AnswerParser
+from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineError,

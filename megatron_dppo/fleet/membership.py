@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn, TypeVar
 
 from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.engine.answer_parsing.here import AnswerParser
+from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import (
     UNBOUNDED,

@@ -17,7 +17,7 @@ from typing import Self
 from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.answer_parsing.process import ParsingProcess
+from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.compatibility import check_engine
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.http_client import HttpClient
@@ -100,7 +100,7 @@ class EngineSession:
         router = None
         if config.engine.uses_router:
             router = HttpRouterLink(self._find_router, registers=trainer.topology.rank == 0)
-        self._parser = ParsingProcess()
+        self._parser = AnswerParser()
         adapters = updates_adapters(config.lora)
         self._fleet = FleetClient(self._report_lost, router, self._parser, adapters=adapters)
         self._membership: FleetMembership | None = None

@@ -16,6 +16,8 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -65,6 +67,27 @@ def start_process(
         pass_fds=tuple(inherited),
         preexec_fn=end_with,  # noqa: PLW1509  between fork and exec it makes system calls only
     )
+
+
+def start_connected(
+    module: str, *arguments: str, environment: Mapping[str, str], output: int
+) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start ``python -m module DESCRIPTOR arguments``; the connection's other end is what DESCRIPTOR names.
+
+    ``recv`` raises EOFError at either end when the other process is gone. ``output``: file descriptor for all that
+    the child prints.
+    """
+    ours, theirs = Pipe()
+    with theirs:
+        process = start_process(
+            [sys.executable, "-m", module, str(theirs.fileno()), *arguments],
+            environment=environment,
+            output=output,
+            # It ends with its connection: the thread that starts it may end long before.
+            dies_with_thread=False,
+            inherited=[theirs.fileno()],
+        )
+    return process, ours
 
 
 def die_with_parent(parent: int) -> None:

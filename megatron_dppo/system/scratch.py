@@ -16,7 +16,8 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     import numpy as np
 
 SHARED_MEMORY = Path("/dev/shm")
+ALIGNMENT = 64
+"""Bytes: a cache line, and what every element type and vector load divides."""
 _NAME = re.compile(r"(?:sem\.)?mdppo-(\d+)-(\d+)-(\d+)-(\d+)-.*")
 _LONGEST = 73
 """Bytes of the folder's path: sockets in it have up to 34 more, and may have 107 in all."""
@@ -142,6 +145,15 @@ class SharedBuffer:
     def hide(self) -> None:
         """Take away the name; those that have it mapped keep it. Harmless twice."""
         self.path.unlink(missing_ok=True)
+
+
+def aligned(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where arrays of these many bytes begin in one buffer, each at a multiple of 64, and the buffer's size.
+
+    The one way in which arrays lie together: in a parser's reply, in a rank's share of a batch, in a save's copy.
+    """
+    starts = list(accumulate((-(-size // ALIGNMENT) * ALIGNMENT for size in sizes), initial=0))
+    return starts[:-1], starts[-1]
 
 
 def mapped(path: str, size: int) -> np.ndarray:

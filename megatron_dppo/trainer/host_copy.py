@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.dist_blocks import Block
+from megatron_dppo.system.scratch import aligned
 from megatron_dppo.trainer import platform
-
-_ALIGNMENT = 64
 
 
 class HostCopy:
@@ -22,10 +21,7 @@ class HostCopy:
 
     def take(self, blocks: list[tuple[Block, Tensor]]) -> list[tuple[Block, Tensor]]:
         """``blocks`` with their elements copied into the buffer. What an earlier call returned is overwritten."""
-        starts, end = [], 0
-        for block, _ in blocks:
-            starts.append(end)
-            end += -(-block.bytes // _ALIGNMENT) * _ALIGNMENT
+        starts, end = aligned([block.bytes for block, _ in blocks])
         if self._buffer.numel() < end:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # never two
             self._buffer = platform.host_buffer(end)

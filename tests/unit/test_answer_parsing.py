@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
+import pickle
 import signal
+import subprocess
+import threading
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
+from multiprocessing import Pipe
 
 import numpy as np
 import orjson
 import pytest
 
-from megatron_dppo.engine.answer_parsing import child
-from megatron_dppo.engine.answer_parsing.child import answer as reply_to
-from megatron_dppo.engine.answer_parsing.here import ParsesHere
-from megatron_dppo.engine.answer_parsing.process import ParserLostError, ParsingProcess
-from megatron_dppo.engine.answer_parsing.wire import (
-    buffer_size,
-    fill,
-    read_frame,
-    request_from_json,
-    request_to_json,
-    trajectories_from_wire,
-    trajectories_to_wire,
-    write_frame,
-)
+from megatron_dppo.engine import answer_parsing
+from megatron_dppo.engine.answer_parsing import AnswerParser, ParserLostError, reply_to
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.engine.recordings.notice import Notice, content_hash
 from megatron_dppo.system.scratch import (
     SHARED_MEMORY,
     SharedBuffer,
+    aligned,
     free_bytes,
     mapped,
     memory_name,
@@ -41,10 +33,13 @@ from tests.unit.test_engine_protocol import ROUTED, answer, b64, request
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[ParsingProcess]:
-    made = ParsingProcess(smallest=0)
+def process() -> Iterator[AnswerParser]:
+    made = AnswerParser(smallest=0)
     yield made
     made.close()
+
+
+HERE = AnswerParser(smallest=None)
 
 
 def parsed(parser, payload: object, requests: list, version=None, downloaded=None):
@@ -55,26 +50,26 @@ def parsed(parser, payload: object, requests: list, version=None, downloaded=Non
 def test_the_process_parses_as_this_one_does(process):
     both = [request(problem_id=9, sample_index=s) for s in (3, 4)]
     told = [answer(), answer(output_token_logprobs=[[-1.5, 7, None], [-0.125, 2, None]])]
-    here, there = (parsed(p, told, both) for p in (ParsesHere(), process))
+    here, there = (parsed(p, told, both) for p in (HERE, process))
     assert len(there.trajectories) == 2
     assert all(same(a, b) for a, b in zip(here.trajectories, there.trajectories, strict=True))
     assert there.ways == here.ways == {"base64 in the JSON"}
     assert not any(a.flags.writeable for a in there.trajectories[0].columns.values())
-    assert process._process is not None
-    left = f"mdppo-{os.getuid()}-*-{process._process.pid}-*buffer-*"
+    assert process._child is not None
+    left = f"mdppo-{os.getuid()}-*-{process._child[0].pid}-*buffer-*"
     assert list(SHARED_MEMORY.glob(left)) == []
 
 
 def test_a_small_answer_is_parsed_where_it_arrives():
     size = len(orjson.dumps(answer()))
     for smallest, handed_over in ((size + 1, False), (size, True)):
-        process = ParsingProcess(smallest)
+        process = AnswerParser(smallest)
         assert parsed(process, answer(), [request()]).trajectories
-        assert (process._process is not None) == handed_over
+        assert (process._child is not None) == handed_over
         process.close()
-    recordings = ParsingProcess(size + 16)
+    recordings = AnswerParser(size + 16)
     parsed(recordings, answer(), [request()], downloaded={"unused": bytes(16)})
-    assert recordings._process is not None
+    assert recordings._child is not None
     recordings.close()
 
 
@@ -101,72 +96,62 @@ def test_a_recording_on_another_host_is_named_and_then_brought(process):
     second = parsed(process, told, [request()], downloaded={notice.id: content})
     assert second.missing == []
     assert second.ways == {"binary HTTP answers"}
-    assert same(second.trajectories[0], parsed(ParsesHere(), answer(), [request()]).trajectories[0])
+    assert same(second.trajectories[0], parsed(HERE, answer(), [request()]).trajectories[0])
     with pytest.raises(EngineAnswerError, match=r"request \(0, 0\): a recording with the hash"):
         parsed(process, told, [request()], downloaded={notice.id: bytes(16)})
 
 
 def test_the_end_of_the_process_is_told_at_once():
-    process = ParsingProcess(smallest=0)
+    process = AnswerParser(smallest=0)
     assert parsed(process, answer(), [request()]).trajectories
-    assert process._process is not None
-    os.kill(process._process.pid, signal.SIGKILL)
+    assert process._child is not None
+    os.kill(process._child[0].pid, signal.SIGKILL)
     with pytest.raises(ParserLostError, match=r"process that parses answers was killed by SIGKILL"):
         parsed(process, answer(), [request()])
     process.close()
     process.close()
     with pytest.raises(ParserLostError, match="was closed"):
-        parsed(ParsingProcess_closed(), answer(), [request()])
+        parsed(AnswerParser_closed(), answer(), [request()])
 
 
-def ParsingProcess_closed() -> ParsingProcess:  # noqa: N802
-    process = ParsingProcess(smallest=0)
+def AnswerParser_closed() -> AnswerParser:  # noqa: N802
+    process = AnswerParser(smallest=0)
     process.close()
     return process
 
 
-def test_without_room_in_shared_memory_arrays_follow_in_the_frame(monkeypatch):
+def test_without_room_in_shared_memory_arrays_follow_in_the_connection(monkeypatch):
     def full(size: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(child, "SharedBuffer", full)
-    body = orjson.dumps(answer())
-    told = {
-        "requests": [request_to_json(request())],
-        "version": None,
-        "payload": len(body),
-        "downloaded": [],
-    }
-    reply, content = reply_to(orjson.loads(orjson.dumps(told)), body)
-    assert reply["path"] is None
-    (found,) = trajectories_from_wire(reply["rows"], np.frombuffer(content, np.uint8))
-    assert same(found, parsed(ParsesHere(), answer(), [request()]).trajectories[0])
+    monkeypatch.setattr(answer_parsing, "SharedBuffer", full)
+    ours, theirs = Pipe()
+    process = AnswerParser(smallest=0)
+    process._child = subprocess.Popen(["true"]), ours
+    child = threading.Thread(target=reply_to, args=(theirs,))
+    child.start()
+    (sent,) = parsed(process, answer(), [request()]).trajectories
+    child.join()
+    assert same(sent, parsed(HERE, answer(), [request()]).trajectories[0])
 
 
-def test_trajectories_and_requests_survive_the_wire():
+def test_trajectories_are_pickled_around_their_arrays():
     bare = {"advantage": 0.0, "rollout_log_probs": None}
     whole = [trajectory([1], [2, 3], advantage=0.0), trajectory([1, 2], [], **bare)]
     whole[0] = replace(whole[0], text="é", finish_reason="length")
-    rows, arrays = trajectories_to_wire(whole)
-    buffer = np.zeros(buffer_size(arrays), np.uint8)
-    fill(buffer, arrays)
-    found = trajectories_from_wire(orjson.loads(orjson.dumps(rows)), buffer)
-    assert all(same(a, b) for a, b in zip(found, whole, strict=True))
-    sent = request_to_json(request(problem_id=3))
-    got = request_from_json(orjson.loads(orjson.dumps(sent)))
-    assert got.columns == request().columns
-    assert asdict(got.sampling).keys() == asdict(request().sampling).keys()
-    assert (got.key, got.problem_id, list(got.prompt_ids)) == ("(0, 0)", 3, [4, 5, 6])
+    arrays: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(whole, protocol=5, buffer_callback=arrays.append)
+    assert len(arrays) == 5
+    back = pickle.loads(head, buffers=[np.array(array) for array in arrays])
+    assert all(same(a, b) for a, b in zip(back, whole, strict=True))
+    assert not any(t.token_ids.flags.writeable for t in back)
+    with pytest.raises(ValueError, match="2 rows of rollout_log_probs"):
+        pickle.loads(pickle.dumps(whole[0]).replace(whole[0].loss_mask.tobytes(), bytes(3)))
 
 
-def test_a_frame_that_ends_early_is_told():
-    pipe = io.BytesIO()
-    write_frame(pipe, {"a": 1}, b"content")
-    whole = pipe.getvalue()
-    assert read_frame(io.BytesIO(whole)) == ({"a": 1}, b"content")
-    assert read_frame(io.BytesIO()) is None
-    with pytest.raises(EOFError, match="3 of 7 bytes"):
-        read_frame(io.BytesIO(whole[:-4]))
+def test_each_array_begins_at_a_multiple_of_64_bytes():
+    assert aligned([5, 64, 0, 65]) == ([0, 64, 128, 128], 256)
+    assert aligned([]) == ([], 0)
 
 
 def test_a_shared_buffer_outlives_its_name():

@@ -143,5 +143,5 @@ def test_responses_are_parsed_beside_this_process_and_told_as_they_come(open_sma
     answers = session.finish(generation)
     assert [t.token_ids.tolist() for t in answers] == [[3, 4, 3], [3, 4, 3], [9, 9], [9, 9]]
     assert sorted(told) == [((p, s), "engine0") for p in (0, 1) for s in (0, 1)]
-    assert session._parser._process is not None
-    assert session._parser._process.poll() is None
+    assert session._parser._child is not None
+    assert session._parser._child[0].poll() is None

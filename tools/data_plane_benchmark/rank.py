@@ -17,7 +17,7 @@ import torch.distributed as dist
 from data_plane_benchmark.meters import Meter, ReceivedBytes
 from data_plane_benchmark.synthetic import Size
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.answer_parsing.process import ParsingProcess
+from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
@@ -36,7 +36,7 @@ from megatron_dppo.trainer.topology import Topology, init_distributed, init_topo
 IN_FLIGHT = 8
 
 
-def warm(parser: ParsingProcess) -> None:
+def warm(parser: AnswerParser) -> None:
     """Have it import what it needs."""
     with contextlib.suppress(EngineAnswerError):
         asyncio.run(parser.parse(b"", [], None, {}))
@@ -47,9 +47,7 @@ def child_seconds() -> float:
     return sum(sum(c.cpu_times()[:2]) for c in psutil.Process().children(recursive=True))
 
 
-def generate(
-    size: Size, url: str, positions: list[int], parser: ParsingProcess
-) -> list[Trajectory]:
+def generate(size: Size, url: str, positions: list[int], parser: AnswerParser) -> list[Trajectory]:
     """Responses of the groups at ``positions``, checked."""
     indices = [p * size.group + sample for p in positions for sample in range(size.group)]
     with AsyncRunner() as runner:
@@ -81,7 +79,7 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
     meter, received = Meter(), ReceivedBytes()
     groups = range(size.responses // size.group)
     positions = own_positions(groups, topology)
-    parser = ParsingProcess(smallest=0)
+    parser = AnswerParser(smallest=0)
     if positions:
         warm(parser)
     beside = child_seconds()

@@ -1,0 +1,203 @@
+"""Answers of an engine, parsed and checked: in the caller's process, or in one beside it, whose arrays it maps.
+
+The child is ``python -m megatron_dppo.engine.answer_parsing DESCRIPTOR``. It answers one call after the other until
+its parent is gone, and loads neither torch nor sglang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.engine.protocol import parse_answer, read_answers
+from megatron_dppo.engine.recordings.fetching import Way, place, take
+from megatron_dppo.engine.recordings.notice import Notice
+from megatron_dppo.engine.requests import GenerationRequest
+from megatron_dppo.system.processes import describe_exit, kill_families, start_connected
+from megatron_dppo.system.scratch import SharedBuffer, aligned, mapped
+
+_MODULE = "megatron_dppo.engine.answer_parsing"
+
+
+class ParserLostError(EngineError):
+    """The process that parses answers ended; its output, in the rank's own, says why."""
+
+    attempts = 1
+
+
+class Parsed(NamedTuple):
+    """What became of an answer: ``trajectories`` in the order of the requests; or, where recordings must
+    be downloaded first, none and the ``missing`` notices. ``ways``: how recordings came."""
+
+    trajectories: list[Trajectory]
+    missing: list[Notice]
+    ways: frozenset[Way]
+
+
+def parse(
+    payload: bytes,
+    requests: Sequence[GenerationRequest],
+    version: int | None,
+    downloaded: Mapping[str, bytes],
+) -> Parsed:
+    """The answer to a call. ``version``: the weights that it must come from. ``downloaded``: contents of
+    recordings by id.
+
+    Raises AbortedError, EngineAnswerError, StaleWeightsError.
+    """
+    answers = read_answers(payload, requests, version)
+    missing: list[Notice] = []
+    ways: set[Way] = set()
+    for answer, request in zip(answers, requests, strict=True):
+        recording = take(answer, request)
+        if isinstance(recording, Notice) and recording.id not in downloaded:
+            missing.append(recording)
+        elif isinstance(recording, Notice):
+            place(answer, request, recording, downloaded[recording.id])
+            ways.add("binary HTTP answers")
+        elif recording is not None:
+            ways.add(recording)
+    if missing:
+        return Parsed([], missing, frozenset())
+    pairs = zip(answers, requests, strict=True)
+    return Parsed([parse_answer(answer, request) for answer, request in pairs], [], frozenset(ways))
+
+
+class AnswerParser:
+    """Parses large answers in a process of its own, which the first of them starts; ``close`` it.
+
+    Calls of it take turns. The caller's event loop goes on meanwhile: another thread waits for the reply.
+
+    Args:
+        smallest: bytes of the smallest answer that the process is given; others are parsed here, in less time than
+            handing them over takes. None: all are.
+    """
+
+    def __init__(self, smallest: int | None = 32 * 1024) -> None:
+        self._smallest = smallest
+        self._lock = threading.Lock()
+        self._child: tuple[subprocess.Popen[bytes], Connection] | None = None
+        self._is_closed = False
+
+    async def parse(
+        self,
+        payload: bytes,
+        requests: Sequence[GenerationRequest],
+        version: int | None,
+        downloaded: Mapping[str, bytes],
+    ) -> Parsed:
+        """As the function ``parse``. Raises ParserLostError too."""
+        size = len(payload) + sum(map(len, downloaded.values()))
+        if self._smallest is None or size < self._smallest:
+            return parse(payload, requests, version, downloaded)
+        return await asyncio.to_thread(self._ask, payload, requests, version, downloaded)
+
+    def close(self) -> None:
+        """End the process; what is being parsed is lost. Harmless twice."""
+        self._is_closed = True
+        if self._child is not None:
+            kill_families([self._child[0]])
+
+    def _ask(
+        self,
+        payload: bytes,
+        requests: Sequence[GenerationRequest],
+        version: int | None,
+        downloaded: Mapping[str, bytes],
+    ) -> Parsed:
+        with self._lock:
+            process, connection = self._running()
+            try:
+                connection.send((requests, version, list(downloaded)))
+                for content in (payload, *downloaded.values()):
+                    connection.send_bytes(content)
+                reply = connection.recv()
+                inline = (
+                    None if isinstance(reply, EngineError) or reply[2] else connection.recv_bytes()
+                )
+            except (OSError, EOFError):
+                code = process.wait()
+                raise ParserLostError(
+                    f"the process that parses answers {describe_exit(code)}"
+                ) from None
+        if isinstance(reply, EngineError):
+            raise reply
+        head, sizes, path = reply
+        starts, size = aligned(sizes)
+        try:
+            buffer = mapped(path, size) if inline is None else np.frombuffer(inline, np.uint8)
+        finally:
+            Path(path).unlink(missing_ok=True) if path else None
+        views = [buffer[start : start + n] for start, n in zip(starts, sizes, strict=True)]
+        return Parsed(*pickle.loads(head, buffers=views))
+
+    def _running(self) -> tuple[subprocess.Popen[bytes], Connection]:
+        if self._is_closed:
+            raise ParserLostError("the process that parses answers was closed")
+        if self._child is None:
+            self._child = start_connected(
+                _MODULE, environment={**os.environ, "OMP_NUM_THREADS": "1"}, output=2
+            )
+        return self._child
+
+
+# --- the child
+
+
+def reply_to(connection: Connection) -> None:
+    """Parse the next answer. Raises EOFError where nobody is left to ask.
+
+    The arrays of the trajectories lie in one file in shared memory, which the reader maps and removes; where that
+    has no room, they follow in the connection. The rest is pickled: both sides are this program.
+    """
+    requests, version, names = connection.recv()
+    payload = connection.recv_bytes()
+    downloaded = {name: connection.recv_bytes() for name in names}
+    arrays: list[pickle.PickleBuffer] = []
+    try:
+        parsed = parse(payload, requests, version, downloaded)
+    except EngineError as error:
+        connection.send(error)
+        return
+    head = pickle.dumps(tuple(parsed), protocol=5, buffer_callback=arrays.append)
+    flat = [array.raw() for array in arrays]
+    sizes = [view.nbytes for view in flat]
+    starts, size = aligned(sizes)
+    try:
+        shared = SharedBuffer(size)
+        buffer, path = shared.array, str(shared.path)
+    except OSError:  # no room
+        buffer, path = np.zeros(size, np.uint8), None
+    for start, view in zip(starts, flat, strict=True):
+        buffer[start : start + view.nbytes] = view
+    connection.send((head, sizes, path))
+    if path is None:
+        connection.send_bytes(buffer)
+
+
+def main() -> None:
+    """Answer until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    connection = Connection(int(sys.argv[1]))
+    try:
+        while True:
+            reply_to(connection)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Answers of servers as trajectories: parsed in this process (``here``), or in one beside it (``process``)."""
