@@ -20,15 +20,20 @@ from megatron_dppo.config import ConfigError, TrainConfig, load_config
 from megatron_dppo.logging import fatal
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.planner.devices import DEVICES, NETWORK_LATENCY, Cluster
-from megatron_dppo.planner.job import job_of
-from megatron_dppo.planner.layouts import layout_problems
-from megatron_dppo.planner.models import shape_of
-from megatron_dppo.planner.search import MOST_NODES, Lengths, Proposal, least_nodes, nearest, search
-from megatron_dppo.planner.table import print_plan, print_proposals
-from megatron_dppo.planner.units import GB, GIB
-from megatron_dppo.planner.verdict import Verdict, verdict
-from megatron_dppo.planner.weight_plan import weight_plan
+from megatron_dppo.planner.devices import DEVICES, GB, GIB, NETWORK_LATENCY, Cluster
+from megatron_dppo.planner.facts import job_of, shape_of
+from megatron_dppo.planner.report import print_plan, print_proposals
+from megatron_dppo.planner.run_plan import Verdict, verdict
+from megatron_dppo.planner.search import (
+    MOST_NODES,
+    Lengths,
+    Proposal,
+    layout_problems,
+    least_nodes,
+    nearest,
+    search,
+)
+from megatron_dppo.planner.traffic import weight_plan
 
 SHOWN = 8
 NEAREST = 3
@@ -57,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words.meta:
         problems += _meta_problems(config, shape, plan, shown)
     if words.png and plan is not None:
-        from megatron_dppo.planner.figure import draw
+        from megatron_dppo.planner.report import draw
 
         draw(plan, words.png)
     if words.json:

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _memory(config: TrainConfig, machine: Machine) -> str:
-    from megatron_dppo.planner.here import memory_here
+    from megatron_dppo.planner.run_plan import memory_here
 
     return memory_here(config, machine)
 
@@ -74,7 +74,7 @@ def _memory(config: TrainConfig, machine: Machine) -> str:
 def start_problems(config: TrainConfig, machine: Machine) -> list[str]:
     """Why the run can't be started on ``machine``: one line for each reason."""
     from megatron_dppo.launch.local import local_placement
-    from megatron_dppo.planner.here import memory_problems  # loads numpy
+    from megatron_dppo.planner.run_plan import memory_problems  # loads numpy
 
     problems = [*machine_problems(config, machine), *memory_problems(config, machine)]
     if machine.gpus:

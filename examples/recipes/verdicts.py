@@ -13,9 +13,8 @@ from pathlib import Path
 
 from megatron_dppo.config import load_config
 from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.job import job_of
-from megatron_dppo.planner.models import shape_of
-from megatron_dppo.planner.verdict import Verdict, verdict
+from megatron_dppo.planner.facts import job_of, shape_of
+from megatron_dppo.planner.run_plan import Verdict, verdict
 
 HERE = Path(__file__).resolve().parent
 MODELS = HERE.parent / "model_configs"

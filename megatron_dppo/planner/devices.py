@@ -1,12 +1,42 @@
-"""The machines that a plan is made for: GPUs by name, with what their makers publish."""
+"""The machines that a plan is made for: GPUs by name, with what their makers publish; and the units it counts in."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 
-from megatron_dppo.planner.units import GB, GIB, MIB
 from megatron_dppo.system.gpus import PEAKS
+
+# Memory is told in GiB, what travels or is stored in GB, as the makers and the tools tell them.
+
+GIB = 2**30
+GB = 10**9
+MIB = 2**20
+
+
+def gib(count: float) -> str:
+    """Bytes of memory as GiB, one decimal; three where they are few."""
+    value = count / GIB
+    return f"{value:.1f} GiB" if value >= 0.1 or not value else f"{value:.3f} GiB"
+
+
+def gb(count: float) -> str:
+    """Bytes that travel or are stored, as GB."""
+    value = count / GB
+    return f"{value:.1f} GB" if value >= 0.1 or not value else f"{value:.3f} GB"
+
+
+def power_of_two(count: int) -> int:
+    """The least power of two that is not below ``count``; 0 of none."""
+    return 1 << (count - 1).bit_length() if count else 0
+
+
+def ceil_to(value: int, multiple: int) -> int:
+    """``value`` rounded up to a multiple of ``multiple``."""
+    return -(-value // multiple) * multiple
+
+
+# The machines that a plan is made for: GPUs by name, with what their makers publish.
 
 
 @dataclass(frozen=True)

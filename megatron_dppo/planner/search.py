@@ -7,13 +7,23 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
+from megatron_dppo.config.checks import batch_problems
+from megatron_dppo.config.layout import LAYOUT_CHECKS, world_problems
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.layout_checks import LayoutSizes, model_problems, size_problems
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.devices import Cluster
-from megatron_dppo.planner.job import job_of
-from megatron_dppo.planner.layouts import layout_problems
-from megatron_dppo.planner.verdict import Verdict, verdict
+from megatron_dppo.planner.facts import job_of
+from megatron_dppo.planner.run_plan import Verdict, verdict
+
+# Whether a configuration's layout is one at all: the checks that come before any arithmetic.
+
+
+def layout_problems(config: TrainConfig, shape: ModelShape) -> list[str]:
+    """What is wrong with the layout by itself, with the model, and with the batch sizes; no file is looked at."""
+    problems = list(world_problems(config)) or [*batch_problems(config)]
+    return problems + [p for check in LAYOUT_CHECKS for p in check(config, shape)]
+
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RECOMPUTE = ("none", "selective", "full")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.reader import load_model_shape
-from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.units import GIB
+from megatron_dppo.planner.devices import DEVICES, GIB, Cluster
 from megatron_dppo.slurm.site import SiteConfig
 
 _UNKNOWN = "memory: not planned, as the site file's gpu names none of {names}"
@@ -21,8 +20,8 @@ def memory_verdict(config: TrainConfig, site: SiteConfig, nodes: int) -> tuple[s
         return "memory: not planned, the nodes have no GPUs", []
     if site.gpu is None:
         return _UNKNOWN.format(names=", ".join(DEVICES)), []
-    from megatron_dppo.planner.job import job_of  # loads numpy
-    from megatron_dppo.planner.verdict import verdict
+    from megatron_dppo.planner.facts import job_of  # loads numpy
+    from megatron_dppo.planner.run_plan import verdict
 
     device = DEVICES[site.gpu]
     memory = device.host_memory if site.host_memory_gib is None else site.host_memory_gib * GIB

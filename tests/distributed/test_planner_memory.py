@@ -101,8 +101,8 @@ def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], fold
     """(state, activations) of each rank of the case."""
     from megatron_dppo.model.reader import load_model_shape
     from megatron_dppo.planner.activations import activation_bytes
-    from megatron_dppo.planner.job import trainer_job
-    from megatron_dppo.planner.optimizer import state_bytes
+    from megatron_dppo.planner.facts import trainer_job
+    from megatron_dppo.planner.memory import state_bytes
     from tests.distributed.test_trainer_parity import run_config
 
     config = run_config(

@@ -18,39 +18,45 @@ from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.reader import load_model_shape
-from megatron_dppo.planner.activations import activation_bytes, layer_bytes
-from megatron_dppo.planner.batches import batches
-from megatron_dppo.planner.columns import column_bytes, routing_bytes_per_token
-from megatron_dppo.planner.communicators import PER_COMMUNICATOR, senders
-from megatron_dppo.planner.communicators import engine_bytes as communicator_bytes
+from megatron_dppo.planner.activations import (
+    activation_bytes,
+    bubble,
+    chunks_in_flight,
+    layer_bytes,
+    logits_bytes,
+)
 from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.engine import engine_bytes, kv_bytes_per_token, weight_bytes
-from megatron_dppo.planner.figure import bars
-from megatron_dppo.planner.flops import (
+from megatron_dppo.planner.facts import EvaluationJob, Job, batches, job_of, senders
+from megatron_dppo.planner.memory import (
+    PER_COMMUNICATOR,
+    _copied,
+    column_bytes,
+    engine_bytes,
+    engine_communicator_bytes,
+    kv_bytes_per_token,
+    node_roles,
+    routing_bytes_per_token,
+    state_bytes,
+    weight_bytes,
+)
+from megatron_dppo.planner.needs import needs_of
+from megatron_dppo.planner.parameters import rank_parameters
+from megatron_dppo.planner.report import bars, print_plan
+from megatron_dppo.planner.run_plan import device_here, memory_here, memory_problems, verdict
+from megatron_dppo.planner.search import nearest, search
+from megatron_dppo.planner.step_time import (
+    StepSeconds,
     attention_flops,
+    decode_seconds,
+    hand_over_seconds,
     linear_flops,
+    network_seconds,
+    prefill_seconds,
+    step_seconds,
+    touched_parameters,
     training_flops,
 )
-from megatron_dppo.planner.generation import (
-    decode_seconds,
-    prefill_seconds,
-    touched_parameters,
-)
-from megatron_dppo.planner.here import device_here, memory_here, memory_problems
-from megatron_dppo.planner.host import _copied
-from megatron_dppo.planner.job import EvaluationJob, Job, job_of
-from megatron_dppo.planner.logits import logits_bytes
-from megatron_dppo.planner.needs import needs_of
-from megatron_dppo.planner.optimizer import state_bytes
-from megatron_dppo.planner.roles import node_roles
-from megatron_dppo.planner.schedule import bubble, chunks_in_flight
-from megatron_dppo.planner.search import nearest, search
-from megatron_dppo.planner.server_network import hand_over_seconds, network_seconds
-from megatron_dppo.planner.steptime import StepSeconds, step_seconds
-from megatron_dppo.planner.table import print_plan
-from megatron_dppo.planner.transfer import parameters, transfer
-from megatron_dppo.planner.verdict import verdict
-from megatron_dppo.planner.weights import rank_parameters
+from megatron_dppo.planner.traffic import parameters, transfer
 from megatron_dppo.slurm.site import SiteConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -316,9 +322,9 @@ def test_fp8_pads_each_ranks_tokens():
 def test_communicators_by_hand():
     assert PER_COMMUNICATOR == 16 * 2 * (8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * 2**20)
     # TP4 EP8: an engine rank of TP4 is in its server's group and in one of each sender.
-    assert communicator_bytes(4, 8) == 9 * PER_COMMUNICATOR
-    assert communicator_bytes(4, 1) == 2 * PER_COMMUNICATOR
-    assert communicator_bytes(1, 1) == PER_COMMUNICATOR
+    assert engine_communicator_bytes(4, 8) == 9 * PER_COMMUNICATOR
+    assert engine_communicator_bytes(4, 1) == 2 * PER_COMMUNICATOR
+    assert engine_communicator_bytes(1, 1) == PER_COMMUNICATOR
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -10,8 +10,8 @@ from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.plan import main
-from megatron_dppo.planner.job import job_of
-from megatron_dppo.planner.weight_plan import plan_problems, weight_plan
+from megatron_dppo.planner.facts import job_of
+from megatron_dppo.planner.traffic import plan_problems, weight_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 MOE = load_model_shape(ROOT / "examples" / "model_configs" / "qwen3-30b-a3b-base")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megatron_dppo.planner import communicators
-from megatron_dppo.planner.steptime import model_flops_utilisation
-from megatron_dppo.planner.units import gb, gib
-from megatron_dppo.planner.verdict import Verdict
+from megatron_dppo.planner import memory
+from megatron_dppo.planner.devices import gb, gib
+from megatron_dppo.planner.run_plan import Verdict
+from megatron_dppo.planner.step_time import model_flops_utilisation
 from tools.scale import balance
 
 _NONE = "-"
@@ -74,12 +74,12 @@ def _hash_bound(plan: Verdict) -> str:
 
 def _trainer_groups(plan: Verdict) -> str:
     held = plan.fullest.communicators
-    return f"{held // communicators.PER_COMMUNICATOR}: {gib(held)}"
+    return f"{held // memory.PER_COMMUNICATOR}: {gib(held)}"
 
 
 def _engine_groups(plan: Verdict) -> str:
     count = int(plan.job.engine.tensor > 1) + plan.job.senders
-    return f"{count}: {gib(count * communicators.PER_COMMUNICATOR)}"
+    return f"{count}: {gib(count * memory.PER_COMMUNICATOR)}"
 
 
 def _memory(plan: Verdict) -> str:
@@ -108,11 +108,11 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
             _columns("routing"),
             "layers x experts a token x 1 byte x tokens",
         ),
-        Computed("routing a step, on the wire", _columns("routing_wire"), "planner/columns.py"),
+        Computed("routing a step, on the wire", _columns("routing_wire"), "planner/memory.py"),
         Computed(
             "Top-K a step, in memory", _columns("topk"), "K x (4 + 4) bytes x response tokens"
         ),
-        Computed("Top-K a step, on the wire", _columns("topk_wire"), "planner/columns.py"),
+        Computed("Top-K a step, on the wire", _columns("topk_wire"), "planner/memory.py"),
         Computed("on the wire over in memory", _received, "of routing and Top-K together"),
         Computed(
             "a rank holds of a batch",
@@ -122,7 +122,7 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
         Computed(
             "host memory a node, columns",
             _host("batch"),
-            "ranks x copies x what each holds (planner/host.py)",
+            "ranks x copies x what each holds (planner/memory.py)",
         ),
         Computed(
             "host memory a node, in all",
@@ -153,9 +153,7 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
             lambda p: gb(p.transfer.update),
             "parameters x bytes of the dtype",
         ),
-        Computed(
-            "of them gathered first", lambda p: gb(p.transfer.gathered), "planner/transfer.py"
-        ),
+        Computed("of them gathered first", lambda p: gb(p.transfer.gathered), "planner/traffic.py"),
         Computed(
             "between nodes, at least",
             _between_nodes,
@@ -169,7 +167,7 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
         Computed(
             "expected",
             lambda p: _seconds(p.transfer.update_seconds),
-            "planner/transfer.py, hash and canary included",
+            "planner/traffic.py, hash and canary included",
         ),
         Computed(
             "hash of a sender's bytes, lower bound",
@@ -181,18 +179,18 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
         Computed(
             "communicators of a trainer rank",
             _trainer_groups,
-            "count: bytes (planner/communicators.py)",
+            "count: bytes (planner/memory.py)",
         ),
         Computed(
             "communicators of an engine rank",
             _engine_groups,
             "its server's, and one of each sender",
         ),
-        Computed("memory of the fullest trainer GPU", _memory, "planner/rank_memory.py"),
+        Computed("memory of the fullest trainer GPU", _memory, "planner/memory.py"),
     ),
     "A step": (
         Computed(
-            "step", _step, "FLOPs and bandwidths (planner/steptime.py): a lower bound, no forecast"
+            "step", _step, "FLOPs and bandwidths (planner/step_time.py): a lower bound, no forecast"
         ),
         Computed(
             "MFU of the trainer's seconds",

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from examples.recipes.verdicts import HERE, MODELS, NODES
 from megatron_dppo.config import load_config
 from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.job import job_of
-from megatron_dppo.planner.models import shape_of
-from megatron_dppo.planner.verdict import Verdict, verdict
+from megatron_dppo.planner.facts import job_of, shape_of
+from megatron_dppo.planner.run_plan import Verdict, verdict
 
 GPU = "h100"
 FULLEST = "30B-A3B R3, fullest step"

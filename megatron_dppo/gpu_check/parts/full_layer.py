@@ -13,11 +13,10 @@ from megatron_dppo.gpu_check.models import policy_config, random_batch, random_m
 from megatron_dppo.gpu_check.part import Bench, LackingError, Row, part
 from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.planner.activations import activation_bytes
-from megatron_dppo.planner.devices import CONTEXT
-from megatron_dppo.planner.job import TrainerJob, trainer_job
-from megatron_dppo.planner.optimizer import state_bytes
-from megatron_dppo.planner.steptime import MOE_UTILISATION
-from megatron_dppo.planner.units import gib
+from megatron_dppo.planner.devices import CONTEXT, gib
+from megatron_dppo.planner.facts import TrainerJob, trainer_job
+from megatron_dppo.planner.memory import state_bytes
+from megatron_dppo.planner.step_time import MOE_UTILISATION
 
 if TYPE_CHECKING:
     from megatron_dppo.data.packing import PackedBatch

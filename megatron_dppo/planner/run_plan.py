@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from megatron_dppo.config.machine import Machine
+from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
-from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.planner import communicators
-from megatron_dppo.planner.batches import Batches, batches
-from megatron_dppo.planner.columns import ColumnBytes, column_bytes
-from megatron_dppo.planner.devices import Cluster
-from megatron_dppo.planner.engine import (
+from megatron_dppo.model.errors import LayoutError, ModelError
+from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.planner.activations import activation_bytes
+from megatron_dppo.planner.devices import Cluster, Device, device_named, gib
+from megatron_dppo.planner.facts import Batches, Job, batches, job_of
+from megatron_dppo.planner.memory import (
     LEAST_RESERVED,
+    ColumnBytes,
     EngineBytes,
+    HostBytes,
+    NodeRoles,
+    RankBytes,
     capture_host_bytes,
+    column_bytes,
     engine_bytes,
+    engine_communicator_bytes,
+    host_bytes,
+    node_roles,
+    rank_bytes,
+    state_bytes,
+    weight_bytes,
 )
-from megatron_dppo.planner.host import HostBytes, host_bytes
-from megatron_dppo.planner.job import Job
-from megatron_dppo.planner.rank_memory import RankBytes, rank_bytes
-from megatron_dppo.planner.roles import NodeRoles, node_roles
-from megatron_dppo.planner.steptime import StepSeconds, step_seconds
-from megatron_dppo.planner.transfer import STORAGE, Transfer, transfer
-from megatron_dppo.planner.units import gib
+from megatron_dppo.planner.step_time import StepSeconds, step_seconds
+from megatron_dppo.planner.traffic import STORAGE, Transfer, transfer
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,7 @@ def _engine_problems(found: EngineBytes, job: Job) -> Iterator[str]:
             f"{found.kv_tokens:,} tokens in mem_fraction_static {found.fraction}, expected at least "
             f"one sequence of {longest:,}"
         )
-    groups = communicators.engine_bytes(job.engine.tensor, job.senders)
+    groups = engine_communicator_bytes(job.engine.tensor, job.senders)
     if found.reserved < groups + LEAST_RESERVED:
         yield (
             f"engine GPU memory: mem_fraction_static {found.fraction} leaves {gib(found.reserved)} "
@@ -193,3 +202,81 @@ def _host_problems(hosts: tuple[HostBytes, ...], cluster: Cluster) -> Iterator[s
                 f"batch {gib(host.batch)}, checkpoint {gib(host.checkpoint)}, routing of the engines "
                 f"{gib(host.capture)}), expected at most {gib(cluster.node_memory)}"
             )
+
+
+# The planner's verdict on the machine that a run would be started on.
+
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+
+
+def memory_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
+    """What does not fit the memory of ``machine``, a line each; nothing where its GPUs are of an unknown kind, and
+    where the checkpoint's config.json can't be read, which other checks tell."""
+    if machine.gpus:
+        device = device_here()
+        if device is not None and (job := _job(config, gpu=True)) is not None:
+            cluster = Cluster(device, 1, machine.gpus, machine.memory_bytes)
+            yield from verdict(job, cluster).too_large
+        return
+    job = _job(config, gpu=False)
+    if job is None:
+        return
+    needed = _state(job) + _engines(job)
+    if needed > machine.memory_bytes:
+        yield (
+            f"memory: weights, gradients and optimizer of {job.trainer.layout.world_size} ranks and the weights of "
+            f"{job.engine.servers} servers take {gib(needed)}, this machine has {gib(machine.memory_bytes)}"
+        )
+
+
+def memory_here(config: TrainConfig, machine: Machine) -> str:
+    """What the run takes of this machine's memory, in a line."""
+    gpu = machine.gpus > 0
+    job = _job(config, gpu=gpu)
+    if job is None:
+        return "memory: unknown"
+    layout = job.trainer.layout
+    first, live = state_bytes(job.trainer, 0), activation_bytes(job.trainer, 0)
+    return (
+        f"memory: {layout.world_size} ranks, each of weights {gib(first.weights)}, gradients {gib(first.gradients)}, "
+        f"optimizer {gib(first.optimizer)}, activations up to {gib(live.saved)}; {job.engine.servers} servers with "
+        f"weights of {gib(_engines(job) / max(1, job.engine.servers))}{_judged() if gpu else ''}"
+    )
+
+
+def _judged() -> str:
+    device = device_here()
+    if device is None:
+        return "; whether that fits is not judged: the GPUs are of a kind that the planner does not know"
+    return f"; judged as {device.name} of {gib(device.memory)}"
+
+
+def device_here(folder: Path = NVIDIA) -> Device | None:
+    """The kind of this machine's first GPU, by the name that its driver gives it; None for an unknown one."""
+    for entry in sorted(folder.glob("*/information")):
+        return device_named(entry.read_text(encoding="utf-8"))
+    return None
+
+
+def _job(config: TrainConfig, *, gpu: bool) -> Job | None:
+    try:
+        return job_of(config, load_model_shape(config.model.hf_checkpoint), gpu=gpu)
+    except ModelError:
+        return None
+
+
+def _state(job: Job) -> int:
+    """Weights, gradients and optimizer of all ranks."""
+    layout = job.trainer.layout
+    return sum(
+        state_bytes(job.trainer, s).total * layout.stage_ranks for s in range(layout.pipeline)
+    )
+
+
+def _engines(job: Job) -> int:
+    engine = job.engine
+    try:
+        layout = EngineLayout(engine.tensor, engine.expert)
+        return engine.servers * engine.tensor * weight_bytes(job.trainer.shape, layout)
+    except ModelError:
+        return 0

@@ -1,4 +1,4 @@
-"""The facts of a run that the formulas take, read off a checked configuration once."""
+"""The facts of a run that the formulas take, read off a checked configuration and its model once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.launch.placement import Roles
+from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
-from megatron_dppo.planner import communicators
-from megatron_dppo.planner.adapters import Trained
+from megatron_dppo.planner.devices import ceil_to
 from megatron_dppo.planner.needs import Needs, needs_of
-from megatron_dppo.planner.units import ceil_to
+from megatron_dppo.planner.parameters import Trained
+
+# The facts of a run that the formulas take, read off a checked configuration once.
 
 
 @dataclass(frozen=True)
@@ -141,7 +144,19 @@ class Job:
     @property
     def senders(self) -> int:
         """Trainer ranks that send weights, each in a group with all engine ranks."""
-        return communicators.senders(self.trainer.layout, self.ranks_per_sender)
+        return senders(self.trainer.layout, self.ranks_per_sender)
+
+
+def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
+    """Trainer ranks that send weights: the first holder of each shard of the experts, or of each stage where they are
+    not spread; of those, one in each run of ``ranks_per_sender`` ranks (``weight_sync/strategies/distributed.py``,
+    ``model.gather_plan.node_receivers``)."""
+    holders = (
+        stage * layout.stage_ranks + expert * layout.expert_tensor
+        for stage in range(layout.pipeline)
+        for expert in range(layout.expert)
+    )
+    return len({rank // ranks_per_sender for rank in holders})
 
 
 def trainer_job(
@@ -275,3 +290,61 @@ def _unread(table: dict[str, Any]) -> tuple[str, ...]:
 
 def _size(table: dict[str, Any], key: str, default: int) -> int:
     return int(table.get(key) or default)
+
+
+# Batch arithmetic: sequences, tokens and micro-batches of a step, of an optimiser step, of a
+# rank.
+
+
+@dataclass(frozen=True)
+class Batches:
+    """``per_step``: responses in an optimiser step; ``replica``: of them, on one data-parallel replica. Tokens at the
+    mean lengths; ``longest_tokens``: of a batch in which every sequence reaches both limits."""
+
+    responses: int
+    tokens: float
+    longest_tokens: int
+    optimizer_steps: int
+    per_step: int
+    replica: float
+    micro_batches: int
+    micro_batch_tokens: int
+    per_leader: float
+
+
+def batches(job: Job) -> Batches:
+    """responses = prompts x group; an optimiser step takes responses / steps, a replica that / DP; micro-batches =
+    replica's tokens / (micro-batch tokens x PACKING), at least 1; leaders (one a replica) generate responses / DP."""
+    rollout, data = job.rollout, job.trainer.layout.data
+    per_step = rollout.responses // rollout.steps
+    return Batches(
+        responses=rollout.responses,
+        tokens=rollout.tokens,
+        longest_tokens=rollout.responses * (rollout.longest_prompt + rollout.longest_response),
+        optimizer_steps=rollout.steps,
+        per_step=per_step,
+        replica=per_step / data,
+        micro_batches=job.trainer.micro_batches,
+        micro_batch_tokens=job.trainer.tokens,
+        per_leader=rollout.responses / data,
+    )
+
+
+# The model of a recipe: its checkpoint's config.json, or, before it is downloaded, one that is
+# kept by its name.
+
+
+def shape_of(checkpoint: str, known: str | Path) -> ModelShape:
+    """Of ``checkpoint/config.json``; where that is missing, of ``known/<its name in small letters>/config.json``.
+
+    Raises ModelConfigError where neither is there, UnsupportedModelError for a model outside the tables.
+    """
+    folder = Path(checkpoint)
+    if (folder / "config.json").is_file():
+        return load_model_shape(folder)
+    kept = Path(known) / folder.name.lower()
+    if (kept / "config.json").is_file():
+        return load_model_shape(kept)
+    raise ModelConfigError(
+        f"model.hf_checkpoint: no config.json in {folder} nor in {kept}, expected one of them"
+    )

@@ -1,0 +1,481 @@
+"""What a trainer rank's GPU, a server's GPU and a node's host memory hold."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_dppo.data.columns import (
+    ROLLOUT_LOG_PROBS,
+    ROUTED_EXPERTS,
+    TOPK_IDS,
+    TOPK_LOG_PROBS,
+    WEIGHT_VERSION,
+    Column,
+    Form,
+    Rows,
+)
+from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout, keeps_untied_output
+from megatron_dppo.model.families import family_of
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import shard_of
+from megatron_dppo.model.rules import Rule
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.planner.activations import ActivationBytes, activation_bytes
+from megatron_dppo.planner.devices import (
+    CONTEXT,
+    FRAGMENTATION,
+    GIB,
+    MIB,
+    Cluster,
+    Device,
+    ceil_to,
+    power_of_two,
+    usable_bytes,
+)
+from megatron_dppo.planner.facts import EngineJob, Job, RolloutJob, TrainerJob
+from megatron_dppo.planner.parameters import Counts, RankParameters, elements, rank_parameters
+
+# GPU memory of NCCL's communicators, of a trainer rank and of an engine rank.
+
+CHANNELS = 16
+"""Channels of a communicator over NVLink and InfiniBand. Assumption: NCCL chooses between 8 and 32."""
+CONNECTIONS = 2
+"""Receiving connections of a rank in each channel: of the ring and of the tree. Assumption."""
+_LL = 8 * 512 * 8 * 16
+_LL128 = 120 * 640 * 8 * 8
+_SIMPLE = 4 * MIB
+PER_COMMUNICATOR = CHANNELS * CONNECTIONS * (_LL + _LL128 + _SIMPLE)
+"""Bytes: channels x connections x the buffers of NCCL's three protocols (src/include/device.h and src/init.cc of NCCL
+2.29: LL 8 lines x 512 threads x 8 steps x 16 bytes, LL128 120 x 640 x 8 x 8, Simple NCCL_BUFFSIZE = 4 MiB)."""
+
+
+def trainer_communicators(layout: Layout, *, sends: bool) -> int:
+    """Communicators that a trainer rank uses: the world's, one for each parallel dimension of more than one rank, and
+    (``sends``) its own with all engine ranks. Megatron-Core makes more groups; NCCL allocates for those that are used.
+    """
+    sizes = (layout.tensor, layout.pipeline, layout.data, layout.expert, layout.expert_data)
+    used = sum(size > 1 for size in sizes) + (layout.expert_tensor > 1 and layout.expert > 1)
+    return int(layout.world_size > 1) + used + int(sends)
+
+
+def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
+    """Bytes on a trainer rank."""
+    return trainer_communicators(layout, sends=sends) * PER_COMMUNICATOR
+
+
+def engine_communicator_bytes(tensor: int, senders: int) -> int:
+    """Bytes on an engine rank: its server's own group, and one with every sender of weights."""
+    return (int(tensor > 1) + senders) * PER_COMMUNICATOR
+
+
+# Weights, gradients and Adam's state of a rank, as the trainer's settings of Megatron-Core make
+# them.
+
+_PARAMETER_PAD, _BUCKET_PAD = 64, 128
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes that live through a whole run on one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        """All three."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_bytes(job: TrainerJob, stage: int) -> StateBytes:
+    """Weights, gradient buffer and optimizer state of each rank of ``stage``.
+
+    - weights: elements x 2 (bfloat16) or 4 (float32).
+    - gradients: elements x 4: ``grad_reduce_in_fp32=True`` in ``trainer/model.py``, or x 2; one buffer for dense and
+      one for experts' parameters (``_ParamAndGradBuffer``).
+    - optimizer: Adam's two fp32 moments, 8 bytes, and for bfloat16 a fp32 master, 4 bytes (megatron.core
+      ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``); a float32 parameter is its own master.
+      ``optimizer.distributed`` cuts these by the replicas: ``data`` for dense parameters, ``expert_data`` for experts.
+    - With the distributed optimizer weights and gradients live in buffers in which each parameter starts at a multiple
+      of 64 elements and the end is padded to one of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
+      ``_pad_end_of_bucket_if_needed``).
+    - With adapters all this is of them alone; the frozen weights lie where they were made.
+    - A reference policy is a copy of those of the model's own parameters that are trained; of the adapters, too, where
+      they start from a folder (``ReferenceWeights``).
+    """
+    parameters, frozen = rank_parameters(job.shape, job.layout, stage), 0
+    changed = parameters.elements
+    if job.trained is not None:
+        changed = job.trained.trained_base(job.shape, job.layout)
+        frozen = parameters.elements - changed
+        parameters = job.trained.parameters(job.shape, job.layout, stage)
+    padded = [
+        _buffer_elements(counts, replicas) if job.distributed else elements(counts)
+        for counts, replicas in _groups(parameters, job.layout)
+    ]
+    held = sum(padded)
+    kept = changed if job.reference else 0
+    if job.reference_adapters:
+        kept = parameters.elements
+    shared = [
+        size // replicas if job.distributed else size
+        for size, (_, replicas) in zip(padded, _groups(parameters, job.layout), strict=True)
+    ]
+    return StateBytes(
+        weights=(frozen + held + kept) * job.item_bytes,
+        gradients=held * job.gradient_bytes,
+        optimizer=round(sum(shared) * job.optimizer_bytes),
+    )
+
+
+def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, int]]:
+    groups = [(parameters.dense, layout.data), (parameters.experts, layout.expert_data)]
+    return [(counts, replicas) for counts, replicas in groups if counts]
+
+
+def _buffer_elements(counts: Counts, replicas: int) -> int:
+    """Elements of one buffer of the distributed optimizer; every parameter but the last is followed by its padding."""
+    total = sum(ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
+    return ceil_to(total, math.lcm(replicas, _BUCKET_PAD))
+
+
+# All that one trainer rank's GPU holds at the worst moment of a step.
+
+_COLUMN_PIECE = 64 * MIB
+"""``PIECE_BYTES`` of loop/rollouts/exchange.py: columns travel over the device in pieces."""
+
+
+@dataclass(frozen=True)
+class RankBytes:
+    """One GPU of a pipeline stage, by part; bytes."""
+
+    stage: int
+    state: StateBytes
+    activations: ActivationBytes
+    update_buckets: int
+    communicators: int
+    context: int
+    fragmentation: int
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by part at the worst moment of training: with the logits, or with a recomputed layer."""
+        live = self.activations
+        at_logits = live.head > live.recomputed
+        return {
+            "weights": self.state.weights,
+            "gradients": self.state.gradients,
+            "optimizer": self.state.optimizer,
+            "activations": live.kept + (0 if at_logits else live.recomputed),
+            "logits": live.head if at_logits else 0,
+            "working": live.working,
+            "communicators": self.communicators,
+            "context": self.context + self.fragmentation,
+        }
+
+    @property
+    def total(self) -> int:
+        """At the worst moment: of training, or, where that is more, of a weight update."""
+        steady = self.state.total + self.communicators + self.context
+        training = self.activations.total + self.fragmentation
+        return steady + max(training, self.update_buckets)
+
+
+def rank_bytes(job: Job, stage: int, *, gpu: bool = True) -> RankBytes:
+    """Of each rank of ``stage``. Update: a bucket that is gathered, one that is sent, and one on its way to the
+    engine's layout; columns on the way between ranks are smaller and earlier."""
+    activations = activation_bytes(job.trainer, stage, job.rollout.topk)
+    sends = job.engine.servers > 0
+    return RankBytes(
+        stage=stage,
+        state=state_bytes(job.trainer, stage),
+        activations=activations,
+        update_buckets=max(3 * job.bucket_bytes, 2 * _COLUMN_PIECE) if gpu else 0,
+        communicators=trainer_communicator_bytes(job.trainer.layout, sends=sends) if gpu else 0,
+        context=CONTEXT if gpu else 0,
+        fragmentation=round(activations.total * FRAGMENTATION) if gpu else 0,
+    )
+
+
+# A server's GPUs: weights, KV cache, what is left for everything else; sequences that run at
+# once.
+
+_ITEM = 2
+_FEW_RUNNING, _MOST_RUNNING = 2048, 4096
+_CHUNKED_PREFILL = 8192
+
+
+@dataclass(frozen=True)
+class EngineBytes:
+    """One GPU of a server. ``reserved``: what ``mem_fraction_static`` leaves free, for activations, CUDA graphs and
+    communicators. ``kv_tokens``: of the whole server. ``sequences``: that run at once, at the mean length; ``longest``:
+    if all were as long as they may be."""
+
+    weights: int
+    kv_pool: int
+    reserved: int
+    fraction: float
+    kv_tokens: int
+    sequences: int
+    longest: int
+
+
+@cache
+def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
+    """bf16 weights of an engine rank: the family's rows by SGLang's own cuts (``Rule.in_engine``)."""
+    check_engine_layout(shape, layout)
+    family, each = family_of(shape), shape.num_layers
+    rules = [(rule, each) for rule in family.layer] + [
+        (family.embedding, 1),
+        (family.final_norm, 1),
+    ]
+    if not shape.tied_embeddings or keeps_untied_output(shape):
+        rules.append((family.embedding, 1))
+    total = sum(_elements(rule, shape, layout.tensor) * count for rule, count in rules)
+    experts = each * shape.num_experts // layout.expert
+    total += sum(_elements(rule, shape, layout.expert_tensor) * experts for rule in family.expert)
+    return total * _ITEM
+
+
+def _elements(rule: Rule, shape: ModelShape, size: int) -> int:
+    return math.prod(shard_of(rule.in_engine.split, rule.sources, shape, 0, size).shape)
+
+
+def kv_bytes_per_token(shape: ModelShape, engine: EngineJob) -> int:
+    """Of one GPU: 2 x layers x key-value heads of the rank (at least one) x head size x bytes of an element (SGLang's
+    ``MHATokenToKVPool``)."""
+    heads = max(1, shape.num_query_groups // engine.tensor)
+    layers = -(-shape.num_layers // engine.pipeline)
+    return 2 * layers * heads * shape.head_dim * engine.kv_bytes
+
+
+def default_fraction(device: Device, engine: EngineJob) -> float:
+    """``mem_fraction_static`` as SGLang 0.5.23 chooses it (``arg_groups/memory_hook.py``): MiB kept free = 512 + 1.5 x
+    chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and on GPUs above 60 GiB at least 10 GiB."""
+    memory = device.memory / MIB
+    chunk = chunk_tokens(engine, device)
+    graphs = 512 if engine.tensor >= 4 or memory >= 160 * 1024 else 256
+    reserved = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graphs
+    if memory > 60 * 1024:
+        reserved = max(reserved, 10 * 1024)
+    return round((memory - reserved) / memory, 3)
+
+
+def chunk_tokens(engine: EngineJob, device: Device) -> int:
+    """Tokens of a prefill's pass, as SGLang chooses them."""
+    large = device.memory >= 160 * 1024 * MIB
+    return engine.chunked_prefill or (2 * _CHUNKED_PREFILL if large else _CHUNKED_PREFILL)
+
+
+def engine_bytes(
+    shape: ModelShape, engine: EngineJob, rollout: RolloutJob, device: Device
+) -> EngineBytes:
+    """KV pool = fraction x free memory before the weights - weights; tokens = pool / bytes of a token.
+
+    Sequences at once: tokens / mean length, at most ``max_running_requests``, whose default is
+    clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``).
+    """
+    weights = weight_bytes(shape, EngineLayout(engine.tensor, engine.expert)) // engine.pipeline
+    fraction = engine.memory_fraction or default_fraction(device, engine)
+    free = usable_bytes(device)
+    pool = int(free * fraction) - weights
+    tokens = max(0, pool) // kv_bytes_per_token(shape, engine)
+    context = rollout.longest_prompt + rollout.longest_response
+    limit = engine.max_running or min(_MOST_RUNNING, max(_FEW_RUNNING, 512 * tokens // context))
+    return EngineBytes(
+        weights=weights,
+        kv_pool=pool,
+        reserved=free - int(free * fraction),
+        fraction=fraction,
+        kv_tokens=tokens,
+        sequences=min(limit, int(tokens / rollout.mean_length)),
+        longest=min(limit, tokens // context),
+    )
+
+
+def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
+    """Pinned host memory in which a server with R3 keeps the experts of every token of its KV pool: int32 [tokens,
+    layers, k] (``state_capturer/base.py``, ``BaseHostCache``)."""
+    return kv_tokens * shape.num_layers * shape.experts_per_token * 4
+
+
+LEAST_RESERVED = 3 * GIB
+"""Bytes beside static memory and communicators that a server needs for activations of a prefill chunk and CUDA graphs.
+Assumption; SGLang's own estimate is the 10 GiB and more of ``default_fraction``."""
+
+
+# Bytes of a rollout batch's per-token columns: on the wire from the engines, and in the ranks'
+# host memory.
+
+_TOKEN = 4 + 1
+"""Token id int32 and loss mask, bytes."""
+_BASE64 = 4 / 3
+
+
+@dataclass(frozen=True)
+class ColumnBytes:
+    """Of one rollout batch. ``routing`` and ``topk``: in memory, once; ``*_wire``: as servers of a run answer.
+    ``replicas``: what only the replica that trains holds, tokens included, all replicas together.
+    """
+
+    routing: float
+    routing_wire: float
+    topk: float
+    topk_wire: float
+    replicas: float
+
+
+def column_bytes(shape: ModelShape, rollout: RolloutJob) -> ColumnBytes:
+    """Rows x bytes of a row, by the declarations in ``data/columns.py``, at the mean lengths.
+
+    Routing (R3): layers x experts of a token, uint8 up to 256 experts, for every token but the last; the same beside
+    the JSON on the wire. Top-K: K ids int32 and K log-probabilities fp32 for every sampled token; on the wire base64.
+    """
+    routing = topk = 0.0
+    if rollout.routing:
+        routing = _rows(ROUTED_EXPERTS, rollout) * routing_bytes_per_token(shape)
+    if rollout.topk:
+        forms = [Form(c.dtypes[0], (rollout.topk,)) for c in (TOPK_IDS, TOPK_LOG_PROBS)]
+        topk = _rows(TOPK_IDS, rollout) * sum(form.row_bytes for form in forms)
+    sampled = _rows(ROLLOUT_LOG_PROBS, rollout)
+    plain = [Form(c.dtypes[0], ()).row_bytes for c in (ROLLOUT_LOG_PROBS, WEIGHT_VERSION)]
+    return ColumnBytes(
+        routing=routing,
+        routing_wire=routing,
+        topk=topk,
+        topk_wire=topk * _BASE64,
+        replicas=rollout.tokens * _TOKEN + routing + topk + sampled * sum(plain),
+    )
+
+
+def routing_bytes_per_token(shape: ModelShape) -> int:
+    """Of the recorded experts in memory."""
+    narrow, wide = ROUTED_EXPERTS.dtypes
+    trailing = (len(shape.moe_layers), shape.experts_per_token)
+    return Form(narrow if shape.num_experts <= 256 else wide, trailing).row_bytes
+
+
+def _rows(column: Column, rollout: RolloutJob) -> float:
+    """Rows of a rollout batch."""
+    each = rollout.mean_response if column.rows is Rows.SAMPLED else rollout.mean_length - 1
+    return rollout.responses * each
+
+
+# Which GPUs train and which serve: the placement of a run (``launch.placement``), counted by
+# node.
+
+
+@dataclass(frozen=True)
+class NodeRoles:
+    """What one node's GPUs do. ``ranks``: the trainer's there. ``engine``: GPUs that serve; ``servers``: the numbers of
+    their servers."""
+
+    node: int
+    ranks: tuple[int, ...]
+    engine: int
+    servers: tuple[int, ...]
+    idle: int
+
+    @property
+    def trainer(self) -> int:
+        """GPUs that train."""
+        return len(self.ranks)
+
+
+def node_roles(roles: Roles, cluster: Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
+    """By node what its GPUs do, and why the roles don't fit the nodes: one of the two is empty."""
+    names = [str(node) for node in range(cluster.nodes)]
+    hosts = tuple(Host(name, name, cluster.gpus_per_node) for name in names)
+    try:
+        placement = place(roles, Allocation(hosts))
+    except PlacementError as error:
+        return (), [str(error)]
+    return _by_node(placement, cluster), []
+
+
+def _by_node(placement: Placement, cluster: Cluster) -> tuple[NodeRoles, ...]:
+    ranks: dict[int, list[int]] = {}
+    servers: dict[int, list[int]] = {}
+    engine: Counter[int] = Counter()
+    for rank in placement.ranks:
+        ranks.setdefault(int(rank.host.name), []).append(rank.rank)
+    for server in placement.servers:
+        for host in server.hosts:
+            node = int(host.name)
+            servers.setdefault(node, []).append(server.index)
+            engine[node] += server.devices
+    return tuple(
+        NodeRoles(
+            node,
+            tuple(ranks.get(node, ())),
+            engine[node],
+            tuple(servers.get(node, ())),
+            max(0, cluster.gpus_per_node - len(ranks.get(node, ())) - engine[node]),
+        )
+        for node in range(cluster.nodes)
+    )
+
+
+# Host memory of a node: processes, a batch's columns, copies for a checkpoint, the engines'
+# pinned buffers.
+
+TRAINER_PROCESS = 4 * GIB
+"""Python, torch, CUDA's host side and pinned NCCL buffers of a rank. Assumption; 0.5 GiB were measured without CUDA."""
+ENGINE_PROCESS = 8 * GIB
+"""The same of a server's GPU, with its share of scheduler, tokenizer and detokenizer. Assumption."""
+COPIES = 2
+"""Of a batch's columns: the batch that is trained on, and the packs made of it (and with staleness the next one)."""
+
+
+@dataclass(frozen=True)
+class HostBytes:
+    """Of one node, which may train, serve or do both.
+
+    ``checkpoint``: pinned copies of what the ranks write (``trainer/host_copy.py``), 0 without the background.
+    """
+
+    processes: int
+    batch: int
+    checkpoint: int
+    capture: int
+
+    @property
+    def total(self) -> int:
+        """All of a node's."""
+        return self.processes + self.batch + self.checkpoint + self.capture
+
+
+def host_bytes(job: Job, columns: ColumnBytes, node: NodeRoles, capture: int) -> HostBytes:
+    """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3.
+
+    batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
+    copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes
+    an element that it shares with its replicas (12 in float32); with adapters, of them alone. It copies into one pinned
+    buffer, which torch's CachingHostAllocator rounds up to a power of two.
+    """
+    copies = COPIES + job.rollout.staleness
+    per_rank = columns.replicas / job.trainer.layout.data
+    return HostBytes(
+        processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
+        batch=round(node.trainer * copies * per_rank),
+        checkpoint=len(node.ranks) * power_of_two(_copied(job)) if job.checkpoint_background else 0,
+        capture=node.engine * capture,
+    )
+
+
+def _copied(job: Job) -> int:
+    """What a rank of the first stage writes: with its replicas it shares out what they all hold."""
+    layout, trained = job.trainer.layout, job.trainer.trained
+    if trained is None:
+        held = rank_parameters(job.trainer.shape, layout, 0)
+        experts = elements(held.experts) * layout.expert * layout.expert_tensor
+        written = (elements(held.dense) * layout.tensor + experts) * layout.pipeline
+    else:
+        written = trained.elements(job.trainer.shape)
+    share = written / layout.world_size
+    return round(share * (12 if job.trainer.dtype == "float32" else 14))
