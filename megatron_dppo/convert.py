@@ -22,9 +22,9 @@ from rich.progress import (
 )
 
 from megatron_dppo.model.errors import ModelError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES
 
 PLAIN_INTERVAL_S = 10.0
@@ -225,8 +225,8 @@ def _adapters_to_peft(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.model.engine_layout import EngineLayout
-    from megatron_dppo.model.plan_table import print_plan
+    from megatron_dppo.model.layout import EngineLayout
+    from megatron_dppo.model.resharding import print_plan
 
     engine = EngineLayout(arguments.engine_tp, arguments.engine_ep)
     shape = load_model_shape(arguments.hf_config)

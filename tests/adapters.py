@@ -15,7 +15,7 @@ def save_random_adapters(folder: Path, hf_dir: Path, section: dict[str, Any]) ->
     from megatron_dppo.config.lora import adapters_of
     from megatron_dppo.config.schema import LoraConfig
     from megatron_dppo.model.adapters import adapter_tensors
-    from megatron_dppo.model.reader import load_model_shape
+    from megatron_dppo.model.families import load_model_shape
 
     shape = load_model_shape(hf_dir)
     adapters = adapters_of(LoraConfig(**section), shape)

@@ -118,8 +118,8 @@ def save_hollow_model(folder: str | Path, **changes: object) -> Path:
         SafetensorsFileWriter,
         TensorSpec,
     )
+    from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.mapping import hf_tensors
-    from megatron_dppo.model.reader import load_model_shape
 
     folder = save_tiny_model(folder, layers=1)
     config, weights = folder / "config.json", folder / "model.safetensors"

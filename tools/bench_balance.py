@@ -15,8 +15,8 @@ import numpy as np
 from benchmark_rows import Quantity, write_rows
 
 from megatron_dppo.data.packing import idle_share, plan_mini_batch
-from megatron_dppo.model.flops import forward_flops
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.shape import forward_flops
 
 MODEL = Path(__file__).resolve().parents[1] / "examples" / "model_configs" / "qwen3-30b-a3b"
 LIMIT, PROMPT = 16_384, 200

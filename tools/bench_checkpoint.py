@@ -61,8 +61,8 @@ def make_material(folder: Path, gigabytes: float) -> None:
     from transformers import Qwen3MoeConfig
 
     from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
+    from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.mapping import hf_tensors
-    from megatron_dppo.model.reader import load_model_shape
 
     hidden, inner, experts, vocabulary = 1024, 512, 16, 8192
     layer = 3 * hidden * inner * experts + 3 * hidden * hidden

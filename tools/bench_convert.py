@@ -32,9 +32,9 @@ from megatron_dppo.checkpoint_conversion.streaming import (
     megatron_to_hf,
     verify,
 )
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.files import sync_folder
 
 COPY_BYTES = 256 << 10

@@ -36,10 +36,10 @@ from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import Bucket, ParameterKey, hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
-from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.trainer.trainer import Trainer

@@ -11,7 +11,6 @@ import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import Certificate
 from megatron_dppo.checkpoint_conversion.digest import combined_digest, tensor_digests
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
 from megatron_dppo.checkpoint_conversion.hashing import TensorHashes
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, ShardedWriter
 from megatron_dppo.checkpoint_conversion.peft import CONFIG, PeftReader, write_peft
@@ -25,8 +24,9 @@ from megatron_dppo.model.adapters import (
     checkpoint_place,
     resolve_modules,
 )
+from megatron_dppo.model.errors import CheckpointError, MismatchError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
 Progress = Callable[[int], None]

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
 from megatron_dppo.checkpoint_conversion.publishing import side_files
-from megatron_dppo.model.errors import LayoutError
+from megatron_dppo.model.errors import CheckpointError, LayoutError, MismatchError
 from megatron_dppo.model.families import FAMILIES
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors

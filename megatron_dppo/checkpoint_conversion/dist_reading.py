@@ -20,9 +20,9 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
 from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, Dims
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
 from megatron_dppo.checkpoint_conversion.saved_tensor import find_saved_tensor
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.files import Closing
 
 READ_BYTES = 8 << 20

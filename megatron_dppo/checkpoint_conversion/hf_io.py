@@ -11,7 +11,6 @@ from types import TracebackType
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import Certificate
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.publishing import StagedFolder, copy_side_files
 from megatron_dppo.checkpoint_conversion.safetensors_file import (
     SafetensorsFile,
@@ -19,6 +18,7 @@ from megatron_dppo.checkpoint_conversion.safetensors_file import (
     TensorSpec,
 )
 from megatron_dppo.checkpoint_conversion.tensor_store import check_store, read_slice
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing

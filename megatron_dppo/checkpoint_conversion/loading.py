@@ -10,7 +10,6 @@ import torch
 
 from megatron_dppo.checkpoint_conversion import certificate as certificates
 from megatron_dppo.checkpoint_conversion.certificate import Certificate, load_certificate
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec, byte_view
 from megatron_dppo.checkpoint_conversion.sharded_checkpoint import ShardedCheckpoint
@@ -21,6 +20,7 @@ from megatron_dppo.checkpoint_conversion.tensor_store import (
     row_blocks,
 )
 from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import TorchDistCheckpoint
+from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 

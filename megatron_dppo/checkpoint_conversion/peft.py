@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.publishing import StagedFolder
 from megatron_dppo.checkpoint_conversion.safetensors_file import (
     SafetensorsFile,
@@ -21,6 +20,7 @@ from megatron_dppo.checkpoint_conversion.safetensors_file import (
     TensorSpec,
 )
 from megatron_dppo.model.adapters import ANY_EXPERT, Adapters, adapter_tensors
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from types import TracebackType
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.files import sync_folder, sync_to_disk
 
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")

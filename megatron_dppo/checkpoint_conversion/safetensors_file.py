@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.model.errors import CheckpointError
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}

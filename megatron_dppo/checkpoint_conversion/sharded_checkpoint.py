@@ -16,12 +16,12 @@ from types import TracebackType
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES, load_certificate
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import (
     SafetensorsFile,
     SafetensorsFileWriter,
     TensorSpec,
 )
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, primary_parameters

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES, Certificate
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
 from megatron_dppo.checkpoint_conversion.hashing import TensorHashes
 from megatron_dppo.checkpoint_conversion.hf_io import (
     DEFAULT_SHARD_BYTES,
@@ -39,11 +38,11 @@ from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import (
     find_torch_dist,
 )
 from megatron_dppo.checkpoint_conversion.torch_dist_writing import write_torch_dist
+from megatron_dppo.model.errors import CheckpointError, MismatchError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import gather_plan
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.layout_checks import check_layout
+from megatron_dppo.model.layout import Layout, check_layout
 from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
 Progress = Callable[[int], None]

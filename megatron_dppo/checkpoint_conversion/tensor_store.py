@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape

@@ -14,7 +14,7 @@ import torch
 
 from megatron_dppo.checkpoint_conversion.dist_blocks import Box
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks, StoredTensor
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.model.errors import CheckpointError
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")

@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import FILE, Certificate, load_certificate
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
 from megatron_dppo.checkpoint_conversion.sharded_checkpoint import assemble_rows
 from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistFolder
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
 from megatron_dppo.model.layout import Layout

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
 _WHERE = "model.hf_checkpoint"
@@ -29,7 +29,7 @@ def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> Model
     try:
         shape = load_model_shape(folder)
     except UnsupportedModelError as error:
-        problems += error.problems
+        problems += error.faults
     except ModelConfigError as error:
         problems.append(str(error))
     problems += [*(missing_weights(folder) if weights else _damaged_index(folder))]

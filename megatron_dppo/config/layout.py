@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.layout_checks import model_problems, size_problems
+from megatron_dppo.model.layout import Layout, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 
@@ -60,11 +59,11 @@ def _product(sizes: dict[str, int]) -> str:
 
 def world_problems(config: PolicyConfig) -> Problems:
     """What is wrong with the layout whatever the model is."""
-    yield from (problem.text("parallel.") for problem in size_problems(config.parallel.sizes))
+    yield from (problem.text("parallel.") for problem in size_faults(config.parallel.sizes))
 
 
 def _fits_the_model(config: PolicyConfig, model: ModelShape) -> Problems:
-    yield from (p.text("parallel.") for p in model_problems(config.parallel.sizes, model))
+    yield from (p.text("parallel.") for p in model_faults(config.parallel.sizes, model))
 
 
 def _dense_dispatches_nothing(config: PolicyConfig, model: ModelShape) -> Problems:

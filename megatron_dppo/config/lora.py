@@ -11,12 +11,11 @@ from megatron_dppo.model.adapters import (
     EXPERTS,
     AdapterError,
     Adapters,
-    adapter_problems,
+    adapter_faults,
     module_groups,
     resolve_modules,
 )
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.layout_checks import model_problems, size_problems
+from megatron_dppo.model.layout import Layout, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 
 Problems = Iterator[str]
@@ -52,8 +51,8 @@ def lora_problems(config: PolicyConfig, shape: ModelShape) -> Problems:
     if lora.train_router and not shape.is_moe:
         yield f"lora.train_router: got true, expected false: {shape.family} is a dense model"
     sizes = config.parallel.sizes
-    if not size_problems(sizes) and not model_problems(sizes, shape):
-        found = adapter_problems(adapters, shape, Layout.of(sizes))
+    if not size_faults(sizes) and not model_faults(sizes, shape):
+        found = adapter_faults(adapters, shape, Layout.of(sizes))
         yield from (f"lora: {problem}" for problem in found)
     yield from _folder(lora)
 

@@ -13,7 +13,7 @@ from pydantic import AllowInfNan, Field
 
 from megatron_dppo.config.data_section import DataConfig
 from megatron_dppo.config.section import Section
-from megatron_dppo.model.layout_checks import LayoutSizes
+from megatron_dppo.model.layout import LayoutSizes
 
 SLOWEST_TOKENS_PER_S = 10.0
 """Of one response, where nothing else is said: a server under full load is some times as fast."""

@@ -14,8 +14,7 @@ from megatron_dppo.config.values import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.model.families import family_of
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import family_of, load_model_shape
 from megatron_dppo.model.shape import ModelShape
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from megatron_dppo.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES
 from megatron_dppo.system.gpus import has_visible_gpu
 

@@ -1,6 +1,6 @@
 """An SGLang server's tensors, part by part: the bytes that its checksums are taken over.
 
-``model.engine_layout`` says which blocks of which Hugging Face tensors each engine rank holds. Here the
+``model.mapping`` says which blocks of which Hugging Face tensors each engine rank holds. Here the
 blocks are put in the order in which they lie in the engine's memory, experts one after another, and end in zeros where
 the engine pads.
 """
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
-from megatron_dppo.model.mapping import LocalParameter, Segment, hf_tensors
+from megatron_dppo.model.layout import EngineLayout
+from megatron_dppo.model.mapping import LocalParameter, Segment, engine_parameters, hf_tensors
 from megatron_dppo.model.shape import ModelShape
 
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}

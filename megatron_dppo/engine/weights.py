@@ -21,7 +21,7 @@ from megatron_dppo.engine.errors import (
 from megatron_dppo.engine.http_client import CONTROL_TIMEOUT_S, HttpClient
 from megatron_dppo.engine.ipc import shared_payloads
 from megatron_dppo.engine.tensors import EngineTensors
-from megatron_dppo.model.engine_layout import engine_inputs
+from megatron_dppo.model.mapping import engine_inputs
 from megatron_dppo.model.shape import ModelShape
 
 PROBE = "rotary_emb.inv_freq"

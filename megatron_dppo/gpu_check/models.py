@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.reader import load_model_shape
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,7 @@ from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.engine.options import engine_device
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.preflight.checks.base import CheckError
 from megatron_dppo.preflight.checks.pythons import inspect_python
 from megatron_dppo.preflight.checks.toolkit import toolkit_findings, toolkit_here
@@ -186,8 +186,8 @@ def _adapters(config: PolicyConfig) -> None:
     """Raise ValueError where the adapters to start from are not those that the run trains."""
     if config.lora.start_from is None or not config.lora.rank:
         return
-    from megatron_dppo.checkpoint_conversion.errors import CheckpointError
     from megatron_dppo.checkpoint_conversion.peft import PeftReader
+    from megatron_dppo.model.errors import CheckpointError
 
     shape = load_model_shape(config.model.hf_checkpoint)
     adapters = adapters_of(config.lora, shape)

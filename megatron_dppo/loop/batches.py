@@ -10,7 +10,7 @@ from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import PackedBatch, idle_share, pack, plan_mini_batch
 from megatron_dppo.data.trajectory import Known, Trajectory
-from megatron_dppo.model.flops import TOKENS, SequenceCost
+from megatron_dppo.model.shape import TOKENS, SequenceCost
 
 
 @dataclass(frozen=True)

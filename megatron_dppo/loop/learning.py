@@ -38,7 +38,7 @@ from megatron_dppo.metrics.masked_tokens import (
     MaskedTokenCounts,
 )
 from megatron_dppo.metrics.sums import MetricSums
-from megatron_dppo.model.flops import BACKWARD_FORWARDS, FROZEN_BACKWARD_FORWARDS, forward_flops
+from megatron_dppo.model.shape import BACKWARD_FORWARDS, FROZEN_BACKWARD_FORWARDS, forward_flops
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.reduction import reduce_masked_tokens

@@ -55,7 +55,7 @@ from megatron_dppo.metrics.history import (
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.rewards import Verifier, VerifierError
 from megatron_dppo.rewards.verifier import ArrivalScorer
 from megatron_dppo.system.lease import FencedError, LeaseError

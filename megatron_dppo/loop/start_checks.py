@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.records import DataError
 from megatron_dppo.loop.fresh_start import refuse_damage, refuse_fresh_start
@@ -19,6 +18,7 @@ from megatron_dppo.loop.input_hashes import (
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.state import ResumeError, RunState, identity_of
 from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, read_history
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.rewards import VerifierError
 from megatron_dppo.rewards.checked_answers import hand_over
 from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, read_manifest

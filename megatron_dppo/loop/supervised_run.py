@@ -10,7 +10,6 @@ import torch
 
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.supervised import negative_log_likelihood
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import SupervisedConfig
 from megatron_dppo.data.packing import PackedBatch, pack, plan_mini_batch
 from megatron_dppo.data.problems import Pair, load_pairs
@@ -22,8 +21,8 @@ from megatron_dppo.logging import fatal
 from megatron_dppo.loop.fencing import RunFence, run_fence
 from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.flops import forward_flops
+from megatron_dppo.model.errors import CheckpointError, ModelError
+from megatron_dppo.model.shape import forward_flops
 from megatron_dppo.system.lease import FencedError, LeaseError
 from megatron_dppo.system.network import InterfaceError, ListenError
 from megatron_dppo.trainer.errors import NonFiniteLossError, UnusableGpuError

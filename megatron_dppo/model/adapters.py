@@ -16,9 +16,9 @@ from functools import cached_property
 
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import family_of
+from megatron_dppo.model.family import Rule, Source
 from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
 from megatron_dppo.model.mapping import LocalParameter, Segment, shard_of
-from megatron_dppo.model.rules import Rule, Source
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Block, Dims, replicated
 
@@ -86,7 +86,7 @@ def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
     return tuple(module for module in every if module in wanted)
 
 
-def adapter_problems(adapters: Adapters, shape: ModelShape, layout: Layout) -> Iterator[str]:
+def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Iterator[str]:
     """Why ``adapters`` can't be: a rank over a matrix's dimensions, or a TP rank without a row of one."""
     sizes = shape.sizes()
     for rule, source in _sources(adapters, shape):

@@ -1,4 +1,6 @@
-"""What can be wrong with a model, a layout or a mapping. Each message says what was found and what was expected."""
+"""What can be wrong with a model, its layout, or the files of its checkpoints. A message says what was found and what
+was expected.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,11 @@ class ModelConfigError(ModelError):
 
 
 class UnsupportedModelError(ModelError):
-    """A config.json of a family, or with entries, that no table describes; ``problems``: one line each."""
+    """A config.json of a family, or with entries, that no table describes; ``faults``: one line each."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        super().__init__("\n".join(problems))
-        self.problems = tuple(problems)
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n".join(faults))
+        self.faults = tuple(faults)
 
 
 class LayoutError(ModelError):
@@ -27,3 +29,11 @@ class LayoutError(ModelError):
 
 class ProofError(ModelError):
     """An element that is produced or placed twice or never; the message names the tensor and the place."""
+
+
+class CheckpointError(ModelError):
+    """Files that are missing, truncated, inconsistent or of the wrong type."""
+
+
+class MismatchError(CheckpointError):
+    """Bytes that differ from what was converted; the message names the tensor, the rank and the offset."""

@@ -1,21 +1,30 @@
-"""The families' tables, unrolled: every Hugging Face tensor of a model, and every parameter of a Megatron rank.
+"""The families' tables, unrolled: every Hugging Face tensor of a model, every parameter of a Megatron rank, and every
+parameter of a rank of an SGLang engine.
 
-Loading, saving, the online weight update, the offline converter and the resharding proof all read ``local_parameters``.
+Loading, saving, the online weight update, the offline converter and the resharding proof all read ``local_parameters``;
+the proof and the checksums of a weight update read ``engine_parameters``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_dppo.model.families import family_of
-from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
-from megatron_dppo.model.layout_checks import holding_problems, raise_problems
-from megatron_dppo.model.rules import Rule, Source
+from megatron_dppo.model.family import Family, Rule, Source
+from megatron_dppo.model.layout import (
+    EngineLayout,
+    Layout,
+    RankCoordinates,
+    check_engine_layout,
+    holding_faults,
+    local_layers,
+    raise_faults,
+)
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.model.splits import Dims, Shard, Split
+from megatron_dppo.model.splits import Dims, Shard, Split, replicated
 
 
 class Narrowable(Protocol):
@@ -54,7 +63,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """A parameter of one rank.
+    """A parameter of one rank of the trainer or the engine.
 
     ``chunk``: model chunk on its pipeline stage. ``name``: in that chunk's ``GPTModel.named_parameters()``.
     ``is_primary``: exactly one rank of those that hold the same values has it True; a tied output layer's copy on the
@@ -70,115 +79,52 @@ class LocalParameter:
 
 def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
     """Every tensor of the Hugging Face checkpoint, in model order. Tied embeddings: no ``lm_head.weight``."""
-    sizes = shape.sizes()
+    family, sizes = family_of(shape), shape.sizes()
+    output = [] if shape.tied_embeddings else [_Row(family.output)]
+    layers = _layer_rows(family, range(shape.num_layers), range(shape.num_experts))
     return {
-        source.name.format(layer=layer, expert=expert): tuple(sizes[d] for d in source.dims)
-        for rule, layer, expert in _rules(shape)
-        for source in rule.sources
+        source.name.format(layer=row.layer, expert=row.expert): tuple(sizes[d] for d in source.dims)
+        for row in (_Row(family.embedding), *layers, _Row(family.final_norm), *output)
+        for source in row.rule.sources
     }
 
 
 def local_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
     """All parameters of global ``rank``, chunk by chunk. Raises LayoutError where the layout doesn't fit."""
-    raise_problems(holding_problems(layout.sizes, shape))
-    return list(_parameters(shape, layout, layout.coordinates(rank), primary_only=False))
+    return list(_trainer_parameters(shape, layout, rank, primary_only=False))
 
 
 def primary_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:
     """Those of ``local_parameters`` whose ``is_primary`` holds, without making the others."""
-    raise_problems(holding_problems(layout.sizes, shape))
-    return list(_parameters(shape, layout, layout.coordinates(rank), primary_only=True))
+    return list(_trainer_parameters(shape, layout, rank, primary_only=True))
 
 
-def _rules(shape: ModelShape) -> Iterator[tuple[Rule, int, int]]:
-    """``(rule, layer, expert)`` in model order; the numbers mean nothing to rows outside a layer."""
-    family = family_of(shape)
-    yield family.embedding, 0, 0
-    for layer in range(shape.num_layers):
-        yield from ((rule, layer, 0) for rule in family.layer)
-        yield from (
-            (rule, layer, expert) for expert in range(shape.num_experts) for rule in family.expert
-        )
-    yield family.final_norm, 0, 0
-    if not shape.tied_embeddings:
-        yield family.output, 0, 0
+def engine_parameters(shape: ModelShape, engine: EngineLayout, rank: int) -> list[LocalParameter]:
+    """All parameters of engine ``rank``. Names are SGLang's; a local expert's slice is ``...w13_weight[i]``.
+
+    ``is_primary`` marks the ranks that hold the first copy of what several hold. Raises LayoutError.
+    """
+    check_engine_layout(shape, engine)
+    ep_rank, etp_rank = divmod(rank, engine.expert_tensor)
+    parameters = []
+    for row in _engine_rows(shape, engine, ep_rank):
+        target = row.rule.in_engine
+        part = (etp_rank, engine.expert_tensor) if row.is_expert else (rank, engine.tensor)
+        is_primary = target.split is not replicated or rank == 0
+        parameters.append(_parameter(shape, row, target.name, target.split, part, 0, is_primary))
+    return parameters
 
 
-class _Row(NamedTuple):
-    """A table row at one place of one rank. Numbers outside a layer, or outside the experts, are 0."""
-
-    rule: Rule
-    is_expert: bool
-    is_primary: bool
-    layer: int = 0
-    local_layer: int = 0
-    expert: int = 0
-    local_expert: int = 0
+def keeps_untied_output(shape: ModelShape) -> bool:
+    """Whether the engine holds a tied model's embedding a second time, as its output matrix."""
+    return shape.tied_embeddings and family_of(shape).engine_keeps_output
 
 
-def _parameters(
-    shape: ModelShape, layout: Layout, at: RankCoordinates, *, primary_only: bool
-) -> Iterator[LocalParameter]:
-    for chunk in range(layout.chunks):
-        for row in _chunk_rows(shape, layout, at, chunk):
-            if row.is_primary or not primary_only:
-                yield _parameter(shape, layout, at, chunk, row)
-
-
-def _chunk_rows(
-    shape: ModelShape, layout: Layout, at: RankCoordinates, chunk: int
-) -> Iterator[_Row]:
-    family = family_of(shape)
-    is_first = chunk == 0 and at.pp == 0
-    is_last = chunk == layout.chunks - 1 and at.pp == layout.pipeline - 1
-    experts_here = shape.num_experts // layout.expert
-
-    def dense(rule: Rule, *numbers: int) -> _Row:
-        is_primary = at.dp == 0 and at.cp == 0 and (rule.tensor_parallel or at.tp == 0)
-        return _Row(rule, False, is_primary, *numbers)
-
-    def routed(rule: Rule, *numbers: int) -> _Row:
-        return _Row(rule, True, at.edp == 0 and (rule.tensor_parallel or at.etp == 0), *numbers)
-
-    if is_first:
-        yield dense(family.embedding)
-    for local_layer, layer in enumerate(local_layers(shape, layout, at.pp, chunk)):
-        for rule in family.layer:
-            yield dense(rule, layer, local_layer)
-        for local_expert in range(experts_here):
-            for rule in family.expert:
-                expert = at.ep * experts_here + local_expert
-                yield routed(rule, layer, local_layer, expert, local_expert)
-    if is_last:
-        yield dense(family.final_norm)
-        if not shape.tied_embeddings:
-            yield dense(family.output)
-        elif not is_first:
-            tied = Rule(family.output.megatron, family.embedding.split, family.embedding.sources)
-            yield _Row(tied, is_expert=False, is_primary=False)
-
-
-def _parameter(
-    shape: ModelShape, layout: Layout, at: RankCoordinates, chunk: int, row: _Row
-) -> LocalParameter:
-    rank, size = (at.etp, layout.expert_tensor) if row.is_expert else (at.tp, layout.tensor)
-    shard = shard_of(row.rule.split, row.rule.sources, shape, rank, size)
-    names = [source.name.format(layer=row.layer, expert=row.expert) for source in row.rule.sources]
-    return LocalParameter(
-        chunk=chunk,
-        name=row.rule.megatron.format(layer=row.local_layer, expert=row.local_expert),
-        shape=shard.shape,
-        segments=segments_of(shard, names),
-        is_primary=row.is_primary,
-    )
-
-
-def segments_of(shard: Shard, names: Sequence[str]) -> tuple[Segment, ...]:
-    """A shard's blocks, their sources by ``names``."""
-    return tuple(
-        Segment(names[b.source], b.dim, b.source_start, b.local_start, b.length)
-        for b in shard.blocks
-    )
+def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
+    """Names under which the engine must be sent ``hf_name``'s tensor."""
+    embedding, output = family_of(shape).vocabulary_tensors
+    is_twice = hf_name == embedding and keeps_untied_output(shape)
+    return [embedding, output] if is_twice else [hf_name]
 
 
 @lru_cache(maxsize=4096)
@@ -189,3 +135,105 @@ def shard_of(
     sizes = shape.sizes()
     dims = [tuple(sizes[d] for d in source.dims) for source in sources]
     return split(dims, shape, rank, size)
+
+
+class _Row(NamedTuple):
+    """A table row at one place. Numbers outside a layer, or outside the experts, are 0."""
+
+    rule: Rule
+    is_expert: bool = False
+    is_tied_copy: bool = False
+    layer: int = 0
+    local_layer: int = 0
+    expert: int = 0
+    local_expert: int = 0
+
+
+def _layer_rows(family: Family, layers: range, experts: range) -> Iterator[_Row]:
+    for local_layer, layer in enumerate(layers):
+        for rule in family.layer:
+            yield _Row(rule, layer=layer, local_layer=local_layer)
+        for local_expert, expert in enumerate(experts):
+            for rule in family.expert:
+                yield _Row(rule, True, False, layer, local_layer, expert, local_expert)
+
+
+def _chunk_rows(
+    shape: ModelShape, layout: Layout, coordinates: RankCoordinates, chunk: int
+) -> Iterator[_Row]:
+    family = family_of(shape)
+    is_first = chunk == 0 and coordinates.pp == 0
+    is_last = chunk == layout.chunks - 1 and coordinates.pp == layout.pipeline - 1
+    if is_first:
+        yield _Row(family.embedding)
+    layers = local_layers(shape, layout, coordinates.pp, chunk)
+    yield from _layer_rows(family, layers, _experts_of(shape, coordinates.ep, layout.expert))
+    if is_last:
+        yield _Row(family.final_norm)
+        if not shape.tied_embeddings:
+            yield _Row(family.output)
+        elif not is_first:
+            tied = replace(family.embedding, megatron=family.output.megatron)
+            yield _Row(tied, is_tied_copy=True)
+
+
+def _engine_rows(shape: ModelShape, engine: EngineLayout, ep_rank: int) -> Iterator[_Row]:
+    family = family_of(shape)
+    yield _Row(family.embedding)
+    experts = _experts_of(shape, ep_rank, engine.expert)
+    yield from _layer_rows(family, range(shape.num_layers), experts)
+    yield _Row(family.final_norm)
+    if not shape.tied_embeddings:
+        yield _Row(family.output)
+    elif family.engine_keeps_output:
+        output = family.output
+        yield _Row(replace(output, sources=family.embedding.sources, engine=output.in_engine))
+
+
+def _experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
+    count = shape.num_experts // ranks
+    return range(rank * count, (rank + 1) * count)
+
+
+def _trainer_parameters(
+    shape: ModelShape, layout: Layout, rank: int, *, primary_only: bool
+) -> Iterator[LocalParameter]:
+    raise_faults(holding_faults(layout.sizes, shape))
+    c = layout.coordinates(rank)
+    for chunk in range(layout.chunks):
+        for row in _chunk_rows(shape, layout, c, chunk):
+            rule = row.rule
+            if row.is_expert:
+                is_first_copy, part = c.edp == 0, (c.etp, layout.expert_tensor)
+            else:
+                is_first_copy, part = c.dp == 0 and c.cp == 0, (c.tp, layout.tensor)
+            is_primary = is_first_copy and (rule.tensor_parallel or part[0] == 0)
+            is_primary = is_primary and not row.is_tied_copy
+            if is_primary or not primary_only:
+                yield _parameter(shape, row, rule.megatron, rule.split, part, chunk, is_primary)
+
+
+def _parameter(
+    shape: ModelShape,
+    row: _Row,
+    name: str,
+    split: Split,
+    part: tuple[int, int],
+    chunk: int,
+    is_primary: bool,
+) -> LocalParameter:
+    """``name``: a template. ``part``: the tensor-parallel rank, and of how many."""
+    shard = shard_of(split, row.rule.sources, shape, *part)
+    sources = [
+        source.name.format(layer=row.layer, expert=row.expert) for source in row.rule.sources
+    ]
+    return LocalParameter(
+        chunk=chunk,
+        name=name.format(layer=row.local_layer, expert=row.local_expert),
+        shape=shard.shape,
+        segments=tuple(
+            Segment(sources[b.source], b.dim, b.source_start, b.local_start, b.length)
+            for b in shard.blocks
+        ),
+        is_primary=is_primary,
+    )

@@ -1,25 +1,110 @@
 """The proof that a weight update from any trainer layout into any engine layout moves every element exactly once.
 
 From shapes alone: the trainer's primary shards tile every Hugging Face tensor; the engine's ranks are filled by blocks
-that tile every tensor as often as it is replicated there; and the bytes that this moves, beside the least possible.
+that tile every tensor as often as it is replicated there; and the bytes that this moves, beside the least possible. No
+weights are needed: a tensor's pieces are blocks along one dimension, so they tile it when their intervals, sorted, run
+from 0 to its length without gap or overlap.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
+from rich.console import Console
+from rich.table import Table
+
 from megatron_dppo.model.errors import ProofError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.gather_plan import TensorSources, gather_plan
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import Segment, hf_tensors
-from megatron_dppo.model.proof import check_filled, check_sources
+from megatron_dppo.model.layout import EngineLayout, Layout, local_layers
+from megatron_dppo.model.mapping import (
+    LocalParameter,
+    Segment,
+    engine_parameters,
+    hf_tensors,
+    local_parameters,
+)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
+
+
+def check_sources(tensor: TensorSources) -> None:
+    """The pieces of one tensor tile it. Raises ProofError."""
+    check_tiling(tensor.name, tensor.shape, [p.segment for p in tensor.pieces])
+    for piece in tensor.pieces:
+        expected = list(tensor.shape)
+        expected[piece.segment.dim] = piece.segment.length
+        if list(piece.shape) != expected:
+            raise ProofError(
+                f"{tensor.name}: rank {piece.rank}'s {piece.name} provides a block of {piece.shape}, "
+                f"expected {tuple(expected)}"
+            )
+
+
+def prove_rank_filled(shape: ModelShape, layout: Layout, rank: int) -> None:
+    """Every element of every parameter of ``rank`` comes from one Hugging Face element, padding apart."""
+    tensors, vocabulary = hf_tensors(shape), family_of(shape).vocabulary_tensors
+    for parameter in local_parameters(shape, layout, rank):
+        check_filled(f"rank {rank}: {parameter.name}", parameter, tensors, vocabulary)
+
+
+def check_filled(
+    where: str,
+    parameter: LocalParameter,
+    tensors: Mapping[str, Dims],
+    vocabulary: Collection[str],
+) -> None:
+    """The segments tile ``parameter`` and stay inside their sources (``tensors``: their shapes).
+
+    Only parameters made of ``vocabulary`` tensors, or of nothing, may end in padding.
+    """
+    is_vocabulary = (
+        any(s.hf_name in vocabulary for s in parameter.segments) or not parameter.segments
+    )
+    dim = parameter.segments[0].dim if parameter.segments else 0
+    for s in parameter.segments:
+        source = tensors[s.hf_name]
+        others = [n for i, n in enumerate(source) if i != s.dim]
+        if s.hf_start + s.length > source[s.dim] or others != [
+            n for i, n in enumerate(parameter.shape) if i != s.dim
+        ]:
+            raise ProofError(
+                f"{where}: segment {s} does not fit {s.hf_name} of shape {tuple(source)}"
+            )
+    intervals = sorted((s.local_start, s.length) for s in parameter.segments)
+    end = _run(where, intervals)
+    if any(s.dim != dim for s in parameter.segments):
+        raise ProofError(f"{where}: segments along different dimensions")
+    if end != parameter.shape[dim] and not is_vocabulary:
+        raise ProofError(f"{where}: filled up to {end} of {parameter.shape[dim]} along dim {dim}")
+
+
+def check_tiling(name: str, dims: Dims, segments: Iterable[Segment]) -> None:
+    """``segments`` cover a tensor of shape ``dims`` exactly once. Raises ProofError."""
+    listed = list(segments)
+    used = {s.dim for s in listed}
+    if len(used) != 1:
+        raise ProofError(f"{name}: provided along dimensions {sorted(used)}, expected one")
+    (dim,) = used
+    end = _run(name, sorted((s.hf_start, s.length) for s in listed))
+    if end != dims[dim]:
+        raise ProofError(f"{name}: covered up to {end} of {dims[dim]} along dim {dim}")
+
+
+def _run(where: str, intervals: list[tuple[int, int]]) -> int:
+    """End of the gapless run of ``(start, length)`` from 0."""
+    end = 0
+    for start, length in intervals:
+        if start != end or length < 1:
+            what = "twice" if start < end else "never"
+            raise ProofError(f"{where}: index {min(start, end)} is provided {what}")
+        end = start + length
+    return end
+
 
 _Landing = tuple[int, str, Segment]
 """Engine rank, its parameter's name, the block that lands there."""
@@ -133,3 +218,79 @@ def _overlap(dims: Dims, a: Segment, b: Segment) -> int:
                 low, high = max(low, s.hf_start), min(high, s.hf_start + s.length)
         total *= max(0, high - low)
     return total
+
+
+def print_plan(
+    console: Console, shape: ModelShape, layout: Layout, engine: EngineLayout, item_bytes: int
+) -> None:
+    """Prove, then print who holds and moves how much. Raises ProofError, LayoutError."""
+    report = prove_resharding(shape, layout, engine, item_bytes)
+    tensors = hf_tensors(shape)
+    elements = sum(math.prod(dims) for dims in tensors.values())
+    console.print(
+        f"{shape.family}: {len(tensors):,} tensors, {elements:,} parameters, {_gb(report.model_bytes)} at "
+        f"{item_bytes} bytes each"
+    )
+    console.print(_trainer_table(shape, layout, report, item_bytes))
+    console.print(_engine_table(engine, report))
+    least = sum(report.engine)
+    console.print(
+        "Proved: every element is provided by exactly one trainer rank and lands exactly once on every engine rank "
+        "that holds it."
+    )
+    console.print(
+        f"One update moves at least {_gb(least)} into the engine. Gathered on trainer rank 0 and broadcast: "
+        f"{_gb(report.gathered)} to rank 0, then {_gb(report.broadcast)} to each engine rank."
+    )
+
+
+def _trainer_table(
+    shape: ModelShape, layout: Layout, report: ReshardingReport, item_bytes: int
+) -> Table:
+    table = Table(
+        title=f"Trainer: {layout.describe()}, {layout.world_size} ranks", title_justify="left"
+    )
+    for heading in (
+        "stage",
+        "ranks",
+        "layers",
+        "weights a rank",
+        "provides a rank",
+        "sends direct a rank",
+    ):
+        table.add_column(heading, justify="right")
+    for stage in range(layout.pipeline):
+        first = stage * layout.stage_ranks
+        ranks = range(first, first + layout.stage_ranks)
+        prove_rank_filled(shape, layout, first)
+        resident = (
+            sum(math.prod(p.shape) for p in local_parameters(shape, layout, first)) * item_bytes
+        )
+        chunks = (local_layers(shape, layout, stage, c) for c in range(layout.chunks))
+        table.add_row(
+            str(stage),
+            f"{ranks[0]}-{ranks[-1]}",
+            " ".join(f"{c[0]}-{c[-1]}" for c in chunks),
+            _gb(resident),
+            _range([report.holds[r] for r in ranks]),
+            _range([report.direct[r] for r in ranks]),
+        )
+    return table
+
+
+def _engine_table(engine: EngineLayout, report: ReshardingReport) -> Table:
+    table = Table(title=f"Engine: {engine.describe()}", title_justify="left")
+    for heading in ("rank", "receives at least", "receives by broadcast"):
+        table.add_column(heading, justify="right")
+    for rank, received in enumerate(report.engine):
+        table.add_row(str(rank), _gb(received), _gb(report.broadcast))
+    return table
+
+
+def _range(values: list[int]) -> str:
+    low, high = _gb(min(values)), _gb(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.3f} GB"

@@ -1,4 +1,4 @@
-"""ModelShape: the facts of a decoder-only model that fix its tensors' shapes and its arithmetic."""
+"""ModelShape: the facts of a decoder-only model that fix its tensors' shapes and its arithmetic; what a pass costs."""
 
 from __future__ import annotations
 
@@ -66,3 +66,58 @@ class ModelShape:
             "experts": self.num_experts,
             "expert_ffn": self.moe_ffn_hidden_size,
         }
+
+
+BACKWARD_FORWARDS = 2
+"""A backward pass takes two products for each of the forward's: by the inputs and by the weights."""
+FROZEN_BACKWARD_FORWARDS = 1
+"""The same through frozen weights, which have no gradient; adapters' own products are left out."""
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """What a sequence of S tokens costs: ``linear * S + quadratic * S^2``.
+
+    ``linear``: matrix products, the same for every token. ``quadratic``: causal attention, in which a
+    token meets all before it.
+    """
+
+    linear: float
+    quadratic: float
+
+    def __call__(self, tokens: int) -> float:
+        """The cost of one sequence of ``tokens`` tokens."""
+        return (self.linear + self.quadratic * tokens) * tokens
+
+
+TOKENS = SequenceCost(1.0, 0.0)
+"""Costs in tokens: what attention adds is left out."""
+
+
+def active_parameters(shape: ModelShape) -> int:
+    """Weights that multiply one token: with h the hidden size, q and kv the widths of all query and of
+    all key heads, f the width of an MLP, L the layers and V the vocabulary
+
+        L * (h(2q + 2kv) + mlp) + hV,   mlp = 3hf  or  3hf * (experts a token) + h * experts
+
+    The embedding is looked up and doesn't count.
+    """
+    sizes, hidden = shape.sizes(), shape.hidden_size
+    attention = hidden * (2 * sizes["query"] + 2 * sizes["kv"])
+    if shape.is_moe:
+        mlp = 3 * hidden * shape.moe_ffn_hidden_size * shape.experts_per_token
+        mlp += hidden * shape.num_experts
+    else:
+        mlp = 3 * hidden * shape.ffn_hidden_size
+    return shape.num_layers * (attention + mlp) + hidden * shape.vocab_size
+
+
+def forward_flops(shape: ModelShape) -> SequenceCost:
+    """FLOPs of one forward pass of the whole model, a multiplication and an addition being two.
+
+    A token takes 2 x ``active_parameters``. S tokens take 4q more for each of the S^2/2 pairs of causal
+    attention (Q K^T and its product with V) in every layer: 2qL S^2. Norms, rotary embedding and softmax
+    are left out. The output layer counts for every token, sampled or not: it is computed for all.
+    """
+    pairs = 2.0 * shape.sizes()["query"] * shape.num_layers
+    return SequenceCost(2.0 * active_parameters(shape), pairs)

@@ -10,8 +10,8 @@ from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
 from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.errors import ModelConfigError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.planner.devices import ceil_to
 from megatron_dppo.planner.needs import Needs, needs_of

@@ -18,11 +18,15 @@ from megatron_dppo.data.columns import (
     Rows,
 )
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
-from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout, keeps_untied_output
 from megatron_dppo.model.families import family_of
+from megatron_dppo.model.family import Rule
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import shard_of
-from megatron_dppo.model.rules import Rule
+from megatron_dppo.model.mapping import (
+    EngineLayout,
+    check_engine_layout,
+    keeps_untied_output,
+    shard_of,
+)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.activations import ActivationBytes, activation_bytes
 from megatron_dppo.planner.devices import (

@@ -12,9 +12,9 @@ from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears
 from megatron_dppo.model.adapters import elements as adapter_elements
 from megatron_dppo.model.families import family_of
+from megatron_dppo.model.family import Rule
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import shard_of
-from megatron_dppo.model.rules import Rule
 from megatron_dppo.model.shape import ModelShape
 
 # Parameters of a trainer rank, counted from the families' tables without making them.

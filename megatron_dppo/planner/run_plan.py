@@ -8,9 +8,9 @@ from pathlib import Path
 
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.model.engine_layout import EngineLayout, check_engine_layout
 from megatron_dppo.model.errors import LayoutError, ModelError
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.mapping import EngineLayout, check_engine_layout
 from megatron_dppo.planner.activations import activation_bytes
 from megatron_dppo.planner.devices import Cluster, Device, device_named, gib
 from megatron_dppo.planner.facts import Batches, Job, batches, job_of

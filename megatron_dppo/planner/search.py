@@ -10,7 +10,7 @@ from typing import Any
 from megatron_dppo.config.checks import batch_problems
 from megatron_dppo.config.layout import LAYOUT_CHECKS, world_problems
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.model.layout_checks import LayoutSizes, model_problems, size_problems
+from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.devices import Cluster
 from megatron_dppo.planner.facts import job_of
@@ -123,7 +123,7 @@ def _layouts(world: int, shape: ModelShape) -> Iterator[LayoutSizes]:
     sizes = product(_tensors(), _POWERS, (None, 2, 4), _experts(shape))
     for tensor, pipeline, virtual, expert in sizes:
         found = LayoutSizes(world, tensor, pipeline, virtual, expert)
-        if not size_problems(found) and not model_problems(found, shape):
+        if not size_faults(found) and not model_faults(found, shape):
             yield found
 
 

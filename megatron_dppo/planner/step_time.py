@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, log2
 
-from megatron_dppo.model.flops import active_parameters
-from megatron_dppo.model.flops import forward_flops as model_flops
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import ModelShape, active_parameters
+from megatron_dppo.model.shape import forward_flops as model_flops
 from megatron_dppo.planner.activations import bubble
 from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
 from megatron_dppo.planner.facts import EngineJob, Job, TrainerJob

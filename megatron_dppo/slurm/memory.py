@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.planner.devices import DEVICES, GIB, Cluster
 from megatron_dppo.slurm.site import SiteConfig
 

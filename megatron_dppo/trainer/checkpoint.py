@@ -27,8 +27,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.metrics import names
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.trainer.checkpoint_directory import (
     CheckpointDirectory,
     CheckpointSurvey,

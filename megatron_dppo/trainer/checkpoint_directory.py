@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.files import sync_to_disk, write_synced
 
 log = logging.getLogger(__name__)

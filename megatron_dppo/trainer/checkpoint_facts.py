@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.optimizer_state import optimizer_steps

@@ -26,7 +26,7 @@ from megatron_dppo.checkpoint_conversion.dist_writing import (
     write_hashed,
     write_headers,
 )
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
 from megatron_dppo.trainer.collectives import (
     all_gather_json,

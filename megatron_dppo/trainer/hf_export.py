@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.certificate import Certificate
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.checkpoint_conversion.hf_io import (
     DEFAULT_SHARD_BYTES,
@@ -31,6 +30,7 @@ from megatron_dppo.checkpoint_conversion.safetensors_file import (
     byte_view,
 )
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.gather_plan import (
     Bucket,
     ParameterKey,

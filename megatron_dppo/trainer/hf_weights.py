@@ -12,9 +12,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.digest import combined_digest, tensor_digests
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.gather_plan import Bucket, ParameterKey
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters

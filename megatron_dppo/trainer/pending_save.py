@@ -6,8 +6,8 @@ import logging
 import threading
 from typing import Any
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.trainer.checkpoint_task import MIB, Saved, SaveTask
 

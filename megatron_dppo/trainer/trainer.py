@@ -16,10 +16,9 @@ from torch import Tensor
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey, hf_buckets_plan
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.layout_checks import check_layout
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.layout import Layout, check_layout
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError

@@ -68,7 +68,7 @@ def test_several_ranks_write_what_one_would(tmp_path: Path) -> None:
 
     from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
     from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
-    from megatron_dppo.model.reader import load_model_shape
+    from megatron_dppo.model.families import load_model_shape
     from tests.tiny_models import save_tiny_model
 
     hf = save_tiny_model(tmp_path / "hf", "qwen3_moe", layers=4, vocab_size=515)

@@ -77,7 +77,7 @@ def save_worker(folder: str, world_size: int) -> dict[str, list[float]]:
 
 def resume_worker(folder: str, cases: list[str]) -> dict[str, list[float]]:
     """Each of them resumed in one process: the third step's gradient norm; and that others are refused."""
-    from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+    from megatron_dppo.model.errors import CheckpointError
     from megatron_dppo.trainer.checkpoint import CheckpointStore
 
     found: dict[str, Any] = {}
@@ -127,8 +127,8 @@ def export_worker(folder: str, world_size: int) -> dict[str, Any]:
 def as_reference(folder: Path, world_size: int, batch: Any) -> torch.Tensor:
     """What a run that starts from the exported adapters takes as its reference, once it has left them; a checkpoint
     of it is not resumed with another reference."""
-    from megatron_dppo.checkpoint_conversion.errors import CheckpointError
     from megatron_dppo.config.schema import AlgorithmConfig
+    from megatron_dppo.model.errors import CheckpointError
     from megatron_dppo.trainer.checkpoint import CheckpointStore
     from megatron_dppo.trainer.trainer import Trainer
     from tests.distributed.test_trainer_parity import run_config

@@ -99,7 +99,7 @@ def _batches(dp_rank: int, pad_multiple: int) -> list:
 
 def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], folder: Path) -> list:
     """(state, activations) of each rank of the case."""
-    from megatron_dppo.model.reader import load_model_shape
+    from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.planner.activations import activation_bytes
     from megatron_dppo.planner.facts import trainer_job
     from megatron_dppo.planner.memory import state_bytes

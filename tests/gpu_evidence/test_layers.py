@@ -26,7 +26,7 @@ def compared() -> dict[str, list[Any]]:
     """By layout: parameters, problems. All of the recipes, and OTHER_LAYOUTS for the mixture of experts."""
     with as_on_gpus("meta"):
         from megatron_dppo.config import load_config
-        from megatron_dppo.model.reader import load_model_shape
+        from megatron_dppo.model.families import load_model_shape
         from megatron_dppo.trainer.meta_model import compare
 
         recipes = ROOT / "examples" / "recipes"

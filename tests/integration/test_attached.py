@@ -20,7 +20,7 @@ from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.folder import Server
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process

@@ -52,7 +52,7 @@ from megatron_dppo.fleet.generation import (
     Results,
     generate_many,
 )
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY

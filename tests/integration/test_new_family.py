@@ -1,4 +1,4 @@
-"""A model family is one file: docs/extending.md's Mixtral, in a copy of the package, converts, trains and serves."""
+"""A model family is one function: docs/extending.md's Mixtral, in a copy of the package, converts, trains, serves."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def even_length(response: str, answer: str) -> float:
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory) -> Path:
-    """A folder that holds the package with one file more."""
+    """A folder that holds the package with one function more."""
     folder = tmp_path_factory.mktemp("package")
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "megatron_dppo", folder / "megatron_dppo", ignore=ignored)
     (walk,) = (walk for walk in walks() if walk.title.startswith("A model family"))
-    assert walk.files == ["megatron_dppo/model/families/mixtral.py"]
+    assert walk.files == ["megatron_dppo/model/families.py"]
     walk.follow(folder)
     return folder
 

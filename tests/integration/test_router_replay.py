@@ -24,7 +24,7 @@ from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
 from megatron_dppo.loop.run_data import RunData
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from tests.integration.runs import TrainingRun, records_of

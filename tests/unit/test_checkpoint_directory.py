@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.files import write_synced
 from megatron_dppo.trainer.checkpoint_directory import (
     CheckpointDirectory,

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
@@ -21,9 +20,9 @@ from megatron_dppo.checkpoint_conversion.streaming import (
     megatron_to_hf,
     verify,
 )
-from megatron_dppo.model.errors import LayoutError, ModelError
+from megatron_dppo.model.errors import CheckpointError, LayoutError, ModelError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.reader import load_model_shape
 from tests.tiny_models import save_tiny_model
 
 

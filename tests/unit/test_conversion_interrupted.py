@@ -15,14 +15,13 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.checkpoint_conversion import publishing, safetensors_file
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
 from megatron_dppo.checkpoint_conversion.safetensors_file import SafetensorsFile
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, verify
 from megatron_dppo.convert import main
-from megatron_dppo.model.errors import ModelConfigError
+from megatron_dppo.model.errors import CheckpointError, ModelConfigError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.reader import load_model_shape
 from tests.tiny_models import save_hollow_model, save_tiny_model
 
 

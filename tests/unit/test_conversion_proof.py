@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.model import resharding
-from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
 from megatron_dppo.model.errors import LayoutError, ProofError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import gather_plan
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import Segment, hf_tensors
-from megatron_dppo.model.proof import check_filled, check_sources, check_tiling, prove_rank_filled
-from megatron_dppo.model.reader import load_model_shape
-from megatron_dppo.model.resharding import prove_resharding
+from megatron_dppo.model.layout import EngineLayout, Layout
+from megatron_dppo.model.mapping import Segment, engine_parameters, hf_tensors
+from megatron_dppo.model.resharding import (
+    check_filled,
+    check_sources,
+    check_tiling,
+    prove_rank_filled,
+    prove_resharding,
+)
 from megatron_dppo.model.shape import ModelShape
 
 CONFIGS = Path(__file__).resolve().parents[2] / "examples" / "model_configs"

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint_conversion import safetensors_file
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError, MismatchError
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
@@ -26,9 +25,10 @@ from megatron_dppo.checkpoint_conversion.streaming import (
     verify,
 )
 from megatron_dppo.convert import main
+from megatron_dppo.model.errors import CheckpointError, MismatchError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
-from megatron_dppo.model.reader import load_model_shape
 from tests.tiny_models import save_hollow_model, save_tiny_model
 from tests.unit.test_batch_file import flipped
 

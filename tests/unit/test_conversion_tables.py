@@ -11,6 +11,7 @@ import torch
 
 from megatron_dppo.checkpoint_conversion.gathering import assemble, pack
 from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import (
     Piece,
     TensorSources,
@@ -22,7 +23,6 @@ from megatron_dppo.model.gather_plan import (
 )
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import Segment, hf_tensors, local_parameters
-from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import engine_vocabulary
 
@@ -365,7 +365,7 @@ def test_all_that_is_wrong_with_a_config_is_one_error(tmp_path):
     values = config(model_type="qwen3_moe", hidden_size=0, num_experts=8, num_experts_per_tok=2.5)
     with pytest.raises(UnsupportedModelError) as caught:
         load_model_shape(written(tmp_path, values))
-    keys = [line.split(": ")[1].split(" is ")[0] for line in caught.value.problems]
+    keys = [line.split(": ")[1].split(" is ")[0] for line in caught.value.faults]
     assert sorted(keys) == ["hidden_size", "moe_intermediate_size", "num_experts_per_tok"]
 
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, flat_boxes
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.checkpoint_conversion.dist_writing import BlockFile, HashedFile, write_headers
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
+from megatron_dppo.model.errors import CheckpointError
 
 
 def test_flat_slice_by_hand():

@@ -132,7 +132,7 @@ def _run(words: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 MOST_FILES = {"An algorithm": 2, "A reward": 1, "A model family": 1}
-"""By the walk's first words: an algorithm is a function and a row, the others one file."""
+"""By the walk's first words: an algorithm is a function and a row, the others in one file."""
 
 
 @pytest.mark.parametrize("subject", MOST_FILES)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_dppo.model.flops import TOKENS, SequenceCost, forward_flops
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.shape import TOKENS, SequenceCost, forward_flops
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "model_configs"
 

@@ -76,8 +76,8 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("distributed", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_element_is_written_once(material: Path, name: str, distributed: bool) -> None:
+    from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.layout import Layout
-    from megatron_dppo.model.reader import load_model_shape
     from tests.distributed.test_trainer_parity import run_config
 
     parallel, world = LAYOUTS[name]

@@ -107,7 +107,7 @@ def test_the_model_needs_no_torch():
         "types",
         "launch.supervisor",
         "fleet.folder",
-        "model.plan_table",
+        "model.resharding",
         "fleet.supervision",
         "engine.http_client",
         "planner.search",

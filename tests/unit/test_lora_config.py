@@ -5,7 +5,7 @@ import pytest
 from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.lora import adapters_of, lora_problems
 from megatron_dppo.config.schema import LoraConfig, SupervisedConfig
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
 
 

@@ -8,7 +8,6 @@ import torch
 
 from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.presets import build_algorithm
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
@@ -23,8 +22,13 @@ from megatron_dppo.loop.batches import (
 from megatron_dppo.loop.learning import check_carried_topk
 from megatron_dppo.loop.run import EXPECTED_ERRORS
 from megatron_dppo.loop.scoring import with_rewards
-from megatron_dppo.model.errors import LayoutError, ModelConfigError, UnsupportedModelError
-from megatron_dppo.model.flops import SequenceCost
+from megatron_dppo.model.errors import (
+    CheckpointError,
+    LayoutError,
+    ModelConfigError,
+    UnsupportedModelError,
+)
+from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards import Score
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats

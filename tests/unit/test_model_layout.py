@@ -10,12 +10,12 @@ import pytest
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
 from megatron_dppo.config import schema as s
 from megatron_dppo.model.errors import LayoutError
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.layout_checks import (
+from megatron_dppo.model.layout import (
+    Layout,
     LayoutSizes,
     check_layout,
-    model_problems,
-    size_problems,
+    model_faults,
+    size_faults,
 )
 from megatron_dppo.model.shape import ModelShape
 
@@ -30,7 +30,7 @@ DENSE = replace(MOE, family="qwen2", num_experts=0, experts_per_token=0, moe_ffn
 
 def keys(shape: ModelShape, **sizes: Any) -> list[str]:
     asked = LayoutSizes(**sizes)
-    return [p.key for p in [*size_problems(asked), *model_problems(asked, shape)]]
+    return [p.key for p in [*size_faults(asked), *model_faults(asked, shape)]]
 
 
 def test_defaults():

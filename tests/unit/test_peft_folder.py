@@ -6,12 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.checkpoint_conversion.errors import CheckpointError
 from megatron_dppo.checkpoint_conversion.peft import CONFIG, WEIGHTS, PeftReader, write_peft
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.launch.library_checks import check_everything
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.families import load_model_shape
 from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
 
 PLAIN = Adapters(4, 8.0, ("q_proj", "v_proj"))

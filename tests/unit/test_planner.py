@@ -12,12 +12,11 @@ from megatron_dppo import plan as command
 from megatron_dppo.algorithms.presets import PRESETS, build_algorithm, carried_topk
 from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import Machine
-from megatron_dppo.model.engine_layout import EngineLayout, engine_parameters
-from megatron_dppo.model.flops import active_parameters
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import local_parameters
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.mapping import EngineLayout, engine_parameters, local_parameters
+from megatron_dppo.model.shape import active_parameters
 from megatron_dppo.planner.activations import (
     activation_bytes,
     bubble,

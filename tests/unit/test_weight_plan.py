@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config import load_config
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.reader import load_model_shape
 from megatron_dppo.plan import main
 from megatron_dppo.planner.facts import job_of
 from megatron_dppo.planner.traffic import plan_problems, weight_plan

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_dppo import EXAMPLES
 from megatron_dppo.gpu_check.models import policy_config, random_batch, random_model
 from megatron_dppo.gpu_check.part import Bench, LackingError, Row, part
-from megatron_dppo.model.reader import load_model_shape
+from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.planner.activations import activation_bytes
 from megatron_dppo.planner.devices import CONTEXT, gib
 from megatron_dppo.planner.facts import TrainerJob, trainer_job
@@ -137,7 +137,7 @@ def compared(label: str, measured: int, planned: int, tolerance: float) -> Row:
 
 
 def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
-    from megatron_dppo.model.flops import BACKWARD_FORWARDS, forward_flops
+    from megatron_dppo.model.shape import BACKWARD_FORWARDS, forward_flops
     from megatron_dppo.trainer import platform
 
     cost = forward_flops(trainer.shape)

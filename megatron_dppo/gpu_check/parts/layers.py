@@ -51,7 +51,7 @@ class Passed:
 @part("Transformer Engine's layers against torch's and transformers', logits and gradients", 240.0)
 def layers(bench: Bench) -> Iterator[Row]:
     """torch's layers in float32 against transformers; then each kind in bfloat16 against those."""
-    from megatron_dppo.model.reader import load_model_shape
+    from megatron_dppo.model.families import load_model_shape
 
     folder = tiny_model(bench.folder / "model")
     batch = random_batch(load_model_shape(folder).vocab_size, LENGTHS)
@@ -80,8 +80,8 @@ def _against(
 
 
 def _passed(folder: Path, dtype: str, batch: PackedBatch, *, torch_layers: bool) -> Passed:
+    from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.layout import Layout
-    from megatron_dppo.model.reader import load_model_shape
     from megatron_dppo.trainer import platform
     from megatron_dppo.trainer.cpu.layer_spec import decoder_spec
     from megatron_dppo.trainer.hf_weights import load_hf

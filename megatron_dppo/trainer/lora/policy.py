@@ -20,8 +20,8 @@ from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.model.adapters import (
     Adapters,
     adapted_linears,
+    adapter_faults,
     adapter_parameters,
-    adapter_problems,
     adapter_tensors,
 )
 from megatron_dppo.model.gather_plan import ParameterKey, adapter_buckets_plan
@@ -74,7 +74,7 @@ class AdaptedPolicy:
         found = adapters_of(config.lora, shape)
         if found is None:
             raise ValueError("lora.rank is 0: there are no adapters")
-        if problems := list(adapter_problems(found, shape, layout)):
+        if problems := list(adapter_faults(found, shape, layout)):
             raise ValueError("; ".join(problems))
         self.adapters: Adapters = found
         self._shape, self._layout, self._rank = shape, layout, topology.rank
