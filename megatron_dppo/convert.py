@@ -21,11 +21,11 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ITEM_BYTES
+from megatron_dppo.system.errors import RunError
 
 PLAIN_INTERVAL_S = 10.0
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except (ModelError, OSError) as error:
+    except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -18,7 +18,6 @@ from rich.console import Console
 from megatron_dppo import EXAMPLES
 from megatron_dppo.config import ConfigError, TrainConfig, load_config
 from megatron_dppo.logging import fatal
-from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.devices import DEVICES, GB, GIB, NETWORK_LATENCY, Cluster
 from megatron_dppo.planner.facts import job_of, shape_of
@@ -34,6 +33,7 @@ from megatron_dppo.planner.search import (
     search,
 )
 from megatron_dppo.planner.traffic import weight_plan
+from megatron_dppo.system.errors import RunError
 
 SHOWN = 8
 NEAREST = 3
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = load_config(words.recipe, words.overrides)
         shape = shape_of(config.model.hf_checkpoint, words.model_configs)
-    except (ConfigError, ModelError) as error:
+    except RunError as error:
         fatal(str(error))
     if words.weights:
         return _weights(config, shape, words)

@@ -19,6 +19,7 @@ from megatron_dppo.logging import fatal
 from megatron_dppo.metrics.html import html_page
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.samples import Sample, printable, read_samples
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
 _KINDS = {
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     try:
         samples = matching(options)
-    except RecordsError as error:
+    except RunError as error:
         fatal(str(error))
     title = f"Samples of {options.run}"
     if options.html:

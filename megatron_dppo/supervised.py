@@ -12,7 +12,6 @@ import sys
 from collections.abc import Sequence
 
 from megatron_dppo.config import (
-    ConfigError,
     SupervisedConfig,
     check_supervised_config,
     load_as,
@@ -25,9 +24,9 @@ from megatron_dppo.launch.library_checks import (
     check_in_child,
 )
 from megatron_dppo.launch.local import run_local
-from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal
+from megatron_dppo.system.errors import RunError
 
 MODULE = "megatron_dppo.supervised"
 
@@ -49,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             command = [words.config, *words.overrides]
             refused = check_in_child(MODULE, command) if config.forwards_to_megatron else 0
             return refused or run_local(config, MODULE, this_machine())
-    except (ConfigError, LaunchError) as error:
+    except RunError as error:
         fatal(str(error))
     if this_machine().gpus:
         set_allocator(config, os.environ)

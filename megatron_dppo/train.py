@@ -28,10 +28,11 @@ from megatron_dppo.config.allocator import allocator_problems, set_allocator
 from megatron_dppo.config.checkpoint_folder import missing_weights
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
 from megatron_dppo.launch.library_checks import CHECK, check_everything, check_in_child
-from megatron_dppo.launch.placement import LaunchError, PlacementError
+from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
 from megatron_dppo.rewards.checked_answers import checked_answers_file
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import end_now
 
 MODULE = "megatron_dppo.train"
@@ -168,7 +169,7 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
         with checked_answers_file() as path:
             refused = check_in_child(MODULE, [words.config, *words.overrides, ANSWERS, path])
             return refused or run_local(config, MODULE, machine)
-    except LaunchError as error:
+    except RunError as error:
         fatal(str(error))
     except OSError as error:
         if error.errno not in _NO_ROOM:

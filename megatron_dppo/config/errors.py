@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_dppo.system.errors import RunError
+
 MOST_SHOWN = 14
 """Problems in a message: as many as a screen holds."""
 
 
-class ConfigError(ValueError):
+class ConfigError(RunError, ValueError):
     """A configuration that can't be run. ``problems``: one line for each, key first; ``source``:
     the file."""
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from megatron_dppo.data.published import SETS, prepare
-from megatron_dppo.data.records import DataError
 from megatron_dppo.logging import fatal
-from megatron_dppo.rewards import VerifierError, find_reward
+from megatron_dppo.rewards import find_reward
+from megatron_dppo.system.errors import RunError
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -19,7 +19,7 @@ def main(words: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(words)
     try:
         return int(options.run(options))
-    except (DataError, VerifierError, OSError) as error:
+    except (RunError, OSError) as error:
         fatal(str(error))
 
 

@@ -15,6 +15,7 @@ from safetensors.numpy import load, save
 
 from megatron_dppo.data.columns import Rows, declared
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
 
@@ -168,7 +169,7 @@ NUMBERS = "numbers"
 """Under ``HASH``: of a trajectory's row of ``trajectories`` and of ``scores``, as bytes."""
 
 
-class BatchFormatError(ValueError):
+class BatchFormatError(RunError, ValueError):
     """The bytes are not an encoded batch of trajectories."""
 
 

@@ -12,11 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.system.errors import RunError
+
 # JSON Lines as they are read: one object a line, and one error that names file and line.
 # Which reader a file takes is ``records.read_records``'s choice.
 
 
-class DataError(ValueError):
+class DataError(RunError, ValueError):
     """A data set cannot be used; the message names the file, the line (from 1) and the fault."""
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
+from megatron_dppo.system.errors import RunError
+
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Trajectory
 
@@ -15,7 +17,7 @@ _FINAL_STATUS = (401, 403, 404, 405, 422)
 """No key, no such path, another protocol. A 400 of SGLang may be a broken connection, too."""
 
 
-class EngineError(RuntimeError):
+class EngineError(RunError):
     """Base of every error of this package.
 
     ``attempts``: after so many failures in a row with one message, another attempt would end alike.

@@ -29,6 +29,7 @@ from megatron_dppo.algorithms.options import Settings
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.config.yaml_core import parse_scalar
+from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.presets import Algorithm
@@ -63,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         explain(options, load_config(options.run / "config.yaml"))
-    except (OSError, ValueError) as error:
+    except (OSError, RunError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

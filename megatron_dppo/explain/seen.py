@@ -33,6 +33,7 @@ from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE
 from megatron_dppo.metrics.masked_tokens import MaskedTokenCounts, most_masked, read_masked_tokens
 from megatron_dppo.metrics.records import RECORDS_FILE, read_records, step_of
+from megatron_dppo.system.errors import RunError
 
 R = TypeVar("R", TokenInputs, Decisions)
 
@@ -168,7 +169,7 @@ RELATIVE, ABSOLUTE = 1e-5, 1e-9
 """Allowed of a mean: another device and another order of summation, from the same float32 numbers."""
 
 
-class DisagreementError(ValueError):
+class DisagreementError(RunError, ValueError):
     """What was saved of a step is not what was recorded of it."""
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from megatron_dppo.fleet.folder import NOT_EXAMINED
 from megatron_dppo.fleet.record import FleetRecord
-from megatron_dppo.fleet.remote_record import RecordLostError, record_of_command
+from megatron_dppo.fleet.remote_record import record_of_command
 from megatron_dppo.logging import fatal
+from megatron_dppo.system.errors import RunError
 
 MODULE = "megatron_dppo.fleet"
 _VERDICT_S = 60.0
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not Path(words.run_directory).is_dir():
             fatal(f"{words.run_directory}: expected the folder of a run (run.directory)")
         return _ACTIONS[words.action](record_of_command(words.run_directory), words)
-    except (ValueError, OSError, RecordLostError) as error:
+    except (ValueError, OSError, RunError) as error:
         fatal(str(error))
 
 

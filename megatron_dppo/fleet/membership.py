@@ -39,6 +39,7 @@ from megatron_dppo.fleet.folder import (
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.errors import RunError
 
 # --- servers as a client sees them, and calls that can be broken off
 T = TypeVar("T")
@@ -237,7 +238,7 @@ _PROGRESS_S = 60.0
 _STRIKES = 2
 
 
-class EngineUnavailableError(RuntimeError):
+class EngineUnavailableError(RunError):
     """The engine side is given up, on all trainer ranks alike: no healthy server appeared in time,
     servers were lost again and again, or they refuse what the run needs."""
 

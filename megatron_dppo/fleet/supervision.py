@@ -16,6 +16,7 @@ from megatron_dppo.engine.child_server import ChildServer
 from megatron_dppo.engine.errors import PortHeldError
 from megatron_dppo.fleet.endpoint import FleetEndpoint
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import describe_exit, quote
 
 FIRST_PAUSE_S = 1.0
@@ -78,7 +79,7 @@ _DYING_S = 0.1
 """A client sees a killed server's connections break some milliseconds before its exit shows."""
 
 
-class EngineGivenUpError(RuntimeError):
+class EngineGivenUpError(RunError):
     """The engine failed for good; the message holds the end of its log."""
 
 
@@ -136,7 +137,7 @@ class SupervisedServer:
         self._process = self._make_process(self.incarnation)
         try:
             self._process.start()
-        except RuntimeError as error:
+        except RunError as error:
             self._starting = Future()
             self._starting.set_exception(error)
             return
@@ -198,7 +199,7 @@ class SupervisedServer:
             self._folder.publish(self._published)
             log.info("%s ready after %.0f s at %s", self.what, starting.result(), process.url)
             return
-        if not isinstance(error, RuntimeError):
+        if not isinstance(error, RunError):
             raise error
         if isinstance(error, PortHeldError):
             self._wait_for_port(error)

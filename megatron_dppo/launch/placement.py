@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.system.errors import RunError
 
 
-class LaunchError(RuntimeError):
+class LaunchError(RunError):
     """The run can't start here and now; the message says what to do about it."""
 
 

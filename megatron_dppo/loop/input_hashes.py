@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank, on_rank_0
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _READ = (".safetensors", ".json", ".jinja", ".txt", ".model", ".tiktoken")
 WEIGHTS = ".safetensors"
 
 
-class InputError(ValueError):
+class InputError(RunError, ValueError):
     """Inputs are not those that the list names, or the list can't be read. One line for each."""
 
 

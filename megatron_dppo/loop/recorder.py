@@ -30,6 +30,7 @@ from megatron_dppo.metrics.step_lines import StepLines
 from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import write_summary
 from megatron_dppo.metrics.writer import MetricsWriter
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import Closing, write_atomically
 
 log = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 COUNTS = (names.WEIGHT_UPDATES, names.WEIGHT_UPDATES_VERIFIED)
 
 
-class RecordingError(RuntimeError):
+class RecordingError(RunError):
     """The run's records cannot be written, e.g. because the disk is full."""
 
 

@@ -14,10 +14,8 @@ import torch
 
 from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.batch_file import BatchFormatError, save_batch
-from megatron_dppo.data.records import DataError
+from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.requests import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import EngineUnavailableError
@@ -27,16 +25,13 @@ from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.exporting import Examples, export
 from megatron_dppo.loop.fencing import RunFence, run_fence
-from megatron_dppo.loop.input_hashes import BackgroundHashes, InputError, model_files
+from megatron_dppo.loop.input_hashes import BackgroundHashes, model_files
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.profiling import StepProfiler
 from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import resume
-from megatron_dppo.loop.rollouts.exchange import ExchangeError
 from megatron_dppo.loop.rollouts.figures import (
     STALE_ANCHOR,
-    GapError,
-    StalenessError,
     file_figures,
     with_gap_named,
 )
@@ -52,51 +47,18 @@ from megatron_dppo.metrics.history import (
     ROLLOUTS_FOLDER,
     remember_checkpoint,
 )
-from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.metrics.timing import PhaseTimer
-from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.rewards import Verifier, VerifierError
+from megatron_dppo.rewards import Verifier
 from megatron_dppo.rewards.verifier import ArrivalScorer
-from megatron_dppo.system.lease import FencedError, LeaseError
-from megatron_dppo.system.network import InterfaceError, ListenError
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
-from megatron_dppo.trainer.collectives import RankError, any_rank, on_rank_0
-from megatron_dppo.trainer.errors import (
-    NonFiniteLogProbsError,
-    NonFiniteLossError,
-    UnusableGpuError,
-)
+from megatron_dppo.trainer.collectives import any_rank, on_rank_0
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
 
 log = logging.getLogger(__name__)
-
-EXPECTED_ERRORS = (
-    DataError,
-    EngineError,
-    EngineUnavailableError,
-    FencedError,
-    GapError,
-    InputError,
-    InterfaceError,
-    LeaseError,
-    ListenError,
-    ModelError,
-    NonFiniteLogProbsError,
-    NonFiniteLossError,
-    RankError,
-    RecordingError,
-    RecordsError,
-    ResumeError,
-    BatchFormatError,
-    ExchangeError,
-    StalenessError,
-    UnusableGpuError,
-    VerifierError,
-)
-"""What can end a run without a fault in the code: the message says all, a traceback would bury it."""
 
 
 def run_rank(config: TrainConfig) -> None:
@@ -105,7 +67,7 @@ def run_rank(config: TrainConfig) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
         _run(config, stop)
-    except EXPECTED_ERRORS as error:
+    except RunError as error:
         fatal(f"{type(error).__name__}: {error}")
 
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.system.errors import RunError
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ RECORDED_LATER = (
 """Settings that every identity has now; a checkpoint without one was written before they were recorded."""
 
 
-class ResumeError(ValueError):
+class ResumeError(RunError, ValueError):
     """A checkpoint does not belong to the run that it should continue."""
 
 

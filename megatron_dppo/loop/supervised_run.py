@@ -14,32 +14,18 @@ from megatron_dppo.config.schema import SupervisedConfig
 from megatron_dppo.data.packing import PackedBatch, pack, plan_mini_batch
 from megatron_dppo.data.problems import Pair, load_pairs
 from megatron_dppo.data.prompts import load_tokenizer
-from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
 from megatron_dppo.loop.fencing import RunFence, run_fence
 from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.model.errors import CheckpointError, ModelError
+from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.shape import forward_flops
-from megatron_dppo.system.lease import FencedError, LeaseError
-from megatron_dppo.system.network import InterfaceError, ListenError
-from megatron_dppo.trainer.errors import NonFiniteLossError, UnusableGpuError
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
-
-_EXPECTED_ERRORS = (
-    DataError,
-    FencedError,
-    InterfaceError,
-    LeaseError,
-    ListenError,
-    ModelError,
-    NonFiniteLossError,
-    UnusableGpuError,
-)
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +39,7 @@ def run_supervised_rank(config: SupervisedConfig) -> None:
     try:
         with run_fence(config.run.directory) as fence:
             _run(config, fence)
-    except _EXPECTED_ERRORS as error:
+    except RunError as error:
         fatal(f"{type(error).__name__}: {error}")
 
 

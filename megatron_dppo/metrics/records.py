@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from megatron_dppo.metrics import names
+from megatron_dppo.system.errors import RunError
 
 RECORDS_FILE = "metrics.jsonl"
 
@@ -16,7 +17,7 @@ Record = dict[str, float | None]
 """Metric name -> value; ``step`` is always present; None stands for NaN and infinities."""
 
 
-class RecordsError(ValueError):
+class RecordsError(RunError, ValueError):
     """A metrics file cannot be read, or a value cannot be written to it."""
 
 

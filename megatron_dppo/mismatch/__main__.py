@@ -38,6 +38,7 @@ from rich.table import Table
 
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Trajectory
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     try:
         report(options, load_config(options.run / "config.yaml"))
-    except (OSError, ValueError) as error:
+    except (OSError, RunError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0

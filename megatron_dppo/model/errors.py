@@ -6,8 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_dppo.system.errors import RunError
 
-class ModelError(ValueError):
+
+class ModelError(RunError, ValueError):
     """Base of everything that is refused about a model: its config.json, its layout, its checkpoints."""
 
 

@@ -13,15 +13,16 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_dppo.config import ConfigError, TrainConfig, load_config
+from megatron_dppo.config import TrainConfig, load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.logging import fatal
 from megatron_dppo.preflight.checks import CHECKS
 from megatron_dppo.preflight.collection import run_task, this_host
-from megatron_dppo.preflight.evidence import Evidence, EvidenceError, read_evidence
+from megatron_dppo.preflight.evidence import Evidence, read_evidence
 from megatron_dppo.preflight.needs import Needs, needs_of
 from megatron_dppo.preflight.table import table
 from megatron_dppo.preflight.verdict import Verdict, judge
+from megatron_dppo.system.errors import RunError
 
 BAD_NODE = 3
 """Exit code where a node can't take part in the run."""
@@ -37,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         count = words.nodes or int(os.environ.get("SLURM_NTASKS", "1"))
         told = run_task(needs, folder, count, timeout_s=words.timeout, skipped=words.skip)
         return _alone(told, needs, folder) if count == 1 else _in_step(told, needs, folder)
-    except (ConfigError, EvidenceError) as error:
+    except RunError as error:
         fatal(str(error))
 
 

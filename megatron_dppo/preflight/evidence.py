@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
 Evidence = Mapping[str, Any]
 """What one check found on one node. ``error`` in place of all else: why it could not be told."""
 
 
-class EvidenceError(ValueError):
+class EvidenceError(RunError, ValueError):
     """A file of evidence holds something else; the message names it."""
 
 

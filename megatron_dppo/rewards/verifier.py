@@ -24,13 +24,14 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from megatron_dppo.rewards.registry import find_reward, score_or_refusal
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import kill_families, start_process
 
 START_LIMIT_S = 300.0
 """Longest time for a worker to import its reward; long, because machines start many at once."""
 
 
-class VerifierError(RuntimeError):
+class VerifierError(RunError):
     """The reward function raised, or its worker could not start; the message holds the worker's
     output.
     """

@@ -6,10 +6,8 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.logging import INTERRUPTED, fatal
-from megatron_dppo.slurm.commands import SlurmError
+from megatron_dppo.system.errors import RunError
 
 _PROGRAM = "megatron-dppo slurm"
 Command = Callable[[argparse.Namespace], int]
@@ -24,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prepare(parser)
     try:
         return act(parser.parse_intermixed_args(given[1:]))
-    except (ConfigError, LaunchError, SlurmError) as error:
+    except RunError as error:
         fatal(str(error))
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -8,11 +8,13 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 
+from megatron_dppo.system.errors import RunError
+
 _PATIENCE_S = 30.0
 _BAD_STATES = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "UNKNOWN")
 
 
-class SlurmError(RuntimeError):
+class SlurmError(RunError):
     """A client program of Slurm failed; the message holds what it said."""
 
 

@@ -20,6 +20,7 @@ from megatron_dppo.logging import REFUSED
 from megatron_dppo.preflight import EVERYWHERE, Verdict, judge, needs_of, read_evidence
 from megatron_dppo.preflight.table import table
 from megatron_dppo.slurm.job import Job
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import quote, start_process, tail
 
 log = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ _POLL_S = 0.1
 _PREFLIGHT_S = 900.0
 
 
-class PreflightError(RuntimeError):
+class PreflightError(RunError):
     """Too few nodes can do the run's work; the message says which can't, and why."""
 
 

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Self
 
+from megatron_dppo.system.errors import RunError
+
 
 @contextmanager
 def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
@@ -94,7 +96,7 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-class UnsafeFileError(PermissionError):
+class UnsafeFileError(RunError, PermissionError):
     """A file or folder that somebody else owns, or may write; the message names it."""
 
 

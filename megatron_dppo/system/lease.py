@@ -34,6 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.processes import process_start
 
@@ -45,7 +46,7 @@ _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}
 """What a rename onto a claim fails with; ENOENT where another start tidied up meanwhile."""
 
 
-class LeaseError(RuntimeError):
+class LeaseError(RunError):
     """A lease can't be taken; the message says who holds it, or what is wrong with its files."""
 
 
@@ -238,7 +239,7 @@ NONCE_VARIABLE = "MEGATRON_DPPO_LEASE"
 """Names the nonce of the run's lease in the environment of the trainer's ranks."""
 
 
-class FencedError(RuntimeError):
+class FencedError(RunError):
     """This start of the run no longer holds its folder; the message names the one that does."""
 
 

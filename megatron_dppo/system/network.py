@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 import psutil
 
+from megatron_dppo.system.errors import RunError
+
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
@@ -59,7 +61,7 @@ def require_free_port(host: str, port: int) -> None:
 # --- interfaces and their addresses
 
 
-class InterfaceError(ValueError):
+class InterfaceError(RunError, ValueError):
     """This machine has no such interface, or it has no address; the message names those that it has."""
 
 
@@ -135,7 +137,7 @@ def url_problem(url: str) -> str | None:
 # --- the rendezvous of torch.distributed
 
 
-class ListenError(RuntimeError):
+class ListenError(RunError):
     """An address can't be listened on; the message names it, and the system's reason."""
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer import platform
 
 log = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class RankError(RuntimeError):
+class RankError(RunError):
     """What a rank failed with, raised on every rank; the message names the rank and the error."""
 
 
@@ -117,7 +118,7 @@ def on_every_rank(
     text = None
     try:
         result = action()
-    except (OSError, RuntimeError, ValueError) as failure:
+    except (OSError, RunError, RuntimeError, ValueError) as failure:
         own_error = failure
         # The system's errors name themselves.
         kind = "" if isinstance(failure, (error, OSError)) else f"{type(failure).__name__}: "

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_dppo.system.errors import RunError
 
-class UnusableGpuError(RuntimeError):
+
+class UnusableGpuError(RunError):
     """There is a GPU that torch can't use, so that training would go on on CPUs unasked."""
 
 
-class NonFiniteLossError(ValueError):
+class NonFiniteLossError(RunError, ValueError):
     """A loss or the gradient norm is not finite; raised on every rank before the optimiser step.
 
     ``culprits``: for each micro-batch with a non-finite loss {"dp_rank", "micro_batch",
@@ -31,7 +33,7 @@ class NonFiniteLossError(ValueError):
         )
 
 
-class NonFiniteLogProbsError(ValueError):
+class NonFiniteLogProbsError(RunError, ValueError):
     """Log-probabilities asked for without training come from logits that are no distribution: NaN,
     +inf, or nothing but -inf. Raised on every rank alike.
     """

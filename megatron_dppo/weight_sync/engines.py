@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.network import is_loopback
 from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError, TransferTimeoutError
 
@@ -53,7 +54,7 @@ class Engines:
             return engines
         engines.close()
         for error in faults.values():
-            if not isinstance(error, (OSError, RuntimeError, ValueError)):
+            if not isinstance(error, (OSError, RunError, RuntimeError, ValueError)):
                 raise error
         raise EngineFaultError(faults)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.engine.errors import UNBOUNDED
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
+from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
     from megatron_dppo.weight_sync.engines import Engines
@@ -160,7 +161,7 @@ class Phases:
         with self.timed(phase):
             try:
                 return call(*arguments)
-            except (OSError, RuntimeError, ValueError) as error:
+            except (OSError, RunError, RuntimeError, ValueError) as error:
                 self.error = error
                 return None
 
@@ -174,7 +175,7 @@ class Phases:
             self.seconds[phase] += time.perf_counter() - start
 
 
-class WeightUpdateError(RuntimeError):
+class WeightUpdateError(RunError):
     """An update failed, or engines could not be attached: on all trainer ranks alike.
 
     ``engines``: URLs of those known to be at fault; empty where that is unknown. After a failed
@@ -195,11 +196,11 @@ class WeightUpdateRefusedError(WeightUpdateError):
     """Requests kept ``engines`` busy. All engines go on with the weights and version that they had."""
 
 
-class TransferTimeoutError(RuntimeError):
+class TransferTimeoutError(RunError):
     """A broadcast, or its group, was not complete in time."""
 
 
-class EngineFaultError(RuntimeError):
+class EngineFaultError(RunError):
     """What went wrong, by the URL of the engine at fault; ``reason`` where none is. ``attempts``: as of
     EngineError, the least of all of them."""
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.weight_sync.engines import Engines
 from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError
 from megatron_dppo.weight_sync.report import CanaryReport
@@ -55,7 +56,7 @@ def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int)
     )
 
 
-class CanaryError(RuntimeError):
+class CanaryError(RunError):
     """Trainer and engine compute different probabilities."""
 
     attempts = 2
@@ -144,7 +145,7 @@ class ChecksumMismatch:
         return f"{self.tensor} on engine rank {self.rank}: expected {self.expected}, got {self.got}"
 
 
-class ChecksumMismatchError(RuntimeError):
+class ChecksumMismatchError(RunError):
     """Weights arrived wrong. ``mismatches``: each tensor and engine rank."""
 
     def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:

@@ -20,6 +20,7 @@ from megatron_dppo.fleet.membership import Member
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
+from megatron_dppo.system.errors import RunError
 
 _PATIENT_S = 300.0
 
@@ -61,7 +62,7 @@ class KeptFleet:
                 fleet.start()
                 while not self._end.wait(0.05):
                     fleet.check()
-            except RuntimeError as error:
+            except RunError as error:
                 self._error = error
             finally:
                 fleet.stop(at_once=True)

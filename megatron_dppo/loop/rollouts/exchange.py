@@ -23,6 +23,7 @@ from megatron_dppo.data.batch_file import digest
 from megatron_dppo.data.columns import Form, declared
 from megatron_dppo.data.trajectory import Outline, Trajectory, check_complete, sizes_of
 from megatron_dppo.loop.rollouts.parts import TOKENS, Part, PartShapes, Piece, Room, Stages
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.scratch import SharedBuffer, free_bytes, mapped, memory_name
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json, any_rank, barrier, first_failure
@@ -105,7 +106,7 @@ class Sites:
 # Who holds which part of which trajectory of a batch, and in what form: the same on every rank.
 
 
-class ExchangeError(RuntimeError):
+class ExchangeError(RunError):
     """A column is missing, belongs to another model, or changed on its way."""
 
 

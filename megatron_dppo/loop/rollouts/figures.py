@@ -16,6 +16,7 @@ from megatron_dppo.data.trajectory import Known
 from megatron_dppo.loop.scoring import Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.normal_ranges import BY_METRIC
+from megatron_dppo.system.errors import RunError
 
 
 class GroupRow(NamedTuple):
@@ -129,7 +130,7 @@ STALE_ANCHOR = (
 """A warning: such a mask does not see the distance that lies between mu and the recomputed policy."""
 
 
-class StalenessError(RuntimeError):
+class StalenessError(RunError):
     """A response was sampled by weights that a batch of this step may not come from."""
 
 
@@ -169,7 +170,7 @@ def with_gap_named(
     return named
 
 
-class GapError(RuntimeError):
+class GapError(RunError):
     """Trainer and servers hold the same weights and disagree about the tokens beyond what rounding explains."""
 
 

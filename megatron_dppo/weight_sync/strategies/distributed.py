@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import GroupName
 
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.network import is_loopback, listening_store
 from megatron_dppo.weight_sync.engines import Packer, meeting_address
 from megatron_dppo.weight_sync.interfaces import Bucket, PlannedBucket, Transfer
@@ -133,7 +134,7 @@ class DistributedStrategy:
         for _, _, name, _ in filter(None, self._known):
             try:
                 self._transfer.engines.each(partial(EngineWeights.close_group, name=name))
-            except (OSError, RuntimeError) as error:
+            except (OSError, RunError, RuntimeError) as error:
                 log.info("an engine did not leave the weight group: %s", error)
         self._known = []
         self.abort()
@@ -182,14 +183,14 @@ class DistributedStrategy:
         sent, self._in_flight = self._in_flight, None
         try:
             self._group.wait(sent)
-        except (OSError, RuntimeError):
+        except (OSError, RunError, RuntimeError):
             self._group.abort()
             if self._conducting is not None:
                 self._conducting.result()  # who gives the orders knows the engine at fault
             raise
 
 
-class CalledOffError(RuntimeError):
+class CalledOffError(RunError):
     """Rank 0 broke the transfer off; its own error says why."""
 
 

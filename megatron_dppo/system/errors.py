@@ -1,0 +1,84 @@
+"""The tree of errors of the package: what may end a run, or a command, with one clear line.
+
+    RunError
+      ConfigError                       the configuration, or this machine for it; every fault at once
+      InterfaceError                    the network interface that is named
+      UnsafeFileError                   a file of the run that somebody else owns or may write
+      LeaseError                        another run has the run's folder, or may have it
+      FencedError                       another start of this run has succeeded this one
+      ListenError                       the port of the ranks' rendezvous
+      LaunchError                       the processes of a run can't be started
+        PlacementError                  they don't fit the machines
+      SlurmError                        a command of Slurm failed
+      PreflightError                    too few nodes are fit
+      EvidenceError                     a file of what a node found
+      ModelError                        a model's config.json, layout or checkpoint
+        ModelConfigError
+        UnsupportedModelError
+        LayoutError
+        ProofError
+        AdapterError
+        CheckpointError
+          MismatchError
+          DamagedCheckpointError
+      DataError                         a data set
+      VerifierError                     a reward function, or the processes that run it
+      InputError                        files that the run starts from have changed
+      ResumeError                       a checkpoint of other settings
+      RecordsError                      the records of a run can't be read
+      RecordingError                    they can't be written
+      DisagreementError                 what was saved of a step is not what was recorded of it
+      BatchFormatError                  saved trajectories
+      ExchangeError                     trajectories between ranks
+      StalenessError                    a response of too old weights
+      GapError                          engine and trainer compute other probabilities
+      UnusableGpuError
+      NonFiniteLossError
+      NonFiniteLogProbsError
+      RankError                         what one rank failed with, on all of them
+      WeightUpdateError                 an update failed on all ranks alike
+        WeightUpdateRefusedError
+      EngineFaultError                  the engines at fault in a step of an update
+      ChecksumMismatchError
+      CanaryError
+      TransferTimeoutError
+      CalledOffError
+      EngineUnavailableError            no server is left, or could be had
+      EngineGivenUpError                a server failed for good
+        FirstStartError
+      EngineError                       between a run and its engine
+        EngineStartError
+          PortHeldError
+        EngineLostError
+        ServerLostError
+        StaleWeightsError
+        EngineRequestError
+        AbortedError
+        EngineAnswerError
+        EngineMismatchError
+        IncompleteWeightsError
+        StopRequestedError
+        GenerationInterruptedError
+        ParserLostError
+        RecordLostError
+
+These are outside of it, for none of them ends a run:
+
+    RunStoppedError         a clean stop, which all ranks agreed on
+    FatalError              the end itself, once its line is printed
+    LibraryMissingError     becomes a line of a ConfigError
+    PortTakenError          becomes a PortHeldError or a LaunchError
+    KernelBuildError        a slower path is taken, and logged
+    CheckError              becomes a node's evidence
+    RowError                a record of a published data set is left out, and counted
+    LackingError            a part of the GPU check is skipped, and named
+    OverwrittenLogitsError  a fault in the code: with its traceback
+"""
+
+
+class RunError(Exception):
+    """May end a run or a command: its message says all, so that no traceback follows.
+
+    A RuntimeError, ValueError or OSError that is none of these is a fault in the code, or one that nobody
+    foresaw, and keeps its traceback.
+    """
