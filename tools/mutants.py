@@ -79,7 +79,7 @@ def load_anew(found: Found, tell: Tell, processes: int) -> None:
 def main(words: Sequence[str] | None = None) -> int:
     """Print the survivors and each module's share killed; 1 where not every mutant is killed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("paths", nargs="*", help="modules, e.g. algorithms/masks.py; default: all")
+    parser.add_argument("paths", nargs="*", help="modules, e.g. algorithms/rules.py; default: all")
     parser.add_argument("--processes", type=int, default=2)
     chosen = parser.parse_args(words)
     os.chdir(ROOT)

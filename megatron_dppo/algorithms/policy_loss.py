@@ -1,17 +1,117 @@
-"""The one policy gradient of every algorithm (arXiv 2602.04879 v2, Eq. 23)."""
+"""The one policy gradient of every algorithm (arXiv 2602.04879 v2, Eq. 23): a row of the table as functions, what it
+decides about each token, the loss, and the metrics of the tokens.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms.decisions import Decisions, decide
-from megatron_dppo.algorithms.diagnostics import token_metrics
-from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.algorithms import divergence, rules
+from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs, rollout
+from megatron_dppo.algorithms.rules import PENALTIES, Mask, Penalty, Weight
+from megatron_dppo.algorithms.table import OPTIONS, AlgorithmFacts, Settings, algorithm_facts
 from megatron_dppo.metrics.sums import MetricSums
+
+
+@dataclass(frozen=True)
+class Algorithm(AlgorithmFacts):
+    """What the loss needs of an algorithm.
+
+    ``mask``: True where a token trains. ``weight``: w in M min(w, C) A grad log pi. ``penalties``:
+    additive terms with their coefficients.
+    """
+
+    mask: Mask
+    weight: Weight
+    penalties: tuple[tuple[float, Penalty], ...]
+
+    @property
+    def anchor(self) -> Anchor:
+        """What the mask compares pi with."""
+        return ANCHORS[self.preset.anchor]
+
+    def divergence(self, inputs: TokenInputs) -> Tensor | None:
+        """D of each token, float64, as the mask computes it; None where the mask measures none."""
+        if self.preset.divergence is None:
+            return None
+        measure: Callable[..., Tensor] = getattr(divergence, self.preset.divergence)
+        if self.reads_topk:
+            return measure(*rules.topk_of(inputs))
+        return measure(inputs.log_probs, self.anchor(inputs))
+
+
+def build_algorithm(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    settings: Settings = "stability",
+) -> Algorithm:
+    """The preset ``name`` with its functions; arguments and ValueErrors are those of ``algorithm_facts``."""
+    facts = algorithm_facts(name, options, settings)
+    preset, numbers, anchor = facts.preset, facts.numbers, ANCHORS[facts.preset.anchor]
+    of_mask, of_weight = (
+        {n: value for n, value in numbers.items() if OPTIONS[n].role == role}
+        for role in ("mask", "weight")
+    )
+    mask, weight = getattr(rules, preset.mask), getattr(rules, preset.weight)
+    return Algorithm(
+        name=name,
+        preset=preset,
+        numbers=numbers,
+        mask=partial(mask, anchor=anchor, **preset.fixed, **of_mask),
+        weight=partial(weight, anchor=anchor, **of_weight),
+        penalties=tuple((numbers[n], term) for n, term in PENALTIES.items() if numbers.get(n)),
+    )
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Per token, shaped as ``log_probs``; without gradient.
+
+    ``trains``: bool; in ``loss_mask``, finite, and not blocked by the mask. ``finite``: bool; every
+    number that the algorithm reads there is finite. ``weight``: w. ``capped``: min(w, C).
+    """
+
+    trains: Tensor
+    finite: Tensor
+    weight: Tensor
+    capped: Tensor
+
+
+@torch.no_grad()
+def decide(algorithm: Algorithm, inputs: TokenInputs) -> Decisions:
+    """Where the mask and finite numbers let a token train.
+
+    A number that is not finite blocks its token, whatever the sign of A: log pi, log mu, the anchor
+    pi' and the valid Top-K entries where the algorithm reads them, and the capped weight. So an
+    overflowing ratio blocks one token under an infinite cap, and is cut under a finite one.
+    """
+    weight = algorithm.weight(inputs)
+    capped = weight.clamp(max=algorithm.ratio_cap)
+    finite = _finite(algorithm, inputs) & capped.isfinite()
+    trains = algorithm.mask(inputs) & inputs.loss_mask & finite
+    return Decisions(trains, finite, weight, capped)
+
+
+def _finite(algorithm: Algorithm, inputs: TokenInputs) -> Tensor:
+    log_ratio = inputs.log_probs - inputs.rollout_log_probs
+    finite = log_ratio.isfinite()
+    for _, term in algorithm.penalties:
+        finite = finite & term(log_ratio)[0].isfinite()
+    if algorithm.needs_recomputed and inputs.recomputed_log_probs is not None:
+        finite = finite & inputs.recomputed_log_probs.isfinite()
+    if algorithm.reads_topk and inputs.topk_valid is not None:
+        assert inputs.topk_log_probs is not None
+        assert inputs.rollout_topk_log_probs is not None
+        differences = inputs.topk_log_probs - inputs.rollout_topk_log_probs
+        finite = finite & (differences.isfinite() | ~inputs.topk_valid).all(-1)
+    return finite
 
 
 @dataclass(frozen=True)
@@ -32,11 +132,11 @@ def policy_loss(
     """Sum over tokens in ``loss_mask`` of -M min(w, C) A, whose gradient is -sum M min(w, C) A grad
     log pi, plus the algorithm's penalties.
 
-    w is r = pi / mu except where the algorithm says otherwise (``token_weights.py``). M, w, C and A
+    w is r = pi / mu except where the algorithm says otherwise (``rules.py``). M, w, C and A
     carry no gradient; it flows through ``inputs.log_probs`` only. ``token_scale``: a factor of each
     token's loss, 1 where it is None. Tokens with a zero coefficient get a gradient of exactly 0,
     even where log pi is -inf. A token at which something else is not finite is blocked and counted
-    (``decisions.py``); log pi or A that are NaN reach the loss, for the trainer to stop on. Nothing
+    (``decide``); log pi or A that are NaN reach the loss, for the trainer to stop on. Nothing
     is divided: the caller divides once by a global count.
     """
     decisions = decide(algorithm, inputs)
@@ -70,3 +170,101 @@ def _coefficients(
     slope = torch.stack([c * derivative for c, _, derivative in terms]).sum(0)
     sums["loss/penalty"] = penalty.sum(dtype=torch.float64)
     return surrogate + penalty, surrogate + slope, MetricSums(sums=sums)
+
+
+def negative_log_likelihood(log_probs: Tensor, loss_mask: Tensor) -> LossSums:
+    """Maximum likelihood: -sum of log pi over the tokens that train, nats; the gradient flows through ``log_probs``
+    where a token trains, whatever stands elsewhere.
+
+    ``log_probs`` float ``[T]``, ``loss_mask`` bool ``[T]``. Metrics: the sum under
+    ``loss/sum``, the number of tokens under ``policy/tokens``.
+    """
+    loss = -torch.where(loss_mask, log_probs, 0.0).sum()
+    sums = {"loss/sum": loss.detach().double(), "policy/tokens": loss_mask.sum().double()}
+    return LossSums(loss, MetricSums(sums=sums))
+
+
+BAD_UPDATE_DROP = 0.5
+"""A token with A < 0 whose probability fell by this much is a "bad update" (arXiv 2602.04879,
+section 5).
+"""
+PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+"""Clip-Higher, with which every mask is compared."""
+
+
+@torch.no_grad()
+def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -> MetricSums:
+    """The metrics of ``metrics.definitions`` over the tokens in ``loss_mask``.
+
+    The names depend only on which optional tensors ``inputs`` has. Values are float64 scalars on
+    the inputs' device; no device sync. A token whose log r is not finite adds nothing to the
+    sums of probabilities and of r.
+    """
+    counted, advantages = inputs.loss_mask, inputs.advantages
+    log_ratio = inputs.log_probs.double() - inputs.rollout_log_probs.double()
+    mu = inputs.rollout_log_probs.double().exp()
+    gap = inputs.log_probs.double().exp() - mu
+    finite = counted & log_ratio.isfinite()
+    positive, negative = counted & (advantages > 0), counted & (advantages < 0)
+    blocked = counted & ~decisions.trains
+    clipped = counted & ~rules.ratio_clip(inputs, rollout, **PPO_CLIP)
+    sums = {
+        "policy/tokens": _count(counted),
+        "policy/abs_prob_gap": _sum(finite, gap.abs()),
+        "policy/prob_gap": _sum(finite, gap),
+        "policy/kl": _sum(finite, torch.expm1(log_ratio) - log_ratio),
+        "policy/bad_update": _count(negative & (-gap >= BAD_UPDATE_DROP)),
+        "mask/tokens_positive": _count(positive),
+        "mask/tokens_negative": _count(negative),
+        "mask/masked": _count(blocked),
+        "mask/masked_positive": _count(blocked & positive),
+        "mask/masked_negative": _count(blocked & negative),
+        "mask/cap_hit": _count(counted & (decisions.weight > ratio_cap)),
+        "mask/nonfinite": _count(counted & ~decisions.finite),
+        "mask/rollout_prob_of_masked": _sum(blocked & finite, mu),
+        "mask/ppo_only": _count(clipped & ~blocked),
+        "mask/dppo_only": _count(blocked & ~clipped),
+        **_entropy(inputs, blocked),
+        **_topk_mass(inputs),
+    }
+    maxima = {
+        "policy/prob_gap_max": _largest(finite, gap),
+        "policy/ratio_max": _largest(finite, log_ratio.exp()),
+    }
+    minima = {"policy/prob_gap_min": -_largest(finite, -gap)}
+    return MetricSums(sums, maxima, minima)
+
+
+def _entropy(inputs: TokenInputs, blocked: Tensor) -> dict[str, Tensor]:
+    if inputs.entropy is None:
+        return {}
+    entropy = inputs.entropy.double()
+    return {
+        "policy/entropy": _sum(inputs.loss_mask, entropy),
+        "mask/entropy_of_masked": _sum(blocked, entropy),
+    }
+
+
+def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
+    """Of TopK(mu) itself: without the sampled token, which stands last."""
+    if inputs.rollout_topk_log_probs is None or inputs.topk_valid is None:
+        return {}
+    valid = inputs.topk_valid[..., :-1]
+    log_mu = inputs.rollout_topk_log_probs[..., :-1]
+    mass = torch.where(valid & ~log_mu.isnan(), log_mu.exp(), 0.0)
+    return {"policy/topk_mass": _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
+
+
+def _sum(where: Tensor, value: Tensor) -> Tensor:
+    return torch.where(where, value, 0.0).sum(dtype=torch.float64)
+
+
+def _count(where: Tensor) -> Tensor:
+    return where.sum().double()
+
+
+def _largest(where: Tensor, value: Tensor) -> Tensor:
+    # amax refuses a tensor of no elements, and a rank may have a micro-batch without tokens.
+    if not value.numel():
+        return value.new_tensor(-math.inf)
+    return torch.where(where, value, -math.inf).amax()

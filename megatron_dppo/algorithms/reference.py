@@ -13,12 +13,12 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums
+from megatron_dppo.algorithms.rules import LARGEST_LOG_RATIO
+from megatron_dppo.algorithms.table import EstimatorName
 from megatron_dppo.metrics.sums import MetricSums
 
 REFERENCE_KL = "reference/kl"
 REFERENCE_CLAMPED = "reference/clamped"
-LARGEST_LOG_RATIO = 20.0
-"""Exponents above it count as it: e^20 = 4.9e8, whose square, summed over a batch, is finite in float32."""
 
 ReferencePenalty = Callable[[LossSums, TokenInputs, Tensor, Tensor | None], LossSums]
 """(the algorithm's sums, its inputs, reference log-probabilities, factor of each token) -> sums with the penalty."""
@@ -61,7 +61,7 @@ def reverse_k3_on_policy(s: Tensor) -> tuple[Tensor, Tensor]:
     return s * s.exp() - growth, -growth
 
 
-ESTIMATORS: dict[str, Estimator] = {
+ESTIMATORS: dict[EstimatorName, Estimator] = {
     "k1-on-policy": k1_on_policy,
     "k2": k2,
     "k3": k3,
@@ -72,7 +72,7 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def reference_penalty(
-    coefficient: float, estimator: str = "k3", weight_cap: float | None = None
+    coefficient: float, estimator: EstimatorName = "k3", weight_cap: float | None = None
 ) -> ReferencePenalty:
     """``coefficient`` times an estimate in ``ESTIMATORS``, summed over the tokens in ``loss_mask``, masked ones
     included.

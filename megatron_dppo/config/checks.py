@@ -1,8 +1,8 @@
 """Checks that need more than one field, or the file system: all run, and all problems are one
 error.
 
-Nothing here imports torch, Megatron or SGLang. What only those can tell (names of algorithms and
-rewards, the libraries' own options) is checked by ``launch/library_checks.py`` before anything starts.
+Nothing here imports torch, Megatron or SGLang. What only those can tell (names of rewards, the
+libraries' own options) is checked by ``launch/library_checks.py`` before anything starts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
 from megatron_dppo.config.data_checks import data_file_problems, prompt_form_problems
 from megatron_dppo.config.errors import ConfigError
@@ -167,6 +168,13 @@ def _untruncated_sampling(config: TrainConfig) -> Problems:
         yield f"rollout.top_k: got {config.rollout.top_k}, expected -1 (off): {reason}"
 
 
+def _algorithm(config: TrainConfig) -> Problems:
+    try:
+        config.algorithm.facts()
+    except ValueError as error:
+        yield f"algorithm: {error}"
+
+
 def _aggregation(config: TrainConfig) -> Problems:
     algorithm = config.algorithm
     own = algorithm.aggregation == "sequence-mean-with-constant"
@@ -287,6 +295,11 @@ def _topk(config: TrainConfig, model: ModelShape) -> Problems:
             f"rollout.topk_log_probs: got {config.rollout.topk_log_probs}, expected at most the "
             f"vocabulary's {model.vocab_size}"
         )
+    if not any(_algorithm(config)):
+        try:
+            carried_topk(config.algorithm.facts(), config.rollout.topk_log_probs, model.vocab_size)
+        except ValueError as error:
+            yield f"algorithm: {error}"
 
 
 def _stop_tokens(config: TrainConfig, model: ModelShape) -> Problems:
@@ -304,6 +317,7 @@ CHECKS: tuple[Check, ...] = (
     batch_problems,
     schedule_problems,
     _untruncated_sampling,
+    _algorithm,
     _aggregation,
     _reference,
     data_file_problems,

@@ -25,14 +25,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from megatron_dppo.algorithms.options import Settings
+from megatron_dppo.algorithms.table import Settings
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.config.yaml_core import parse_scalar
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
-    from megatron_dppo.algorithms.presets import Algorithm
+    from megatron_dppo.algorithms.policy_loss import Algorithm
     from megatron_dppo.data.trajectory import Trajectory
     from megatron_dppo.explain.explanation import Place, Response
 
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def explain(options: argparse.Namespace, config: TrainConfig) -> None:
     """Read the batch, explain its tokens, write the requested files."""
-    from megatron_dppo.algorithms.presets import build_algorithm
+    from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.data.batch_file import load_batch, saved_step
     from megatron_dppo.explain import page, summary_tables
 
@@ -115,7 +115,7 @@ def as_trained(
 
     Raises ValueError where the batch does not say, or says what the run's records do not.
     """
-    from megatron_dppo.algorithms.presets import build_algorithm
+    from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.data.prompts import load_tokenizer
     from megatron_dppo.explain.explanation import TokenTexts
     from megatron_dppo.explain.seen import SeenStep, check_agreement, explain_seen

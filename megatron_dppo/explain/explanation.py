@@ -12,13 +12,11 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from megatron_dppo.algorithms import divergence, masks
-from megatron_dppo.algorithms.decisions import Decisions
-from megatron_dppo.algorithms.diagnostics import PPO_CLIP
+from megatron_dppo.algorithms import divergence, rules
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
-from megatron_dppo.algorithms.options import NEGATIVE
-from megatron_dppo.algorithms.presets import Algorithm
-from megatron_dppo.algorithms.token_weights import importance_ratio
+from megatron_dppo.algorithms.policy_loss import PPO_CLIP, Algorithm, Decisions
+from megatron_dppo.algorithms.rules import importance_ratio
+from megatron_dppo.algorithms.table import NEGATIVE
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.metrics.sums import MetricSums
 
@@ -127,7 +125,7 @@ def token_columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor
         "recomputed": None if recomputed is None else recomputed.exp(),
         "entropy": inputs.entropy,
         "trains": decisions.trains,
-        "ppo_trains": masks.ratio_clip(inputs, rollout, **PPO_CLIP),
+        "ppo_trains": rules.ratio_clip(inputs, rollout, **PPO_CLIP),
     }
 
 

@@ -14,9 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_dppo.algorithms.decisions import decide
-from megatron_dppo.algorithms.diagnostics import token_metrics
-from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.algorithms.policy_loss import Algorithm, decide, token_metrics
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain.explanation import (

@@ -13,12 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import masks
-from megatron_dppo.algorithms.decisions import Decisions, decide
-from megatron_dppo.algorithms.diagnostics import token_metrics
+from megatron_dppo.algorithms import rules
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.mask_divergence import DISTANCES
-from megatron_dppo.algorithms.presets import PRESETS, Algorithm
+from megatron_dppo.algorithms.policy_loss import Algorithm, Decisions, decide, token_metrics
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain.explanation import (
@@ -210,15 +207,16 @@ def check_agreement(seen: SeenStep, algorithm: Algorithm, run: Path, step: int) 
 
 def _check_rule(seen: SeenStep, algorithm: Algorithm) -> None:
     """Where the mask bounds a divergence, each token was blocked exactly where the saved one says so."""
-    preset = PRESETS[algorithm.name]
-    if preset.mask not in DISTANCES:
+    if algorithm.preset.divergence is None:
         return
     if seen.divergence is None:
         raise DisagreementError(f"{algorithm.name} measures a divergence, but none was saved")
     bounds = [v for n, v in algorithm.numbers.items() if n in ("tv_threshold", "kl_threshold")]
     negative = [v for n, v in algorithm.numbers.items() if n.endswith("_threshold_negative")]
     finite = seen.decisions(algorithm).finite
-    expected = finite & masks.near(seen.inputs, preset.anchor, seen.divergence, *bounds, *negative)
+    expected = finite & rules.near(
+        seen.inputs, algorithm.anchor, seen.divergence, *bounds, *negative
+    )
     wrong = torch.nonzero(expected != seen.trains).flatten().tolist()
     if wrong:
         raise DisagreementError(

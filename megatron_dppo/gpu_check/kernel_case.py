@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.vocab_parallel import policy_stats
-from megatron_dppo.vocab_parallel.dense_twin import dense_policy_stats
+from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats
 
 TEMPERATURE = 0.8
 K = 20

@@ -59,11 +59,10 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> Plan
     """Run every check of a run of reinforcement learning.
 
     Returns what follows from the configuration. Raises ConfigError with all problems, naming
-    ``source``: those that need no library, and names of algorithms and rewards and options of libraries
+    ``source``: those that need no library, and names of rewards and options of libraries
     that nobody knows. ``weights``: as in ``check_config``.
     """
     names: dict[str, Callable[[TrainConfig], None]] = {
-        "algorithm": _algorithm,
         "reward.name": _reward,
         "lora.start_from": _adapters,
     }
@@ -171,15 +170,6 @@ def _server_problems(config: TrainConfig) -> Iterator[str]:
     except LibraryMissingError as error:
         if config.engine.started > 0 and config.rollout.replay_from is None:
             yield f"{SGLANG.name}: can't be checked: {error}"
-
-
-def _algorithm(config: TrainConfig) -> None:
-    from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
-
-    chosen = config.algorithm
-    algorithm = build_algorithm(chosen.name, chosen.options, chosen.settings)
-    vocab_size = load_model_shape(config.model.hf_checkpoint).vocab_size
-    carried_topk(algorithm, config.rollout.topk_log_probs, vocab_size)
 
 
 def _adapters(config: PolicyConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.algorithms.policy_loss import Algorithm
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.layout import Layout
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_dppo.algorithms.aggregation import AGGREGATIONS
+from megatron_dppo.algorithms.normalisation import AGGREGATIONS
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import PackedBatch, idle_share, pack, plan_mini_batch

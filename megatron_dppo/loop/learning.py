@@ -11,8 +11,7 @@ from functools import partial
 import torch
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import LossSums
-from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.algorithms.policy_loss import Algorithm, LossSums
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form

@@ -13,9 +13,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.mask_divergence import mask_divergence
-from megatron_dppo.algorithms.policy_loss import LossSums
-from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.algorithms.policy_loss import Algorithm, LossSums
 from megatron_dppo.data.batch_file import split
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.trainer.collectives import all_gather_json, broadcast_bytes
@@ -39,7 +37,7 @@ class LossRecord:
             "loss_log_probs": inputs.log_probs.detach().float(),
             "loss_recomputed_log_probs": inputs.recomputed_log_probs,
             "loss_entropy": None if inputs.entropy is None else inputs.entropy.float(),
-            "loss_divergence": mask_divergence(self._algorithm, inputs),
+            "loss_divergence": self._algorithm.divergence(inputs),
             "loss_trains": inputs.loss_mask & ~sums.blocked,
         }
         light = replace(batch, columns={}, valid={})

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.algorithms.presets import build_algorithm, carried_topk
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_dppo.algorithms.policy_loss import LossSums
-from megatron_dppo.algorithms.supervised import negative_log_likelihood
+from megatron_dppo.algorithms.policy_loss import LossSums, negative_log_likelihood
 from megatron_dppo.config.schema import SupervisedConfig
 from megatron_dppo.data.packing import PackedBatch, pack, plan_mini_batch
 from megatron_dppo.data.problems import Pair, load_pairs

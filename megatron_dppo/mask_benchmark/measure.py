@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import policy_loss
-from megatron_dppo.algorithms.presets import Algorithm, build_algorithm
+from megatron_dppo.algorithms.policy_loss import Algorithm, build_algorithm, policy_loss
 from megatron_dppo.mask_benchmark.contenders import Contender, Inputs, contenders, prepare_megatron
 from megatron_dppo.trainer import platform
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats

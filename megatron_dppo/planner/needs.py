@@ -1,6 +1,6 @@
 """What an algorithm makes the trainer compute and the engine return, by its name: without torch.
 
-``algorithms/presets.py`` holds the truth and needs torch; a test compares the two for every preset.
+``algorithms/table.py`` holds the truth; a test compares the two for every preset.
 """
 
 from __future__ import annotations

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms.aggregation import AGGREGATIONS
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
-from megatron_dppo.algorithms.presets import Algorithm
+from megatron_dppo.algorithms.normalisation import AGGREGATIONS
+from megatron_dppo.algorithms.policy_loss import Algorithm, LossSums, policy_loss
 from megatron_dppo.algorithms.reference import reference_penalty
+from megatron_dppo.algorithms.table import AggregationName, EstimatorName
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
@@ -27,10 +27,10 @@ LossObserver = Callable[[PackedBatch, TokenInputs, LossSums], None]
 
 def make_token_loss(
     algorithm: Algorithm,
-    aggregation: str = "sequence-mean-with-constant",
+    aggregation: AggregationName = "sequence-mean-with-constant",
     observers: Sequence[LossObserver] = (),
     reference_kl: float = 0.0,
-    reference_estimator: str = "k3",
+    reference_estimator: EstimatorName = "k3",
     *,
     weighted_reference: bool = False,
 ) -> TokenLoss:

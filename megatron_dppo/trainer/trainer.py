@@ -51,7 +51,7 @@ from megatron_dppo.trainer.topology import (
     init_topology,
 )
 from megatron_dppo.trainer.training_fields import ddp_values, optimizer_values
-from megatron_dppo.vocab_parallel.arguments import FAULTS, describe
+from megatron_dppo.vocab_parallel.policy_stats import FAULTS, describe
 
 _NONFINITE = "nonfinite_losses"
 _FAULTS = tuple(f"faults/{i}" for i in range(len(FAULTS)))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_dppo.vocab_parallel import wire
 from megatron_dppo.vocab_parallel.backends import choose
-from megatron_dppo.vocab_parallel.wire import Shard
+from megatron_dppo.vocab_parallel.wire import VocabShard
 
 BLOCK_ROWS = 16
 
@@ -51,7 +51,7 @@ def exact_divergence(
             f"logits {tuple(logits.shape)} and rollout_logits {tuple(rollout_logits.shape)}: "
             "expected one shape [T, C]"
         )
-    shard, scale = Shard.of(logits.shape[1], vocab_size, group), 1.0 / temperature
+    shard, scale = VocabShard.of(logits.shape[1], vocab_size, group), 1.0 / temperature
     lse = [_lse(x, shard, scale, group) for x in (logits, rollout_logits)]
     sums = torch.zeros(len(logits), 2, dtype=torch.float64, device=logits.device)
     for start in range(0, len(logits), BLOCK_ROWS):
@@ -68,7 +68,9 @@ def exact_divergence(
     return ExactDivergence(sums[:, 0], sums[:, 1].clamp(min=0))
 
 
-def _lse(logits: Tensor, shard: Shard, scale: float, group: dist.ProcessGroup | None) -> Tensor:
+def _lse(
+    logits: Tensor, shard: VocabShard, scale: float, group: dist.ProcessGroup | None
+) -> Tensor:
     """float64 [T]: over the whole vocabulary."""
     nothing = torch.empty(len(logits), 0, dtype=torch.int64, device=logits.device)
     local, _, values = choose(logits).forward(logits, shard.real, scale, nothing, False)

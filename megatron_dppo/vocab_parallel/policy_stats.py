@@ -6,6 +6,7 @@ Legend: T = tokens, C = columns of this rank's shard, V = true vocabulary, K = i
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +15,73 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.vocab_parallel import wire
-from megatron_dppo.vocab_parallel.arguments import describe, first_problem, id_faults
-from megatron_dppo.vocab_parallel.backends import Backend, RowGradient, choose
-from megatron_dppo.vocab_parallel.wire import Agreement, Shard
+from megatron_dppo.vocab_parallel.backends import choose
+from megatron_dppo.vocab_parallel.row_kernels import Backend, RowGradient
+from megatron_dppo.vocab_parallel.wire import Agreement, VocabShard
+
+FAULTS = (
+    "target ids outside the vocabulary",
+    "Top-K ids outside the vocabulary",
+    "rows of logits that hold NaN or +inf, or nothing but -inf",
+)
+"""What depends on values: counted on the device, in this order."""
+
+
+def _argument_faults(
+    logits: Tensor,
+    target_ids: Tensor,
+    topk_ids: Tensor | None,
+    vocab_size: int,
+    temperature: float,
+    ranks: int,
+) -> Iterator[str]:
+    """What is wrong with shapes, dtypes and numbers. Each check relies on those before it: stop at the first."""
+    if logits.ndim != 2 or not logits.is_floating_point():
+        yield f"logits are {_described(logits)}, expected floating point [T, C]"
+    rows, columns = logits.shape
+    if not logits.is_contiguous():
+        yield f"logits have strides {logits.stride()}, expected contiguous {tuple(logits.shape)}"
+    if isinstance(vocab_size, bool) or not 0 < vocab_size <= ranks * columns:
+        yield (
+            f"vocab_size is {vocab_size!r}, expected 1 .. {ranks * columns} "
+            f"({ranks} rank(s) x {columns} columns)"
+        )
+    if isinstance(temperature, bool) or not 0 < temperature < float("inf"):
+        yield f"temperature is {temperature!r}, expected a positive number"
+    if target_ids.dtype != torch.int64 or target_ids.shape != (rows,):
+        yield (
+            f"target_ids are {_described(target_ids)}, expected torch.int64 ({rows},) to match "
+            f"logits {tuple(logits.shape)}"
+        )
+    if topk_ids is not None and (topk_ids.dtype != torch.int64 or topk_ids.ndim != 2):
+        yield f"topk_ids are {_described(topk_ids)}, expected torch.int64 ({rows}, K)"
+    if topk_ids is not None and (len(topk_ids) != rows or topk_ids.shape[1] < 1):
+        yield f"topk_ids have shape {tuple(topk_ids.shape)}, expected ({rows}, K) with K >= 1"
+
+
+def id_faults(target_ids: Tensor, topk_ids: Tensor | None, vocab_size: int) -> list[Tensor]:
+    """Float32 counts of the first two ``FAULTS``. A Top-K id of -1 means "none" and is no fault."""
+    none = torch.zeros((), device=target_ids.device)
+    topk = none if topk_ids is None else _outside(topk_ids, -1, vocab_size)
+    return [_outside(target_ids, 0, vocab_size), topk]
+
+
+def _outside(ids: Tensor, low: int, high: int) -> Tensor:
+    if ids.is_cpu and ids.numel():
+        smallest, largest = ids.aminmax()
+        if smallest >= low and largest < high:  # one pass where all is well
+            return torch.zeros(())
+    return ((ids < low) | (ids >= high)).sum().float()
+
+
+def describe(faults: Sequence[Tensor] | Tensor) -> str | None:
+    """An error message for counts in the order of ``FAULTS``; None where all are 0. Reads them."""
+    counts = [f"{int(n)} {fault}" for n, fault in zip(faults, FAULTS, strict=False) if n]
+    return f"policy_stats: {'; '.join(counts)}" if counts else None
+
+
+def _described(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"
 
 
 @dataclass(frozen=True)
@@ -34,7 +99,7 @@ class PolicyStats:
     entropy: Tensor | None
     """[T], nats, differentiable."""
     faults: Tensor
-    """float32 [3]: counts of ``arguments.FAULTS``."""
+    """float32 [3]: counts of ``FAULTS``."""
 
     def raise_on_faults(self) -> None:
         """ValueError that names what ``faults`` counts. Reads from the device: a sync on a GPU."""
@@ -87,29 +152,25 @@ def policy_stats(
         raise OverwrittenLogitsError(
             "policy_stats was given logits over which its own backward pass has written a gradient"
         )
-    problem = first_problem(
-        logits,
-        target_ids,
-        topk_ids,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        ranks=1 if group is None else dist.get_world_size(group),
-    )
-    faults = id_faults(target_ids, topk_ids, vocab_size) if problem is None else []
+    ranks = 1 if group is None else dist.get_world_size(group)
+    arguments = (logits, target_ids, topk_ids, vocab_size, temperature, ranks)
+    fault = next(_argument_faults(*arguments), None)
+    message = None if fault is None else f"policy_stats: {fault}"
+    faults = id_faults(target_ids, topk_ids, vocab_size) if message is None else []
     on_cpu = logits.device.type == "cpu"
     raise_now = on_cpu if raise_on_faults is None else raise_on_faults
     agreement = None
     if raise_now:
-        problem = problem or describe(faults)
+        message = message or describe(faults)
     if on_cpu and group is not None:
         call = (logits, target_ids, topk_ids, with_entropy, vocab_size)
-        agreement = Agreement(group, _facts(*call) if problem is None else None)
-    if problem is not None:
-        raise ValueError(problem)
+        agreement = Agreement(group, _facts(*call) if message is None else None)
+    if message is not None:
+        raise ValueError(message)
     log_probs, topk, entropy, bad_rows = _PolicyStats.apply(
         logits,
         _Call(
-            Shard.of(logits.shape[1], vocab_size, group),
+            VocabShard.of(logits.shape[1], vocab_size, group),
             group,
             target_ids,
             topk_ids,
@@ -129,7 +190,7 @@ def policy_stats(
 
 @dataclass(frozen=True)
 class _Call:
-    shard: Shard
+    shard: VocabShard
     group: dist.ProcessGroup | None
     target_ids: Tensor
     topk_ids: Tensor | None
@@ -206,3 +267,32 @@ def _facts(
     width = 0 if topk_ids is None else topk_ids.shape[1]
     ids = wire.checksum(target_ids, topk_ids)
     return [*logits.shape, width, int(with_entropy), vocab_size, ids]
+
+
+def dense_policy_stats(
+    logits: Tensor,
+    target_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int,
+    topk_ids: Tensor | None = None,
+    with_entropy: bool = False,
+) -> PolicyStats:
+    """What ``policy_stats`` computes, written for reading: from unsharded ``logits`` [T, >= vocab_size], in float64
+    throughout.
+
+    Gradients flow to ``logits`` through ``log_probs`` and ``entropy``; not through
+    ``topk_log_probs``.
+    """
+    log_p = (logits[:, :vocab_size].double() / temperature).log_softmax(-1)
+    topk = None
+    if topk_ids is not None:
+        topk = log_p.detach().gather(1, topk_ids.clamp(min=0))
+        topk = torch.where(topk_ids < 0, -torch.inf, topk)
+    entropy = None
+    if with_entropy:
+        p = log_p.exp()
+        entropy = -(p * torch.where(p > 0, log_p, 0.0)).sum(-1)
+    return PolicyStats(
+        log_p.gather(1, target_ids[:, None])[:, 0], topk, entropy, log_p.new_zeros(3)
+    )

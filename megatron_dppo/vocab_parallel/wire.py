@@ -24,7 +24,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Shard:
+class VocabShard:
     """Which part of a vocabulary of ``vocab_size`` ids this rank holds.
 
     Columns ``start .. start + columns``; the first ``real`` of them are true tokens.
@@ -38,18 +38,20 @@ class Shard:
     ranks: int
 
     @staticmethod
-    def of(columns: int, vocab_size: int, group: dist.ProcessGroup | None) -> Shard:
+    def of(columns: int, vocab_size: int, group: dist.ProcessGroup | None) -> VocabShard:
         """This rank's shard in ``group``."""
         if group is None:
-            return Shard.part(0, 1, columns, vocab_size)
-        return Shard.part(dist.get_rank(group), dist.get_world_size(group), columns, vocab_size)
+            return VocabShard.part(0, 1, columns, vocab_size)
+        return VocabShard.part(
+            dist.get_rank(group), dist.get_world_size(group), columns, vocab_size
+        )
 
     @staticmethod
-    def part(rank: int, ranks: int, columns: int, vocab_size: int) -> Shard:
+    def part(rank: int, ranks: int, columns: int, vocab_size: int) -> VocabShard:
         """Rank ``rank``'s shard; shards are equal, in rank order, with padding last."""
         start = rank * columns
         real = min(max(vocab_size - start, 0), columns)
-        return Shard(start, columns, real, vocab_size, rank, ranks)
+        return VocabShard(start, columns, real, vocab_size, rank, ranks)
 
     def local(self, ids: Tensor) -> Tensor:
         """The ids' columns in this shard; -1 for ids that another rank owns."""
@@ -74,7 +76,7 @@ class Reduced:
 
 
 def reduce_rows(
-    shard: Shard,
+    shard: VocabShard,
     lse: Tensor,
     plogp: Tensor | None,
     owned_logits: Tensor,
@@ -89,11 +91,11 @@ def reduce_rows(
         return _with_sampled(lse, plogp, owned_logits, scale)
     slots = 2 if plogp is None else 3
     buffer = owned_logits.new_zeros(len(lse), shard.ranks * slots + owned_logits.shape[1])
-    own = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
-    own[:, 0] = lse
-    own[:, 1] = torch.where(lse.isfinite(), lse - own[:, 0], 0.0)
+    slot = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
+    slot[:, 0] = lse
+    slot[:, 1] = torch.where(lse.isfinite(), lse - slot[:, 0], 0.0)
     if plogp is not None:
-        own[:, 2] = plogp
+        slot[:, 2] = plogp
     buffer[:, shard.ranks * slots :] = owned_logits
     dist.all_reduce(buffer, group=group)
     parts = buffer[:, : shard.ranks * slots].double().view(-1, shard.ranks, slots)
@@ -138,7 +140,7 @@ class Agreement:
         it raises by itself.
         """
         self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
-        self._table[dist.get_rank(group)] = torch.tensor(told(facts))
+        self._table[dist.get_rank(group)] = torch.tensor(_facts_row(facts))
         self._work = dist.all_reduce(self._table, group=group, async_op=True)
         if facts is None:
             self._work.wait()
@@ -146,12 +148,12 @@ class Agreement:
     def check(self) -> None:
         """Raise ValueError on every rank where any rank's input is bad or the facts differ."""
         self._work.wait()
-        problem = disagreement(self._table.tolist())
-        if problem is not None:
-            raise ValueError(f"policy_stats: tensor-parallel {problem}")
+        fault = disagreement(self._table.tolist())
+        if fault is not None:
+            raise ValueError(f"policy_stats: tensor-parallel {fault}")
 
 
-def told(facts: list[int] | None) -> list[int]:
+def _facts_row(facts: list[int] | None) -> list[int]:
     """A rank's row of the table: its facts, then 1 where its input is bad."""
     return [0] * len(FACTS) + [1] if facts is None else [*facts, 0]
 

@@ -188,8 +188,7 @@ def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
 def policy_token_loss(stats, batch):
     """DPPO-Binary-TV with a threshold at which this data's tokens fall on both sides."""
     from megatron_dppo.algorithms.inputs import TokenInputs
-    from megatron_dppo.algorithms.policy_loss import policy_loss
-    from megatron_dppo.algorithms.presets import build_algorithm
+    from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
 
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.001})
     inputs = TokenInputs(

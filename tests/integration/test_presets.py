@@ -21,7 +21,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.prompts import load_tokenizer
 from megatron_dppo.demo.make_model import NUMBERS, WORDS, make_model
@@ -37,8 +38,9 @@ BLOCKED, PPO_ONLY, OWN_ONLY = "mask/masked", "mask/ppo_only", "mask/dppo_only"
 OTHER_WEIGHTS = {"gspo", "drpo"}
 """Presets whose weight is not pi / mu."""
 SAME_RATIO = [name for name in PRESETS if name not in OTHER_WEIGHTS]
-CARRIED = {name: "whole" if p.needs_full_distribution else "topk" if "topk" in p.stability else "none"
-           for name, p in PRESETS.items()}  # fmt: skip
+BUILT = [build_algorithm(name) for name in PRESETS]
+CARRIED = {a.name: "whole" if a.needs_full_distribution else "topk" if a.topk else "none"
+           for a in BUILT}  # fmt: skip
 """What of TopK(mu) the batch has that a preset is replayed on."""
 
 

@@ -1,6 +1,6 @@
 """The lines that say what is started, and what is active."""
 
-from megatron_dppo.algorithms.presets import build_algorithm
+from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.launch.local import processes
 from megatron_dppo.loop.active import active_line

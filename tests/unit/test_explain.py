@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
@@ -177,7 +178,7 @@ def test_every_preset_trains_everything_on_policy(name, model, log_pi):
 
     ids, advantage = RESPONSES[0]
     arrays = {}
-    if PRESETS[name].needs_full_distribution:
+    if build_algorithm(name).needs_full_distribution:
         top = log_pi[0].float().topk(log_pi[0].shape[1])
         arrays = {"topk_ids": top.indices.int().numpy(), "topk_log_probs": top.values.numpy()}
     sampled = answer(ids, advantage, log_pi[0][range(4), ids].tolist(), **arrays)

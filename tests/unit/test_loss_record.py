@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.algorithms.mask_divergence import mask_divergence
-from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.packing import pack
 from megatron_dppo.loop.loss_record import LossRecord, _decoded, _encoded, by_response
@@ -56,7 +56,7 @@ def test_what_travels_comes_back():
 )
 def test_the_recorded_divergence_is_from_the_preset_s_own_anchor(name, expected):
     x = inputs([0.6], [0.3], [1.0], recomputed=[0.7])
-    assert mask_divergence(build_algorithm(name), x).tolist() == pytest.approx([expected])
+    assert build_algorithm(name).divergence(x).tolist() == pytest.approx([expected])
 
 
 @pytest.mark.parametrize("name", list(PRESETS))

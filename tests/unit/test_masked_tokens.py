@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import policy_loss
-from megatron_dppo.algorithms.presets import build_algorithm
+from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
 from megatron_dppo.metrics.masked_tokens import (
     MaskedResponses,
     MaskedTokenCounts,

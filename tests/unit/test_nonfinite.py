@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.algorithms import divergence, masks
-from megatron_dppo.algorithms.decisions import decide
+from megatron_dppo.algorithms import divergence, rules
 from megatron_dppo.algorithms.inputs import TokenInputs, recomputed, rollout
-from megatron_dppo.algorithms.policy_loss import policy_loss
-from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
-from megatron_dppo.algorithms.supervised import negative_log_likelihood
+from megatron_dppo.algorithms.policy_loss import (
+    build_algorithm,
+    decide,
+    negative_log_likelihood,
+    policy_loss,
+)
+from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.batch_file import BatchFormatError, decode, encode
 from megatron_dppo.data.columns import check_log_probs, check_topk
 from megatron_dppo.data.packing import pack
@@ -56,7 +59,7 @@ def test_a_number_that_is_not_finite_blocks_its_token_and_is_counted(name, field
     assert sums.loss.isfinite()
     assert grad.isfinite().all()
     assert sums.blocked[5]
-    if not algorithm.needs_sequences:  # one token spoils its sequence's ratio there
+    if not algorithm.preset.sequences:  # one token spoils its sequence's ratio there
         assert sums.metrics.values()["mask/nonfinite"] == 1
         rest = torch.arange(24) != 5
         torch.testing.assert_close(grad[rest], before[rest])
@@ -122,21 +125,21 @@ def test_masks_by_themselves_block_nan_for_either_sign():
     clip = {"clip_low": 0.2, "clip_high": 0.2}
     for anchor in (rollout, recomputed):
         found = [
-            masks.ratio_clip(x, anchor, **clip),
-            masks.relaxed_clip(x, anchor, **clip, rare_below=0.1, relax_low=True, relax_high=True),
-            masks.binary_tv(x, anchor, tv_threshold=1.0),
-            masks.binary_kl(x, anchor, kl_threshold=INF),
+            rules.ratio_clip(x, anchor, **clip),
+            rules.relaxed_clip(x, anchor, **clip, rare_below=0.1, relax_low=True, relax_high=True),
+            rules.binary_tv(x, anchor, tv_threshold=1.0),
+            rules.binary_kl(x, anchor, kl_threshold=INF),
         ]
         assert [mask.tolist()[:2] for mask in found] == [[False, False]] * 4
-    assert masks.large_drop(x, rollout, max_drop=0.5).tolist() == [True, False, True]
-    band = masks.icepop(x, recomputed, mismatch_low=0, mismatch_high=INF, **clip)
+    assert rules.large_drop(x, rollout, max_drop=0.5).tolist() == [True, False, True]
+    band = rules.icepop(x, recomputed, mismatch_low=0, mismatch_high=INF, **clip)
     assert band.tolist() == [False] * 3
 
 
 def test_a_distance_that_is_infinite_blocks_even_towards_the_anchor():
     # pi = 0 < mu: A > 0 leads back, yet the distance is no number that a threshold bounds.
     x = inputs([0.0, 0.0], [0.5, 0.5], [1.0, -1.0])
-    assert masks.binary_kl(x, rollout, kl_threshold=INF).tolist() == [False, False]
+    assert rules.binary_kl(x, rollout, kl_threshold=INF).tolist() == [False, False]
 
 
 def test_divergences_are_nan_where_what_counts_is_nan():
@@ -169,12 +172,16 @@ def test_an_overflowing_ratio_blocks_one_token_under_an_infinite_cap_and_is_cut_
     assert stepped(build_algorithm("pg-is"), x)[1][0] == pytest.approx(math.exp(88), rel=1e-5)
 
 
-def test_an_overflowing_penalty_blocks_its_token():
-    x = inputs([1.0], [1.0], [-1.0], dtype=torch.float32)
-    x = replace(x, rollout_log_probs=torch.tensor([-89.0]))
-    sums, grad = stepped(build_algorithm("pg-tis", {"kl_coefficient": 0.1}), x)
-    assert (grad.item(), sums.loss.item()) == (0.0, 0.0)
-    assert sums.metrics.values()["mask/nonfinite"] == 1
+@pytest.mark.parametrize("log_ratio", [20.5, 88.5, 89.0, 1e6])
+def test_a_kl_penalty_of_a_huge_ratio_is_bounded_and_blocks_nothing_under_a_finite_cap(log_ratio):
+    """Two such tokens: just below e^88.7 each is a float32, and their sum is not."""
+    x = inputs([1.0, 1.0], [1.0, 1.0], [-1.0, -1.0], dtype=torch.float32)
+    x = replace(x, rollout_log_probs=torch.full((2,), -log_ratio))
+    sums, grad = stepped(build_algorithm("pg-tis", {"kl_coefficient": 10.0}), x)
+    bound = math.expm1(20)
+    assert grad.tolist() == pytest.approx([3 + 10 * bound] * 2)
+    assert sums.loss.item() == pytest.approx(2 * (3 + 10 * (bound - 20)))
+    assert sums.metrics.values()["mask/nonfinite"] == 0
 
 
 @pytest.mark.parametrize("field", ["log_probs", "advantages"])

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from megatron_dppo.algorithms import penalties
-from megatron_dppo.algorithms.policy_loss import policy_loss
-from megatron_dppo.algorithms.presets import build_algorithm
+from megatron_dppo.algorithms import rules
+from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
 from tests.unit.token_inputs import inputs
 
 
@@ -18,10 +17,10 @@ def gradient(name, x, **options):
 
 def test_each_penalty_gives_its_value_and_its_derivative():
     log_ratio = torch.tensor([0.0, math.log(2), -1.0], dtype=torch.float64)
-    value, slope = penalties.kl(log_ratio)
+    value, slope = rules.kl(log_ratio)
     assert value.tolist() == pytest.approx([0, 1 - math.log(2), 1 / math.e])
     assert slope.tolist() == pytest.approx([0, 1, 1 / math.e - 1])
-    value, slope = penalties.squared_log_ratio(log_ratio)
+    value, slope = rules.squared_log_ratio(log_ratio)
     assert value.tolist() == pytest.approx([0, math.log(2) ** 2 / 2, 0.5])
     assert slope.tolist() == pytest.approx([0, math.log(2), -1])
 

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from megatron_dppo import plan as command
-from megatron_dppo.algorithms.presets import PRESETS, build_algorithm, carried_topk
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.table import PRESETS, carried_topk
 from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.model.families import load_model_shape

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import policy_loss
-from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.metrics.definitions import DEFINITIONS, means
 from megatron_dppo.metrics.sums import MetricSums
 from tests.unit.token_inputs import inputs

@@ -8,12 +8,16 @@ import torch
 
 from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.system import toolchain
-from megatron_dppo.vocab_parallel import cpp_backend, eager_backend, policy_stats, wire
-from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
-from megatron_dppo.vocab_parallel.dense_twin import dense_policy_stats
+from megatron_dppo.vocab_parallel import backends, policy_stats, row_kernels, wire
+from megatron_dppo.vocab_parallel.backends import BACKENDS, choose
 from megatron_dppo.vocab_parallel.exact import exact_divergence
-from megatron_dppo.vocab_parallel.policy_stats import OverwrittenLogitsError, _facts
-from megatron_dppo.vocab_parallel.wire import Shard
+from megatron_dppo.vocab_parallel.policy_stats import (
+    OverwrittenLogitsError,
+    _facts,
+    dense_policy_stats,
+)
+from megatron_dppo.vocab_parallel.row_kernels import RowGradient
+from megatron_dppo.vocab_parallel.wire import VocabShard
 
 T, COLUMNS, V, K = 29, 5003, 4999, 6
 CASES = [(b, d) for b in ("eager", "cpp") for d in (torch.float32, torch.bfloat16)]
@@ -241,10 +245,10 @@ def test_a_vocabulary_of_one_token_is_certain_of_it():
 
 def test_eager_blocks_hold_at_most_their_bytes_on_a_cpu_and_a_sixteenth_elsewhere(monkeypatch):
     def steps(rows, columns, device="cpu"):
-        blocks = eager_backend._blocks(torch.empty(rows, columns, device=device))
+        blocks = row_kernels._blocks(torch.empty(rows, columns, device=device))
         return [(block.start, block.stop) for block in blocks]
 
-    monkeypatch.setattr(eager_backend, "BLOCK_BYTES", 36)  # three rows of three float32
+    monkeypatch.setattr(row_kernels, "BLOCK_BYTES", 36)  # three rows of three float32
     assert steps(7, 3) == [(0, 3), (3, 6), (6, 7)]
     assert steps(2, 10) == [(0, 1), (1, 2)]
     assert steps(18, 0) == [(0, 9), (9, 18)]
@@ -356,22 +360,22 @@ def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, cap
     def failing():
         raise toolchain.KernelBuildError("not found on PATH: g++")
 
-    monkeypatch.setattr(cpp_backend, "load_kernels", failing)
-    cpp_backend._build_failure.cache_clear()
+    monkeypatch.setattr(backends, "load_kernels", failing)
+    backends._build_failure.cache_clear()
     try:
         assert choose(torch.zeros(1, 4)) is BACKENDS["eager"]
         assert "slower eager backend: the C++ kernels did not build: not found" in caplog.text
         with pytest.raises(ValueError, match="'cpp' cannot run: the C\\+\\+ kernels did not build"):
             choose(torch.zeros(1, 4), "cpp")
     finally:
-        cpp_backend._build_failure.cache_clear()
+        backends._build_failure.cache_clear()
 
 
 def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(toolchain.KernelBuildError, match="no-such-compiler"):
-        cpp_backend.load_kernels.__wrapped__()
+        backends.load_kernels.__wrapped__()
 
 
 def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, tmp_path):
@@ -379,7 +383,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, t
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(toolchain.KernelBuildError, match=r"file/.*TORCH_EXTENSIONS_DIR"):
-        cpp_backend.load_kernels.__wrapped__()
+        backends.load_kernels.__wrapped__()
 
 
 @pytest.mark.parametrize("gap", [5.0, 12.0, 15.0, 20.0, 30.0, 60.0])
@@ -523,7 +527,9 @@ def test_two_ranks_together_give_what_one_does(monkeypatch):
 
 def test_without_a_sampled_token_the_shards_sums_hold_every_id():
     lse, plogp = torch.tensor([0.5]).double(), torch.tensor([-1.25]).double()
-    reduced = wire.reduce_rows(Shard.part(0, 1, 4, 4), lse, plogp, torch.empty(1, 0), 1.0, None)
+    reduced = wire.reduce_rows(
+        VocabShard.part(0, 1, 4, 4), lse, plogp, torch.empty(1, 0), 1.0, None
+    )
     assert (reduced.lse.item(), reduced.others.item(), reduced.entropy.item()) == (0.5, 0.5, 1.25)
 
 
@@ -533,7 +539,7 @@ def test_shards_with_and_without_real_columns_add_up_to_the_whole():
     whole = torch.randn(5, 512, generator=g)
     ids = torch.tensor([0, 127, 128, 129, 5])
     kernel, parts = BACKENDS["eager"], whole.split(128, 1)
-    shards = [Shard.part(i, 4, 128, 130) for i in range(4)]
+    shards = [VocabShard.part(i, 4, 128, 130) for i in range(4)]
     assert [(s.start, s.real) for s in shards] == [(0, 128), (128, 2), (256, 0), (384, 0)]
     lse = torch.stack(
         [
@@ -558,7 +564,7 @@ def test_the_log_sum_exp_travels_with_its_low_half(offset, monkeypatch):
     """At |logit| 1e4 one float32 carries the log-sum-exp to 5e-4 only: both halves are needed."""
     shares = torch.tensor([[0.3, 1.7, 0.9, -0.4, 2.2, -1.1]], dtype=torch.float64)
     whole = (shares + offset).float()
-    ranks = [Shard(3 * i, 3, 3, 6, i, 2) for i in range(2)]
+    ranks = [VocabShard(3 * i, 3, 3, 6, i, 2) for i in range(2)]
     ids = torch.tensor([[0]])
     own = [
         BACKENDS["eager"].forward(
@@ -595,7 +601,7 @@ def test_three_ranks_each_write_their_own_slots(with_entropy, monkeypatch):
     owned[1][:, 0] = mass[:, 1].log()
     owned[2][:, 1] = torch.tensor([-9.0, math.log(4)])
     own = [(a, b if with_entropy else None, c) for a, b, c in zip(lse, plogp, owned, strict=True)]
-    shards = [Shard(start, 2, 2, 4, rank, 3) for rank, start in enumerate((0, 2, 4))]
+    shards = [VocabShard(start, 2, 2, 4, rank, 3) for rank, start in enumerate((0, 2, 4))]
     sent = []
     monkeypatch.setattr(wire.dist, "all_reduce", lambda buffer, group: sent.append(buffer.clone()))
     for shard, rows in zip(shards, own, strict=True):
@@ -698,11 +704,11 @@ def test_the_exact_divergence_refuses_other_shapes():
 
 def test_ranks_that_disagree_are_told_what_on():
     """Rows of three ranks: tokens, columns, K, entropy, vocabulary, checksum, bad input."""
-    good = wire.told([4, 10, 2, 0, 18, 77])
+    good = wire._facts_row([4, 10, 2, 0, 18, 77])
     assert good == [4, 10, 2, 0, 18, 77, 0]
-    assert wire.told(None) == [0, 0, 0, 0, 0, 0, 1]
+    assert wire._facts_row(None) == [0, 0, 0, 0, 0, 0, 1]
     assert wire.disagreement([good, good, good]) is None
-    assert wire.disagreement([good, good, wire.told(None)]) == (
+    assert wire.disagreement([good, good, wire._facts_row(None)]) == (
         "rank(s) [2] were given bad input; their own error says what"
     )
     for place, name in enumerate(wire.FACTS):
@@ -721,12 +727,12 @@ def test_the_checksum_notices_other_ids_and_another_order_of_targets():
 
 
 def test_ids_of_a_shard_and_ids_that_nobody_owns():
-    shard = Shard.part(1, 2, 4, 6)  # ids 4 and 5, and two columns of padding
+    shard = VocabShard.part(1, 2, 4, 6)  # ids 4 and 5, and two columns of padding
     ids = torch.tensor([3, 4, 5, 6, -1])
     assert shard.local(ids).tolist() == [-1, 0, 1, -1, -1]
     assert shard.unknown(ids).tolist() == [False, False, False, True, True]
     assert shard.unknown(torch.tensor([0])).tolist() == [False]
-    assert Shard.of(4, 3, None) == Shard.part(0, 1, 4, 3) == Shard(0, 4, 3, 3, 0, 1)
+    assert VocabShard.of(4, 3, None) == VocabShard.part(0, 1, 4, 3) == VocabShard(0, 4, 3, 3, 0, 1)
 
 
 def test_what_ranks_compare_of_their_calls():

@@ -10,11 +10,21 @@ from typing import get_args
 
 import pytest
 
-from megatron_dppo.algorithms import masks, penalties
-from megatron_dppo.algorithms.aggregation import AGGREGATIONS
+from megatron_dppo.algorithms import rules
 from megatron_dppo.algorithms.inputs import rollout
-from megatron_dppo.algorithms.options import COEFFICIENTS, NEGATIVE, OPTIONS, Settings
-from megatron_dppo.algorithms.presets import PRESETS, build_algorithm, carried_topk
+from megatron_dppo.algorithms.normalisation import AGGREGATIONS
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.reference import ESTIMATORS
+from megatron_dppo.algorithms.table import (
+    COEFFICIENTS,
+    NEGATIVE,
+    OPTIONS,
+    PRESETS,
+    AggregationName,
+    EstimatorName,
+    Settings,
+    carried_topk,
+)
 from megatron_dppo.config.schema import AlgorithmConfig
 from tests.unit.golden_presets import GOLDEN
 
@@ -46,11 +56,18 @@ def test_the_table_in_the_docs_is_the_golden_copy():
     assert found == expected
 
 
-def test_the_configuration_knows_the_same_settings_and_aggregations():
-    fields = AlgorithmConfig.model_fields
-    assert get_args(fields["settings"].annotation) == get_args(Settings)
-    assert set(get_args(fields["aggregation"].annotation)) == set(AGGREGATIONS)
+def test_every_name_that_the_configuration_takes_is_implemented():
+    assert set(get_args(AggregationName)) == set(AGGREGATIONS)
+    assert set(get_args(EstimatorName)) == set(ESTIMATORS)
     assert AlgorithmConfig().settings == "stability"
+
+
+def test_a_row_measures_what_its_mask_compares():
+    """Else a saved batch records another divergence than the one that blocked."""
+    measured = {name: row.divergence for name, row in PRESETS.items() if row.divergence}
+    assert measured == {name: PRESETS[name].mask for name in measured}
+    bounded = {n for n, row in PRESETS.items() if {"tv_threshold", "kl_threshold"} & set(row.stability)}  # fmt: skip
+    assert set(measured) == bounded
 
 
 def test_what_each_algorithm_costs_is_declared():
@@ -74,14 +91,14 @@ def test_what_each_algorithm_costs_is_declared():
     assert {n for n, a in built.items() if a.reads_topk} == {
         n for n in PRESETS if "topk" in n or "exact" in n
     }
-    assert {n for n, a in built.items() if a.needs_sequences} == {"gspo"}
+    assert {n for n, row in PRESETS.items() if row.sequences} == {"gspo"}
 
 
 def test_options_replace_numbers_and_reach_the_mask():
     algorithm = build_algorithm("dppo-topk-tv", {"tv_threshold": 0.1, "ratio_cap": 5, "topk": 8})
     assert (algorithm.ratio_cap, algorithm.topk) == (5, 8)
     assert isinstance(algorithm.mask, partial)
-    assert algorithm.mask.func is masks.topk_tv
+    assert algorithm.mask.func is rules.topk_tv
     assert algorithm.mask.keywords == {"anchor": rollout, "tv_threshold": 0.1}
     assert algorithm.numbers == {"tv_threshold": 0.1, "ratio_cap": 5, "topk": 8}
 
@@ -98,9 +115,9 @@ def test_options_that_no_preset_has_by_itself_reach_mask_and_loss():
         "dppo-topk-kl", {"kl_threshold_negative": 0.01, "kl_coefficient": 0.5}
     )
     assert algorithm.mask.keywords["kl_threshold_negative"] == 0.01
-    assert algorithm.penalties == ((0.5, penalties.kl),)
+    assert algorithm.penalties == ((0.5, rules.kl),)
     assert build_algorithm("pg-is", {"log_ratio_coefficient": 2}).penalties == (
-        (2, penalties.squared_log_ratio),
+        (2, rules.squared_log_ratio),
     )
     assert build_algorithm("pg-is", {"kl_coefficient": 0}).penalties == ()
 
@@ -170,14 +187,14 @@ def test_every_option_takes_its_range_with_these_ends(name):
     option, words = OPTIONS[name], RANGES[name]
     low, high = 0, 1 if words.endswith("1]") else math.inf
     if option.whole:
-        assert option.problem(1) is None
-        assert "(0, inf]" in option.problem(0)
+        assert option.fault(1) is None
+        assert "(0, inf]" in option.fault(0)
         return
-    assert option.problem(low + 1e-9) is option.problem(high) is None
-    assert words in option.problem(low - 1e-9)
-    assert (option.problem(low) is None) == words.startswith("[")
+    assert option.fault(low + 1e-9) is option.fault(high) is None
+    assert words in option.fault(low - 1e-9)
+    assert (option.fault(low) is None) == words.startswith("[")
     if high == 1:
-        assert words in option.problem(high + 1e-9)
+        assert words in option.fault(high + 1e-9)
 
 
 def test_only_topk_is_a_whole_number():

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_dppo.algorithms import divergence, penalties
-from megatron_dppo.algorithms.advantages import group_relative
-from megatron_dppo.algorithms.policy_loss import policy_loss
-from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.algorithms import divergence, rules
+from megatron_dppo.algorithms.normalisation import group_relative
+from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
+from megatron_dppo.algorithms.table import PRESETS
 from tests.unit.test_divergence import at_topk
 from tests.unit.test_policy_loss import complete_inputs, part
 
@@ -119,7 +119,7 @@ def test_advantages_of_permuted_groups_are_permuted_and_sum_to_zero(seed, groups
     )
 
 
-@pytest.mark.parametrize("term", list(penalties.PENALTIES.values()))
+@pytest.mark.parametrize("term", list(rules.PENALTIES.values()))
 @few
 @given(SEEDS)
 def test_a_penaltys_slope_is_its_derivative(term, seed):

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from examples.recipes import verdicts
-from megatron_dppo.algorithms.presets import build_algorithm
+from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.config import check_config, load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +76,7 @@ def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_p
         RECIPES / f"{name}.yaml",
         [
             f"algorithm.name={algorithm}",
+            "algorithm.options={}",  # one has a threshold of its own algorithm
             f"model.hf_checkpoint={checkpoint}",
             f"data.train={data}",
             f"data.evaluation={{held_out: {data}}}",

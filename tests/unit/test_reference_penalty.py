@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import LossSums, policy_loss
-from megatron_dppo.algorithms.presets import build_algorithm
+from megatron_dppo.algorithms.policy_loss import LossSums, build_algorithm, policy_loss
 from megatron_dppo.algorithms.reference import (
     ESTIMATORS,
     REFERENCE_CLAMPED,

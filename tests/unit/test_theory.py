@@ -11,8 +11,7 @@ import torch
 
 from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import policy_loss
-from megatron_dppo.algorithms.presets import build_algorithm
+from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
 
 V, T = 3, 4
 

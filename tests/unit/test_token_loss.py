@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.algorithms.presets import PRESETS, build_algorithm
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import forms_of
 from megatron_dppo.trainer.token_loss import inputs_from, make_token_loss, sequence_ids

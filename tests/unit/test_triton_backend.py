@@ -12,7 +12,7 @@ import torch
 
 from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.backends import BACKENDS
-from megatron_dppo.vocab_parallel.dense_twin import dense_policy_stats
+from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats
 from tests.ranks import run_ranks
 
 T, COLUMNS, V = 6, 9000, 8990

@@ -80,7 +80,7 @@ def _require_memory(job: TrainerJob) -> None:
 
 
 def _step(trainer: Trainer, batch: PackedBatch) -> None:
-    from megatron_dppo.algorithms.presets import build_algorithm
+    from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.trainer.token_loss import make_token_loss
 
     loss = make_token_loss(build_algorithm("dppo-binary-tv"))

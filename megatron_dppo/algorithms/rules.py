@@ -1,10 +1,10 @@
-"""Masks M of the unified update (arXiv 2602.04879 v2, Eq. 23): True where the token trains.
+"""The functions that a row of ``table.py`` names: masks M and weights w of the unified update, the sum over tokens of
+M min(w, C) A grad log pi (arXiv 2602.04879 v2, Eq. 23), and additive penalties. None carries a gradient.
 
-Each takes ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: what
-pi is compared with), then its thresholds by keyword. A token exactly at a threshold trains. A token
-without advantage has no gradient and is not blocked. A comparison with NaN blocks: a mask lets a
-token train only where its test says so. No mask carries a gradient. ``presets.py`` binds anchor and
-thresholds.
+Masks and weights take ``TokenInputs`` first, then an anchor (``inputs.rollout`` or ``inputs.recomputed``: what
+pi is compared with), then their numbers by keyword. A mask is True where the token trains: also exactly at a
+threshold, and without advantage, where there is no gradient to block. A comparison with NaN blocks: a mask lets a
+token train only where its test says so.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import divergence
-from megatron_dppo.algorithms.inputs import Anchor, TokenInputs, recomputed
-from megatron_dppo.algorithms.sequences import sequence_totals, trained_tokens
+from megatron_dppo.algorithms.inputs import (
+    Anchor,
+    TokenInputs,
+    recomputed,
+    sequence_totals,
+    trained_tokens,
+)
 
 Mask = Callable[[TokenInputs], Tensor]
 """Bool, shaped as ``log_probs``; True where the token trains."""
@@ -208,3 +213,73 @@ def topk_of(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
     assert inputs.rollout_topk_log_probs is not None  # TokenInputs: all three or none
     assert inputs.topk_valid is not None
     return inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid
+
+
+Weight = Callable[[TokenInputs], Tensor]
+"""w, shaped as ``log_probs``. Algorithms that weigh tokens otherwise than Eq. 23, by r = pi / mu, differ here."""
+
+
+@torch.no_grad()
+def importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """r = pi / mu, always against the rollout policy, whatever the mask is anchored on."""
+    return (inputs.log_probs - inputs.rollout_log_probs).exp()
+
+
+@torch.no_grad()
+def sequence_importance_ratio(inputs: TokenInputs, anchor: Anchor) -> Tensor:
+    """GSPO's s_i (arXiv 2507.18071, Eq. 7) at each of the response's tokens.
+
+    GSPO's own objective divides a response's sum by its length, sum_i s_i A_i (1/|y_i|) sum_t grad
+    log pi: that is the aggregation ``sequence-mean-token-mean``.
+    """
+    return sequence_ratio(inputs, anchor).to(inputs.log_probs.dtype)
+
+
+@torch.no_grad()
+def drpo(inputs: TokenInputs, anchor: Anchor, *, penalty_threshold: float) -> Tensor:
+    """w = r (1 - sign(A) (pi - mu) / delta): the gradient weight of DRPO (arXiv 2606.09821, section
+    3).
+
+    Implemented from what is public: the paper, and its authors' code (Tencent-Hunyuan/UniRL,
+    ``_drpo_loss``), whose loss per token is -A r + |A| mu (r - 1)^2 / (2 delta). Differentiated,
+    that is -w A grad log pi with the w above: DPPO's Binary-TV geometry with a smooth penalty in
+    place of the mask. w falls to 0 where a harmful |pi - mu| reaches delta and turns against the
+    update beyond it; delta = 12.5 is the authors' number ("the regularization threshold"), at which
+    w / r stays within 8% of 1. The authors' code clips log r to [-20, 20]; here it is not.
+    """
+    shift = inputs.log_probs.exp() - inputs.rollout_log_probs.exp()
+    ratio = (inputs.log_probs - inputs.rollout_log_probs).exp()
+    return ratio * (1 - inputs.advantages.sign() * shift / penalty_threshold)
+
+
+Penalty = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""log r = log pi - log mu -> (value of an additive term of the token's loss, its derivative by log pi). Holds for every
+trained token, whatever the advantage, those that a mask blocks included."""
+
+LARGEST_LOG_RATIO = 20.0
+"""Exponents of penalties above it count as it: e^20 = 4.9e8, whose square, summed over a batch, is a float32."""
+
+
+@torch.no_grad()
+def kl(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """r - 1 - log r, whose mean under mu is KL(mu || pi); its derivative is r - 1. A log r above
+    ``LARGEST_LOG_RATIO`` counts as it.
+    """
+    # e^88.7 is float32's largest number: unbounded, the term would block a token whose weight a finite cap cuts, and
+    # two tokens just below it would make the batch's loss infinite.
+    log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    shift = torch.expm1(log_ratio)
+    return shift - log_ratio, shift
+
+
+@torch.no_grad()
+def squared_log_ratio(log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """(log r)^2 / 2; its derivative is log r."""
+    return 0.5 * log_ratio.square(), log_ratio
+
+
+PENALTIES: dict[str, Penalty] = {
+    "kl_coefficient": kl,
+    "log_ratio_coefficient": squared_log_ratio,
+}
+"""Option that holds the term's coefficient -> the term."""

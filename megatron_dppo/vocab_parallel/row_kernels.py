@@ -1,25 +1,75 @@
-"""The row kernels in plain torch, a block of rows at a time: runs everywhere, and is what the
-others are read against.
+"""The two row kernels of the statistics: what every backend implements, and the ones in plain torch.
+
+Legend: T = tokens, C = columns of the local shard, R = real columns of it (those below the true
+vocabulary's end).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from megatron_dppo.vocab_parallel.backends import RowGradient, Rows
+
+@dataclass(frozen=True)
+class RowGradient:
+    """What the backward pass knows of each row.
+
+    ``lse`` float64 [T]: log-sum-exp over the whole vocabulary at the temperature. ``targets`` int64
+    [T]: the sampled token's column in this shard, -1 where another rank owns it. ``log_prob`` [T]:
+    dL/d log pi(a). ``entropy`` and ``entropy_value`` [T]: dL/dH and H, or None.
+    """
+
+    lse: Tensor
+    targets: Tensor
+    log_prob: Tensor
+    entropy: Tensor | None
+    entropy_value: Tensor | None
+
+
+Rows = tuple[Tensor, Tensor | None, Tensor]
+"""float64 [T]: lse = log sum exp(scale z) over this shard's columns but each row's first asked one;
+float64 [T] or None: sum p log p with p normalised over the same columns; float32 (float64 for
+float64 logits) [T, N]: z at the asked columns, 0 at -1.
+"""
+
+
+class Backend(Protocol):
+    """Row kernels over one shard ``logits`` [T, C] of which the first ``real`` columns count."""
+
+    def unavailable(self, logits: Tensor) -> str | None:
+        """Why this backend cannot take ``logits``; None where it can."""
+
+    def forward(
+        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+    ) -> Rows:
+        """``Rows`` of this shard; ``columns`` int64 [T, N], -1 where another rank owns the id.
+
+        The first of them, the sampled token's, is left out of the sums: what is not the token is
+        then known to its own relative precision, however near 1 the token's probability is.
+        """
+
+    def backward(
+        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
+    ) -> None:
+        """Write dL/dz into ``out`` [T, C], which may be ``logits``. Rows without a gradient are
+        written, not read.
+
+        dL/dz_j = scale [ g (1[j = a] - p_j) - h p_j (log p_j + H) ], g = dL/d log pi(a), h = dL/dH;
+        0 in padding.
+        """
+
 
 BLOCK_BYTES = 4 << 20
 """Temporary memory of one block of rows; small enough to stay in a CPU's cache."""
 
 
 class EagerBackend:
-    """Implements ``backends.Backend``."""
+    """In plain torch, a block of rows at a time: runs everywhere, and is what the others are read against."""
 
     def unavailable(self, logits: Tensor) -> str | None:
         """Always available."""
@@ -28,17 +78,17 @@ class EagerBackend:
     def forward(
         self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
     ) -> Rows:
-        """See ``backends.Backend.forward``."""
+        """See ``Backend``."""
         lse = logits.new_empty(len(logits), dtype=torch.float64)
         plogp = torch.empty_like(lse) if with_entropy else None
         left_out = columns[:, :1]
         for rows in _blocks(logits):
             z = logits[rows, :real].to(_compute_dtype(logits), copy=True)
             if real and left_out.shape[1]:
-                at = left_out[rows]
+                index = left_out[rows]
                 # -1 writes over column 0 what stands there: a row's scatter takes one index.
-                kept = torch.where(at < 0, z[:, :1], -math.inf)
-                z.scatter_(1, at.clamp(min=0), kept)
+                value = torch.where(index < 0, z[:, :1], -math.inf)
+                z.scatter_(1, index.clamp(min=0), value)
             top = z.amax(-1) if real else z.new_full((len(z),), -math.inf)
             top = torch.where(top == -math.inf, 0.0, top)
             z.sub_(top[:, None]).mul_(scale)
@@ -54,7 +104,7 @@ class EagerBackend:
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
     ) -> None:
-        """See ``backends.Backend.backward``."""
+        """See ``Backend``."""
         used = gradient.log_prob != 0
         if gradient.entropy is not None:
             used = used | (gradient.entropy != 0)

@@ -1,0 +1,314 @@
+"""Every algorithm of arXiv 2602.04879 and its common comparators, as one table: its numbers, the functions that
+it is made of, and what it needs of engine and trainer. Loads no torch.
+
+The loss, the configuration's checks, the planner and the records of a step all read a row from here;
+``build_algorithm`` turns it into functions. What each row blocks, and where each number comes from:
+docs/algorithms.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, get_args
+
+Settings = Literal["stability", "scaling"]
+"""Whose numbers a preset has: the paper's stability study's, or those of its scaling runs."""
+AnchorName = Literal["rollout", "recomputed"]
+"""What a mask compares pi with: mu of the engine, or pi' of the trainer at the rollout's weights."""
+Divergence = Literal["binary_tv", "binary_kl", "topk_tv", "topk_kl"]
+"""A function of ``divergence.py``, and a mask that bounds it."""
+AggregationName = Literal[
+    "token-mean",
+    "sequence-mean-with-constant",
+    "sequence-mean-token-sum",
+    "sequence-mean-token-mean",
+]
+EstimatorName = Literal["k1-on-policy", "k2", "k3", "k3-on-policy", "reverse-k3-on-policy"]
+Role = Literal["mask", "weight", "cap", "topk", "penalty"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """``meaning``; ``role``: the part of the algorithm that takes the number; its range, ``low``
+    excluded unless ``includes_low``, ``high`` included.
+    """
+
+    meaning: str
+    role: Role
+    low: float = 0.0
+    high: float = math.inf
+    includes_low: bool = False
+    whole: bool = False
+
+    def fault(self, value: Any) -> str | None:
+        """What is wrong with ``value``; None where nothing is. A bool is not a number."""
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return f"expected a number, got {value!r}"
+        if self.whole and not isinstance(value, int):
+            return f"expected a whole number, got {value!r}"
+        if not (self.low < value <= self.high or (self.includes_low and value == self.low)):
+            bracket = "[" if self.includes_low else "("
+            return f"{value!r} is outside its range, {bracket}{self.low:g}, {self.high:g}]"
+        return None
+
+
+OPTIONS: dict[str, Option] = {
+    "tv_threshold": Option(
+        "largest total variation at which a diverging token still trains", "mask", 0, 1, True
+    ),
+    "tv_threshold_negative": Option("tv_threshold where A < 0, if given", "mask", 0, 1, True),
+    "kl_threshold": Option(
+        "largest KL(mu || pi), nats, at which a diverging token still trains",
+        "mask",
+        includes_low=True,
+    ),
+    "kl_threshold_negative": Option(
+        "kl_threshold where A < 0, if given", "mask", includes_low=True
+    ),
+    "clip_low": Option("r below 1 - this is blocked where A < 0", "mask", 0, 1, True),
+    "clip_high": Option("r above 1 + this is blocked where A > 0", "mask", includes_low=True),
+    "max_drop": Option(
+        "drop of probability from which a token with A < 0 is blocked", "mask", 0, 1
+    ),
+    "rare_below": Option("rollout probability below which the clip is relaxed", "mask", 0, 1, True),
+    "mismatch_low": Option("smallest pi' / mu that trains", "mask", includes_low=True),
+    "mismatch_high": Option("largest pi' / mu that trains", "mask"),
+    "penalty_threshold": Option("delta of DRPO's quadratic penalty, in probability", "weight"),
+    "ratio_cap": Option("C: the weight of a token is cut to this", "cap"),
+    "topk": Option("K: ids of TopK(mu) that the engine returns for each token", "topk", whole=True),
+    "kl_coefficient": Option(
+        "factor of r - 1 - log r, an estimate of KL(mu || pi) that is added to a token's loss",
+        "penalty",
+        includes_low=True,
+    ),
+    "log_ratio_coefficient": Option(
+        "factor of (log r)^2 / 2 that is added to a token's loss", "penalty", includes_low=True
+    ),
+}
+
+NEGATIVE = {
+    "tv_threshold": "tv_threshold_negative",
+    "kl_threshold": "kl_threshold_negative",
+}
+"""Threshold -> the option that replaces it where A < 0."""
+COEFFICIENTS = tuple(name for name, option in OPTIONS.items() if option.role == "penalty")
+"""Of additive terms, which every algorithm takes and none has by itself."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A row of the table.
+
+    ``mask``, ``weight``: names of functions in ``rules.py``. ``stability``: their numbers,
+    the cap (infinite where it is missing) and K; ``scaling``: those that differ there. ``fixed``: arguments of the
+    mask that are no option. ``divergence``: what the mask compares with its threshold, for records of a step; None
+    where it measures none. ``whole_vocabulary``: it is taken over the anchor's whole distribution in
+    TopK(mu)'s place. ``sequences``: tokens must say of which response they are.
+    """
+
+    mask: str = "train_all"
+    stability: Mapping[str, float] = field(default_factory=dict)
+    scaling: Mapping[str, float] = field(default_factory=dict)
+    anchor: AnchorName = "rollout"
+    weight: str = "importance_ratio"
+    fixed: Mapping[str, bool] = field(default_factory=dict)
+    divergence: Divergence | None = None
+    whole_vocabulary: bool = False
+    sequences: bool = False
+
+    def numbers(self, settings: Settings) -> dict[str, float]:
+        """The preset's numbers in a setting, each of them an option."""
+        changed = self.scaling if settings == "scaling" else {}
+        return {"ratio_cap": math.inf, **self.stability, **changed}
+
+
+CAP = {"ratio_cap": 5.0}
+CLIP = {"clip_low": 0.2, "clip_high": 0.2}
+CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28}
+CLIP_HIGHER_SCALING = {"clip_high": 0.27, **CAP}
+TV, TV_SCALING = {"tv_threshold": 0.15}, {"tv_threshold": 0.2, **CAP}
+KL = {"kl_threshold": 0.05}
+TOPK = {"topk": 20}
+TIS = {"ratio_cap": 3.0}
+RELAXED = {**CLIP_HIGHER, "rare_below": 0.1}
+DROP = {"max_drop": 0.5}
+ICEPOP = {"mismatch_low": 0.5, "mismatch_high": 5.0, **CLIP}
+GSPO = {"clip_low": 3e-4, "clip_high": 4e-4}
+
+
+def _bounded(
+    divergence: Divergence, anchor: AnchorName = "rollout", *, whole_vocabulary: bool = False
+) -> Preset:
+    """DPPO's form: a mask that bounds ``divergence`` and has its name."""
+    stability, scaling = (TV, TV_SCALING) if divergence.endswith("tv") else (KL, CAP)
+    if divergence.startswith("topk") and not whole_vocabulary:
+        stability = {**stability, **TOPK}
+    return Preset(
+        divergence, stability, scaling, anchor,
+        divergence=divergence, whole_vocabulary=whole_vocabulary,
+    )  # fmt: skip
+
+
+_clip_higher = partial(Preset, "ratio_clip", scaling=CLIP_HIGHER_SCALING)
+
+
+def _relaxed(low: bool, high: bool) -> Preset:
+    fixed = {"relax_low": low, "relax_high": high}
+    return Preset("relaxed_clip", RELAXED, CLIP_HIGHER_SCALING, fixed=fixed)
+
+
+PRESETS: dict[str, Preset] = {
+    "pg-is": Preset(),
+    "pg-tis": Preset(stability=TIS, scaling=CAP),
+    "cispo": Preset(stability=TIS, scaling=CAP),
+    "ppo": Preset("ratio_clip", CLIP, CAP),
+    "grpo": Preset("ratio_clip", CLIP, CAP),
+    "grpo-clip-higher": _clip_higher(CLIP_HIGHER),
+    "minirl": _clip_higher(CLIP_HIGHER, anchor="recomputed"),
+    "minirl-tis": _clip_higher({**CLIP_HIGHER, **TIS}, anchor="recomputed"),
+    "dppo-binary-tv": _bounded("binary_tv"),
+    "dppo-binary-kl": _bounded("binary_kl"),
+    "dppo-topk-tv": _bounded("topk_tv"),
+    "dppo-topk-kl": _bounded("topk_kl"),
+    "dppo-exact-tv": _bounded("topk_tv", whole_vocabulary=True),
+    "dppo-exact-kl": _bounded("topk_kl", whole_vocabulary=True),
+    "recomputed-exact-tv": _bounded("topk_tv", "recomputed", whole_vocabulary=True),
+    "recomputed-exact-kl": _bounded("topk_kl", "recomputed", whole_vocabulary=True),
+    "dppo-decoupled-binary-tv": _bounded("binary_tv", "recomputed"),
+    "dppo-decoupled-binary-kl": _bounded("binary_kl", "recomputed"),
+    "mask-0.5": Preset("large_drop", DROP, CAP),
+    "mask-0.8": Preset("large_drop", {"max_drop": 0.8}, CAP),
+    "mask-0.5-recompute": Preset("large_drop", DROP, CAP, "recomputed"),
+    "relax-high": _relaxed(low=False, high=True),
+    "relax-low": _relaxed(low=True, high=False),
+    "relax-both": _relaxed(low=True, high=True),
+    "icepop": Preset("icepop", ICEPOP, anchor="recomputed"),
+    "gspo": Preset("sequence_clip", GSPO, weight="sequence_importance_ratio", sequences=True),
+    "drpo": Preset(stability={"penalty_threshold": 12.5}, weight="drpo"),
+}
+"""``algorithm.name`` -> its row.
+
+``recomputed-exact-...`` are diagnostics, not DPPO: distance and direction are those of pi', the
+trainer's own policy at the rollout's weights, so a gap between mu and pi' stays out of their sight.
+"""
+
+
+@dataclass(frozen=True)
+class AlgorithmFacts:
+    """A row with the numbers in force: what engine, trainer and planner need to know of an algorithm."""
+
+    name: str
+    preset: Preset
+    numbers: Mapping[str, float]
+
+    @property
+    def ratio_cap(self) -> float:
+        """C of min(w, C)."""
+        return self.numbers["ratio_cap"]
+
+    @property
+    def topk(self) -> int:
+        """K of the engine's TopK(mu); 0: none."""
+        return int(self.numbers.get("topk", 0))
+
+    @property
+    def reads_topk(self) -> bool:
+        """Whether the mask looks at the Top-K tensors, whatever they hold."""
+        return self.preset.divergence in ("topk_tv", "topk_kl")
+
+    @property
+    def needs_recomputed(self) -> bool:
+        """The trainer must recompute the log-probabilities at the rollout's weights."""
+        return self.preset.anchor == "recomputed"
+
+    @property
+    def needs_full_distribution(self) -> bool:
+        """K of the engine's TopK(mu) must be the whole vocabulary."""
+        return self.preset.whole_vocabulary and self.preset.anchor == "rollout"
+
+    @property
+    def needs_recomputed_distribution(self) -> bool:
+        """The trainer must recompute the whole distribution, pi', which then takes TopK(mu)'s place."""
+        return self.preset.whole_vocabulary and self.preset.anchor == "recomputed"
+
+
+def algorithm_facts(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    settings: Settings = "stability",
+) -> AlgorithmFacts:
+    """The preset ``name`` in ``settings``, with ``options`` in place of its numbers.
+
+    Raises ValueError, naming what is accepted, for an unknown name, setting or option, a value of
+    the wrong type (a bool is not a number; ``topk`` is whole) or outside its range, and bounds that
+    exclude each other.
+    """
+    if name not in PRESETS:
+        raise ValueError(f"unknown algorithm {name!r}; known: {', '.join(PRESETS)}")
+    if settings not in get_args(Settings):
+        accepted = ", ".join(get_args(Settings))
+        raise ValueError(f"unknown settings {settings!r} of an algorithm; known: {accepted}")
+    preset = PRESETS[name]
+    return AlgorithmFacts(name, preset, _replaced(name, preset.numbers(settings), options or {}))
+
+
+def _replaced(
+    name: str, numbers: Mapping[str, float], options: Mapping[str, Any]
+) -> dict[str, float]:
+    negative = [NEGATIVE[n] for n in numbers if n in NEGATIVE]
+    accepted, result = sorted([*numbers, *negative, *COEFFICIENTS]), dict(numbers)
+    for option, value in options.items():
+        if option not in accepted:
+            raise ValueError(
+                f"algorithm {name!r} has no option {option!r}; it has {', '.join(accepted)}"
+            )
+        fault = OPTIONS[option].fault(value)
+        if fault is not None:
+            meaning = OPTIONS[option].meaning
+            raise ValueError(f"algorithm {name!r}, option {option!r} ({meaning}): {fault}")
+        result[option] = value
+    low, high = result.get("mismatch_low", 0.0), result.get("mismatch_high", math.inf)
+    if low > high:
+        raise ValueError(
+            f"algorithm {name!r}: mismatch_low {low:g} lies above mismatch_high {high:g}, so no "
+            "token would train"
+        )
+    return result
+
+
+ENGINE_WHOLE_VOCABULARY = 4096
+"""Tokens of a vocabulary up to which the engine is asked for its whole distribution: 8 bytes each,
+for every token of a response.
+"""
+
+
+def carried_topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:
+    """K of TopK(mu) that the engine must return for each token; 0: none.
+
+    ``configured``: ``rollout.topk_log_probs``, 0: as the algorithm asks. Raises ValueError where
+    that is too few, or the algorithm needs all of a vocabulary too large to be carried.
+    """
+    if not algorithm.needs_full_distribution:
+        if configured and configured < algorithm.topk:
+            raise ValueError(
+                f"{algorithm.name} needs the engine's top {algorithm.topk} log-probabilities, but "
+                f"rollout.topk_log_probs is {configured}; expected 0, or at least {algorithm.topk}"
+            )
+        return configured or algorithm.topk
+    if vocab_size > ENGINE_WHOLE_VOCABULARY:
+        raise ValueError(
+            f"{algorithm.name} needs mu of the whole vocabulary from the engine, and this model's "
+            f"has {vocab_size} tokens, {8 * vocab_size} bytes for each response token; expected at "
+            f"most {ENGINE_WHOLE_VOCABULARY}. dppo-topk-tv and dppo-topk-kl bound it from below; "
+            f"{algorithm.name.replace('dppo', 'recomputed')} measures the trainer's own recomputed "
+            "policy instead, which is another distance"
+        )
+    if configured not in (0, vocab_size):
+        raise ValueError(
+            f"{algorithm.name} needs mu of the whole vocabulary, but rollout.topk_log_probs is "
+            f"{configured}; expected 0 or {vocab_size}"
+        )
+    return vocab_size

@@ -1,1 +1,0 @@
-"""Kernels of the vocab-parallel statistics: C++ sources and Triton functions."""
