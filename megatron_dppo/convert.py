@@ -49,7 +49,10 @@ def parser() -> argparse.ArgumentParser:
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     _hf_to_megatron_arguments(
         _command(
-            commands, "hf-to-megatron", _hf_to_megatron, "Hugging Face -> one file a Megatron rank"
+            commands,
+            "hf-to-megatron",
+            _hf_to_megatron,
+            "Hugging Face -> Megatron-Core's torch_dist",
         )
     )
     _megatron_to_hf_arguments(
@@ -93,14 +96,6 @@ def parser() -> argparse.ArgumentParser:
 def _hf_to_megatron_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--hf", type=Path, required=True, help="Hugging Face folder")
     command.add_argument("--out", type=Path, required=True, help="new or empty folder")
-    _layout_arguments(command)
-    command.add_argument(
-        "--format",
-        choices=("sharded", "torch_dist"),
-        default="sharded",
-        help="sharded: a safetensors file a rank (default); torch_dist: Megatron-Core's distributed "
-        "checkpoint, whose files suit every layout",
-    )
     command.add_argument("--dtype", choices=sorted(ITEM_BYTES), help="cast to; default: as stored")
 
 
@@ -109,7 +104,7 @@ def _megatron_to_hf_arguments(command: argparse.ArgumentParser) -> None:
         "--megatron",
         type=Path,
         required=True,
-        help="folder made by hf-to-megatron, or a torch_dist checkpoint",
+        help="folder made by hf-to-megatron, or a checkpoint of a training run",
     )
     command.add_argument(
         "--hf-config", type=Path, help="folder of config and tokenizer; default: --megatron's own"
@@ -165,18 +160,15 @@ def _layout(arguments: argparse.Namespace) -> Layout:
 
 
 def _hf_to_megatron(arguments: argparse.Namespace) -> int:
-    from megatron_dppo.checkpoint_conversion import streaming
+    from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
 
-    layout = _layout(arguments)
     with _bytes_progress("converting", _stored_bytes(arguments.hf)) as progress:
-        options = {"dtype": arguments.dtype, "progress": progress}
-        if arguments.format == "torch_dist":
-            result = streaming.hf_to_torch_dist(arguments.hf, arguments.out, **options)
-        else:
-            result = streaming.hf_to_megatron(arguments.hf, arguments.out, layout, **options)
-    form = "torch_dist, for any layout" if result.layout is None else layout.describe()
+        result = hf_to_megatron(
+            arguments.hf, arguments.out, dtype=arguments.dtype, progress=progress
+        )
     print(
-        f"{arguments.out}: {len(result.tensors)} tensors, {result.shape.family}, {form}, {result.dtype}"
+        f"{arguments.out}: {len(result.tensors)} tensors, {result.shape.family}, torch_dist, for any "
+        f"layout, {result.dtype}"
     )
     return 0
 

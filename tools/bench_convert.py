@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Benchmark of checkpoint conversion: time and peak memory, against a plain copy of the same bytes.
 
-Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then converts it to a Megatron
-layout and to torch_dist, verifies it and converts it back. Each phase is compared with a plain copy of the same bytes
+Makes a Hugging Face checkpoint of random bytes with a few layers of a real model, then converts it to
+torch_dist, verifies it and converts it back. Each phase is compared with a plain copy of the same bytes
 made immediately before it, because on a virtual machine the cost of fresh memory drifts more than the measured
 difference. Each phase runs in its own process, starts with the files' pages dropped from the cache and ends with its
 output synced to the disk. Outputs are removed when no later phase reads them.
@@ -28,12 +28,10 @@ from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES
 from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
-    hf_to_torch_dist,
     megatron_to_hf,
     verify,
 )
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.system.files import sync_folder
 
@@ -57,7 +55,7 @@ def make(config: Path, layers: int, folder: Path) -> None:
     write_hf_checkpoint(folder, shape, dtype, stream, side_files_from=side)
 
 
-def copy(root: Path, layout: Layout) -> None:
+def copy(root: Path) -> None:
     """Copy the checkpoint's files through a buffer and sync them to the disk."""
     (root / "copy").mkdir()
     for path in sorted((root / "hf").iterdir()):
@@ -68,28 +66,27 @@ def copy(root: Path, layout: Layout) -> None:
 
 COPY = "plain copy"
 CONVERTED = "m"
-PHASES: dict[str, tuple[Callable[[Path, Layout], object], str]] = {
+PHASES: dict[str, tuple[Callable[[Path], object], str]] = {
     COPY: (copy, "copy"),
     "hf-to-megatron": (
-        lambda root, layout: hf_to_megatron(root / "hf", root / CONVERTED, layout),
+        lambda root: hf_to_megatron(root / "hf", root / CONVERTED),
         CONVERTED,
     ),
-    "to torch_dist": (lambda root, layout: hf_to_torch_dist(root / "hf", root / "dist"), "dist"),
-    "verify": (lambda root, layout: verify(root / "hf", root / CONVERTED), ""),
+    "verify": (lambda root: verify(root / "hf", root / CONVERTED), ""),
     "megatron-to-hf": (
-        lambda root, layout: megatron_to_hf(root / CONVERTED, root / "back"),
+        lambda root: megatron_to_hf(root / CONVERTED, root / "back"),
         "back",
     ),
 }
 """Name of the phase -> (function, the folder that it writes)."""
 
 
-def run_phase(name: str, root: Path, layout: Layout) -> None:
+def run_phase(name: str, root: Path) -> None:
     """Run one phase in this process; print wall seconds, CPU seconds and peak memory as JSON."""
     torch.set_num_threads(1)
     before = peak_mib()
     started, busy = time.monotonic(), time.process_time()
-    PHASES[name][0](root, layout)
+    PHASES[name][0](root)
     facts = {
         "seconds": time.monotonic() - started,
         "busy": time.process_time() - busy,
@@ -123,13 +120,10 @@ def main() -> None:
         "--folder", type=Path, required=True, help="new folder on the disk to measure; removed"
     )
     parser.add_argument("--repeat", type=int, default=1)
-    for size in ("tp", "pp", "ep"):
-        parser.add_argument(f"--{size}", type=int, default=1)
     parser.add_argument("--phase", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    layout = Layout.smallest(arguments.tp, arguments.pp, None, arguments.ep)
     if arguments.phase:
-        run_phase(arguments.phase, arguments.folder, layout)
+        run_phase(arguments.phase, arguments.folder)
         return
     arguments.folder.mkdir(parents=True)
     try:

@@ -53,7 +53,7 @@ def merge_adapters(
                 writer.write_rows(name, start, rows)
                 progress(rows.nbytes)
             dtype = str(next(iter(specs.values())).dtype).removeprefix("torch.")
-            certificate = Certificate("huggingface", shape, None, dtype, dtype, hashes.digests())
+            certificate = Certificate("huggingface", shape, dtype, dtype, hashes.digests())
             writer.certify(certificate)
     return certificate
 

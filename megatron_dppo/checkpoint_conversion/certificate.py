@@ -1,4 +1,4 @@
-"""conversion.json: what was converted into which layout, and the SHA-256 of every tensor and of the whole."""
+"""conversion.json: what was converted into which form, and the SHA-256 of every tensor and of the whole."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Any, Literal
 import torch
 
 from megatron_dppo.checkpoint_conversion.publishing import side_files
-from megatron_dppo.model.errors import CheckpointError, LayoutError, MismatchError
+from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import FAMILIES
-from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape
 
-Form = Literal["huggingface", "sharded", "torch_dist"]
+Form = Literal["huggingface", "torch_dist"]
 FILE = "conversion.json"
 VERSION = 1
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -27,7 +26,7 @@ TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16":
 
 @dataclass(frozen=True)
 class Certificate:
-    """``form``: of the files beside it. ``layout``: of sharded ones; None where the files have no layout.
+    """``form``: of the files beside it.
 
     ``dtype``: of the stored tensors; ``source_dtype``: of those that were read. ``tensors``: name -> SHA-256 (hex) of
     the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``; independent of the layout.
@@ -37,7 +36,6 @@ class Certificate:
 
     form: Form
     shape: ModelShape
-    layout: Layout | None
     dtype: str
     source_dtype: str
     tensors: Mapping[str, str]
@@ -55,7 +53,6 @@ class Certificate:
             "version": VERSION,
             "form": self.form,
             "model": dataclasses.asdict(self.shape),
-            "layout": None if self.layout is None else dataclasses.asdict(self.layout),
             "dtype": self.dtype,
             "source_dtype": self.source_dtype,
             "tensors": dict(self.tensors),
@@ -77,9 +74,33 @@ class Certificate:
 def load_certificate(folder: str | Path) -> Certificate:
     """Read ``folder/conversion.json``, and compare the files beside the weights with it.
 
-    Raises CheckpointError where it is missing, altered or of another version, MismatchError for a file.
+    Raises CheckpointError where it is missing, altered or of another version or form, MismatchError for a file.
     """
     path = Path(folder) / FILE
+    body = read_body(path)
+    if body.get("form") == "sharded":
+        raise CheckpointError(
+            f"{folder}: of the form 'sharded', one file a rank, which is read no more; "
+            f"tools/convert_sharded_checkpoint.py {folder} NEW_FOLDER makes Megatron-Core's of it"
+        )
+    try:
+        certificate = certificate_of(body)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a certificate of this version ({error!r})") from error
+    if certificate.shape.family not in FAMILIES:
+        raise CheckpointError(
+            f"{path}: of family {certificate.shape.family!r}, supported: {sorted(FAMILIES)}"
+        )
+    if list(certificate.tensors) != list(hf_tensors(certificate.shape)):
+        raise CheckpointError(f"{path}: its tensors are not those of its model")
+    certificate.check_files(path.parent)
+    return certificate
+
+
+def read_body(path: Path) -> dict[str, Any]:
+    """What ``conversion.json`` says, of any form. Raises CheckpointError where it is missing, altered or of another
+    version.
+    """
     try:
         body = json.loads(path.read_text())
         digest = body.pop("sha256")
@@ -95,27 +116,16 @@ def load_certificate(folder: str | Path) -> Certificate:
         raise CheckpointError(
             f"{path}: its own SHA-256 is {_digest(body)}, recorded {digest}; it was altered"
         )
-    try:
-        certificate = _from_body(body)
-    except (KeyError, TypeError, LayoutError) as error:
-        raise CheckpointError(f"{path}: not a certificate of this version ({error!r})") from error
-    if certificate.shape.family not in FAMILIES:
-        raise CheckpointError(
-            f"{path}: of family {certificate.shape.family!r}, supported: {sorted(FAMILIES)}"
-        )
-    if list(certificate.tensors) != list(hf_tensors(certificate.shape)):
-        raise CheckpointError(f"{path}: its tensors are not those of its model")
-    certificate.check_files(path.parent)
-    return certificate
+    return dict(body)
 
 
-def _from_body(body: dict[str, Any]) -> Certificate:
+def certificate_of(body: Mapping[str, Any]) -> Certificate:
+    """What ``read_body`` returned, as a certificate."""
     model = dict(body["model"])
     scaling = model.pop("rope_scaling")
     return Certificate(
         form=body["form"],
         shape=ModelShape(**model, rope_scaling=Llama3RopeScaling(**scaling) if scaling else None),
-        layout=None if body["layout"] is None else Layout(**body["layout"]),
         dtype=body["dtype"],
         source_dtype=body["source_dtype"],
         tensors=body["tensors"],

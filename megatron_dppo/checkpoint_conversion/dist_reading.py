@@ -157,6 +157,17 @@ class StoredBlocks(Closing):
                 f"{self.folder}: {key}{list(wanted.offsets)} has {filled} of {wanted.elements} elements"
             )
 
+    def locate(self, key: str, index: Dims) -> tuple[Path, int]:
+        """File and byte of an element of ``key``."""
+        tensor = self.tensors[key]
+        stored, _ = next(tensor.overlapping(Box(index, (1,) * len(index))))
+        _, start = self._locate(key, stored.offsets, tensor.dtype, stored.elements)
+        flat = 0
+        for size, offset, i in zip(stored.sizes, stored.offsets, index, strict=True):
+            flat = flat * size + i - offset
+        path = self.folder / self._stored[key, stored.offsets].relative_path
+        return path, start + flat * tensor.dtype.itemsize
+
     def _copy(
         self, key: str, tensor: StoredTensor, stored: Box, part: Box, out: torch.Tensor
     ) -> None:

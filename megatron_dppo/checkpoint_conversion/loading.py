@@ -1,10 +1,11 @@
-"""Open any checkpoint folder as Hugging Face tensors: Hugging Face's own, or one in a Megatron layout."""
+"""Open any checkpoint folder as Hugging Face tensors: Hugging Face's own, or Megatron-Core's."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -12,8 +13,8 @@ from megatron_dppo.checkpoint_conversion import certificate as certificates
 from megatron_dppo.checkpoint_conversion.certificate import Certificate, load_certificate
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec, byte_view
-from megatron_dppo.checkpoint_conversion.sharded_checkpoint import ShardedCheckpoint
 from megatron_dppo.checkpoint_conversion.tensor_store import (
+    TensorStore,
     check_tensors,
     check_tied_copy,
     read_slice,
@@ -24,7 +25,16 @@ from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
-Store = SafetensorsReader | ShardedCheckpoint | TorchDistCheckpoint
+
+class Store(TensorStore, Protocol):
+    """A folder's tensors."""
+
+    @property
+    def folder(self) -> Path:
+        """Where they lie."""
+
+    def close(self) -> None:
+        """Close the files."""
 
 
 class CheckedReader(Closing):
@@ -76,7 +86,7 @@ class CheckedReader(Closing):
 
 
 def open_checkpoint(folder: str | Path) -> CheckedReader:
-    """Open a Hugging Face folder, or one that ``hf_to_megatron`` or ``hf_to_torch_dist`` wrote.
+    """Open a Hugging Face folder, or one that ``hf_to_megatron`` wrote.
 
     Raises CheckpointError for anything else.
     """
@@ -91,6 +101,5 @@ def open_checkpoint(folder: str | Path) -> CheckedReader:
 
 _STORES: dict[str, Callable[[Path, Certificate], Store]] = {
     "huggingface": lambda folder, _: SafetensorsReader(folder),
-    "sharded": lambda folder, _: ShardedCheckpoint(folder),
     "torch_dist": lambda folder, certificate: TorchDistCheckpoint(folder, certificate.shape),
 }

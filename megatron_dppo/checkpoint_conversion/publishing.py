@@ -12,6 +12,8 @@ from types import TracebackType
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.files import sync_folder, sync_to_disk
 
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron-LM's: names the checkpoint in a folder of several; ours is `release`."""
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 SLACK_BYTES = 16 << 20
 """Room for headers, indices and side files."""
@@ -98,11 +100,11 @@ def side_files(folder: str | Path) -> list[Path]:
 
 
 def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:
-    """Copy ``side_files``.
+    """Copy ``side_files`` but for the tracker, which only the writer of a checkpoint knows.
 
     config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names.
     """
-    for path in side_files(source):
+    for path in (p for p in side_files(source) if p.name != TRACKER):
         shutil.copyfile(path, target / path.name)
     config_path = target / "config.json"
     config = json.loads(config_path.read_text())

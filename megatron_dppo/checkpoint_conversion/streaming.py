@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,27 +20,17 @@ from megatron_dppo.checkpoint_conversion.hf_io import (
     SafetensorsReader,
     ShardedWriter,
 )
-from megatron_dppo.checkpoint_conversion.publishing import StagedFolder, copy_side_files
+from megatron_dppo.checkpoint_conversion.publishing import TRACKER, StagedFolder, copy_side_files
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
-from megatron_dppo.checkpoint_conversion.sharded_checkpoint import (
-    ShardedCheckpoint,
-    ShardedCheckpointWriter,
-)
 from megatron_dppo.checkpoint_conversion.tensor_store import (
     TensorStore,
     check_tied_copy,
     row_blocks,
 )
-from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import (
-    TRACKER,
-    TorchDistCheckpoint,
-    find_torch_dist,
-)
+from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import TorchDistCheckpoint
 from megatron_dppo.checkpoint_conversion.torch_dist_writing import write_torch_dist
-from megatron_dppo.model.errors import CheckpointError, MismatchError
+from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.gather_plan import gather_plan
-from megatron_dppo.model.layout import Layout, check_layout
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 
@@ -56,68 +45,51 @@ def no_progress(count: int) -> None:
 def hf_to_megatron(
     hf_dir: str | Path,
     out_dir: str | Path,
-    layout: Layout,
     *,
     dtype: str | None = None,
     progress: Progress = no_progress,
 ) -> Certificate:
-    """Write ``hf_dir`` in ``layout`` (one file a rank), with its config and tokenizer, and a certificate.
+    """Write ``hf_dir`` as a Megatron-Core distributed checkpoint, which loads under every layout, with a certificate.
 
-    ``dtype``: of the result; empty: as stored. Raises ModelError where the input is bad, or where
-    Megatron-Core can't train the model in this layout, and leaves nothing behind.
+    ``out_dir`` is what Megatron-LM's ``--load`` takes: a tracker that names ``release``. ``dtype``: of the
+    result; empty: as stored. Raises ModelError where the input is bad, and leaves nothing behind.
     """
     shape = load_model_shape(hf_dir)
-    check_layout(layout.sizes, shape)
-    with _original(hf_dir, shape) as reader:
-        source_dtype, target = _dtypes(reader, dtype)
-        plan = {tensor.name: tensor for tensor in gather_plan(shape, layout)}
-        hashes = TensorHashes()
-        with StagedFolder(out_dir, _model_bytes(shape, TORCH_DTYPES[target])) as folder, hashes:
-            with ShardedCheckpointWriter(folder, shape, layout, TORCH_DTYPES[target]) as writer:
-                for name, start, rows in blocks(reader, plan, progress):
-                    cast = rows.to(TORCH_DTYPES[target])
-                    hashes.update(name, cast)
-                    writer.write_rows(plan[name], start, cast)
-            digests = hashes.digests()
-            certificate = Certificate("sharded", shape, layout, target, source_dtype, digests)
-            copy_side_files(hf_dir, folder, target)
-            certificate.save(folder)
-    return certificate
+    with SafetensorsReader(hf_dir) as reader:
+        reader.check(shape)
+        check_tied_copy(reader, shape, str(hf_dir))
+        return write_megatron(reader, shape, hf_dir, out_dir, dtype=dtype, progress=progress)
 
 
-def hf_to_torch_dist(
-    hf_dir: str | Path,
+def write_megatron(
+    source: TensorStore,
+    shape: ModelShape,
+    side_files_from: str | Path,
     out_dir: str | Path,
     *,
-    dtype: str | None = None,
-    progress: Progress = no_progress,
+    dtype: str | None,
+    progress: Progress,
 ) -> Certificate:
-    """Write ``hf_dir`` as a Megatron-Core distributed checkpoint, which loads under every layout.
+    """As ``hf_to_megatron``, of any store whose tensors are known to be ``shape``'s."""
+    source_dtype, target = _dtypes(source, dtype)
+    hashes = TensorHashes()
 
-    ``out_dir`` is what Megatron-LM's ``--load`` takes: a tracker that names ``release``. Arguments and
-    errors as ``hf_to_megatron``.
-    """
-    shape = load_model_shape(hf_dir)
-    with _original(hf_dir, shape) as reader:
-        source_dtype, target = _dtypes(reader, dtype)
-        hashes = TensorHashes()
+    def read(name: str, start: int, count: int) -> torch.Tensor:
+        rows = source.read_rows(name, start, count)
+        progress(rows.numel() * rows.dtype.itemsize)
+        cast = rows.to(TORCH_DTYPES[target])
+        hashes.update(name, cast)
+        return cast
 
-        def read(name: str, start: int, count: int) -> torch.Tensor:
-            rows = reader.read_rows(name, start, count)
-            progress(rows.numel() * rows.dtype.itemsize)
-            cast = rows.to(TORCH_DTYPES[target])
-            hashes.update(name, cast)
-            return cast
-
-        with StagedFolder(out_dir, _model_bytes(shape, TORCH_DTYPES[target])) as folder, hashes:
-            (folder / "release").mkdir()
-            write_torch_dist(folder / "release", shape, TORCH_DTYPES[target], read)
-            (folder / TRACKER).write_text("release")
-            digests = hashes.digests()
-            ordered = {name: digests[name] for name in hf_tensors(shape)}
-            certificate = Certificate("torch_dist", shape, None, target, source_dtype, ordered)
-            copy_side_files(hf_dir, folder, target)
-            certificate.save(folder)
+    with StagedFolder(out_dir, _model_bytes(shape, TORCH_DTYPES[target])) as folder, hashes:
+        (folder / "release").mkdir()
+        write_torch_dist(folder / "release", shape, TORCH_DTYPES[target], read)
+        (folder / TRACKER).write_text("release")
+        digests = hashes.digests()
+        ordered = {name: digests[name] for name in hf_tensors(shape)}
+        certificate = Certificate("torch_dist", shape, target, source_dtype, ordered)
+        copy_side_files(side_files_from, folder, target)
+        certificate.save(folder)
     return certificate
 
 
@@ -132,12 +104,12 @@ def megatron_to_hf(
 ) -> Certificate:
     """Write a Megatron checkpoint as Hugging Face shards with an index; config and tokenizer come from ``hf_config``.
 
-    ``megatron_dir``: what the functions above wrote, or a ``torch_dist`` checkpoint of a training run. Where it has a
+    ``megatron_dir``: what ``hf_to_megatron`` wrote, or a checkpoint of a training run. Where it has a
     certificate, every tensor is checked on the way. Raises MismatchError naming the first that differs, ModelError
     where ``hf_config`` describes another model; nothing is left behind.
     """
     side_files = Path(hf_config or megatron_dir)
-    with open_megatron(megatron_dir, load_model_shape(side_files)) as source:
+    with TorchDistCheckpoint(megatron_dir, load_model_shape(side_files)) as source:
         source_dtype, target = _dtypes(source, dtype)
         specs = {
             n: TensorSpec(spec.shape, TORCH_DTYPES[target]) for n, spec in source.specs.items()
@@ -155,9 +127,7 @@ def megatron_to_hf(
                 writer.write_rows(name, start, cast)
             _require_recorded(source, stored.digests())
             digests = (stored if target == source_dtype else written).digests()
-            certificate = Certificate(
-                "huggingface", source.shape, None, target, source_dtype, digests
-            )
+            certificate = Certificate("huggingface", source.shape, target, source_dtype, digests)
             writer.certify(certificate)
     return certificate
 
@@ -176,12 +146,12 @@ def verify(
     """Prove that a converted folder turns back into ``hf_dir`` byte by byte, and that its certificate is true.
 
     A conversion that cast is compared with the cast of the original. Raises MismatchError naming the
-    first tensor, rank, file and offset that differs.
+    first tensor, file and offset that differs.
     """
     shape = load_model_shape(hf_dir)
     with (
         SafetensorsReader(hf_dir) as original,
-        open_megatron(megatron_dir, shape) as converted,
+        TorchDistCheckpoint(megatron_dir, shape) as converted,
         TensorHashes() as hashes,
     ):
         original.check(shape)
@@ -195,26 +165,6 @@ def verify(
         return Verified(len(specs), sum(spec.bytes for spec in specs))
 
 
-def open_megatron(
-    megatron_dir: str | Path, shape: ModelShape
-) -> ShardedCheckpoint | TorchDistCheckpoint:
-    """Open either form of Megatron checkpoint as a model of ``shape``; raises CheckpointError where it is another."""
-    if find_torch_dist(megatron_dir) is not None:
-        return TorchDistCheckpoint(megatron_dir, shape)
-    source = ShardedCheckpoint(megatron_dir)
-    if (source.shape.family, hf_tensors(source.shape)) != (shape.family, hf_tensors(shape)):
-        source.close()
-        names = [
-            f"{k} {v!r} (config.json: {getattr(shape, k)!r})"
-            for k, v in vars(source.shape).items()
-            if v != getattr(shape, k)
-        ]
-        raise CheckpointError(
-            f"{megatron_dir}: is of another model than config.json's: {', '.join(names)}"
-        )
-    return source
-
-
 def blocks(
     store: TensorStore, names: Iterable[str], progress: Progress
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
@@ -226,35 +176,24 @@ def blocks(
             progress(rows.numel() * rows.dtype.itemsize)
 
 
-@contextmanager
-def _original(hf_dir: str | Path, shape: ModelShape) -> Iterator[SafetensorsReader]:
-    with SafetensorsReader(hf_dir) as reader:
-        reader.check(shape)
-        check_tied_copy(reader, shape, str(hf_dir))
-        yield reader
-
-
 def _dtypes(store: TensorStore, wanted: str | None) -> tuple[str, str]:
     """Names of the stored dtype, and of the one to write."""
     stored = str(next(iter(store.specs.values())).dtype).removeprefix("torch.")
     return stored, wanted or stored
 
 
-def _require_recorded(
-    source: ShardedCheckpoint | TorchDistCheckpoint, found: dict[str, str]
-) -> None:
+def _require_recorded(source: TorchDistCheckpoint, found: dict[str, str]) -> None:
     recorded = {} if source.certificate is None else source.certificate.tensors
     for name, digest in found.items():
         if digest != recorded.get(name, digest):
-            ranks = sorted({p.rank for t in source.plan if t.name == name for p in t.pieces})
             raise MismatchError(
-                f"{source.folder}: {name} (ranks {ranks}) has SHA-256 {digest}, "
+                f"{source.folder}: {name} has SHA-256 {digest}, "
                 f"conversion.json recorded {recorded[name]}"
             )
 
 
 def _first_difference(
-    converted: ShardedCheckpoint | TorchDistCheckpoint,
+    converted: TorchDistCheckpoint,
     name: str,
     start: int,
     rows: torch.Tensor,

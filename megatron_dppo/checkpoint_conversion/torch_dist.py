@@ -7,6 +7,7 @@ experts along a second. So one folder loads under every layout, and a parameter 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,11 @@ class TorchDistFolder:
         wanted = Box((*place.index, start, *(0 for _ in widths)), sizes)
         self._stored.read(place.key, wanted, out)
         return out.view(count, *widths)
+
+    def locate(self, name: str, index: Sequence[int]) -> tuple[Path, int]:
+        """File and byte of an element of a single-rank parameter."""
+        place, _ = self._find(name)
+        return self._stored.locate(place.key, (*place.index, *index))
 
     def _find(self, name: str) -> tuple[GlobalPlace, StoredTensor]:
         places = global_places(name)

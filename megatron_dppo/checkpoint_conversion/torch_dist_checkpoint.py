@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import FILE, Certificate, load_certificate
+from megatron_dppo.checkpoint_conversion.publishing import TRACKER
 from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
-from megatron_dppo.checkpoint_conversion.sharded_checkpoint import assemble_rows
 from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistFolder
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
@@ -19,8 +19,6 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def find_torch_dist(folder: str | Path) -> Path | None:
@@ -48,15 +46,17 @@ class TorchDistCheckpoint(Closing):
     def __init__(self, folder: str | Path, shape: ModelShape) -> None:
         self.folder = Path(folder)
         self.shape = shape
+        has_certificate = (self.folder / FILE).exists()
+        self.certificate: Certificate | None = (
+            load_certificate(self.folder) if has_certificate else None
+        )
+        if self.certificate is not None:
+            _check_same_model(self.certificate.shape, shape, self.folder)
         inner = find_torch_dist(folder)
         if inner is None:
             raise CheckpointError(
                 f"{folder}: holds neither .metadata nor {TRACKER}; not a torch_dist checkpoint"
             )
-        has_certificate = (self.folder / FILE).exists()
-        self.certificate: Certificate | None = (
-            load_certificate(self.folder) if has_certificate else None
-        )
         self._tensors = TorchDistFolder(inner)
         try:
             self.dtype = self._check()
@@ -89,13 +89,9 @@ class TorchDistCheckpoint(Closing):
         return dtypes.pop()
 
     @cached_property
-    def plan(self) -> list[TensorSources]:
-        """The parts of every tensor in the stacked parameters, in model order."""
-        return gather_plan(self.shape, Layout())
-
-    @cached_property
     def _sources(self) -> dict[str, TensorSources]:
-        return {tensor.name: tensor for tensor in self.plan}
+        """The parts of every tensor in the stacked parameters."""
+        return {tensor.name: tensor for tensor in gather_plan(self.shape, Layout())}
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
         """Rows ``start .. start + count`` of a Hugging Face tensor."""
@@ -106,10 +102,70 @@ class TorchDistCheckpoint(Closing):
         return assemble_rows(self._sources[name], start, count, self.dtype, read)
 
     def locate(self, name: str, index: Sequence[int]) -> str:
-        """In words, where an element of a Hugging Face tensor is stored."""
-        pieces = self._sources[name].pieces
-        return f"{self.folder}'s {pieces[0].name}"
+        """In words, the file and byte where an element of a Hugging Face tensor is stored."""
+        for piece in self._sources[name].pieces:
+            s = piece.segment
+            if s.hf_start <= index[s.dim] < s.hf_start + s.length:
+                local = list(index)
+                local[s.dim] += s.local_start - s.hf_start
+                path, byte = self._tensors.locate(piece.name, local)
+                return f"{path} at byte {byte}"
+        raise ValueError(f"{name} has no element {tuple(index)}")
 
     def close(self) -> None:
         """Close the files."""
         self._tensors.close()
+
+
+def _check_same_model(stored: ModelShape, shape: ModelShape, folder: Path) -> None:
+    if (stored.family, hf_tensors(stored)) != (shape.family, hf_tensors(shape)):
+        differences = [
+            f"{name} {value!r} (config.json: {getattr(shape, name)!r})"
+            for name, value in vars(stored).items()
+            if value != getattr(shape, name)
+        ]
+        raise CheckpointError(
+            f"{folder}: is of another model than config.json's: {', '.join(differences)}"
+        )
+
+
+def assemble_rows(
+    tensor: TensorSources,
+    start: int,
+    count: int,
+    dtype: torch.dtype,
+    read: Callable[[Piece, int, int], torch.Tensor],
+) -> torch.Tensor:
+    """Rows ``start .. start + count`` of a Hugging Face tensor; ``read(piece, row, rows)``: a parameter's rows."""
+    out = torch.empty((count, *tensor.shape[1:]), dtype=dtype)
+    for piece in tensor.pieces:
+        overlap = rows_of_piece(piece, start, count)
+        if overlap is not None:
+            at, first, length = overlap
+            block_of(out, piece, start, (first, length)).copy_(read(piece, at, length))
+    return out
+
+
+def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] | None:
+    """``(local row, Hugging Face row, rows)`` of the part of a piece in rows ``start .. start + count``, or None.
+
+    A piece along dim 1 is as wide as its local parameter, so its rows too are contiguous there.
+    """
+    s = piece.segment
+    if s.dim == 1:
+        assert s.length == piece.local_shape[1], (
+            f"{piece.name}: a column block narrower than its shard"
+        )
+        return start, start, count
+    first, last = max(start, s.hf_start), min(start + count, s.hf_start + s.length)
+    return (s.local_start + first - s.hf_start, first, last - first) if first < last else None
+
+
+def block_of(
+    rows: torch.Tensor, piece: Piece, start: int, overlap: tuple[int, int]
+) -> torch.Tensor:
+    """The view of ``rows`` (which begin at row ``start``) that the piece's ``overlap`` fills."""
+    first, length = overlap
+    block = rows.narrow(0, first - start, length)
+    s = piece.segment
+    return block if s.dim == 0 else block.narrow(1, s.hf_start, s.length)

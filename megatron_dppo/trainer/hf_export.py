@@ -88,7 +88,7 @@ def export_hf(
             found = {name: digest for share in digests for name, digest in share.items()}
             name = str(dtype).removeprefix("torch.")
             certificate = Certificate(
-                "huggingface", shape, None, name, name, {n: found[n] for n in specs}
+                "huggingface", shape, name, name, {n: found[n] for n in specs}
             )
             on_rank_0(
                 lambda: complete_folder(folder, files, side_files_from), error=CheckpointError

@@ -1,6 +1,6 @@
 """Converted weights mean the same model: transformers' own log-probabilities against the Megatron trainer's.
 
-The trainer loads what the offline converter wrote, in another layout than its own, and writes Hugging Face again: the
+The trainer loads what the offline converter wrote and writes Hugging Face again: the
 log-probabilities agree within 2e-5 in fp32, and the tensors come back byte-identical.
 """
 
@@ -62,14 +62,12 @@ def prepare(folder: str) -> dict[str, list[torch.Tensor]]:
     from transformers import AutoModelForCausalLM
 
     from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
-    from megatron_dppo.model.layout import Layout
     from tests.tiny_models import save_tiny_model
 
     expected = {}
     for case, (family, options) in FAMILIES.items():
         hf = save_tiny_model(Path(folder) / case, family, vocab_size=VOCABULARY, **options)
-        expert = 4 if family == "qwen3_moe" else 1
-        hf_to_megatron(hf, Path(folder) / f"{case} megatron", Layout.smallest(2, 2, None, expert))
+        hf_to_megatron(hf, Path(folder) / f"{case} megatron")
         model = AutoModelForCausalLM.from_pretrained(hf, dtype=torch.float32).eval()
         expected[case] = []
         for ids in sequences():

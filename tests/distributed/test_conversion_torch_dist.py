@@ -92,13 +92,13 @@ def save_run(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    from megatron_dppo.checkpoint_conversion.streaming import hf_to_torch_dist
+    from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
     from tests.tiny_models import save_tiny_model
 
     root = Path(tmp_path_factory.mktemp("torch_dist"))
     for family, options in FAMILIES.items():
         hf = save_tiny_model(root / family, family, vocab_size=515, **options)
-        hf_to_torch_dist(hf, root / f"{family} torch_dist")
+        hf_to_megatron(hf, root / f"{family} torch_dist")
     return root
 
 

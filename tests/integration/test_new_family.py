@@ -66,11 +66,11 @@ def test_the_package_itself_does_not_know_it(config):
 
 
 def test_it_converts_both_ways(package, config, tmp_path):
-    hf, sharded, back = config.parent / "model", tmp_path / "sharded", tmp_path / "back"
+    hf, converted, back = config.parent / "model", tmp_path / "converted", tmp_path / "back"
     layout = ("--tp", "2", "--pp", "2", "--ep", "4")
     assert "Proved" in convert(package, "plan", "--hf-config", hf, *layout, "--engine-tp", "4")
-    convert(package, "hf-to-megatron", "--hf", hf, "--out", sharded, *layout)
-    convert(package, "megatron-to-hf", "--megatron", sharded, "--out", back)
+    convert(package, "hf-to-megatron", "--hf", hf, "--out", converted)
+    convert(package, "megatron-to-hf", "--megatron", converted, "--out", back)
     original, again = (load_file(folder / "model.safetensors") for folder in (hf, back))
     assert "model.layers.1.block_sparse_moe.experts.7.w3.weight" in original
     assert original.keys() == again.keys()

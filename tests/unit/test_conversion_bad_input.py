@@ -16,13 +16,11 @@ from safetensors.torch import load_file, save_file
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
-    hf_to_torch_dist,
     megatron_to_hf,
     verify,
 )
-from megatron_dppo.model.errors import CheckpointError, LayoutError, ModelError
+from megatron_dppo.model.errors import CheckpointError, ModelError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.layout import Layout
 from tests.tiny_models import save_tiny_model
 
 
@@ -93,7 +91,7 @@ BAD_INPUTS = {
 def test_bad_checkpoints_are_refused_and_nothing_is_written(moe_copy, tmp_path, damage, message):
     damage(moe_copy)
     with pytest.raises(ModelError, match=message):
-        hf_to_megatron(moe_copy, tmp_path / "m", Layout())
+        hf_to_megatron(moe_copy, tmp_path / "m")
     assert os.listdir(tmp_path) == ["hf"]
 
 
@@ -161,22 +159,22 @@ def test_bad_indices_are_refused(moe, tmp_path, damage, message):
 def test_a_tied_model_that_stores_its_output_layer_too(tmp_path):
     hf = save_tiny_model(tmp_path / "hf", "qwen3", tied=True)
     rewritten(hf, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    hf_to_megatron(hf, tmp_path / "m", Layout())
+    hf_to_megatron(hf, tmp_path / "m")
     verify(hf, tmp_path / "m")
     rewritten(hf, lambda t: t["lm_head.weight"][-1].zero_())
     with pytest.raises(
         CheckpointError, match=r"lm_head.weight differs from model.embed_tokens.weight"
     ):
-        hf_to_megatron(hf, tmp_path / "m2", Layout())
+        hf_to_megatron(hf, tmp_path / "m2")
 
 
 def test_bad_megatron_folders_are_refused(moe, tmp_path):
-    with pytest.raises(CheckpointError, match="not a finished conversion"):
+    with pytest.raises(CheckpointError, match=r"holds neither \.metadata nor"):
         verify(moe, moe)
-    hf_to_megatron(moe, tmp_path / "m", Layout(tensor=2, expert_tensor=2))
+    hf_to_megatron(moe, tmp_path / "m")
     megatron_to_hf(tmp_path / "m", tmp_path / "back")
     with pytest.raises(
-        CheckpointError, match="is of form huggingface, expected one in a Megatron layout"
+        CheckpointError, match=r"holds neither \.metadata nor latest_checkpointed_iteration"
     ):
         verify(moe, tmp_path / "back")
     other = save_tiny_model(tmp_path / "other", "qwen3_moe", layers=2)
@@ -184,38 +182,19 @@ def test_bad_megatron_folders_are_refused(moe, tmp_path):
         CheckpointError, match=r"is of another model .* num_layers 4 \(config.json: 2\)"
     ):
         megatron_to_hf(tmp_path / "m", tmp_path / "back2", hf_config=other)
-    shutil.copy(
-        tmp_path / "m" / "rank-00000.safetensors", tmp_path / "m" / "rank-00001.safetensors"
-    )
-    with pytest.raises(
-        CheckpointError,
-        match=r"decoder.final_layernorm.weight is TensorSpec.* its layout expects None",
-    ):
-        verify(moe, tmp_path / "m")
-    (tmp_path / "m" / "rank-00001.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors: cannot be opened"):
-        verify(moe, tmp_path / "m")
 
 
 def test_an_output_that_is_not_empty_is_left_alone(moe, tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "precious").write_text("mine")
     with pytest.raises(CheckpointError, match="exists and is not an empty folder"):
-        hf_to_megatron(moe, tmp_path / "m", Layout())
+        hf_to_megatron(moe, tmp_path / "m")
     assert (tmp_path / "m" / "precious").read_text() == "mine"
     assert os.listdir(tmp_path) == ["m"]
 
 
-def test_a_layout_that_does_not_divide_writes_nothing(moe, tmp_path):
-    with pytest.raises(
-        LayoutError, match="expert: got 3, expected a divisor of the model's 8 experts"
-    ):
-        hf_to_megatron(moe, tmp_path / "m", Layout.smallest(expert=3))
-    assert os.listdir(tmp_path) == []
-
-
 def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
-    hf_to_torch_dist(moe, tmp_path / "m")
+    hf_to_megatron(moe, tmp_path / "m")
     data = tmp_path / "m" / "release" / "__0_0.distcp"
     shutil.copytree(tmp_path / "m", tmp_path / "truncated")
     os.truncate(tmp_path / "truncated" / "release" / data.name, data.stat().st_size // 2)
@@ -224,11 +203,18 @@ def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
     data.unlink()
     with pytest.raises(CheckpointError, match="is not where the metadata says"):
         verify(moe, tmp_path / "m")
+    (tmp_path / "m" / "conversion.json").unlink()
     (tmp_path / "m" / "latest_checkpointed_iteration.txt").write_text("100")
     with pytest.raises(CheckpointError, match="iter_0000100 holds no torch_dist checkpoint"):
         verify(moe, tmp_path / "m")
     other = save_tiny_model(tmp_path / "other", "qwen3_moe", layers=4, hidden=128)
-    hf_to_torch_dist(other, tmp_path / "m2")
+    hf_to_megatron(other, tmp_path / "m2")
+    with pytest.raises(
+        CheckpointError,
+        match=r"is of another model .* hidden_size 128 \(config.json: 64\)",
+    ):
+        verify(moe, tmp_path / "m2")
+    (tmp_path / "m2" / "conversion.json").unlink()
     with pytest.raises(
         CheckpointError,
         match=r"word_embeddings.weight has shape \(512, 128\), config.json says \(512, 64\)",
@@ -257,7 +243,7 @@ class OlderPickler(pickle.Pickler):
 
 
 def test_metadata_of_an_older_python_is_read(moe, tmp_path):
-    hf_to_torch_dist(moe, tmp_path / "m")
+    hf_to_megatron(moe, tmp_path / "m")
     (path,) = (tmp_path / "m").rglob(".metadata")
     metadata = pickle.loads(path.read_bytes())
     with open(path, "wb") as file:

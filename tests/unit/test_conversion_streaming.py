@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import random
@@ -15,12 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.checkpoint_conversion import safetensors_file
 from megatron_dppo.checkpoint_conversion.certificate import load_certificate
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
-    hf_to_torch_dist,
     megatron_to_hf,
     verify,
 )
@@ -59,18 +56,8 @@ def same_bytes(a: Path, b: Path) -> bool:
     )
 
 
-LAYOUTS = {
-    "single": Layout(),
-    "TP4": Layout(tensor=4, expert_tensor=4),
-    "PP2 VPP2": Layout.smallest(pipeline=2, virtual_pipeline=2),
-    "TP2 PP2 EP2": Layout.smallest(2, 2, None, 2),
-    "EP4 ETP2": Layout.smallest(expert=4, expert_tensor=2),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_moe_there_and_back(moe, tmp_path, layout):
-    certificate = hf_to_megatron(moe, tmp_path / "megatron", layout)
+def test_a_moe_there_and_back(moe, tmp_path):
+    certificate = hf_to_megatron(moe, tmp_path / "megatron")
     assert verify(moe, tmp_path / "megatron").tensors == len(hf_tensors(certificate.shape)) == 135
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", max_shard_bytes=300_000)
     assert same_bytes(moe, tmp_path / "back")
@@ -85,37 +72,14 @@ def test_a_moe_there_and_back(moe, tmp_path, layout):
 @pytest.mark.parametrize("tied", [False, True])
 def test_dense_families_there_and_back(tmp_path, family, tied):
     hf = save_tiny_model(tmp_path / "hf", family, tied=tied, dtype=torch.bfloat16)
-    hf_to_megatron(hf, tmp_path / "megatron", Layout.smallest(2, 2))
+    hf_to_megatron(hf, tmp_path / "megatron")
     verify(hf, tmp_path / "megatron")
     megatron_to_hf(tmp_path / "megatron", tmp_path / "back", hf_config=hf)
     assert same_bytes(hf, tmp_path / "back")
 
 
-def test_a_vocabulary_that_tensor_parallelism_does_not_divide(tmp_path):
-    hf = save_tiny_model(tmp_path / "hf", "qwen2", vocab_size=515)
-    hf_to_megatron(hf, tmp_path / "megatron", Layout(tensor=4))
-    verify(hf, tmp_path / "megatron")
-    last = load_file(tmp_path / "megatron" / "rank-00003.safetensors")["output_layer.weight"]
-    assert last.shape == (129, 64)
-    assert torch.count_nonzero(last[-1]) == 0
-    assert torch.count_nonzero(last[-2]) > 0
-
-
-def test_rank_files_hold_the_parameters_of_megatrons_model(moe, tmp_path):
-    layout = Layout.smallest(2, 2, None, 2)
-    hf_to_megatron(moe, tmp_path / "m", layout)
-    shape, original = load_model_shape(moe), tensors_of(moe)
-    for rank in range(layout.world_size):
-        stored = load_file(tmp_path / "m" / f"rank-{rank:05d}.safetensors")
-        expected = [p for p in local_parameters(shape, layout, rank) if p.is_primary]
-        assert set(stored) == {p.name for p in expected}
-        for p in expected:
-            for s in p.segments:
-                assert torch.equal(s.of_local(stored[p.name]), s.of_hf(original[s.hf_name]))
-
-
-def test_any_layout_loads_from_any_other_through_the_checked_reader(moe, tmp_path):
-    hf_to_megatron(moe, tmp_path / "m", Layout.smallest(2, 2, 2, 2))
+def test_any_layout_loads_through_the_checked_reader(moe, tmp_path):
+    hf_to_megatron(moe, tmp_path / "m")
     original = tensors_of(moe)
     with open_checkpoint(tmp_path / "m") as converted, open_checkpoint(moe) as plain:
         for p in local_parameters(
@@ -128,9 +92,7 @@ def test_any_layout_loads_from_any_other_through_the_checked_reader(moe, tmp_pat
 
 
 def test_casting_is_recorded_and_verified_against_the_cast(moe, tmp_path):
-    certificate = hf_to_megatron(
-        moe, tmp_path / "m", Layout(tensor=2, expert_tensor=2), dtype="bfloat16"
-    )
+    certificate = hf_to_megatron(moe, tmp_path / "m", dtype="bfloat16")
     assert (certificate.source_dtype, certificate.dtype) == ("float32", "bfloat16")
     verify(moe, tmp_path / "m")
     assert json.loads((tmp_path / "m" / "config.json").read_text())["dtype"] == "bfloat16"
@@ -150,36 +112,35 @@ def flip_byte(path: Path, at: int) -> None:
         file.write(bytes([old[0] ^ 1]))
 
 
-def test_one_flipped_bit_is_named_by_tensor_rank_and_offset(moe, tmp_path):
-    hf_to_megatron(moe, tmp_path / "m", Layout.smallest(2, 1, None, 2))
-    path = tmp_path / "m" / "rank-00001.safetensors"
-    with contextlib.closing(safetensors_file.SafetensorsFile(path)) as file:
-        entry = file.entries["decoder.layers.2.mlp.experts.linear_fc2.weight1"]
-    at = entry.offset + 5 * entry.row_bytes + 3 * 4
+def test_one_flipped_bit_is_named_by_tensor_file_and_offset(moe, tmp_path):
+    hf_to_megatron(moe, tmp_path / "m")
+    path = tmp_path / "m" / "release" / "__0_0.distcp"
+    name = "model.layers.2.mlp.experts.5.down_proj.weight"
+    row = tensors_of(moe)[name][5].numpy().tobytes()
+    assert path.read_bytes().count(row) == 1
+    at = path.read_bytes().index(row) + 3 * 4
     flip_byte(path, at)
     with pytest.raises(MismatchError) as error:
         verify(moe, tmp_path / "m")
     text = str(error.value)
-    assert text.startswith("model.layers.2.mlp.experts.5.down_proj.weight[5, 3]: ")
-    assert f"rank 1's {path} at byte {at}," in text
-    with pytest.raises(
-        MismatchError, match=r"experts.5.down_proj.weight \(ranks \[1\]\) has SHA-256"
-    ):
+    assert text.startswith(f"{name}[5, 3]: ")
+    assert f"{path} at byte {at}," in text
+    with pytest.raises(MismatchError, match=r"experts.5.down_proj.weight has SHA-256"):
         megatron_to_hf(tmp_path / "m", tmp_path / "back")
     assert not (tmp_path / "back").exists()
     with open_checkpoint(tmp_path / "m") as reader:
         reader.read("model.norm.weight")
         with pytest.raises(MismatchError, match="changed on purpose"):
-            reader.read("model.layers.2.mlp.experts.5.down_proj.weight", 0, 0, 1)
+            reader.read(name, 0, 0, 1)
 
 
 def test_an_altered_certificate_or_original_is_noticed(moe_copy, tmp_path):
-    hf_to_megatron(moe_copy, tmp_path / "m", Layout())
+    hf_to_megatron(moe_copy, tmp_path / "m")
     flip_byte(moe_copy / "model.safetensors", (moe_copy / "model.safetensors").stat().st_size - 1)
     with pytest.raises(MismatchError, match=r"model.norm.weight\[63\]"):
         verify(moe_copy, tmp_path / "m")
     path = tmp_path / "m" / "conversion.json"
-    path.write_text(path.read_text().replace('"data": 1', '"data": 2'))
+    path.write_text(path.read_text().replace('"num_layers": 4', '"num_layers": 5'))
     with pytest.raises(CheckpointError, match="it was altered"):
         open_checkpoint(tmp_path / "m")
 
@@ -187,29 +148,22 @@ def test_an_altered_certificate_or_original_is_noticed(moe_copy, tmp_path):
 PEAK = """
 import sys
 from pathlib import Path
-from megatron_dppo.model.layout import Layout
-from megatron_dppo.checkpoint_conversion.streaming import (
-    hf_to_megatron,
-    hf_to_torch_dist,
-    megatron_to_hf,
-    verify,
-)
+from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, megatron_to_hf, verify
 import torch; torch.zeros(1000).sum()
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 before = peak()
 hf, out, back = sys.argv[1:]
-hf_to_megatron(hf, out, Layout.smallest(2, 1, None, 4))
+hf_to_megatron(hf, out)
 verify(hf, out)
 megatron_to_hf(out, back)
-hf_to_torch_dist(hf, out + "_dist")
 print(peak() - before)
 """
 
 
 def test_memory_is_bounded_by_blocks_and_not_by_the_model(tmp_path):
-    """A model of 604 MB converts to both forms, verifies and comes back within 128 MiB over the start."""
+    """A model of 604 MB converts, verifies and comes back within 128 MiB over the start."""
     hf = save_hollow_model(
         tmp_path / "hf", hidden_size=1024, vocab_size=140_000, moe_intermediate_size=256
     )
@@ -230,7 +184,7 @@ def test_the_command_line(moe, tmp_path, capsys):
     layout = ["--tp", "2", "--pp", "2", "--vpp", "2", "--ep", "2"]
     assert main(["plan", "--hf-config", hf, *layout, "--engine-tp", "2"]) == 0
     assert "135 tensors, 314,048 parameters" in capsys.readouterr().out
-    assert main(["hf-to-megatron", "--hf", hf, "--out", m, *layout]) == 0
+    assert main(["hf-to-megatron", "--hf", hf, "--out", m]) == 0
     assert main(["verify", "--hf", hf, "--megatron", m]) == 0
     assert "identical: 135 tensors, 1,256,192 bytes" in capsys.readouterr().out
     assert main(["megatron-to-hf", "--megatron", m, "--hf-config", hf, "--out", back]) == 0
@@ -250,8 +204,8 @@ def test_the_command_line(moe, tmp_path, capsys):
 )
 def test_a_torch_dist_checkpoint_there_and_back(tmp_path, family, options):
     hf = save_tiny_model(tmp_path / "hf", family, **options)
-    written = hf_to_torch_dist(hf, tmp_path / "m")
-    assert (written.form, written.layout) == ("torch_dist", None)
+    written = hf_to_megatron(hf, tmp_path / "m")
+    assert written.form == "torch_dist"
     assert (tmp_path / "m" / "latest_checkpointed_iteration.txt").read_text() == "release"
     assert verify(hf, tmp_path / "m").tensors == len(written.tensors)
     megatron_to_hf(tmp_path / "m", tmp_path / "back")
@@ -264,21 +218,15 @@ def test_a_torch_dist_checkpoint_there_and_back(tmp_path, family, options):
                 assert torch.equal(reader.read(s.hf_name, s.dim, s.hf_start, s.length), expected)
 
 
-def test_both_forms_have_the_same_hashes(moe, tmp_path):
-    sharded = hf_to_megatron(moe, tmp_path / "a", Layout.smallest(2, 2, None, 4))
-    assert hf_to_torch_dist(moe, tmp_path / "b").tensors == sharded.tensors
-
-
 FORMS = {
-    "sharded": lambda hf, out: hf_to_megatron(hf, out, Layout()),
-    "torch_dist": hf_to_torch_dist,
+    "torch_dist": hf_to_megatron,
     "huggingface": lambda hf, out: megatron_to_hf(_megatron(hf, out), out),
 }
 
 
 def _megatron(hf: Path, out: Path) -> Path:
     folder = out.with_name("between")
-    hf_to_megatron(hf, folder, Layout())
+    hf_to_megatron(hf, folder)
     return folder
 
 
@@ -306,7 +254,7 @@ def test_a_flipped_bit_beside_the_weights_of_a_conversion_is_named(moe, tmp_path
 
 
 def test_a_certificate_without_files_is_of_an_earlier_version_and_read(moe, tmp_path):
-    certificate = hf_to_megatron(moe, tmp_path / "out", Layout())
+    certificate = hf_to_megatron(moe, tmp_path / "out")
     path = tmp_path / "out" / "conversion.json"
     body = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("files", "sha256")}
     digest = hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()

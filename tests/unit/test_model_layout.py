@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron
 from megatron_dppo.config import schema as s
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.layout import (
@@ -87,13 +86,3 @@ def test_all_problems_are_one_error():
     assert [line.split(":")[0] for line in str(caught.value).splitlines()] == [
         "parallel.pipeline", "parallel.tensor", "parallel.tensor", "parallel.expert_tensor",
     ]  # fmt: skip
-
-
-def test_conversion_refuses_what_training_refuses(tmp_path):
-    from tests.tiny_models import save_tiny_model
-
-    hf = save_tiny_model(tmp_path / "hf", "qwen3_moe")
-    with pytest.raises(LayoutError, match="does not synchronise the experts' gradients"):
-        hf_to_megatron(hf, tmp_path / "m", Layout(tensor=2, expert_tensor=1))
-    assert not (tmp_path / "m").exists()
-    hf_to_megatron(hf, tmp_path / "m", Layout.smallest(tensor=4))
