@@ -1,219 +1,48 @@
-"""Ragged rows as one flat array and back; hashes of arrays."""
+"""Files of batches: a step's trajectories as flat arrays in one safetensors file. Nothing is pickled.
+
+    trajectories    int64 [n, 4]: problem, sample, tokens, finish reason
+    scores          float64 [n, 2]: reward, advantage
+    token_ids       int32, of all trajectories in a row; so are loss_mask and each column
+    loss_mask       bool
+    column.NAME     rows of the trajectories that have the column
+    present.NAME    bool [n]: which have it
+    hash.ARRAY      uint8 [n, 16]: of each trajectory's part of an array; zeros where it has none
+    hash.numbers    uint8 [n, 16]: of its rows of trajectories and scores, as bytes
+
+A hash is compared when its part is read. The text is left out: the tokens say it. Columns follow from their
+declarations (``data/columns.py``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load, save
+from safetensors.numpy import load_file, save
 
 from megatron_dppo.data.columns import Rows, declared
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
+COLUMN, PRESENT, HASH, NUMBERS = "column.", "present.", "hash.", "numbers"
 
-def flat(rows: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
-    """One array of all rows, also of none at all."""
-    return np.concatenate([np.empty(0, dtype), *rows]).astype(dtype, copy=False)
+
+class BatchFormatError(RunError, ValueError):
+    """A file is not a batch of trajectories, or not the one that is asked for."""
 
 
 def digest(array: np.ndarray) -> str:
     """A hash of the values, type and shape: XXH3 of 128 bits, in a tenth of the time of copying them."""
-    found = xxhash.xxh3_128(f"{array.dtype.str}{array.shape}".encode())
-    found.update(np.ascontiguousarray(array).data)
-    return found.hexdigest()
-
-
-def split(rows: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """``rows`` in pieces of ``counts``. Raises ValueError unless that is all of them."""
-    if int(counts.sum()) != len(rows):
-        raise ValueError(f"{len(rows)} rows, expected {int(counts.sum())}")
-    return np.split(rows, np.cumsum(counts)[:-1]) if len(counts) else []
-
-
-# The arrays of a saved batch, in memory or in a file: rows of them, without the others.
-
-
-class BatchRows(Protocol):
-    """Where rows are read from."""
-
-    def names(self) -> Collection[str]:
-        """Of the arrays."""
-
-    def size(self, name: str) -> int:
-        """Rows of an array. Raises KeyError where there is none."""
-
-    def read(self, name: str, begin: int, end: int) -> np.ndarray:
-        """Rows ``begin`` to ``end``."""
-
-
-class RowsInMemory:
-    """Of ``arrays``; what is read are views."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
-        self._arrays = arrays
-
-    def names(self) -> Collection[str]:
-        """Of the arrays."""
-        return self._arrays.keys()
-
-    def size(self, name: str) -> int:
-        """Rows of an array."""
-        return len(self._arrays[name])
-
-    def read(self, name: str, begin: int, end: int) -> np.ndarray:
-        """A view of rows ``begin`` to ``end``."""
-        return self._arrays[name][begin:end]
-
-
-class RowsInFile:
-    """Of a safetensors file, which is mapped; what is read are copies, and nothing else takes memory.
-
-    Raises FileNotFoundError, and SafetensorError where the file is damaged.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._file = safe_open(path, framework="numpy")
-        self._slices = {name: self._file.get_slice(name) for name in self._file.keys()}  # noqa: SIM118
-
-    def names(self) -> Collection[str]:
-        """Of the arrays."""
-        return self._slices.keys()
-
-    def size(self, name: str) -> int:
-        """Rows of an array."""
-        return int(self._slices[name].get_shape()[0])
-
-    def read(self, name: str, begin: int, end: int) -> np.ndarray:
-        """A copy of rows ``begin`` to ``end``."""
-        if not self.size(name):  # which safetensors takes no slice of
-            return np.asarray(self._file.get_tensor(name))
-        if begin == end:
-            begin = end = 0
-        return np.asarray(self._slices[name][begin:end])
-
-
-# Batch files of version 1, in which each trajectory was a prompt and a response.
-# ``counts`` [n, 6]: problem, sample, prompt tokens, response tokens, finish reason, version
-# spans. Read alone: ``trajectory_codec`` writes the present form.
-
-
-def is_earlier(names: Container[str]) -> bool:
-    """Whether a file with arrays of these names has the form that this module reads."""
-    return "counts" in names
-
-
-def from_earlier(arrays: Mapping[str, np.ndarray]) -> list[Trajectory]:
-    """The batch. Raises KeyError, ValueError and IndexError where it is none."""
-    counts, scores = arrays["counts"], arrays["scores"]
-    prompts = split(arrays["prompt_ids"], counts[:, 2])
-    responses = split(arrays["response_ids"], counts[:, 3])
-    spans = split(arrays["weight_versions"], counts[:, 5])
-    per_token = {
-        name: split(arrays[name], counts[:, 3])
-        for name in ("rollout_log_probs", "topk_ids", "topk_log_probs")
-        if name in arrays
-    }
-    routing = _routing(arrays, counts)
-    batch = []
-    for i, (problem, sample, _, _, reason, _) in enumerate(counts.tolist()):
-        columns = {name: parts[i] for name, parts in per_token.items()} | routing[i]
-        if len(arrays["weight_versions"]):
-            versions, starts, ends = spans[i].T
-            columns["weight_version"] = np.repeat(versions, ends - starts).astype(np.int32)
-        batch.append(
-            Trajectory.of_response(
-                prompts[i],
-                responses[i],
-                problem_id=problem,
-                sample_index=sample,
-                columns=columns,
-                finish_reason=FINISH_REASONS[reason],
-                reward=float(scores[i, 0]),
-                advantage=float(scores[i, 1]),
-            )
-        )
-    return batch
-
-
-def _routing(arrays: Mapping[str, np.ndarray], counts: np.ndarray) -> list[dict[str, np.ndarray]]:
-    """Each trajectory's recorded routing under its column's name, where it has any."""
-    if "routed_experts" not in arrays:
-        return [{} for _ in counts]
-    recorded = arrays["routed"]
-    parts = split(arrays["routed_experts"], np.where(recorded, counts[:, 2] + counts[:, 3] - 1, 0))
-    return [
-        {"routed_experts": part} if there else {}
-        for part, there in zip(parts, recorded, strict=True)
-    ]
-
-
-# Batches of trajectories as flat arrays: what travels between ranks and what a saved batch file
-# holds. Nothing is pickled.
-# Arrays of the trajectories are concatenated; ``trajectories`` holds the numbers that tell them
-# apart. Each trajectory's part of each array has a hash in the file, which is compared when the
-# part is read; a file that an earlier version wrote has none. The text is left out: the tokens
-# say it. Columns follow from their declarations (``data/columns.py``).
-
-COLUMN, PRESENT, HASH = "column.", "present.", "hash."
-"""Prefixes of a column's rows, of a bool for each trajectory (whether it has the column), and of the hashes
-of an array's parts, uint8 [trajectories, 16]: zeros where a trajectory has none."""
-NUMBERS = "numbers"
-"""Under ``HASH``: of a trajectory's row of ``trajectories`` and of ``scores``, as bytes."""
-
-
-class BatchFormatError(RunError, ValueError):
-    """The bytes are not an encoded batch of trajectories."""
-
-
-def encode(trajectories: Sequence[Trajectory]) -> bytes:
-    """A batch as one safetensors blob.
-
-    Raises ValueError where some trajectories alone have a column that is complete or absent, or
-    where a column's arrays differ in type or trailing shape.
-    """
-    numbers = [
-        (t.problem_id, t.sample_index, t.length, FINISH_REASONS.index(t.finish_reason))
-        for t in trajectories
-    ]
-    scores = [(t.reward, t.advantage) for t in trajectories]
-    arrays = {
-        "trajectories": np.array(numbers, dtype=np.int64).reshape(-1, 4),
-        "scores": np.array(scores, dtype=np.float64).reshape(-1, 2),
-        "token_ids": flat([t.token_ids for t in trajectories], np.int32),
-        "loss_mask": flat([t.loss_mask for t in trajectories], np.bool_),
-    }
-    for name in forms_of(trajectories):
-        arrays[COLUMN + name] = np.concatenate(
-            [t.columns[name] for t in trajectories if name in t.columns]
-        )
-        arrays[PRESENT + name] = np.array([name in t.columns for t in trajectories])
-        arrays[HASH + COLUMN + name] = _hashes([t.columns.get(name) for t in trajectories])
-    for name in ("token_ids", "loss_mask"):
-        arrays[HASH + name] = _hashes([getattr(t, name) for t in trajectories])
-    rows = zip(arrays["trajectories"], arrays["scores"], strict=True)
-    arrays[HASH + NUMBERS] = _hashes([_number_bytes(*row) for row in rows])
-    return save(arrays)
-
-
-def decode(blob: bytes) -> list[Trajectory]:
-    """Inverse of :func:`encode`, with empty texts; reads batches of earlier versions too.
-
-    Raises BatchFormatError, also for a column that is not declared or holds what can't be.
-    """
-    with _faults_named():
-        arrays = load(blob)
-        if is_earlier(arrays):
-            return _checked(from_earlier(arrays))
-        batch = _Batch(RowsInMemory(arrays))
-        return _checked(batch.trajectory(i) for i in range(len(batch.problems)))
+    hasher = xxhash.xxh3_128(f"{array.dtype.str}{array.shape}".encode())
+    hasher.update(np.ascontiguousarray(array).data)
+    return hasher.hexdigest()
 
 
 def batch_path(folder: str | Path, step: int) -> Path:
@@ -221,11 +50,31 @@ def batch_path(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step_{step:06d}.safetensors"
 
 
+def saved_step(folder: Path, step: int | None, *, default: int) -> int:
+    """The ``step`` of a saved batch, or where that is None the one at index ``default`` of those there are.
+
+    Raises ValueError where there is none, or not of that step.
+    """
+    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
+    if not saved:
+        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
+    if step is not None and step not in saved:
+        raise ValueError(
+            f"{folder}: no batch of step {step}; saved are {saved[0]} to {saved[-1]}"
+            f" ({len(saved)} batches)"
+        )
+    return saved[default] if step is None else step
+
+
 def save_batch(folder: str | Path, step: int, trajectories: Sequence[Trajectory]) -> Path:
-    """Write one step's batch; the file appears whole or not at all."""
+    """Write one step's batch; the file appears whole or not at all.
+
+    Raises ValueError where some trajectories alone have a column that is complete or absent, or
+    where a column's arrays differ in type or trailing shape.
+    """
     path = batch_path(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, encode(trajectories))
+    write_atomically(path, save(_arrays_of(trajectories)))
     return path
 
 
@@ -235,24 +84,8 @@ def load_batch(folder: str | Path, step: int) -> list[Trajectory]:
     return saved.read(range(len(saved.problems)))
 
 
-def saved_step(folder: Path, asked: int | None, *, default: int) -> int:
-    """The step of a saved batch: ``asked``, or where that is None the one at index ``default`` of those there are.
-
-    Raises ValueError where there is none, or not of that step.
-    """
-    saved = sorted(int(p.stem.removeprefix("step_")) for p in folder.glob("step_*.safetensors"))
-    if not saved:
-        raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
-    if asked is not None and asked not in saved:
-        raise ValueError(
-            f"{folder}: no batch of step {asked}; saved are {saved[0]} to {saved[-1]}"
-            f" ({len(saved)} batches)"
-        )
-    return saved[default] if asked is None else asked
-
-
 class SavedBatch:
-    """One step's batch in its file, of which single trajectories are read.
+    """One step's batch in its file, of which single trajectories are read; nothing else of it is in memory.
 
     ``problems``: the problem's id of each, in order.
 
@@ -261,74 +94,55 @@ class SavedBatch:
 
     def __init__(self, folder: str | Path, step: int) -> None:
         self._path = batch_path(folder, step)
-        with _faults_named(f"{self._path}: "):
-            rows = RowsInFile(self._path)
-            self._batch: _Batch | None = None
-            self._whole: list[Trajectory] = []
-            if is_earlier(rows.names()):
-                self._whole = from_earlier({n: rows.read(n, 0, rows.size(n)) for n in rows.names()})
-                self.problems = [t.problem_id for t in self._whole]
-            else:
-                self._batch = _Batch(rows)
-                self.problems = self._batch.problems
+        with self._faults_named():
+            self._file = safe_open(self._path, framework="numpy")
+            self._arrays: dict[str, Any] = {n: self._file.get_slice(n) for n in self._file.keys()}  # noqa: SIM118
+            if "counts" in self._arrays:
+                self._arrays = _from_version_1(load_file(self._path))
+            self._numbers = self._rows("trajectories", 0, self._size("trajectories"))
+            self._scores = self._rows("scores", 0, self._size("scores"))
+            self.problems: list[int] = self._numbers[:, 0].tolist()
+            # Files that were written before there were hashes have not one of them.
+            self._is_hashed = any(name.startswith(HASH) for name in self._arrays)
+            lengths = self._numbers[:, 2]
+            self._tokens = self._ends("token_ids", lengths)
+            self._ends("loss_mask", lengths)
+            masks = (self._mask(i) for i in range(len(lengths)))
+            sampled = np.array([np.count_nonzero(mask) for mask in masks], np.int64)
+            self._columns: dict[str, tuple[np.ndarray, list[int]]] = {}
+            for name in (n.removeprefix(COLUMN) for n in self._arrays if n.startswith(COLUMN)):
+                present = self._rows(PRESENT + name, 0, self._size(PRESENT + name))
+                counts = sampled if declared(name).rows is Rows.SAMPLED else lengths - 1
+                ends = self._ends(COLUMN + name, np.where(present, counts, 0))
+                self._columns[name] = present, ends
+            if self._is_hashed:
+                self._check_names()
 
     def read(
         self, positions: Iterable[int], without: Container[str] = frozenset()
     ) -> list[Trajectory]:
-        """The trajectories at these positions, with empty texts and all columns but those ``without``. Of the others
-        nothing is in memory, unless an earlier version wrote the file."""
-        with _faults_named(f"{self._path}: "):
-            if self._batch is None:
-                return _checked(self._whole[i] for i in positions)
-            return _checked(self._batch.trajectory(i, without) for i in positions)
+        """The trajectories at these positions, with empty texts and all columns but those ``without``.
 
+        Raises BatchFormatError, also for a column that is not declared or holds what can't be.
+        """
+        with self._faults_named():
+            batch = [self._trajectory(i, without) for i in positions]
+            for trajectory in batch:
+                trajectory.check()
+        return batch
 
-class _Batch:
-    """Where each trajectory's rows are. Raises ValueError and KeyError where arrays don't fit each other."""
-
-    def __init__(self, rows: BatchRows) -> None:
-        self._rows = rows
-        self._numbers = rows.read("trajectories", 0, rows.size("trajectories"))
-        self._scores = rows.read("scores", 0, rows.size("scores"))
-        self.problems: list[int] = self._numbers[:, 0].tolist()
-        self._is_hashed = any(name.startswith(HASH) for name in rows.names())
-        lengths = self._numbers[:, 2]
-        self._tokens = self._ends("token_ids", lengths)
-        self._ends("loss_mask", lengths)
-        sampled = np.array([np.count_nonzero(self._mask(i)) for i in range(len(lengths))], np.int64)
-        self._columns = {
-            name.removeprefix(COLUMN): self._column_ends(
-                name.removeprefix(COLUMN), sampled, lengths
-            )
-            for name in rows.names()
-            if name.startswith(COLUMN)
-        }
-
-        if self._is_hashed:
-            self._check_names()
-
-    def _check_names(self) -> None:
-        """Raise ValueError where a name was altered: a column would be gone without a word."""
-        columns = [COLUMN + name for name in self._columns]
-        parts = [NUMBERS, "token_ids", "loss_mask", *columns]
-        expected = {"trajectories", "scores", "token_ids", "loss_mask", *columns}
-        expected |= {PRESENT + name for name in self._columns} | {HASH + name for name in parts}
-        if odd := expected ^ set(self._rows.names()):
-            raise ValueError(f"altered: its arrays lack, or should not have, {sorted(odd)}")
-
-    def trajectory(self, i: int, without: Container[str] = frozenset()) -> Trajectory:
-        """The one at position ``i``, ``without`` some columns."""
+    def _trajectory(self, i: int, without: Container[str]) -> Trajectory:
         problem, sample, _, reason = self._numbers[i].tolist()
         self._check(NUMBERS, i, _number_bytes(self._numbers[i], self._scores[i]))
         columns = {}
         for name, (present, ends) in self._columns.items():
             if name in without:
                 continue
-            found = self._rows.read(COLUMN + name, ends[i], ends[i + 1]) if present[i] else None
-            self._check(COLUMN + name, i, found)
-            if found is not None:
-                columns[name] = found
-        tokens = self._rows.read("token_ids", self._tokens[i], self._tokens[i + 1])
+            rows = self._rows(COLUMN + name, ends[i], ends[i + 1]) if present[i] else None
+            self._check(COLUMN + name, i, rows)
+            if rows is not None:
+                columns[name] = rows
+        tokens = self._rows("token_ids", self._tokens[i], self._tokens[i + 1])
         mask = self._mask(i)
         self._check("token_ids", i, tokens)
         self._check("loss_mask", i, mask)
@@ -345,55 +159,117 @@ class _Batch:
 
     def _check(self, name: str, i: int, array: np.ndarray | None) -> None:
         """Raise ValueError where the trajectory's part of an array is not as it was written."""
-        if not self._is_hashed:
-            return
-        recorded = self._rows.read(HASH + name, i, i + 1)
-        if not np.array_equal(recorded, _hashes([array])):
+        if self._is_hashed and not np.array_equal(
+            self._rows(HASH + name, i, i + 1), _hashes([array])
+        ):
             raise ValueError(
                 f"altered: the {name.removeprefix(COLUMN)} of trajectory {i} are not those of their hash"
             )
 
-    def _mask(self, i: int) -> np.ndarray:
-        return self._rows.read("loss_mask", self._tokens[i], self._tokens[i + 1])
+    def _check_names(self) -> None:
+        # A column whose name was altered would be gone without a word.
+        columns = [COLUMN + name for name in self._columns]
+        parts = [NUMBERS, "token_ids", "loss_mask", *columns]
+        expected = {"trajectories", "scores", "token_ids", "loss_mask", *columns}
+        expected |= {PRESENT + name for name in self._columns} | {HASH + name for name in parts}
+        if odd := expected ^ self._arrays.keys():
+            raise ValueError(f"altered: its arrays lack, or should not have, {sorted(odd)}")
 
-    def _column_ends(
-        self, name: str, sampled: np.ndarray, lengths: np.ndarray
-    ) -> tuple[np.ndarray, list[int]]:
-        """Which trajectories have the column, and where their rows end."""
-        size = self._rows.size(PRESENT + name)
-        present = self._rows.read(PRESENT + name, 0, size)
-        counts = sampled if declared(name).rows is Rows.SAMPLED else lengths - 1
-        return present, self._ends(COLUMN + name, np.where(present, counts, 0))
+    def _mask(self, i: int) -> np.ndarray:
+        return self._rows("loss_mask", self._tokens[i], self._tokens[i + 1])
 
     def _ends(self, name: str, counts: np.ndarray) -> list[int]:
         """0, and where each trajectory's rows end."""
         ends = [0, *np.cumsum(counts).tolist()]
-        if self._rows.size(name) != ends[-1]:
-            raise ValueError(f"{name} has {self._rows.size(name)} rows, expected {ends[-1]}")
+        if self._size(name) != ends[-1]:
+            raise ValueError(f"{name} has {self._size(name)} rows, expected {ends[-1]}")
         return ends
+
+    def _size(self, name: str) -> int:
+        array = self._arrays[name]
+        return len(array) if isinstance(array, np.ndarray) else int(array.get_shape()[0])
+
+    def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
+        array = self._arrays[name]
+        if isinstance(array, np.ndarray):
+            return array[begin:end]
+        # safetensors takes no slice of an array without rows, and none that begins at its end.
+        if not self._size(name):
+            return np.asarray(self._file.get_tensor(name))
+        return np.asarray(array[begin:end] if begin < end else array[0:0])
+
+    @contextmanager
+    def _faults_named(self) -> Iterator[None]:
+        try:
+            yield
+        except (SafetensorError, KeyError, ValueError, IndexError) as error:
+            raise BatchFormatError(
+                f"{self._path}: not a batch of trajectories: {error!r}"
+            ) from error
+
+
+def _arrays_of(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
+    numbers = [
+        (t.problem_id, t.sample_index, t.length, FINISH_REASONS.index(t.finish_reason))
+        for t in trajectories
+    ]
+    scores = [(t.reward, t.advantage) for t in trajectories]
+    arrays = {
+        "trajectories": np.array(numbers, dtype=np.int64).reshape(-1, 4),
+        "scores": np.array(scores, dtype=np.float64).reshape(-1, 2),
+        "token_ids": _flat([t.token_ids for t in trajectories], np.int32),
+        "loss_mask": _flat([t.loss_mask for t in trajectories], np.bool_),
+    }
+    for name in forms_of(trajectories):
+        parts = [t.columns.get(name) for t in trajectories]
+        arrays[COLUMN + name] = np.concatenate([part for part in parts if part is not None])
+        arrays[PRESENT + name] = np.array([part is not None for part in parts])
+        arrays[HASH + COLUMN + name] = _hashes(parts)
+    for name in ("token_ids", "loss_mask"):
+        arrays[HASH + name] = _hashes([getattr(t, name) for t in trajectories])
+    rows = zip(arrays["trajectories"], arrays["scores"], strict=True)
+    arrays[HASH + NUMBERS] = _hashes([_number_bytes(*row) for row in rows])
+    return arrays
+
+
+def _from_version_1(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays of a file in whose form each trajectory was a prompt and a response, in the present form.
+
+    ``counts`` [n, 6]: problem, sample, prompt tokens, response tokens, finish reason, version spans.
+    """
+    problems, samples, prompts, responses, reasons, _ = arrays["counts"].T
+    lengths = prompts + responses
+    masks = [np.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)]
+    loss_mask = _flat(masks, np.bool_)
+    token_ids = np.empty(len(loss_mask), np.int32)
+    token_ids[~loss_mask] = arrays["prompt_ids"]
+    token_ids[loss_mask] = arrays["response_ids"]
+    names = ("rollout_log_probs", "topk_ids", "topk_log_probs", "routed_experts")
+    columns = {name: arrays[name] for name in names if name in arrays}
+    if len(arrays["weight_versions"]):
+        versions, starts, ends = arrays["weight_versions"].T
+        columns["weight_version"] = np.repeat(versions, ends - starts).astype(np.int32)
+    everywhere = np.ones(len(lengths), np.bool_)
+    return {
+        "trajectories": np.stack([problems, samples, lengths, reasons], axis=1),
+        "scores": arrays["scores"],
+        "token_ids": token_ids,
+        "loss_mask": loss_mask,
+        **{COLUMN + name: rows for name, rows in columns.items()},
+        **{PRESENT + name: everywhere for name in columns},
+        **({PRESENT + "routed_experts": arrays["routed"]} if "routed_experts" in columns else {}),
+    }
+
+
+def _flat(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
+    return np.concatenate([np.empty(0, dtype), *parts]).astype(dtype, copy=False)
 
 
 def _hashes(parts: Sequence[np.ndarray | None]) -> np.ndarray:
     """uint8 [parts, 16]."""
-    found = [bytes(16) if part is None else bytes.fromhex(digest(part)) for part in parts]
-    return np.frombuffer(b"".join(found), np.uint8).reshape(-1, 16)
+    rows = [bytes(16) if part is None else bytes.fromhex(digest(part)) for part in parts]
+    return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
 
 
 def _number_bytes(numbers: np.ndarray, scores: np.ndarray) -> np.ndarray:
     return np.frombuffer(numbers.tobytes() + scores.tobytes(), np.uint8)
-
-
-def _checked(batch: Iterable[Trajectory]) -> list[Trajectory]:
-    checked = list(batch)
-    for trajectory in checked:
-        trajectory.check()
-    return checked
-
-
-@contextmanager
-def _faults_named(where: str = "") -> Iterator[None]:
-    """Raise BatchFormatError, which begins with ``where``, for what arrays that are no batch raise."""
-    try:
-        yield
-    except (SafetensorError, KeyError, ValueError, IndexError) as error:
-        raise BatchFormatError(f"{where}not a batch of trajectories: {error!r}") from error

@@ -5,15 +5,11 @@ Adapters are merged into it, and written a second time by themselves, as PEFT's 
 
 from __future__ import annotations
 
-import base64
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.batch_file import decode, encode
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.batches import BatchLayout
 from megatron_dppo.loop.export_check import max_log_prob_difference
@@ -27,31 +23,20 @@ SEQUENCES_TO_CHECK = 16
 """Number of examples that the check compares."""
 
 
-@dataclass(frozen=True)
-class Examples:
-    """The first trajectories of a batch that are on this rank, by position, without columns."""
-
-    trajectories: Mapping[int, Trajectory]
-
-    @classmethod
-    def of(cls, trajectories: Mapping[int, Trajectory]) -> Self:
-        """Copies: of a batch that goes."""
-        kept = range(SEQUENCES_TO_CHECK)
-        return cls({p: bare(trajectories[p]) for p in kept if p in trajectories})
-
-    def gather(self) -> list[Trajectory]:
-        """Those of all ranks, in order, on every rank. Collective."""
-        blob = base64.b64encode(encode(list(self.trajectories.values()))).decode()
-        found: dict[int, Trajectory] = {}
-        for positions, part in all_gather_json([list(self.trajectories), blob]):
-            found |= zip(positions, decode(base64.b64decode(part)), strict=True)
-        return [found[position] for position in sorted(found)]
+Example = tuple[int, list[int], list[bool]]
+"""Position in the batch, tokens and loss mask of a trajectory, as plain values."""
 
 
-def bare(t: Trajectory) -> Trajectory:
-    """A copy of the tokens and the loss mask alone."""
-    light = t.without(*t.columns)
-    return replace(light, token_ids=t.token_ids.copy(), loss_mask=t.loss_mask.copy())
+def examples_of(trajectories: Mapping[int, Trajectory]) -> list[Example]:
+    """The first trajectories of a batch that are on this rank; copies, of a batch that goes."""
+    first = [(p, trajectories[p]) for p in range(SEQUENCES_TO_CHECK) if p in trajectories]
+    return [(p, t.token_ids.tolist(), t.loss_mask.tolist()) for p, t in first]
+
+
+def gathered_examples(examples: Sequence[Example]) -> list[Trajectory]:
+    """Those of all ranks, in order, on every rank. Collective."""
+    by_position = {p: t for share in all_gather_json(list(examples)) for p, *t in share}
+    return [Trajectory(0, 0, *by_position[position]) for position in sorted(by_position)]
 
 
 def export(

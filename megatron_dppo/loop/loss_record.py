@@ -14,7 +14,6 @@ from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import Algorithm, LossSums
-from megatron_dppo.data.batch_file import split
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.trainer.collectives import all_gather_json, broadcast_bytes
 from megatron_dppo.trainer.topology import Topology
@@ -77,18 +76,12 @@ def by_response(batch: PackedBatch, seen: Mapping[str, Tensor]) -> LossColumns:
 
 
 def _encoded(columns: LossColumns) -> bytes:
-    """Flat arrays, one of each column; every response has the same columns."""
-    names = next(iter(columns.values()), {})
-    places = [(position, len(c["loss_trains"])) for position, c in columns.items()]
-    flat = {name: np.concatenate([c[name] for c in columns.values()]) for name in names}
-    return save({"places": np.array(places, np.int64).reshape(-1, 2), **flat})
+    return save({f"{p}/{name}": rows for p, c in columns.items() for name, rows in c.items()})
 
 
 def _decoded(blob: bytes) -> LossColumns:
-    flat = load(blob)
-    positions, counts = flat.pop("places").T
-    parts = {name: split(array, counts) for name, array in flat.items()}
-    return {
-        position: {name: rows[i] for name, rows in parts.items()}
-        for i, position in enumerate(positions.tolist())
-    }
+    columns: LossColumns = {}
+    for key, rows in load(blob).items():
+        position, _, name = key.partition("/")
+        columns.setdefault(int(position), {})[name] = rows
+    return columns

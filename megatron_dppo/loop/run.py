@@ -24,7 +24,7 @@ from megatron_dppo.logging import fatal, note_failure
 from megatron_dppo.loop.active import active_line
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
-from megatron_dppo.loop.exporting import Examples, export
+from megatron_dppo.loop.exporting import Example, examples_of, export, gathered_examples
 from megatron_dppo.loop.fencing import RunFence, run_fence
 from megatron_dppo.loop.input_hashes import BackgroundHashes, model_files
 from megatron_dppo.loop.learning import Learner
@@ -160,7 +160,7 @@ class Run:
         rank = self.trainer.topology.rank
         self.profiler = StepProfiler(config.profile, config.run.directory, rank)
         self._counted_failures = (0, 0)
-        self.examples = Examples({})
+        self.examples: list[Example] = []
         self._counted_updates = (0, 0)
 
     # --- the run's story
@@ -194,7 +194,7 @@ class Run:
             learned = self.learner.learn(planned)
         self.state.step = step
         self.state.sampler = batch.sampler
-        self.examples = Examples.of(planned.trajectories)
+        self.examples = examples_of(planned.trajectories)
         self.fence.check_together()
         self._save_batch(step, planned.trajectories)
         samples = self.samples.of_step(step, planned.trajectories, self.learner.masked_by_response)
@@ -229,7 +229,7 @@ class Run:
                     self.config,
                     self.trainer,
                     self.learner.layout,
-                    self.examples.gather() or self.data.train.problems,
+                    gathered_examples(self.examples) or self.data.train.problems,
                 )
         self.recorder.finish(difference)
 

@@ -19,7 +19,7 @@ from megatron_dppo.data.columns import (
     usable_rows,
 )
 from megatron_dppo.data.trajectory import Outline, Trajectory
-from megatron_dppo.loop.exporting import bare
+from megatron_dppo.loop.exporting import SEQUENCES_TO_CHECK, examples_of
 from megatron_dppo.loop.rollouts.exchange import Site, Sites
 from megatron_dppo.loop.rollouts.parts import (
     ALIGNMENT,
@@ -168,7 +168,6 @@ def test_one_rank_of_a_host_receives_for_its_replica_there():
 
 def test_an_example_is_a_copy_without_columns():
     whole = one()
-    copy = bare(whole)
-    assert copy.columns == {}
-    assert copy.token_ids.tolist() == whole.token_ids.tolist()
-    assert not np.shares_memory(copy.token_ids, whole.token_ids)
+    assert examples_of({3: whole, SEQUENCES_TO_CHECK: whole}) == [
+        (3, [1, 2, 3, 4, 5], [False, False, True, True, True])
+    ]
