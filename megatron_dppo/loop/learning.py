@@ -25,9 +25,8 @@ from megatron_dppo.loop.batches import (
     plan_mini_batches,
 )
 from megatron_dppo.loop.loss_record import LossColumns, LossRecord
-from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, ExchangeError
+from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, ExchangeError, Stages
 from megatron_dppo.loop.rollouts.figures import GapGuard, routing_figures
-from megatron_dppo.loop.rollouts.parts import Stages
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
@@ -136,11 +135,13 @@ class Learner:
         check_carried_topk(delivery.forms, self._topk)
         if not self._config.router_replay:
             return PlannedBatch(delivery, plans, {}, is_stale)
-        if outlines and RECORDING not in delivery.held:
+        if outlines and RECORDING not in delivery.positions:
             raise ExchangeError(
                 "rollout.router_replay is true, but no response of the batch has recorded routing"
             )
-        figures = routing_figures(outlines, delivery.held[RECORDING], delivery.forms[RECORDING])
+        figures = routing_figures(
+            outlines, delivery.positions[RECORDING], delivery.forms[RECORDING]
+        )
         return PlannedBatch(delivery, plans, figures, is_stale)
 
     def learn(self, batch: PlannedBatch) -> dict[str, float]:

@@ -99,7 +99,7 @@ def announce_problems(whole: list, outlines: list, own: dict, topology) -> list[
 
 def stages_of(topology):
     """Three layers: the first stage has the second one, the second stage the others."""
-    from megatron_dppo.loop.rollouts.parts import Stages
+    from megatron_dppo.loop.rollouts.exchange import Stages
 
     return Stages(2, LAYERS_OF_STAGES) if topology.pp_size > 1 else Stages()
 
@@ -171,7 +171,7 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
         "weight_version": Form("int32", ()),
     }:
         wrong.append(-2)
-    recorded = delivery.held["routed_experts"]
+    recorded = delivery.positions["routed_experts"]
     figures = routing_figures(outlines, recorded, delivery.forms["routed_experts"])
     return {"wrong": wrong, "figures": figures, "needed": len(needed[topology.dp_rank])}
 
@@ -179,13 +179,12 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
 def delivery_worker(
     layouts: dict[str, dict[str, int]], piece_bytes: int, free_bytes: int
 ) -> dict[str, Any]:
-    from megatron_dppo.loop.rollouts import exchange as hosts
-    from megatron_dppo.loop.rollouts import exchange as transfers
+    from megatron_dppo.loop.rollouts import exchange
     from megatron_dppo.system.scratch import SHARED_MEMORY, private_name
     from megatron_dppo.trainer.topology import destroy_topology
 
-    transfers.PIECE_BYTES = piece_bytes
-    hosts.free_bytes = lambda: free_bytes
+    exchange.PIECE_BYTES = piece_bytes
+    exchange.free_bytes = lambda: free_bytes
     out = {}
     for name, layout in layouts.items():
         topology = topology_of(layout)
@@ -249,13 +248,13 @@ def fault_worker() -> dict[str, str]:
 def error_of(fault: str, topology) -> str:
     from megatron_dppo.data.trajectory import Outline
     from megatron_dppo.loop.rollouts import exchange
-    from megatron_dppo.loop.rollouts import exchange as hosts
-    from megatron_dppo.loop.rollouts import exchange as transfers
 
-    def flipping(directory, rooms, local, buffer, rank):
-        transfers.transfer(directory, rooms, local, buffer, rank)
-        places = rooms[rank].places
-        begin, _ = next(places[part] for part in places if part.name == "rollout_log_probs")
+    transfer = exchange.transfer
+
+    def flipping(directory, shares, arrays, buffer, rank):
+        transfer(directory, shares, arrays, buffer, rank)
+        spans = shares[rank].spans
+        begin, _ = next(spans[part] for part in spans if part.name == "rollout_log_probs")
         buffer[begin + 1] ^= 1
 
     whole = whole_batch(8)
@@ -269,8 +268,8 @@ def error_of(fault: str, topology) -> str:
     outlines, own = [Outline.of(t) for t in whole], dict(enumerate(whole))
     try:
         with (
-            patch.object(hosts, "free_bytes", lambda: 0),  # each rank receives for itself
-            patch.object(exchange, "transfer", flipping if flips else transfers.transfer),
+            patch.object(exchange, "free_bytes", lambda: 0),  # each rank receives for itself
+            patch.object(exchange, "transfer", flipping if flips else transfer),
         ):
             exchange.ColumnExchange(topology, sizes()).deliver(
                 outlines, own, [range(4), range(4, 24)]

@@ -20,14 +20,14 @@ from megatron_dppo.data.columns import (
 )
 from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.loop.exporting import SEQUENCES_TO_CHECK, examples_of
-from megatron_dppo.loop.rollouts.exchange import Site, Sites
-from megatron_dppo.loop.rollouts.parts import (
-    ALIGNMENT,
-    Part,
-    PartShapes,
-    Piece,
-    Room,
+from megatron_dppo.loop.rollouts.exchange import (
+    ColumnPart,
+    HostGroup,
+    PartDirectory,
+    Share,
     Stages,
+    host_groups,
+    with_room,
 )
 from tests.trajectories import same, trajectory
 
@@ -76,12 +76,12 @@ def test_an_expert_that_stands_twice_is_found_wherever(dtype):
 def test_a_stage_gets_its_layers_alone_and_all_stages_make_the_whole():
     whole = one()
     parts = STAGES.split(5, whole)
-    assert parts[Part(5, "routed_experts", 0)].tolist() == ROUTED[:, [1]].tolist()
-    assert parts[Part(5, "routed_experts", 1)].tolist() == ROUTED[:, [0, 2]].tolist()
-    assert Part(5, "rollout_log_probs", 1) not in parts
-    assert STAGES.needs(Part(5, "routed_experts", 1), 1)
-    assert not STAGES.needs(Part(5, "routed_experts", 1), 0)
-    assert STAGES.needs(Part(5, "token_ids"), 1)
+    assert parts[ColumnPart(5, "routed_experts", 0)].tolist() == ROUTED[:, [1]].tolist()
+    assert parts[ColumnPart(5, "routed_experts", 1)].tolist() == ROUTED[:, [0, 2]].tolist()
+    assert ColumnPart(5, "rollout_log_probs", 1) not in parts
+    assert STAGES.needs(ColumnPart(5, "routed_experts", 1), 1)
+    assert not STAGES.needs(ColumnPart(5, "routed_experts", 1), 0)
+    assert STAGES.needs(ColumnPart(5, "token_ids"), 1)
     assert same(STAGES.trajectory(Outline.of(whole), parts), whole)
     second = {p: a for p, a in parts.items() if STAGES.needs(p, 1)}
     cut = whole.with_columns(routed_experts=ROUTED[:, [0, 2]])
@@ -90,7 +90,7 @@ def test_a_stage_gets_its_layers_alone_and_all_stages_make_the_whole():
     cut = whole.with_columns(routed_experts=ROUTED[:, [1]]).without("rollout_log_probs")
     assert same(STAGES.trajectory(Outline.of(whole), first), cut)
     assert Stages().split(0, whole).keys() == {
-        Part(0, n) for n in ("token_ids", "loss_mask", *whole.columns)
+        ColumnPart(0, n) for n in ("token_ids", "loss_mask", *whole.columns)
     }
 
 
@@ -103,12 +103,14 @@ LOSS_READS = (
 def test_what_the_loss_reads_goes_to_the_last_stage_alone(layers):
     stages = Stages(3, layers)
     for name in LOSS_READS:
-        assert stages.of(4, name) == [Part(4, name)]
-        assert [stages.needs(Part(4, name), s) for s in range(3)] == [False, False, True], name
-        assert Stages().needs(Part(4, name), 0)  # the first stage is the last
+        assert stages.parts(4, name) == [ColumnPart(4, name)]
+        assert [stages.needs(ColumnPart(4, name), s) for s in range(3)] == [False, False, True], (
+            name
+        )
+        assert Stages().needs(ColumnPart(4, name), 0)  # the first stage is the last
     for name in ("token_ids", "loss_mask", "weight_version"):
-        assert all(stages.needs(Part(4, name), s) for s in range(3)), name
-    recorded = stages.of(4, "routed_experts")
+        assert all(stages.needs(ColumnPart(4, name), s) for s in range(3)), name
+    recorded = stages.parts(4, "routed_experts")
     wanted = [[s for s in range(3) if stages.needs(part, s)] for part in recorded]
     assert wanted == ([[0], [1], [2]] if layers else [[0, 1, 2]])
 
@@ -124,46 +126,48 @@ def test_a_column_says_which_stages_read_it():
     assert Column("made_up", ("uint8",), Rows.INPUT, Reach.TRAINING_REPLICA).read_by is ReadBy.ALL
 
 
-def test_a_room_has_an_aligned_place_for_each_part():
-    shapes = PartShapes([Outline.of(one())], FORMS, STAGES)
-    parts = [Part(0, "loss_mask"), Part(0, "rollout_log_probs"), Part(0, "routed_experts", 1)]
-    assert [shapes.shape(p) for p in parts] == [(5,), (3,), (4, 2, 2)]
-    assert [shapes.size(p) for p in parts] == [5, 12, 16]
-    room = Room(shapes, parts)
-    assert room.size == 2 * ALIGNMENT + 16
-    assert room.places == {
-        parts[0]: (0, 5),
-        parts[1]: (ALIGNMENT, ALIGNMENT + 12),
-        parts[2]: (2 * ALIGNMENT, 2 * ALIGNMENT + 16),
-    }
-    buffer = np.zeros(room.size, np.uint8)
-    views = room.views(buffer)
+def test_a_share_has_an_aligned_span_for_each_part():
+    directory = PartDirectory([Outline.of(one())], STAGES, FORMS)
+    parts = [
+        ColumnPart(0, "loss_mask"),
+        ColumnPart(0, "rollout_log_probs"),
+        ColumnPart(0, "routed_experts", 1),
+    ]
+    assert [directory.shape(p) for p in parts] == [(5,), (3,), (4, 2, 2)]
+    share = directory.share(parts)
+    assert share == Share(dict(zip(parts, [(0, 5), (64, 76), (128, 144)], strict=True)), 192)
+    buffer = np.zeros(share.size, np.uint8)
+    views = directory.views(share, buffer)
     views[parts[1]][:] = [1.0, 2.0, 3.0]
-    assert buffer[ALIGNMENT : ALIGNMENT + 12].view(np.float32).tolist() == [1, 2, 3]
-    assert not buffer[:ALIGNMENT].any()
-    alone = [Piece(*place, [part]) for part, place in room.places.items()]
-    first = Piece(0, ALIGNMENT + 12, parts[:2])
-    assert list(room.pieces(parts, ALIGNMENT + 11)) == alone
-    assert list(room.pieces(parts, ALIGNMENT + 12)) == [first, alone[2]]
-    assert list(room.pieces(parts, room.size - 1)) == [first, alone[2]]
-    assert list(room.pieces(parts, room.size)) == [Piece(0, room.size, parts)]
-    assert list(room.pieces(parts[1:], room.size)) == [Piece(ALIGNMENT, room.size, parts[1:])]
-    assert list(room.pieces([], 1)) == []
-    assert Room(shapes, []).size == 0
+    assert buffer[64:76].view(np.float32).tolist() == [1, 2, 3]
+    assert not buffer[:64].any()
+    assert directory.share([]) == Share({}, 0)
+    alone = [[part] for part in parts]
+    assert list(share.pieces(parts, 75)) == alone
+    for limit in (76, 143):
+        assert list(share.pieces(parts, limit)) == [parts[:2], parts[2:]]
+    assert list(share.pieces(parts, 144)) == [parts]
+    assert list(share.pieces(parts[1:], 80)) == [parts[1:]]
+    assert list(share.pieces([], 1)) == []
+    assert [share.extent(piece) for piece in (parts[:1], parts[1:], parts)] == [
+        (0, 5),
+        (64, 144),
+        (0, 144),
+    ]
 
 
 def test_one_rank_of_a_host_receives_for_its_replica_there():
     """Two replicas of two stages; the second stages share the second host, and their ranks its memory."""
-    told = [[0, 0, "a", 100], [1, 0, "a", 100], [0, 1, "b", 60], [0, 1, "b", 50], [1, 1, "b", 90]]
-    sites = Sites.of(told)
-    assert sites.at(3) == Site(0, (2, 3), frozenset([1]), "b", 50)
-    assert [site.head for site in sites.all] == [0, 1, 2, 4]
+    rows = [[0, 0, "a", 100], [1, 0, "a", 100], [0, 1, "b", 60], [0, 1, "b", 50], [1, 1, "b", 90]]
+    groups = host_groups(rows)
+    assert groups[2] == HostGroup(0, (2, 3), frozenset([1]), "b", 50)
+    assert [group.head for group in groups] == [0, 1, 2, 4]
     stage_of = [0, 0, 1, 1, 1]
     sizes = {0: 10**6, 1: 10**6, 2: 50, 4: 10**6}  # ranks that are alone take no shared memory
-    assert sites.within(sizes, stage_of) == sites
-    alone = sites.within({**sizes, 2: 51}, stage_of)
-    assert [site.ranks for site in alone.all] == [(0,), (1,), (2,), (3,), (4,)]
-    assert alone.at(3).stages == {1}
+    assert with_room(groups, sizes, stage_of) == groups
+    alone = with_room(groups, {**sizes, 2: 51}, stage_of)
+    assert [group.ranks for group in alone] == [(0,), (1,), (2,), (3,), (4,)]
+    assert alone[3].stages == {1}
 
 
 def test_an_example_is_a_copy_without_columns():
