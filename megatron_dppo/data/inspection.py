@@ -17,7 +17,7 @@ from megatron_dppo.config.schema import RewardConfig
 from megatron_dppo.data.problems import DataKeys, ProblemSet, bad_answers, extracted, read_problems
 from megatron_dppo.data.prompts import Prompt, PromptForm, rendered, text_of, token_counts
 from megatron_dppo.data.records import DataError, is_columnar, parse_lines
-from megatron_dppo.rewards import Score, Verifier
+from megatron_dppo.rewards.verifier import Score, Verifier
 from megatron_dppo.types import Problem
 
 # Problems of a training set that are also in an evaluation set, perhaps worded or set otherwise.

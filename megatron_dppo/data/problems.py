@@ -23,9 +23,10 @@ from megatron_dppo.data.prompts import (
 )
 from megatron_dppo.data.records import DataError, is_columnar, keys, read_records, shorten, value_at
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards import Score, Verifier, find_reward
+from megatron_dppo.rewards import find_reward
 from megatron_dppo.rewards.checked_answers import BadAnswers
 from megatron_dppo.rewards.gold import gold_answer, holds_answer
+from megatron_dppo.rewards.verifier import Score, Verifier
 from megatron_dppo.types import Problem
 
 PROMPT_KEYS = ("prompt", "problem", "question")

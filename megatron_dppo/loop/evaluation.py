@@ -14,7 +14,7 @@ from megatron_dppo.loop.samples import SampleMaker, chosen
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.samples import Sample
-from megatron_dppo.rewards.verifier import ArrivalScorer
+from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
@@ -26,7 +26,7 @@ def evaluate(
     config: TrainConfig,
     topology: Topology,
     engine: EngineSession,
-    scorer: ArrivalScorer,
+    verifier: Verifier,
     samples: SampleMaker,
 ) -> tuple[dict[str, float], list[Sample]]:
     """Generate and score responses to every held-out problem. Collective.
@@ -38,7 +38,7 @@ def evaluate(
             top_p 0.95).
         topology: position of this rank; each leader takes its share of the problems.
         engine: servers that generate.
-        scorer: checks each response as soon as it is there.
+        verifier: checks each response as soon as it is there.
         samples: makes texts of a few responses to each set.
 
     Returns:
@@ -58,7 +58,7 @@ def evaluate(
         own = [problems[p] for p in positions]
         seeds = seeds_of(config, f"evaluation on {name} after step {step}", positions)
         job = GenerationJob(own, settings.samples_per_prompt, sampling, seeds=seeds)
-        generation = ScoredGeneration(engine, scorer, job, f"evaluate on {name}")
+        generation = ScoredGeneration(engine, verifier, job, f"evaluate on {name}")
         generation.wait()
         scored = generation.scored(config.algorithm)
         size = settings.samples_per_prompt

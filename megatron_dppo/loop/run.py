@@ -50,8 +50,7 @@ from megatron_dppo.metrics.history import (
 )
 from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.rewards import Verifier
-from megatron_dppo.rewards.verifier import ArrivalScorer
+from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0
@@ -139,7 +138,6 @@ class Run:
                 EngineSession(config, self.trainer, stop, fence.check_together)
             )
         self.verifier = Verifier(config.reward.name, config.reward.timeout_s, config.reward.workers)
-        self.scorer = ArrivalScorer(self.verifier)
         if self.trainer.topology.is_leader:  # nobody else scores, so nobody else needs workers
             stack.enter_context(self.verifier)
         if algorithm.needs_recomputed and config.rollout.max_staleness:
@@ -289,7 +287,7 @@ class Run:
         )
         topology = self.trainer.topology
         return GeneratedRollouts(
-            self.config, topology, self.engine, self.scorer, job, feed, self.timer
+            self.config, topology, self.engine, self.verifier, job, feed, self.timer
         )
 
     def _update_weights(self) -> dict[str, float]:
@@ -316,7 +314,7 @@ class Run:
                 self.config,
                 self.trainer.topology,
                 self.engine,
-                self.scorer,
+                self.verifier,
                 self.samples,
             )
         self.recorder.write_samples(samples)

@@ -15,8 +15,7 @@ from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.generation import GenerationJob, OnResponse
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.rewards import Score
-from megatron_dppo.rewards.verifier import ArrivalScorer
+from megatron_dppo.rewards.verifier import Score, Verifier
 
 
 def with_rewards(
@@ -47,20 +46,20 @@ class ScoredGeneration:
 
     Args:
         engine: servers that generate.
-        scorer: checks each response as soon as it is there.
+        verifier: checks each response as soon as it is there.
         job: what is asked for: this rank's own problems.
         description: of the progress bar.
     """
 
     def __init__(
-        self, engine: EngineSession, scorer: ArrivalScorer, job: GenerationJob, description: str
+        self, engine: EngineSession, verifier: Verifier, job: GenerationJob, description: str
     ) -> None:
         self._engine = engine
-        self._scorer = scorer
+        self._verifier = verifier
         self._job = job
         self._scores: dict[Hashable, Future[Score]] = {}
         self._responses: list[Trajectory] = []
-        self._generation = engine.start(job, description, _scoring(scorer, job, self._scores))
+        self._generation = engine.start(job, description, _scoring(verifier, job, self._scores))
 
     @property
     def seconds(self) -> float:
@@ -79,18 +78,18 @@ class ScoredGeneration:
         problems, size = self._job.problems, self._job.group_size
         scores = [self._scores[i, s].result() for i in range(len(problems)) for s in range(size)]
         pairs = [(t.text, problems[i // size].answer) for i, t in enumerate(self._responses)]
-        self._scorer.require(scores, pairs)
+        self._verifier.require(scores, pairs)
         return with_rewards(self._responses, scores, size, algorithm)
 
 
 def _scoring(
-    scorer: ArrivalScorer, job: GenerationJob, scores: dict[Hashable, Future[Score]]
+    verifier: Verifier, job: GenerationJob, scores: dict[Hashable, Future[Score]]
 ) -> OnResponse:
     """What fills ``scores``; no method, by which a generation would hold itself and its responses in memory."""
 
     def arrived(key: Hashable, response: Trajectory) -> None:
         problem = job.problems[key[0]]  # type: ignore[index]
-        scores[key] = scorer.add((response.text, problem.answer))
+        scores[key] = verifier.submit((response.text, problem.answer))
 
     return arrived
 

@@ -1,4 +1,4 @@
-"""Scores for many responses at once, in worker processes, each check under a hard time limit.
+"""Scores of responses, from worker processes that check each under a hard time limit.
 
 A check that runs away cannot be interrupted from within: math-verify's own limit needs the main
 thread, and neither a regular expression nor an integer power looks up while it runs. So a check
@@ -7,28 +7,24 @@ runs in a process, and the process is killed.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import selectors
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from types import TracebackType
 
-from megatron_dppo.rewards.registry import find_reward, score_or_refusal
+from megatron_dppo.rewards import find_reward, score_or_refusal
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.system.processes import kill_families, start_process
+from megatron_dppo.system.processes import kill_families, start_connected
 
 START_LIMIT_S = 300.0
 """Longest time for a worker to import its reward; long, because machines start many at once."""
+Pair = tuple[str, str]
+"""(response, answer)."""
 
 
 class VerifierError(RunError):
@@ -62,8 +58,7 @@ class Verifier:
 
     ``timeout_s``: wall-clock seconds for one check, from the moment a worker has it. ``workers``:
     processes, started on entry and restarted after a kill; a reward that runs inline has none.
-    ``timeouts`` and ``crashes`` count over the verifier's life. ``score`` may be called from any
-    thread; calls take turns.
+    ``timeouts`` and ``crashes`` count over the verifier's life. Callable from any thread.
     """
 
     def __init__(self, name: str, timeout_s: float, workers: int) -> None:
@@ -75,12 +70,18 @@ class Verifier:
         self._reward = find_reward(name)
         self._count = 0 if self._reward.runs_inline else workers
         self._workers: list[_Worker] = []
+        self._idle: SimpleQueue[int] = SimpleQueue()
+        self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self.timeouts = 0
         self.crashes = 0
 
     def __enter__(self) -> Verifier:
-        self._workers = [_Worker(self._name, self._timeout_s) for _ in range(self._count)]
+        if self._count:
+            self._workers = [_Worker(self._name, self._timeout_s) for _ in range(self._count)]
+            self._threads = ThreadPoolExecutor(self._count, thread_name_prefix="rewards")
+            for index in range(self._count):
+                self._idle.put(index)
         return self
 
     def __exit__(
@@ -89,16 +90,44 @@ class Verifier:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        with self._lock:
+            threads, self._threads = self._threads, None
         for worker in self._workers:
             worker.kill()
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.close()
         self._workers = []
 
-    @property
-    def runs_inline(self) -> bool:
-        """Whether the reward is checked in the caller's thread, within microseconds."""
-        return self._reward.runs_inline
+    def submit(self, pair: Pair) -> Future[Score]:
+        """Check a pair while the caller goes on; at once, and here, where the reward runs inline.
 
-    def score(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
+        Where the reward refuses it, the ``Score`` says why. The future raises VerifierError where the reward raises
+        anything but a ValueError, or a worker can't start.
+        """
+        if self._reward.runs_inline:
+            future: Future[Score] = Future()
+            try:
+                future.set_result(Score.of(score_or_refusal(self._reward.load(), *pair)))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+        with self._lock:
+            if self._threads is None:
+                raise ValueError("the verifier is not open; use it in a with statement")
+            return self._threads.submit(self._score_in_worker, pair)
+
+    def check(self, pairs: Sequence[Pair]) -> list[Score]:
+        """As ``submit``, of one after the other."""
+        futures = [self.submit(pair) for pair in pairs]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def score(self, pairs: Sequence[Pair]) -> list[Score]:
         """One ``Score`` for each ``(response, answer)``, in the same order.
 
         Raises VerifierError where the reward function raises or returns anything but a number in
@@ -108,7 +137,7 @@ class Verifier:
         self.require(scores, pairs)
         return scores
 
-    def require(self, scores: Sequence[Score], pairs: Sequence[tuple[str, str]]) -> None:
+    def require(self, scores: Sequence[Score], pairs: Sequence[Pair]) -> None:
         """Raise VerifierError where a score is a refusal, as ``score`` does."""
         for score, (response, answer) in zip(scores, pairs, strict=True):
             if score.refusal is not None:
@@ -117,44 +146,22 @@ class Verifier:
                     f"answer {_shorten(answer)}"
                 )
 
-    def check(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        """As ``score``, but where the reward refuses a pair its ``Score`` says why."""
-        if self._reward.runs_inline:
-            function = self._reward.load()
-            return [Score.of(score_or_refusal(function, *pair)) for pair in pairs]
-        if not self._workers:
-            raise ValueError("the verifier is not open; use it in a with statement")
+    def _score_in_worker(self, pair: Pair) -> Score:
+        index = self._idle.get()
+        worker = self._workers[index]
+        try:
+            score = worker.score(pair)
+        finally:
+            with self._lock:
+                # A verifier that was closed meanwhile starts nothing more.
+                if worker.is_dead and self._threads is not None:
+                    worker.close()
+                    self._workers[index] = _Worker(self._name, self._timeout_s)
+            self._idle.put(index)
         with self._lock:
-            scores = self._score_in_workers(pairs)
-            self.timeouts += sum(s.timed_out for s in scores)
-            self.crashes += sum(s.crashed for s in scores)
-        return scores
-
-    def _score_in_workers(self, pairs: Sequence[tuple[str, str]]) -> list[Score]:
-        waiting = deque(enumerate(pairs))
-        scores: dict[int, Score] = {}
-        while len(scores) < len(pairs):
-            for worker in self._workers:
-                if waiting and worker.idle:
-                    worker.begin(*waiting.popleft())
-            for position, (task, score) in self._next_scores():
-                scores[task] = score
-                if score.timed_out or score.crashed:
-                    self._workers[position] = _Worker(self._name, self._timeout_s)
-        return [scores[i] for i in range(len(pairs))]
-
-    def _next_scores(self) -> Iterator[tuple[int, tuple[int, Score]]]:
-        """Wait until a worker answers or runs out of time; (worker, (task, score)) of each done."""
-        active = [(i, worker) for i, worker in enumerate(self._workers) if not worker.idle]
-        with selectors.DefaultSelector() as selector:
-            for _, worker in active:
-                selector.register(worker.answers, selectors.EVENT_READ)
-            nearest = min(worker.deadline for _, worker in active)
-            selector.select(max(0.0, nearest - time.monotonic()))
-        for i, worker in active:
-            done = worker.poll()
-            if done is not None:
-                yield i, done
+            self.timeouts += score.timed_out
+            self.crashes += score.crashed
+        return score
 
 
 def _shorten(text: str) -> str:
@@ -162,132 +169,57 @@ def _shorten(text: str) -> str:
 
 
 class _Worker:
-    """One process: starting, idle, or busy with a task; ``deadline`` bounds all but idleness."""
+    """One process, which checks one pair at a time; ``is_dead`` once it was killed or has ended."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in kill()
-        # It ends with its standard input: the thread that scores may end long before this process.
-        self._process = start_process(
-            [sys.executable, "-m", "megatron_dppo.rewards.worker", name, str(timeout_s)],
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  closed in close()
+        self._process, self._connection = start_connected(
+            "megatron_dppo.rewards.worker",
+            name,
+            str(timeout_s),
             environment=os.environ,
-            stdin=subprocess.PIPE,
-            output=subprocess.PIPE,
-            errors=self._output.fileno(),
-            dies_with_thread=False,
+            output=self._output.fileno(),
         )
-        assert self._process.stdin
-        assert self._process.stdout
-        self._questions, self.answers = self._process.stdin, self._process.stdout
-        os.set_blocking(self.answers.fileno(), False)
-        self._started = False
-        self._task: int | None = None
-        self._line = b""
-        self.deadline = time.monotonic() + START_LIMIT_S
+        self._is_ready = False
+        self.is_dead = False
 
-    @property
-    def idle(self) -> bool:
-        """Started, and at no task."""
-        return self._started and self._task is None
-
-    def begin(self, task: int, pair: tuple[str, str]) -> None:
-        """Hand ``pair`` to the process; its clock starts now."""
-        self._task = task
-        with contextlib.suppress(BrokenPipeError):  # it died while idle: poll() finds out
-            self._questions.write(json.dumps(pair).encode() + b"\n")
-        self.deadline = time.monotonic() + self._timeout_s
-
-    def poll(self) -> tuple[int, Score] | None:
-        """The task and its score, where it is done, out of time or dead. Never waits."""
-        while (chunk := self.answers.read(4096)) is not None:
-            if not chunk:
-                return self._died()
-            self._line += chunk
-        if self._line.endswith(b"\n"):
-            line, self._line = self._line, b""
-            if self._started:
-                return self._finish(Score.of(json.loads(line)))
-            self._started = True
-        elif time.monotonic() >= self.deadline:
-            self.kill()
-            if not self._started:
-                raise VerifierError(f"a {self._name} worker did not start in {START_LIMIT_S:g} s")
-            return self._finish(Score(0.0, timed_out=True))
-        return None
+    def score(self, pair: Pair) -> Score:
+        """The score of a pair; the clock starts when the process is ready and has it."""
+        try:
+            if not self._is_ready:
+                if not self._connection.poll(START_LIMIT_S):
+                    self.kill()
+                    raise VerifierError(
+                        f"a {self._name} worker did not start in {START_LIMIT_S:g} s"
+                    )
+                self._connection.recv()
+                self._is_ready = True
+            self._connection.send(pair)
+            if not self._connection.poll(self._timeout_s):
+                self.kill()
+                return Score(0.0, timed_out=True)
+            return Score.of(self._connection.recv())
+        except (EOFError, OSError):
+            return self._ended()
 
     def kill(self) -> None:
-        """End the process at once, and its output with it."""
+        """End the process at once."""
+        self.is_dead = True
         kill_families([self._process])
-        self._questions.close()
-        self.answers.close()
+
+    def close(self) -> None:
+        """Give back what a dead worker had."""
+        self._connection.close()
         self._output.close()
 
-    def _finish(self, score: Score) -> tuple[int, Score]:
-        assert self._task is not None
-        task, self._task = self._task, None
-        return task, score
-
-    def _died(self) -> tuple[int, Score]:
+    def _ended(self) -> Score:
         code = self._process.wait()
-        self._output.seek(0)
-        output = self._output.read().decode(errors="replace")[-4000:]
         self.kill()
-        if code >= 0 or not self._started:
+        if code >= 0 or not self._is_ready:
+            self._output.seek(0)
+            output = self._output.read().decode(errors="replace")[-4000:]
             raise VerifierError(f"a {self._name} worker ended with exit code {code}:\n{output}")
-        return self._finish(
-            Score(0.0, timed_out=code == -signal.SIGALRM, crashed=code != -signal.SIGALRM)
-        )
-
-
-# Scores of responses while others are still being generated.
-
-Pair = tuple[str, str]
-"""(response, answer)."""
-
-
-class ArrivalScorer:
-    """Has ``verifier`` check what is added: at once where it needs no other process, else in a thread that lives as
-    long as there is work."""
-
-    def __init__(self, verifier: Verifier) -> None:
-        self._verifier = verifier
-        self._waiting: list[tuple[Pair, Future[Score]]] = []
-        self._works = False
-        self._lock = threading.Lock()
-
-    def add(self, pair: Pair) -> Future[Score]:
-        """Return at once. The future raises what ``Verifier.check`` raises."""
-        future: Future[Score] = Future()
-        if self._verifier.runs_inline:
-            self._check([(pair, future)])
-            return future
-        with self._lock:
-            self._waiting.append((pair, future))
-            if self._works:
-                return future
-            self._works = True
-        threading.Thread(target=self._work, name="rewards", daemon=True).start()
-        return future
-
-    def require(self, scores: Sequence[Score], pairs: Sequence[Pair]) -> None:
-        """Raise VerifierError where a score is a refusal."""
-        self._verifier.require(scores, pairs)
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                taken, self._waiting = self._waiting, []
-                self._works = bool(taken)
-            if not taken:
-                return
-            self._check(taken)
-
-    def _check(self, taken: Sequence[tuple[Pair, Future[Score]]]) -> None:
-        try:
-            scores = self._verifier.check([pair for pair, _ in taken])
-        except BaseException as error:  # whoever waits for the score gets it
-            for _, future in taken:
-                future.set_exception(error)
-            return
-        for (_, future), score in zip(taken, scores, strict=True):
-            future.set_result(score)
+        # The worker's own alarm rings where this process was too slow to kill it.
+        is_late = code == -signal.SIGALRM
+        return Score(0.0, timed_out=is_late, crashed=not is_late)

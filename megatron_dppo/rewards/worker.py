@@ -1,9 +1,8 @@
 """The process that runs one reward function for a ``Verifier``, and the guard over what it starts.
 
-``python -m megatron_dppo.rewards.worker NAME LIMIT`` reads one JSON ``[response, answer]`` a line
-on standard input and answers each with one JSON number on what was standard output, or with a
-string: why the reward refused it (a ValueError), or that what it returned is no score. Prints of
-the reward's libraries go to standard error. Imports the reward and nothing heavier. Any other
+``python -m megatron_dppo.rewards.worker DESCRIPTOR NAME LIMIT`` says None on its connection once it is ready, and
+answers each ``(response, answer)`` with a number, or with a string: why the reward refused it (a
+ValueError), or that what it returned is no score. Imports the reward and nothing heavier. Any other
 exception of the reward ends the process with its traceback.
 
 Checks run in a child. What a check starts ends with the check, whatever session or parent it took;
@@ -13,16 +12,16 @@ parent, ends all of it when the child dies, or when nobody is left to read an an
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import resource
 import select
 import signal
 import sys
+from multiprocessing.connection import Connection
 from typing import NoReturn
 
-from megatron_dppo.rewards.registry import find_reward, score_or_refusal
+from megatron_dppo.rewards import find_reward, score_or_refusal
 from megatron_dppo.system.processes import (
     adopt_orphans,
     child_ids,
@@ -37,10 +36,8 @@ GRACE_S = 5.0
 """How much later than the verifier the worker ends itself, should nobody be left to kill it."""
 
 
-def serve(name: str, timeout_s: float) -> None:
-    """Answer until standard input ends."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+def serve(connection: Connection, name: str, timeout_s: float) -> None:
+    """Answer until nobody is left to ask."""
     logging.disable(logging.WARNING)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -48,23 +45,24 @@ def serve(name: str, timeout_s: float) -> None:
     adopt_orphans()
     function = find_reward(name).load()
     helpers = child_ids()
-    print("ready", file=answers, flush=True)
-    for line in sys.stdin:
-        response, answer = json.loads(line)
+    connection.send(None)
+    while True:
+        try:
+            response, answer = connection.recv()
+        except (EOFError, ConnectionResetError):
+            return
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # SIGALRM's default action: die
         reply = score_or_refusal(function, response, answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
         kill_children(spared=helpers)
-        print(json.dumps(reply), file=answers, flush=True)
+        connection.send(reply)
 
 
-def guard(child: int) -> NoReturn:
+def guard(child: int, connection: Connection) -> NoReturn:
     """Wait until ``child`` ends, or whoever asks has gone; then end what is below, and end as it did."""
-    os.dup2(2, 1)  # the child alone answers: its end is the end of the answers
     ends = select.poll()
-    ends.register(
-        sys.stdin.fileno(), 0
-    )  # of a pipe's reading end this tells that the other is closed
+    # Without an event this tells only that the other side is closed; what it sends is the child's to read.
+    ends.register(connection.fileno(), 0)
     ends.register(os.pidfd_open(child), select.POLLIN)
     ends.poll()
     ended, status = os.waitpid(child, os.WNOHANG)
@@ -78,12 +76,15 @@ def guard(child: int) -> NoReturn:
 
 def main() -> None:
     """Serve in a child, under this process as its guard."""
+    descriptor, name, timeout_s = sys.argv[1:]
+    connection = Connection(int(descriptor))
+    os.set_inheritable(connection.fileno(), False)  # no process of the reward may answer
     guarding = os.getpid()
     adopt_orphans()
     if (child := os.fork()) != 0:
-        guard(child)
+        guard(child, connection)
     die_with_parent(guarding)
-    serve(sys.argv[1], float(sys.argv[2]))
+    serve(connection, name, float(timeout_s))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def two_leaders() -> Any:
     )  # fmt: skip
 
 
-def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dict[str, Any]):
+def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: dict[str, Any]):
     from pathlib import Path
 
     import torch.distributed as dist
@@ -93,7 +93,7 @@ def source_of(folder: str, engine: ScriptedEngine, scorer, sampler, changes: dic
         TrainConfig.model_validate(tree),
         two_leaders(),
         engine,  # type: ignore[arg-type]
-        scorer,
+        verifier,
         GenerationJob((), GROUP, SamplingParams(4)),
         ProblemFeed(problems, sampler),
         PhaseTimer(),
@@ -105,12 +105,11 @@ def steps(
 ) -> dict[str, Any]:
     """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there."""
     from megatron_dppo.data.sampling import ProblemSampler
-    from megatron_dppo.rewards import Verifier
-    from megatron_dppo.rewards.verifier import ArrivalScorer
+    from megatron_dppo.rewards.verifier import Verifier
 
     engine, sampler, batches = ScriptedEngine(flat), ProblemSampler(64, seed=3), []
     with Verifier("exact_integer", 1.0, 1) as verifier:
-        source = source_of(folder, engine, ArrivalScorer(verifier), sampler, changes)
+        source = source_of(folder, engine, verifier, sampler, changes)
         for step in range(1, STEPS + 1):
             batches.append(source.collect(step))
             engine.events.append(f"train {step}")
@@ -121,7 +120,7 @@ def steps(
             if step == resume_after:
                 sampler = ProblemSampler(64, seed=3)
                 sampler.load_state_dict(batches[-1].sampler)
-                source = source_of(folder, engine, ArrivalScorer(verifier), sampler, changes)
+                source = source_of(folder, engine, verifier, sampler, changes)
     return {
         "problems": [[t.problem_id for t in b.outlines[::GROUP]] for b in batches],
         "samples": [[t.sample_index for t in b.outlines] for b in batches],
@@ -137,13 +136,10 @@ def late_weights(folder: str) -> str:
     """The error of a batch whose weights are older than a synchronous run allows."""
     from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.loop.rollouts.figures import StalenessError
-    from megatron_dppo.rewards import Verifier
-    from megatron_dppo.rewards.verifier import ArrivalScorer
+    from megatron_dppo.rewards.verifier import Verifier
 
     with Verifier("exact_integer", 1.0, 1) as verifier:
-        source = source_of(
-            folder, ScriptedEngine(5), ArrivalScorer(verifier), ProblemSampler(64, seed=3), {}
-        )
+        source = source_of(folder, ScriptedEngine(5), verifier, ProblemSampler(64, seed=3), {})
         source.collect(1)
         try:
             source.collect(2)

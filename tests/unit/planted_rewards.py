@@ -33,7 +33,9 @@ def die_on_request(response: str, answer: str) -> float:
 
 
 def raise_on_request(response: str, answer: str) -> float:
-    raise RuntimeError("planted fault")
+    if response == "raise":
+        raise RuntimeError("planted fault")
+    return 1.0
 
 
 def length_and_print(response: str, answer: str) -> float:

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,7 @@ from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.samples import SampleMaker
 from megatron_dppo.loop.scoring import ScoredGeneration
-from megatron_dppo.rewards import Verifier, VerifierError
-from megatron_dppo.rewards.verifier import ArrivalScorer
+from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from megatron_dppo.types import Problem
 from tests.unit.config_files import minimal
 
@@ -79,10 +79,10 @@ class Told(Verifier):
         super().__init__("exact_integer", 5.0, 1)
         self.scored = threading.Semaphore(0)
 
-    def check(self, pairs: Any) -> Any:
-        scores = super().check(pairs)
-        self.scored.release(len(pairs))
-        return scores
+    def submit(self, pair: Any) -> Any:
+        future = super().submit(pair)
+        future.add_done_callback(lambda _: self.scored.release())
+        return future
 
 
 def settings(folder: Path, **evaluation: Any) -> TrainConfig:
@@ -107,7 +107,7 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
     sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
     maker = sample_maker(tmp_path, [*sets["one"], *sets["two"]])
     for step in (1, 2):
-        evaluate(step, sets, config, TOPOLOGY, engine, ArrivalScorer(verifier), maker)
+        evaluate(step, sets, config, TOPOLOGY, engine, verifier, maker)
     seeds = {r.sampling.seed for job in engine.jobs for r in job.requests()}
     assert len(seeds) == 2 * 2 * 3 * 2
     assert None not in seeds
@@ -123,7 +123,7 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
     ]
     found, samples = evaluate(
         6, {"test": problems[:2], "hard": problems[1:]}, settings(tmp_path, top_p=0.5), TOPOLOGY,
-        engine, ArrivalScorer(verifier), sample_maker(tmp_path, problems),
+        engine, verifier, sample_maker(tmp_path, problems),
     )  # fmt: skip
     # Of the samples 0 to 3 one answers problem 0, one problem 1, none problem 2.
     assert found == {"evaluation/test/accuracy": 2 / 8, "evaluation/hard/accuracy": 1 / 8}
@@ -155,7 +155,7 @@ class Given:
 def scored(responses: list[Trajectory], folder: Path, **algorithm: Any) -> list[Trajectory]:
     job = GenerationJob([PROBLEM], len(responses), None)  # type: ignore[arg-type]
     engine: Any = Given(responses)
-    generation = ScoredGeneration(engine, ArrivalScorer(Verifier("exact_integer", 5.0, 1)), job, "")
+    generation = ScoredGeneration(engine, Verifier("exact_integer", 5.0, 1), job, "")
     generation.wait(3)
     assert (engine.held, generation.seconds) == (3, 1.5)
     chosen = settings(folder).algorithm.model_copy(update=algorithm)
@@ -178,18 +178,13 @@ def test_a_truncated_response_earns_nothing_where_the_run_wants_it(tmp_path: Pat
 
 
 def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
-    class Refusing(Verifier):
-        def check(self, pairs: Any) -> Any:
-            from megatron_dppo.rewards import Score
-
-            return [Score(0.0, refusal="no number")] * len(pairs)
-
-    verifier = Refusing("exact_integer", 5.0, 1)
-    engine: Any = Given([response(PROBLEM, s, "1") for s in range(4)])
-    with pytest.raises(VerifierError, match="reward exact_integer: no number"):
+    verifier = Verifier("exact_integer", 5.0, 1)
+    unanswerable = replace(PROBLEM, answer="one")
+    engine: Any = Given([response(unanswerable, s, "1") for s in range(4)])
+    with pytest.raises(VerifierError, match="reward exact_integer: the answer is 'one'"):
         evaluate(
-            1, {"test": [PROBLEM]}, settings(tmp_path), TOPOLOGY, engine, ArrivalScorer(verifier),
-            sample_maker(tmp_path, [PROBLEM]),
+            1, {"test": [unanswerable]}, settings(tmp_path), TOPOLOGY, engine, verifier,
+            sample_maker(tmp_path, [unanswerable]),
         )  # fmt: skip
 
 
@@ -203,9 +198,7 @@ def test_a_generation_frees_its_responses_with_itself() -> None:
     engine: Any = Keeping()
     gc.disable()
     try:
-        generation = ScoredGeneration(
-            engine, ArrivalScorer(Verifier("exact_integer", 5.0, 1)), job, ""
-        )
+        generation = ScoredGeneration(engine, Verifier("exact_integer", 5.0, 1), job, "")
         alive = weakref.ref(generation)
         del generation
         assert alive() is None

@@ -22,7 +22,7 @@ from megatron_dppo.loop.batches import (
 from megatron_dppo.loop.learning import check_carried_topk
 from megatron_dppo.loop.scoring import with_rewards
 from megatron_dppo.model.shape import SequenceCost
-from megatron_dppo.rewards import Score
+from megatron_dppo.rewards.verifier import Score
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.trajectories import trajectory

@@ -18,7 +18,7 @@ from megatron_dppo.algorithms.policy_loss import (
     policy_loss,
 )
 from megatron_dppo.algorithms.table import PRESETS
-from megatron_dppo.data.batch_file import BatchFormatError, decode, encode
+from megatron_dppo.data.batch_file import BatchFormatError, load_batch, save_batch
 from megatron_dppo.data.columns import check_log_probs, check_topk
 from megatron_dppo.data.packing import pack
 from tests.trajectories import trajectory
@@ -234,14 +234,17 @@ def sample(**changes):
         ({"topk_ids": None}, "topk_ids and topk_log_probs go together"),
     ],
 )  # fmt: skip
-def test_trajectories_and_files_refuse_what_the_engines_protocol_refuses(changes, message):
+def test_trajectories_and_files_refuse_what_the_engines_protocol_refuses(
+    tmp_path, changes, message
+):
     if "twice" in message:
         changes = {**changes, "topk_log_probs": np.full((2, 2), -1.0, np.float32)}
     with pytest.raises(ValueError, match=message):
         sample(**changes).check()
     if "advantage" not in changes:
+        save_batch(tmp_path, 1, [sample(**changes)])
         with pytest.raises(BatchFormatError, match=message):
-            decode(encode([sample(**changes)]))
+            load_batch(tmp_path, 1)
         with pytest.raises(ValueError, match=message):
             pack([sample(**changes)])
         if changes.get("topk_ids", 0) is not None:  # what does not train is not looked at

@@ -7,9 +7,8 @@ import sys
 
 import pytest
 
-from megatron_dppo.rewards import REWARDS, find_reward
+from megatron_dppo.rewards import REWARDS, exact_integer, find_reward
 from megatron_dppo.rewards.math_verify import final_answer, math_verify
-from megatron_dppo.rewards.registry import exact_integer
 
 
 @pytest.mark.parametrize(

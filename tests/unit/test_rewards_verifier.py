@@ -14,8 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_dppo.rewards import Score, Verifier, VerifierError
-from megatron_dppo.rewards.verifier import ArrivalScorer
+from megatron_dppo.rewards.verifier import Score, Verifier, VerifierError
 
 
 def planted(function: str) -> str:
@@ -85,7 +84,7 @@ def test_long_unicode_responses_and_prints_of_the_reward_pass():
         assert verifier.score([("é\n\u2028" * 100_000, "")]) == [Score(0.3)]
 
 
-def test_calls_from_several_threads_take_turns():
+def test_calls_from_several_threads_get_their_own_scores():
     with Verifier(planted("sleep_and_echo"), timeout_s=60.0, workers=2) as verifier:
         results: dict[int, list[float]] = {}
 
@@ -198,7 +197,7 @@ def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
     noted = tmp_path / "children"
     deadline = time.monotonic() + 60
     code = (
-        "from megatron_dppo.rewards import Verifier\n"
+        "from megatron_dppo.rewards.verifier import Verifier\n"
         f"with Verifier({planted('leave_children')!r}, timeout_s=300, workers=1) as verifier:\n"
         f"    verifier.score([('loop', {str(noted)!r})])\n"
     )
@@ -221,32 +220,28 @@ def test_what_a_check_started_ends_with_whoever_wanted_its_score(tmp_path):
 @pytest.mark.parametrize("reward", ["exact_integer", planted("is_the_answer")])
 def test_what_arrives_is_scored_while_nobody_waits(reward):
     with Verifier(reward, timeout_s=5, workers=1) as verifier:
-        assert verifier.runs_inline == (reward == "exact_integer")
-        scorer = ArrivalScorer(verifier)
-        futures = [scorer.add((str(i), "3")) for i in range(5)]
-        assert all(f.done() for f in futures) or not verifier.runs_inline
+        futures = [verifier.submit((str(i), "3")) for i in range(5)]
+        assert reward != "exact_integer" or all(f.done() for f in futures)
         assert [f.result(timeout=60).value for f in futures] == [0, 0, 0, 1, 0]
-        assert scorer.add(("3", "3")).result(timeout=60).value == 1  # its thread has ended before
+        assert verifier.submit(("3", "3")).result(timeout=60).value == 1
 
 
-@pytest.mark.parametrize("inline", [True, False])
-def test_an_error_reaches_who_waits_and_later_responses_are_scored(inline):
-    class Failing:
-        runs_inline = inline
+def test_an_error_reaches_who_waits_and_later_responses_are_scored():
+    with Verifier(planted("raise_on_request"), timeout_s=60.0, workers=1) as verifier:
+        with pytest.raises(VerifierError, match="planted fault"):
+            verifier.submit(("raise", "")).result(timeout=60)
+        assert verifier.submit(("ok", "")).result(timeout=60) == Score(1.0)
 
-        def __init__(self) -> None:
-            self.calls: list = []
 
-        def check(self, pairs):
-            self.calls.append(list(pairs))
-            if len(self.calls) == 1:
-                raise VerifierError("no worker")
-            return [Score(1.0)] * len(pairs)
-
-    scorer = ArrivalScorer(Failing())  # type: ignore[arg-type]
-    with pytest.raises(VerifierError, match="no worker"):
-        scorer.add(("a", "b")).result(timeout=60)
-    assert scorer.add(("c", "d")).result(timeout=60) == Score(1.0)
+def test_closing_ends_what_is_being_checked_and_what_waits():
+    with Verifier(planted("loop_on_request"), timeout_s=60.0, workers=1) as verifier:
+        verifier.score([("ok", "")])
+        first, second = (verifier.submit(("loop", "")) for _ in range(2))
+        began = time.monotonic()
+    assert time.monotonic() - began < 30
+    assert first.result(timeout=0) == Score(0.0, crashed=True)
+    assert second.cancelled() or second.result(timeout=0).crashed
+    assert verifier._workers == []
 
 
 def test_a_refusal_that_came_early_is_an_error_where_it_is_used():

@@ -29,7 +29,7 @@ from megatron_dppo.loop.batches import (
 )
 from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, announce, own_positions
 from megatron_dppo.loop.scoring import with_rewards
-from megatron_dppo.rewards import Verifier
+from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.topology import Topology, init_distributed, init_topology
 

@@ -29,7 +29,7 @@ from megatron_dppo.loop.rollouts.sources import (
 from megatron_dppo.loop.scoring import GroupQuota, ScoredGeneration, Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.timing import PhaseTimer
-from megatron_dppo.rewards.verifier import ArrivalScorer
+from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
@@ -77,7 +77,7 @@ class GeneratedRollouts:
         config: TrainConfig,
         topology: Topology,
         engine: EngineSession,
-        scorer: ArrivalScorer,
+        verifier: Verifier,
         job: GenerationJob,
         feed: ProblemFeed,
         timer: PhaseTimer,
@@ -85,7 +85,7 @@ class GeneratedRollouts:
         self._config = config
         self._topology = topology
         self._engine = engine
-        self._scorer = scorer
+        self._verifier = verifier
         self._job = job
         self._feed = feed
         self._timer = timer
@@ -151,7 +151,7 @@ class GeneratedRollouts:
         )
         again = f", round {draft.rounds}" if draft.rounds > 1 else ""
         what = f"step {draft.step}: generate{again}"
-        draft.generation = ScoredGeneration(self._engine, self._scorer, job, what)
+        draft.generation = ScoredGeneration(self._engine, self._verifier, job, what)
 
     def _receive(self, draft: _Draft, version: int) -> None:
         """Wait for the round's responses. ``version``: of the weights that the trainer holds."""
