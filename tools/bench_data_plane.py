@@ -43,12 +43,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--experts-per-token", type=int, default=8)
     parser.add_argument("--tensor", type=int, default=2, help="ranks of a replica")
     parser.add_argument("--data", type=int, default=2, help="replicas")
-    parser.add_argument(
-        "--routing",
-        choices=["beside", "inside"],
-        default="beside",
-        help="the JSON, as of a stock server",
-    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--beside", type=Path, help="figures of another run, shown beside")
     parser.add_argument("--rows", type=Path, help="write all of it for tools/scale_report.py here")
@@ -61,12 +55,12 @@ def environment(**variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
 
 
-def run(size: Size, routing: str) -> dict[str, float]:
+def run(size: Size) -> dict[str, float]:
     """Start the processes, wait for them, and make figures of what they measured."""
     module, argument = [sys.executable, "-m"], json.dumps(asdict(size))
     with tempfile.TemporaryDirectory() as folder:
         engine = subprocess.Popen(
-            [*module, "data_plane_benchmark.engine_side", argument, routing],
+            [*module, "data_plane_benchmark.engine_side", argument],
             env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
@@ -104,7 +98,7 @@ def main() -> None:
     size = Size(
         **{name: value for name, value in vars(words).items() if name in Size.__annotations__}
     )
-    found = run(size, words.routing)
+    found = run(size)
     runs = {"now": found}
     if words.beside is not None:
         runs = {"before": json.loads(words.beside.read_text()), **runs}

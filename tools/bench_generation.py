@@ -37,7 +37,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port

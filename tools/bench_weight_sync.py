@@ -32,7 +32,7 @@ from torch import Tensor
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
 from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
-from megatron_dppo.engine.http_client import HttpClient
+from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
@@ -44,11 +44,10 @@ from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
-from megatron_dppo.weight_sync.adapter_updates import AdapterUpdater
+from megatron_dppo.weight_sync.adapters import AdapterUpdater
 from megatron_dppo.weight_sync.engines import OpenEngine
-from megatron_dppo.weight_sync.report import UpdateReport
 from megatron_dppo.weight_sync.strategies import STRATEGIES
-from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weight_sync.transaction import UpdateReport, WeightUpdater
 
 ADMIN_KEY = "bench"
 TIMEOUT_S = 600.0

@@ -1,7 +1,7 @@
 """Options that a library declares, as plain data, and whether a configured value fits one of them.
 
 The readers are :mod:`megatron_dppo.trainer.transformer_fields` and
-:mod:`megatron_dppo.engine.server_args`, which import their library; nothing here does.
+:mod:`megatron_dppo.engine.options`, which import their library; nothing here does.
 """
 
 from __future__ import annotations

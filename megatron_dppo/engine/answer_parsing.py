@@ -22,10 +22,8 @@ import numpy as np
 
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.protocol import parse_answer, read_answers
-from megatron_dppo.engine.recordings.fetching import Way, place, take
-from megatron_dppo.engine.recordings.notice import Notice
-from megatron_dppo.engine.requests import GenerationRequest
+from megatron_dppo.engine.protocol import GenerationRequest, parse_answer, read_answers
+from megatron_dppo.engine.recordings import Notice, Way, place, take
 from megatron_dppo.system.processes import describe_exit, kill_families, start_connected
 from megatron_dppo.system.scratch import SharedBuffer, aligned, mapped
 

@@ -13,36 +13,166 @@ SGLang spawns end with this one.
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from multiprocessing import process, shared_memory
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.engine import adapter_digests
-from megatron_dppo.engine.options import HOSTS_VARIABLE
-from megatron_dppo.engine.private_server import (
-    bind_stores,
-    keep_snapshots_private,
-    listen_where,
-    name_shared_memory,
-    private_place,
-)
-from megatron_dppo.engine.recordings.sglang_plugin import offer
-from megatron_dppo.engine.recordings.store import recordings_folder
+from megatron_dppo.engine import recordings
+from megatron_dppo.engine.options import ADAPTER_DIGESTS, HOSTS_VARIABLE
 from megatron_dppo.system.gpus import has_visible_gpu
-from megatron_dppo.system.network import PortTakenError, hold_port
+from megatron_dppo.system.network import (
+    PortTakenError,
+    hold_port,
+    interface_of,
+    is_loopback,
+    resolve,
+)
 from megatron_dppo.system.processes import (
     HEARTBEAT_VARIABLE,
     PATIENCE_VARIABLE,
     die_with_parent,
     when_it_stops,
 )
+from megatron_dppo.system.scratch import (
+    make_runtime_directory,
+    private_name,
+    remove_left_behind,
+    use_as_temporary,
+)
 from megatron_dppo.system.toolchain import offer_tools
+
+# What keeps a server's insides from other users of its machine: sockets, files, listeners.
+# SGLang's processes send each other pickles over sockets in the temporary folder, leave files
+# there and in shared memory, and meet over a store of torch.distributed, which listens on every
+# interface. Here all of it lies in a folder and under names of this process alone, and the store
+# listens on one address.
+
+_NAME_VARIABLE = "MEGATRON_DPPO_PRIVATE_NAME"
+_PRIVATE_UMASK = 0o077
+
+
+@contextmanager
+def private_place() -> Iterator[Path]:
+    """A runtime directory for this process and those that it spawns; enter before importing SGLang."""
+    os.umask(_PRIVATE_UMASK)
+    remove_left_behind()
+    directory = make_runtime_directory()
+    use_as_temporary(directory)
+    os.environ[_NAME_VARIABLE] = private_name()
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def name_shared_memory() -> None:
+    """Have this process's shared memory and semaphores begin with the server's name.
+
+    Whoever ends the server then knows what to remove. Python has no public setting for it.
+    """
+    prefix = f"/{os.environ[_NAME_VARIABLE]}"
+    config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
+    config["semprefix"] = prefix.rstrip("-")
+    shared_memory._SHM_NAME_PREFIX = prefix  # type: ignore[attr-defined]
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(prefix) + 16  # type: ignore[attr-defined]
+
+
+def keep_snapshots_private() -> None:
+    """Put SGLang's file of load snapshots into the runtime directory in place of ``/dev/shm``, where it
+    would be left behind."""
+    from sglang.srt.managers import load_snapshot
+
+    def private_path(ipc_name: str) -> str:
+        return os.path.join(os.environ["TMPDIR"], os.path.basename(public_path(ipc_name)))
+
+    public_path = load_snapshot.shm_path_for
+    load_snapshot.shm_path_for = private_path
+
+
+def listen_where(host: str, *, several: bool = False) -> None:
+    """Name to gloo and to SGLang's queues the interface of the server's ``host``, where that is loopback or
+    the server runs on ``several`` hosts; else they listen where the machine's name leads."""
+    if not (several or is_loopback(host)):
+        return
+    address = resolve(host)
+    if several:
+        os.environ.setdefault("SGLANG_HOST_IP", address)
+    if (interface := interface_of(address)) is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def bind_stores() -> None:
+    """Have torch.distributed's stores listen on the address that they are given, not on all."""
+    from torch.distributed import TCPStore
+
+    from megatron_dppo.system.network import listening_store
+
+    def bound(host_name: str, port: int, world_size: int, is_master: bool, **options: Any) -> Any:
+        if not is_master:
+            return TCPStore(host_name, port, world_size, False, **options)
+        return listening_store(host_name, port, world_size, **options)
+
+    # The package exports a function of the module's name, so an import statement can't reach it.
+    vars(importlib.import_module("torch.distributed.rendezvous"))["TCPStore"] = bound
+
+
+# SGLang's side of verified adapters: every load is answered with the SHA-256 of each tensor that
+# was loaded.
+# SGLang's own check of adapters belongs to a route that unpickles. This one hashes what the
+# scheduler holds after it has read a folder and fused its matrices. Nothing happens in a server
+# that was not started by ``engine.launch_server`` with ``--enable-lora``. Seen to work on a CPU
+# with one and two ranks, whose digests must agree. Not yet run on a GPU.
+
+VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
+"""In the environment of the processes of a server that has LoRA enabled."""
+LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
+
+
+def register_digests() -> None:
+    """In each process of a server, before SGLang applies its plugins' hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(LOADED, report_digests, HookType.AFTER)
+
+
+def report_digests(result: Any, manager: Any, adapter: Any) -> Any:
+    """After a load: add the digests of the adapter's tensors, or refuse it where ranks hold different ones."""
+    from sglang.srt.runtime_context import get_parallel
+
+    own = _digests(manager.loras[adapter.lora_id]) if result.success else {}
+    parallel = get_parallel()
+    if parallel.tp_size > 1:
+        everyone = parallel.tp_group.all_gather_object([result.success, own])
+        if any(other != everyone[0] for other in everyone):
+            result.success = False
+            result.error_message = (
+                f"{result.error_message} the engine's ranks read different adapters"
+            )
+    if result.success:
+        result.loaded_adapters[ADAPTER_DIGESTS] = json.dumps(own)
+    return result
+
+
+def _digests(loaded: Any) -> dict[str, str]:
+    """By the name of the tensor in its folder, with the engine's name for fused matrices."""
+    import torch
+
+    return {
+        name: hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy()).hexdigest()
+        for layer in loaded.layers
+        for name, tensor in layer.weights.items()
+    }
+
 
 KEY_FIELDS = ("api_key", "admin_api_key")
 _REQUEUE_S = 60
@@ -97,7 +227,9 @@ def _change_sglang() -> None:
     redact_server_args()
     keep_snapshots_private()
     bind_stores()
-    adapter_digests.register()
+    recordings.register()
+    if VARIABLE in os.environ:
+        register_digests()
 
 
 def watch_supervisor(kill: Callable[..., None]) -> None:
@@ -135,11 +267,11 @@ def main() -> None:
     if has_visible_gpu():  # here, on the server's own machine, before SGLang looks for its compiler
         print(*offer_tools(os.environ), sep="\n", flush=True)
     os.environ[_PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
-    with private_place(), recordings_folder() as recordings:
-        _run(start, recordings)
+    with private_place(), recordings.recordings_folders() as folders:
+        _run(start, folders)
 
 
-def _run(start: dict[str, Any], recordings: Path | None) -> None:
+def _run(start: dict[str, Any], folders: list[Path]) -> None:
     name_shared_memory()
     from sglang.launch_server import run_server
     from sglang.srt.plugins import load_plugins
@@ -155,10 +287,9 @@ def _run(start: dict[str, Any], recordings: Path | None) -> None:
         setattr(server_args, name, start[name])
     listen_where(server_args.host, several=bool(flags))
     if server_args.enable_lora:
-        os.environ[adapter_digests.VARIABLE] = "1"
+        os.environ[VARIABLE] = "1"
     _change_sglang()
-    if recordings is not None:
-        offer(recordings)
+    recordings.offer(folders)
     held = hold_own_port(server_args.host, server_args.port)
     try:
         run_server(server_args)

@@ -5,14 +5,24 @@ Light: imports neither torch nor sglang.
 
 from __future__ import annotations
 
+import argparse
+import functools
+import importlib.metadata
 import json
+import logging
 import os
-from collections.abc import Mapping
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_type_hints
 
-from megatron_dppo.config.forwarded import EXPERT_KERNEL
+import orjson
+
+from megatron_dppo.config.expectations import closest, given
+from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG
+from megatron_dppo.config.library_fields import LibraryFields, LibraryMissingError
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.schema import (
     DataConfig,
@@ -23,15 +33,22 @@ from megatron_dppo.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
-from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.shape import ITEM_BYTES
+from megatron_dppo.config.values import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
+from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
+from megatron_dppo.model.families import family_of, load_model_shape
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.system.gpus import has_visible_gpu
+
+if TYPE_CHECKING:
+    from megatron_dppo.engine.client import EngineClient
 
 CPU_KV_CACHE_BYTES = 1 << 30
 """Budget of the key-value cache on a CPU; SGLang's own takes most of the machine's memory."""
 FIRST_WEIGHT_VERSION = 0
 """What an engine that has just loaded its checkpoint calls its weights; updates count up from 1."""
 
+ADAPTER_DIGESTS = "sha256"
+"""Name among the loaded adapters of a server's answer under which their digests stand, as JSON."""
 LORA_SLOTS = 2
 """Adapters in a server's batch: those of the committed version, and none (health checks)."""
 
@@ -244,3 +261,267 @@ def bind_cores(ranks: int) -> str:
         [cores[(rank * share + i) % len(cores)] for i in range(share)] for rank in range(ranks)
     ]
     return "|".join(",".join(map(str, group)) for group in groups)
+
+
+# The fields of SGLang's ServerArgs that a configuration may set, and what SGLang's own parser
+# says of values.
+# ``python -m megatron_dppo.engine.options`` with the ``sglang:`` table as JSON on standard
+# input prints the problems as a JSON list: for whoever asks another interpreter, or will not
+# import SGLang.
+
+_PLAIN_PARSERS = (None, str, int, float)
+_PATIENCE_S = 300.0
+
+
+@functools.cache
+def server_args_fields() -> LibraryFields:
+    """Every field, computed where SGLang's command line has no flag for it; takes seconds.
+
+    Raises LibraryMissingError where SGLang can't be imported.
+    """
+    try:
+        from sglang.srt.server_args import ServerArgs
+    except ImportError as error:
+        raise LibraryMissingError(f"sglang can't be imported: {error}", name="sglang") from error
+    types: dict[str, Any] = get_type_hints(ServerArgs)
+    parser = _parser()
+    flags = {action.dest: action for action in parser._actions if action.dest in types}
+    for name, flag in flags.items():
+        if flag.type not in _PLAIN_PARSERS:  # such as "128k" for a number, JSON for a table
+            types[name] = types[name] | str
+    version = importlib.metadata.version("sglang")
+    return LibraryFields(f"ServerArgs (sglang {version})", types, frozenset(types) - flags.keys())
+
+
+def table_problems(table: Mapping[str, Any]) -> list[str]:
+    """A line for each key of an ``sglang:`` table that SGLang does not declare, or not with such a value, and
+    for each value that its command line refuses.
+
+    Raises LibraryMissingError where SGLang can't be imported.
+    """
+    problems = list(SGLANG.library_problems(table, server_args_fields()))
+    told = {problem.partition(":")[0] for problem in problems}
+    for key, value in SGLANG.free(table).items():
+        if value is not None and f"{SGLANG.name}.{key}" not in told:
+            problems += _refusals(key, value)
+    return problems
+
+
+def table_problems_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
+    """``table_problems`` as the interpreter ``python`` finds them, whose SGLang will serve.
+
+    Raises LibraryMissingError where it can't say.
+    """
+    command = [python, "-W", "ignore", "-m", "megatron_dppo.engine.options"]
+    try:
+        done = subprocess.run(
+            command, input=json.dumps(table), capture_output=True, text=True, check=True,
+            timeout=_PATIENCE_S,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LibraryMissingError(f"{python}: {error}", name="sglang") from error
+    except subprocess.CalledProcessError as error:
+        last = (error.stderr.strip() or "no word").splitlines()[-1]
+        raise LibraryMissingError(f"{python} says: {last}", name="sglang") from error
+    return [str(problem) for problem in json.loads(done.stdout.splitlines()[-1])]
+
+
+class _RefusedError(ValueError):
+    """The command line's parser refuses a value."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse ends the process over a value that it refuses."""
+
+    def error(self, message: str) -> NoReturn:
+        raise _RefusedError(message)
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = _Parser(allow_abbrev=False)
+    ServerArgs.add_cli_args(parser)
+    return parser
+
+
+def _refusals(key: str, value: Any) -> Iterator[str]:
+    """What the parser says of one option, given as the file of a server's options gives it."""
+    from sglang.srt.utils.server_args_config_parser import ConfigArgumentMerger
+
+    parser = _parser()
+    merger = ConfigArgumentMerger(parser)
+    try:
+        words = merger._convert_config_to_args({key.replace("_", "-"): value})
+        parser.parse_args(["--model-path=any", *words])  # the one flag that it demands
+    except (
+        ValueError
+    ) as error:  # _RefusedError, and the merger's for an action that it does not know
+        choices = (a.choices for a in parser._actions if a.dest == key and a.choices)
+        near = closest(str(value), map(str, next(choices, ())))
+        hint = f"; did you mean {near[0]}?" if near else ""
+        yield f"{SGLANG.name}.{key}: got {given(value)}, which SGLang refuses: {error}{hint}"
+
+
+def main() -> None:
+    """Print the problems of the table on standard input."""
+    print(json.dumps(table_problems(json.load(sys.stdin))))
+
+
+# Refuse a server that does not serve what the run trains, before anything is generated on it.
+
+log = logging.getLogger(__name__)
+
+_SINGLE = ("pp_size", "dp_size", "ep_size", "moe_dp_size")
+
+_SERVER_INFO = {"version": str, "dtype": str, "quantization": object, "max_total_num_tokens": int}
+_MODEL_INFO = {"model_type": str, "architectures": list}
+_LAYOUT = {"dtype": str, "tp_size": int, "device": str}
+"""What must be in an answer, by its type; ``object``: anything, null included."""
+
+SGLANG_VERSION = "0.5.23"
+"""The release whose protocol this package speaks; requirements pin it."""
+
+
+async def check_engine(config: ServerSections, client: EngineClient) -> None:
+    """Compare the server's release, model, vocabulary, type, room and switches with the run's.
+
+    Needed for a server that was started elsewhere (``engine.urls``), harmless for our own. A paused one,
+    which a failed weight update leaves, would hold the request that tells the vocabulary: there
+    that comparison is left to the weight update, which a wrong vocabulary makes fail. Raises
+    EngineMismatchError with every difference, and the client's errors.
+    """
+    info, model_info = await client.get_json("/server_info"), await client.get_json("/model_info")
+    switches = dict.fromkeys(required_switches(config), bool)
+    _require(f"{client.url}/server_info", info, _SERVER_INFO | switches)
+    _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
+    differences = compare_server(config, info, model_info)
+    size = load_model_shape(config.model.hf_checkpoint).vocab_size
+    if not differences and not await client.ready():
+        log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
+    elif not differences and not await _serves_vocabulary(client, size):
+        differences.append(f"vocabulary: the engine's is not {size} tokens")
+    if config.rollout.router_replay and not differences and not await client.offers_recordings():
+        differences.append(
+            "recorded routing: not offered beside the JSON, expected a server that was started by "
+            "megatron_dppo.engine.launch_server"
+        )
+    if differences:
+        raise EngineMismatchError(
+            f"the engine at {client.url} does not fit this run:\n  " + "\n  ".join(differences)
+        )
+
+
+def required_switches(config: ServerSections) -> list[str]:
+    """SGLang's switches that this run needs to be on."""
+    wanted = {
+        "enable_return_routed_experts": config.rollout.router_replay,
+        "enable_deterministic_inference": config.engine.deterministic,
+    }
+    return [field for field, is_wanted in wanted.items() if is_wanted]
+
+
+def compare_server(
+    config: ServerSections, info: dict[str, Any], model_info: dict[str, Any]
+) -> list[str]:
+    """One line for each thing that ``/server_info`` and ``/model_info`` say and the run does not
+    expect.
+    """
+    family = family_of(load_model_shape(config.model.hf_checkpoint))
+    wanted: dict[str, tuple[Any, Any]] = {
+        "sglang version": (info["version"], SGLANG_VERSION),
+        "model type": (model_info["model_type"], family.model_type),
+        "architectures": (model_info["architectures"], [family.architecture]),
+        "dtype (--dtype)": (info["dtype"], config.model.dtype),
+        "quantization": (info["quantization"], None),
+    }
+    if updates_adapters(config.lora):
+        wanted["--enable-lora"] = (info.get("enable_lora"), True)
+        wanted["--max-lora-rank"] = (info.get("max_lora_rank"), config.lora.rank)
+    for switch in required_switches(config):
+        wanted[f"--{switch.replace('_', '-')}"] = (info[switch], True)
+    differences = [
+        f"{what}: {found!r}, expected {expected!r}"
+        for what, (found, expected) in wanted.items()
+        if found != expected
+    ]
+    room = config.sequence_tokens + SPARE_POSITIONS * info.get("page_size", 1)
+    if info["max_total_num_tokens"] < room:
+        differences.append(
+            f"--max-total-tokens: the cache holds {info['max_total_num_tokens']} tokens, "
+            f"a full sequence of {config.sequence_tokens} needs {room}"
+        )
+    # The longest prompt plus one is what SGLang tells of its context, or of its cache where that is smaller.
+    context = info.get("max_req_input_len", room) + PROMPT_SPARE_POSITIONS - 1
+    if room <= info["max_total_num_tokens"] and context < config.sequence_tokens + SPARE_POSITIONS:
+        differences.append(
+            f"--context-length: it has {context} positions, a full sequence of {config.sequence_tokens} "
+            f"needs {config.sequence_tokens + SPARE_POSITIONS}"
+        )
+    return differences
+
+
+async def _serves_vocabulary(client: EngineClient, size: int) -> bool:
+    """SGLang publishes no vocabulary size, but refuses to score a token outside it."""
+    return await _scores(client, size - 1) and not await _scores(client, size)
+
+
+async def _scores(client: EngineClient, token: int) -> bool:
+    body = {
+        "input_ids": [0],
+        "sampling_params": {"max_new_tokens": 1},
+        "return_logprob": True,
+        "token_ids_logprob": [token],
+    }
+    try:
+        await client.request("POST", "/generate", orjson.dumps(body))
+    except EngineRequestError as error:
+        if error.status != 400:
+            raise
+        return False
+    return True
+
+
+def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShape) -> None:
+    """Raise EngineMismatchError where ``/server_info`` names a layout, or a type of weights, whose
+    weight updates can't be verified, or does not say which.
+    """
+    _require(f"{url}/server_info", info, _LAYOUT)
+    for dimension in _SINGLE:
+        if info.get(dimension, 1) != 1:
+            raise EngineMismatchError(
+                f"{url}: {dimension} is {info[dimension]}; verified weight updates know tensor parallelism "
+                f"only, expected 1"
+            )
+    if info.get("quantization") is not None:
+        raise EngineMismatchError(f"{url}: quantization is {info['quantization']!r}, expected none")
+    kernel = info.get("moe_runner_backend")
+    if shape.is_moe and info["device"] != "cpu" and kernel != EXPERT_KERNEL:
+        raise EngineMismatchError(
+            f"{url}: moe_runner_backend is {kernel!r}, which may keep the experts' weights in a layout of its own; "
+            f"expected {EXPERT_KERNEL!r} (--moe-runner-backend)"
+        )
+    served = shape.dtype if info["dtype"] == "auto" else info["dtype"]
+    if served != dtype:
+        raise EngineMismatchError(
+            f"{url}: the engine's weights are {served}, the trainer's {dtype}"
+        )
+
+
+def _require(where: str, answer: Mapping[str, Any], fields: Mapping[str, type]) -> None:
+    """Raise EngineMismatchError where an answer lacks what SGLang's holds: another program's."""
+    missing = [
+        name
+        for name, kind in fields.items()
+        if name not in answer or not isinstance(answer[name], kind)
+    ]
+    if missing:
+        raise EngineMismatchError(
+            f"{where} does not say {', '.join(missing)} as SGLang {SGLANG_VERSION} does; is it a "
+            "server of SGLang?"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -5,12 +5,18 @@ Light: imports neither torch nor sglang.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_dppo.engine.child_server import ChildServer, Runtime
+from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
 from megatron_dppo.engine.options import (
     ServerHosts,
     ServerSections,
@@ -18,9 +24,237 @@ from megatron_dppo.engine.options import (
     server_options,
     write_options,
 )
+from megatron_dppo.system.network import PortTakenError
+from megatron_dppo.system.processes import (
+    Launcher,
+    LocalLauncher,
+    Running,
+    describe_exit,
+    quote,
+    tail,
+)
+from megatron_dppo.system.scratch import remove_left_behind
 
 if TYPE_CHECKING:
-    from megatron_dppo.engine.http_client import Answer, HttpClient
+    from megatron_dppo.engine.client import Answer, HttpClient
+
+
+# An HTTP server as a child process: start it, wait until it is healthy, end it, quote its log.
+# The supervisor imports this: it loads neither torch nor sglang, and the HTTP client only to
+# wait.
+
+ProgressCallback = Callable[[float, str], None]
+"""Called with the seconds waited and what the server does now, in words."""
+
+_POLL_SECONDS = 0.25
+_PROGRESS_SECONDS = 1.0
+_PROBE_SECONDS = 5.0
+_FOREIGN_SECONDS = 5.0
+"""Who refuses our probe for so long, while the server of ours has not come up, is somebody else."""
+_TAIL_LINES = 40
+_WARMING = "answering its first requests"
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Where servers run, with which Python, and with which variables beside their own."""
+
+    launcher: Launcher = field(default_factory=LocalLauncher)
+    python: str = sys.executable
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+class ChildServer(ABC):
+    """One server on one port: ``start``, ``wait_healthy``, ``poll``, then ``stop`` or ``kill``.
+
+    Start it from the main thread: on this machine it dies with the *thread* that called ``start``.
+    """
+
+    what = "the server"
+    """Its name in messages."""
+    port_key = "port"
+    """The key of the configuration that sets ``port``."""
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        log_path: Path,
+        start_timeout_s: float,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self.host = host
+        self.port = port
+        self.log_path = log_path
+        self._start_timeout = start_timeout_s
+        self._runtime = Runtime() if runtime is None else runtime
+        self._process: Running | None = None
+        self._started_at = 0.0
+
+    @abstractmethod
+    def _command(self) -> Sequence[str]:
+        """Arguments of this Python, from ``-m`` on; whoever runs ``ps`` sees them."""
+
+    @abstractmethod
+    def _environment(self) -> Mapping[str, str]:
+        """The process's environment."""
+
+    @abstractmethod
+    def _secrets(self) -> Mapping[str, Any]:
+        """JSON for its standard input."""
+
+    @abstractmethod
+    def _probe(self) -> tuple[str, str | None]:
+        """The path, and the key to send with it, of a GET that tells this server from others."""
+
+    @abstractmethod
+    def _accepts(self, answer: Answer) -> bool:
+        """Whether the answer to the probe says that this server, and no other, is ready."""
+
+    async def _warm_up(self, client: HttpClient) -> None:  # noqa: B027 - a server may need none
+        """Called once it answers the probe; it is healthy when this returns. May raise EngineError."""
+
+    def _stage(self) -> str:
+        """What a server that is starting does now; read off its log."""
+        return "importing its libraries"
+
+    @property
+    def url(self) -> str:
+        """Base URL for clients."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        return f"http://{host}:{self.port}"
+
+    @property
+    def pid(self) -> int:
+        """Process id of the server, or of what runs it elsewhere."""
+        if self._process is None:
+            raise ValueError(f"{self.what} was not started")
+        return self._process.pid
+
+    def start(self) -> None:
+        """Start the process and return at once. Raises PortHeldError where the port is taken."""
+        if self._process is not None:
+            raise ValueError(f"{self.what} was started already, as process {self._process.pid}")
+        try:
+            self._runtime.launcher.require_free_port(self.host, self.port)
+        except PortTakenError as error:
+            key = self.port_key
+            raise PortHeldError(
+                f"{key}: {error}; leave {key} empty for a free one, or end what listens there"
+            ) from error
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        command = [self._runtime.python, *self._command()]
+        with open(self.log_path, "ab") as log:
+            log.write(f"--- {' '.join(command)}\n".encode())
+        self._process = self._runtime.launcher.start(
+            command,
+            environment={**self._environment(), **self._runtime.variables},
+            log=self.log_path,
+            stdin=json.dumps(dict(self._secrets())).encode(),
+        )
+        self._started_at = time.monotonic()
+
+    def wait_healthy(self, on_progress: ProgressCallback | None = None) -> float:
+        """Wait until the server answers; blocks, and may be called from any thread.
+
+        Args:
+            on_progress: called about once a second.
+
+        Returns:
+            Seconds since ``start``.
+
+        Raises:
+            EngineStartError: with the log's end, where the server exits first or the time to start
+                passes; the process is killed then.
+            PortHeldError: another server answers on its port; likewise.
+        """
+        return asyncio.run(self._wait_healthy(on_progress))
+
+    async def _wait_healthy(self, on_progress: ProgressCallback | None) -> float:
+        from megatron_dppo.engine.client import HttpClient
+
+        path, key = self._probe()
+        next_progress = 0.0
+        stranger = _Stranger(f"{self.port_key}: {self.host}:{self.port}{path}")
+        warming: asyncio.Task[None] | None = None
+        async with HttpClient(self.url, key) as client:
+            while True:
+                waited = time.monotonic() - self._started_at
+                code = self.poll()
+                if code is not None and not stranger.seen:
+                    self._give_up(f"{self.what} {describe_exit(code)} after {waited:.0f} s")
+                if warming is None:
+                    with contextlib.suppress(EngineLostError):
+                        answer = await client.exchange("GET", path, timeout_s=_PROBE_SECONDS)
+                        if self._accepts(answer):
+                            warming = asyncio.create_task(self._warm_up(client))
+                        else:
+                            stranger.note(answer, waited)
+                elif warming.done():
+                    if (error := warming.exception()) is None:
+                        return waited
+                    self._give_up(f"{self.what} does not answer its first request: {error}")
+                if stranger.seen and (code is not None or stranger.stays(waited)):
+                    self.kill()
+                    raise PortHeldError(stranger.seen)
+                if waited > self._start_timeout:
+                    self._give_up(f"{self.what} was not healthy after {self._start_timeout:.0f} s")
+                if on_progress is not None and waited >= next_progress:
+                    on_progress(waited, self._stage() if warming is None else _WARMING)
+                    next_progress = waited + _PROGRESS_SECONDS
+                await asyncio.wait(
+                    [warming or asyncio.create_task(asyncio.sleep(_POLL_SECONDS))],
+                    timeout=_POLL_SECONDS,
+                )
+
+    def poll(self) -> int | None:
+        """None while the server runs, else its exit code (negative: the signal that ended it)."""
+        return None if self._process is None else self._process.poll()
+
+    def stop(self, grace_s: float = 10.0) -> None:
+        """SIGTERM, on which the server finishes its requests; SIGKILL after ``grace_s`` seconds."""
+        if self._process is not None:
+            self._process.stop(grace_s)
+
+    def kill(self) -> None:
+        """SIGKILL the server and every descendant; returns when they are gone. Harmless twice."""
+        if self._process is not None:
+            self._process.kill()
+            remove_left_behind()
+
+    def log_tail(self, lines: int = _TAIL_LINES) -> str:
+        """The last ``lines`` lines of the server's log."""
+        return tail(self.log_path, lines)
+
+    def _give_up(self, reason: str) -> NoReturn:
+        log = self.log_tail()
+        self.kill()
+        raise EngineStartError(f"{reason}; the end of {self.log_path}:\n{quote(log)}")
+
+
+class _Stranger:
+    """A server that answers where ours should be; ``seen`` says what it answered."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._since = 0.0
+        self.seen = ""
+
+    def note(self, answer: Answer, now: float) -> None:
+        """It refused the probe. A 5xx may come from our own, on its way up."""
+        if answer.status >= 500:
+            return
+        if not self.seen:
+            self._since = now
+        program = answer.headers.get("Server", "unnamed")
+        self.seen = (
+            f"{self._where} is answered by another server ({program}, status {answer.status}); "
+            "end that one, or take another port"
+        )
+
+    def stays(self, now: float) -> bool:
+        """Whether it has been there for too long to be our own."""
+        return bool(self.seen) and now > self._since + _FOREIGN_SECONDS
 
 
 _STAGE_LINES = 400
@@ -108,8 +342,7 @@ class EngineProcess(ChildServer):
         On GPUs the first request of a kind compiles its kernels (flashinfer's for top_p < 1), minutes in
         which the scheduler stands still: later that would look like a hang.
         """
-        from megatron_dppo.engine.protocol import request_body
-        from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+        from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, request_body
 
         rollout, evaluation = self._config.rollout, self._config.evaluation
         temperatures = {(rollout.temperature, rollout.top_p)} | {

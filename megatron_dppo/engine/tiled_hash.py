@@ -14,22 +14,224 @@ SplitMix64's. It finds accidents, not adversaries.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import itertools
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine.tile_sums import (
-    MASK32,
-    MASK64,
-    WORD,
-    PartSums,
-    Run,
-    closed_sum,
-    run_of,
-    start_sums,
-)
+from megatron_dppo.system.toolchain import KernelBuildError, build_library
+
+# Sums over the tiles of parts of tensors (``tiled_hash`` has the formula), many parts in one
+# kernel.
+# On a CPU a C++ loop, or torch where there is no compiler; on a GPU a Triton kernel, not yet run
+# on one.
+
+log = logging.getLogger(__name__)
+
+MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
+WORD = 4
+TILE = 8192
+BLOCK_TILES = 2048
+SEED_1 = 0x243F6A88
+SEED_2 = ((SEED_1 * 0x9E3779B1) ^ 0xDEADBEEF) & MASK32
+LANES = ((0x27D4EB2D, SEED_1, 15), (0x165667B1, SEED_2, 13))
+SOURCE = Path(__file__).parent / "kernels" / "tile_sums.cpp"
+
+Edge: TypeAlias = tuple[int, int, int]
+"""A tile that a part shares with others, and its two inner sums over that part."""
+PartSums: TypeAlias = tuple[int, Sequence[Edge]]
+"""What the tiles that a part covers add to the checksum, and its edges."""
+
+
+@dataclass(frozen=True, slots=True)
+class WordRun:
+    """A part of a tensor as whole words.
+
+    Attributes:
+        data: ``uint8`` [rows, bytes], rows contiguous; rows follow one another in the tensor.
+        first: the word of the tensor at which it begins.
+        total: words of the whole tensor.
+    """
+
+    data: Tensor
+    first: int
+    total: int
+
+    @property
+    def words(self) -> int:
+        """Words of this part, at least one."""
+        return self.data.numel() // WORD
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        """Tiles that these words share with others; 0 beside the one where they begin, 2 beside a later."""
+        end = self.first + self.words
+        first, last = self.first // TILE, end // TILE
+        edges = []
+        if self.first % TILE or (end < self.total and last == first):
+            edges.append((first, 0))
+        if end % TILE and end < self.total and last != first:
+            edges.append((last, 2))
+        return edges
+
+
+def run_of(part: Tensor, first: int, total: int) -> WordRun:
+    """``part`` (not empty; any shape and dtype) from word ``first`` on of a tensor of ``total`` words.
+
+    A view where it is a block of whole words; else a copy, padded with zeros to whole words.
+    """
+    rows = _rows(part.detach())
+    if rows is None:
+        flat = part.detach().contiguous().reshape(-1).view(torch.uint8)
+        if flat.numel() % WORD:
+            flat = torch.cat([flat, flat.new_zeros(-flat.numel() % WORD)])
+        elif flat.data_ptr() % WORD:
+            flat = flat.clone()
+        rows = flat.unsqueeze(0)
+    return WordRun(rows, first, total)
+
+
+def start_sums(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
+    """Start one kernel over all ``runs``, which lie on one device; what is returned waits for it."""
+    if runs and runs[0].data.is_cuda:
+        from megatron_dppo.engine.kernels.tile_sums_triton import start
+
+        return start(runs)
+    found = sums_on_cpu(runs)
+    return lambda: found
+
+
+def sums_on_cpu(runs: Sequence[WordRun]) -> list[PartSums]:
+    """By the C++ kernel, in one call; by torch where it can't be compiled."""
+    kernel = _kernel() if runs else None
+    if kernel is None:
+        return [sums_by_torch(run) for run in runs]
+    shapes = np.array(
+        [
+            (
+                r.data.data_ptr(),
+                r.words,
+                r.data.shape[1] // WORD,
+                r.data.stride(0) // WORD,
+                r.first,
+                r.total,
+            )
+            for r in runs
+        ],
+        dtype=np.int64,
+    )
+    closed, sums = np.zeros(len(runs), dtype=np.uint64), np.zeros((len(runs), 4), dtype=np.uint32)
+    kernel(len(runs), *(array.ctypes.data for array in (shapes, closed, sums)))
+    return collect([run.edges for run in runs], closed.tolist(), sums.tolist())
+
+
+def collect(
+    edges: Sequence[Sequence[tuple[int, int]]], closed: Sequence[int], sums: Sequence[Sequence[int]]
+) -> list[PartSums]:
+    """A kernel's results by part: ``sums`` [parts, 4], two words for the first tile and two for the last."""
+    return [
+        (whole, [(tile, own[at], own[at + 1]) for tile, at in shared])
+        for shared, whole, own in zip(edges, closed, sums, strict=True)
+    ]
+
+
+def sums_by_torch(run: WordRun) -> PartSums:
+    """On any device, in blocks of BLOCK_TILES tiles (memory: a few times 64 MiB)."""
+    words = run.data.contiguous().reshape(-1).view(torch.int32)
+    blocks, at = [], run.first
+    while words.numel():
+        step = TILE - at % TILE
+        if step == TILE and words.numel() > TILE:
+            step = min(words.numel() // TILE, BLOCK_TILES) * TILE
+        blocks.append(_mix(words[:step], at))
+        at += min(step, words.numel())
+        words = words[step:]
+    sums = torch.cat(blocks, dim=1)
+    begin = run.first // TILE
+    shared = {tile - begin for tile, _ in run.edges}
+    covered = [i for i in range(sums.shape[1]) if i not in shared]
+    opened = [(tile, *sums[:, tile - begin].tolist()) for tile, _ in run.edges]
+    return closed_sum(sums[:, covered], run.total), opened
+
+
+def closed_sum(sums: Tensor, total: int) -> int:
+    """What tiles of inner sums int64 [2, tiles] add to the checksum of ``total`` words."""
+    high, low = _fmix((sums ^ (WORD * total & MASK32)).to(torch.int32)).to(torch.int64)
+    return ((int((high & MASK32).sum()) << 32) + int((low & MASK32).sum())) & MASK64
+
+
+def _rows(part: Tensor) -> Tensor | None:
+    """``part`` as ``uint8`` rows of whole words without a copy; None where it does not lie so."""
+    inner, at = 1, part.dim()
+    while at and (part.shape[at - 1] == 1 or part.stride(at - 1) == inner):
+        at -= 1
+        inner *= part.shape[at]
+    outer = [
+        (size, step)
+        for size, step in zip(part.shape[:at], part.stride()[:at], strict=True)
+        if size > 1
+    ]
+    for (_, above), (size, below) in itertools.pairwise(outer):
+        if above != size * below:
+            return None
+    step = outer[-1][1] if outer else inner
+    rows = part.as_strided((part.numel() // inner, inner), (step, 1)).view(torch.uint8)
+    places = (rows.data_ptr(), rows.shape[1], rows.stride(0))
+    return None if any(place % WORD for place in places) else rows
+
+
+def _mix(words: Tensor, first: int) -> Tensor:
+    """Words of one tile, or of several whole ones. int32 overflows modulo 2^32."""
+    count = words.numel()
+    index = torch.arange(first, first + count, device=words.device).to(torch.int32)
+    sums = []
+    for multiplier, seed, turn in LANES:
+        position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, turn)
+        mixed = _fmix(words ^ position)
+        tiles = mixed.view(-1, TILE) if count >= TILE else mixed.view(1, count)
+        sums.append(tiles.sum(dim=1, dtype=torch.int64).cpu() & MASK32)
+    return torch.stack(sums)
+
+
+@functools.cache
+def _kernel() -> Any | None:
+    """The compiled loop; None, told once, where there is no compiler."""
+    try:
+        function = build_library(SOURCE).tile_sums
+    except KernelBuildError as error:
+        log.warning("weight checksums run in torch, which is slower: %s", error)
+        return None
+    function.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3]
+    function.restype = None
+    return function
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 32) if value >> 31 else value
+
+
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """Logical shift of int32."""
+    return (x >> by) & ((1 << (32 - by)) - 1)
+
+
+def _rotate_left(x: Tensor, by: int) -> Tensor:
+    return (x << by) | _shift_right(x, 32 - by)
+
+
+def _fmix(x: Tensor) -> Tensor:
+    x = (x ^ _shift_right(x, 16)) * _signed(0x85EBCA6B)
+    x = (x ^ _shift_right(x, 13)) * _signed(0xC2B2AE35)
+    return x ^ _shift_right(x, 16)
+
 
 Part = tuple["TiledHash", Tensor, int]
 """The hash of a tensor, a part of it, and the byte at which the part begins."""
@@ -77,7 +279,7 @@ class TiledHash:
         """
         add_parts([(self, part, start)])()
 
-    def run(self, part: Tensor, start: int) -> Run | None:
+    def run(self, part: Tensor, start: int) -> WordRun | None:
         """A part as whole words, or None for an empty one. Raises ValueError as ``add``."""
         size = part.numel() * part.element_size()
         first, end = start // WORD, -(-(start + size) // WORD)

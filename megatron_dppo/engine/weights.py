@@ -2,27 +2,124 @@
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from types import SimpleNamespace
 from typing import Any, Self
 
 import orjson
 import torch
 from torch import Tensor
+from torch.multiprocessing import reductions
 
-from megatron_dppo.engine.checksums import ExpectedChecksums
-from megatron_dppo.engine.compatibility import check_layout
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
+from megatron_dppo.engine.client import CONTROL_TIMEOUT_S, HttpClient
 from megatron_dppo.engine.errors import (
     EngineAnswerError,
     EngineMismatchError,
     EngineRequestError,
 )
-from megatron_dppo.engine.http_client import CONTROL_TIMEOUT_S, HttpClient
-from megatron_dppo.engine.ipc import shared_payloads
-from megatron_dppo.engine.tensors import EngineTensors
+from megatron_dppo.engine.options import ADAPTER_DIGESTS, check_layout
 from megatron_dppo.model.mapping import engine_inputs
 from megatron_dppo.model.shape import ModelShape
+
+# A bucket handed to an engine on the same host as a handle of memory, not as bytes.
+# SGLang unpickles what it is given; this side only pickles, and imports nothing of SGLang. On a
+# CPU the handle names a file in shared memory (torch's ``file_system`` strategy: file descriptors
+# can't cross to a process that is no child, and kill the server). On a GPU it is a CUDA IPC
+# handle: written after SGLang's and torch's sources, not yet run on a GPU.
+
+_DEVICE_ARGUMENT = 6
+"""Of ``rebuild_cuda_tensor``'s arguments: the device's index, in whose place SGLang takes its UUID
+(``sglang.srt.utils.patch_torch``)."""
+
+
+def shared_empty(size: int, device: torch.device | str) -> Tensor:
+    """``size`` bytes that another process can open; on a CPU in a file under ``/dev/shm``."""
+    if torch.device(device).type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    with _file_system_sharing():
+        return torch.empty(size, dtype=torch.uint8).share_memory_()
+
+
+def shared_payloads(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    data: Tensor,
+    ranks: int,
+) -> list[str]:
+    """One serialised handle of ``data`` for each engine rank, in base64.
+
+    A handle counts as one holder of the memory until its rank has opened and dropped it, so each
+    rank gets its own.
+    """
+    bucket = {"flattened_tensor": data, "metadata": _metadata(names, shapes, dtype)}
+    with _file_system_sharing():
+        return [base64.b64encode(_pickled(bucket)).decode() for _ in range(ranks)]
+
+
+def named_by_uuid(
+    rebuild: Callable[..., Any], arguments: tuple[Any, ...], uuid_of: Callable[[int], str]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """torch's recipe for a tensor in another process, with a CUDA device named by its UUID.
+
+    An index means another device to a process with another ``CUDA_VISIBLE_DEVICES``.
+    """
+    if rebuild is not reductions.rebuild_cuda_tensor:
+        return rebuild, arguments
+    changed = list(arguments)
+    changed[_DEVICE_ARGUMENT] = uuid_of(changed[_DEVICE_ARGUMENT])
+    return rebuild, tuple(changed)
+
+
+def _metadata(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> list[SimpleNamespace]:
+    """What SGLang reads of its ``FlattenedTensorMetadata``, in a type that its unpickler admits."""
+    entries, end = [], 0
+    for name, dims in zip(names, shapes, strict=True):
+        shape = torch.Size(dims)
+        size = shape.numel() * dtype.itemsize
+        start, end = end, end + size
+        place = {"start_idx": start, "end_idx": end, "numel": size}
+        entries.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
+    return entries
+
+
+class _Pickler(ForkingPickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_cuda:
+            rebuild, arguments = reductions.reduce_tensor(value)
+            return named_by_uuid(rebuild, arguments, _uuid)
+        return NotImplemented
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _file_system_sharing() -> Iterator[None]:
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)
+
 
 PROBE = "rotary_emb.inv_freq"
 """A tensor that no model has and that SGLang's models take and drop: older checkpoints carry it."""
@@ -345,3 +442,56 @@ class EngineWeights:
         except EngineRequestError:
             return False
         return True
+
+
+# The engine's own LoRA: adapters of the frozen model, loaded and dropped by name while it serves.
+# SGLang (0.5.23) reads them from a folder in PEFT's format that it sees under the same path. Its
+# other route takes tensors over HTTP and unpickles them, so it is not used. A request names the
+# adapters that it wants; one that names adapters that are not there is refused, never answered
+# without them.
+
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Matrix of the engine -> matrices of the checkpoint whose rows it holds one after another."""
+
+
+async def load_adapter(engine: EngineWeights, name: str, folder: str) -> dict[str, str]:
+    """Have the engine load ``folder`` as ``name``; SHA-256 by tensor of what it then holds.
+
+    Raises EngineRequestError with the engine's reason where it refuses, EngineAnswerError where it can't tell the
+    digests.
+    """
+    body = {"lora_name": name, "lora_path": folder}
+    answer = await engine.move("/load_lora_adapter", body)
+    loaded = answer.get("loaded_adapters") or {}
+    if ADAPTER_DIGESTS not in loaded:
+        raise EngineAnswerError(
+            f"{engine.url}/load_lora_adapter does not say the digests of what it loaded, expected a server that was "
+            "started by megatron_dppo.engine.launch_server"
+        )
+    found: dict[str, str] = json.loads(loaded[ADAPTER_DIGESTS])
+    return found
+
+
+async def drop_adapters(engine: EngineWeights, keep: str | None = None) -> None:
+    """Have the engine drop all adapters but ``keep``."""
+    for name in await adapters_held(engine):
+        if name != keep:
+            await engine.move("/unload_lora_adapter", {"lora_name": name})
+
+
+async def adapters_held(engine: EngineWeights) -> Sequence[str]:
+    """Names of the adapters that the engine has."""
+    models = (await engine.client.get_json("/v1/models"))["data"]
+    return [model["id"] for model in models if model["parent"] is not None]
+
+
+def engine_place(module: str) -> tuple[str, int]:
+    """The engine's module that holds the rows of the checkpoint's ``module``, and which of its parts they are."""
+    parent, _, last = module.rpartition(".")
+    for fused, members in FUSED.items():
+        if last in members:
+            return f"{parent}.{fused}", members.index(last)
+    return module, 0

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing import AnswerParser
+from megatron_dppo.engine.client import Answer
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineError,
@@ -23,9 +24,7 @@ from megatron_dppo.engine.errors import (
     ServerLostError,
     StaleWeightsError,
 )
-from megatron_dppo.engine.http_client import Answer
-from megatron_dppo.engine.protocol import adapter_name, request_body
-from megatron_dppo.engine.requests import GenerationRequest
+from megatron_dppo.engine.protocol import GenerationRequest, adapter_name, request_body
 from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.http_router import ROUTED_MODEL, SERVED_BY, HttpRouterLink
 from megatron_dppo.fleet.membership import ActiveServer, Member, breakable, client_of

@@ -28,7 +28,7 @@ from megatron_dppo.engine.errors import (
     ServerLostError,
     StopRequestedError,
 )
-from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.types import Problem

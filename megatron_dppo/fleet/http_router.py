@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.engine.child_server import ChildServer, Runtime
+from megatron_dppo.engine.client import Answer, HttpClient, Method
 from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
-from megatron_dppo.engine.http_client import Answer, HttpClient, Method
+from megatron_dppo.engine.process import ChildServer, Runtime
 from megatron_dppo.fleet.folder import Keys, Server
 
 if TYPE_CHECKING:
-    from megatron_dppo.engine.http_client import Answer
+    from megatron_dppo.engine.client import Answer
 
 
 OPEN_PATHS = (

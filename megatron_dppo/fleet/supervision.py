@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 
-from megatron_dppo.engine.child_server import ChildServer
 from megatron_dppo.engine.errors import PortHeldError
+from megatron_dppo.engine.process import ChildServer
 from megatron_dppo.fleet.endpoint import FleetEndpoint
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.system.errors import RunError

@@ -159,7 +159,7 @@ def library_problems(config: PolicyConfig) -> Iterator[str]:
 
 def _server_problems(config: TrainConfig) -> Iterator[str]:
     """Of the ``sglang:`` table, as the interpreter that will serve sees it."""
-    from megatron_dppo.engine.server_args import table_problems, table_problems_elsewhere
+    from megatron_dppo.engine.options import table_problems, table_problems_elsewhere
 
     python = config.engine.python
     try:

@@ -17,7 +17,7 @@ from typing import TypeGuard
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
-from megatron_dppo.engine.child_server import Runtime
+from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import Grounds, supervised_fleet

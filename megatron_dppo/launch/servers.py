@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_dppo.config.schema import EngineConfig, TrainConfig
-from megatron_dppo.engine.child_server import ChildServer, Runtime
 from megatron_dppo.engine.options import ServerHosts, ServerSections
-from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.engine.process import ChildServer, EngineProcess, Runtime
 from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
 from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
 from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterProcess

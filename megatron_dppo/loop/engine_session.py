@@ -18,10 +18,9 @@ from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing import AnswerParser
-from megatron_dppo.engine.compatibility import check_engine
+from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineError
-from megatron_dppo.engine.http_client import HttpClient
-from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.options import ServerSections, check_engine
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
@@ -57,11 +56,9 @@ from megatron_dppo.trainer.weight_source import (
     TrainerWeights,
     ranks_per_sender,
 )
-from megatron_dppo.weight_sync.adapter_updates import AdapterUpdater
-from megatron_dppo.weight_sync.interfaces import WeightUpdateError
-from megatron_dppo.weight_sync.reach import check_reach
-from megatron_dppo.weight_sync.report import UpdateReport
-from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weight_sync.adapters import AdapterUpdater
+from megatron_dppo.weight_sync.distributed import check_reach
+from megatron_dppo.weight_sync.transaction import UpdateReport, WeightUpdateError, WeightUpdater
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.requests import SamplingParams
+from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.rollouts.exchange import own_positions

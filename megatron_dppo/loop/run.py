@@ -17,7 +17,7 @@ from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.requests import RoutedShape, SamplingParams
+from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal, note_failure

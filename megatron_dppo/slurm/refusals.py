@@ -13,7 +13,7 @@ from megatron_dppo.config.allocator import allocator_problems
 from megatron_dppo.config.forwarded import SGLANG
 from megatron_dppo.config.library_fields import LibraryMissingError
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.server_args import table_problems_elsewhere
+from megatron_dppo.engine.options import table_problems_elsewhere
 from megatron_dppo.logging import say
 from megatron_dppo.preflight.checks import CHECKS
 from megatron_dppo.slurm.commands import SlurmError, fields, slurm

@@ -13,7 +13,7 @@ from pathlib import Path
 from megatron_dppo.config.allocator import allocator_problems
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.child_server import Runtime
+from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch.local import generates, rank_command
 from megatron_dppo.launch.placement import (
     Allocation,

@@ -6,25 +6,126 @@ import logging
 import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, Protocol, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
+from megatron_dppo.engine.errors import UNBOUNDED
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.network import is_loopback
-from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError, TransferTimeoutError
+
+# What a weight update is made of: the source of tensors, a strategy that moves them, report,
+# errors.
+# The protocols are seen from one trainer rank. Rank 0 conducts: it alone gives the engines
+# orders. Ranks that a plan names as receivers gather buckets from the others and send them to the
+# engines.
+
+T = TypeVar("T")
+
+Bucket = Sequence[tuple[str, Tensor]]
+"""Full tensors with their Hugging Face names."""
+
+Plan = Sequence[PlannedBucket]
+"""The same on every rank: which tensors, in which buckets, on which rank."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What a strategy is given: from trainer rank ``rank`` to ``engines``.
+
+    ``plan``: all buckets, each of ``dtype``. ``timeout_s`` bounds each request to an engine.
+    ``directory``: the configured folder, of strategy ``disk``.
+    """
+
+    rank: int
+    engines: Engines
+    plan: Plan
+    dtype: torch.dtype
+    timeout_s: float
+    directory: str | None = None
+
+    @property
+    def conducts(self) -> bool:
+        """Whether this rank gives the engines their orders."""
+        return self.rank == 0
+
+    @property
+    def sends(self) -> bool:
+        """Whether this rank gathers buckets, and sends them."""
+        return any(bucket.receiver == self.rank for bucket in self.plan)
+
+
+class Strategy(Protocol):
+    """How buckets get into the attached engines; one object on every rank that takes part.
+
+    Every step but ``abort`` and ``close`` may raise RuntimeError, ValueError or OSError; an
+    EngineFaultError names the engines at fault. ``spread``: several ranks send, each the buckets that it
+    holds most of; otherwise rank 0 sends all. ``copies``: how often a bucket's bytes move.
+    """
+
+    spread: bool
+    copies: int
+
+    def __init__(self, transfer: Transfer) -> None: ...
+
+    def meeting_point(self) -> Any:
+        """What the other ranks must know of this one before ``begin``; JSON."""
+
+    def begin(self, meeting_points: Sequence[Any]) -> None:
+        """Connect, given every rank's meeting point; rank 0 opens the update in the engines."""
+
+    def send(self, bucket: Bucket) -> int:
+        """Start to send a bucket that this rank gathered; returns its bytes.
+
+        The bucket may change when two more have been sent.
+        """
+
+    def arrive(self) -> None:
+        """Wait until the engines have this rank's buckets; on rank 0, all buckets."""
+
+    def end(self) -> None:
+        """On rank 0, when every rank's buckets have arrived: close the update in the engines."""
+
+    def abort(self) -> None:
+        """Break off what is under way, without waiting for it."""
+
+    def close(self) -> None:
+        """Release what is held in the engines; the strategy is not used again."""
+
+
+class TransferTimeoutError(RunError):
+    """A broadcast, or its group, was not complete in time."""
+
+
+class EngineFaultError(RunError):
+    """What went wrong, by the URL of the engine at fault; ``reason`` where none is. ``attempts``: as of
+    EngineError, the least of all of them."""
+
+    def __init__(
+        self, faults: Mapping[str, BaseException], reason: BaseException | None = None
+    ) -> None:
+        errors = list(dict.fromkeys(faults.values())) or ([reason] if reason else [])
+        super().__init__("; ".join(f"{type(e).__name__}: {e}" for e in errors))
+        self.faults = dict(faults)
+        self.attempts = min((getattr(e, "attempts", UNBOUNDED) for e in errors), default=UNBOUNDED)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """URLs."""
+        return tuple(self.faults)
+
 
 log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """How long an engine may take to leave a broadcast that was broken off."""
-
-T = TypeVar("T")
 Call: TypeAlias = Callable[[EngineWeights], Coroutine[Any, Any, T]]
 OpenEngine: TypeAlias = Callable[[str], Coroutine[Any, Any, EngineWeights]]
 """Connects to the engine at a URL."""

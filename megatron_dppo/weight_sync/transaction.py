@@ -5,32 +5,34 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED
+from megatron_dppo.metrics import names
 from megatron_dppo.system.async_runner import AsyncRunner
+from megatron_dppo.system.errors import RunError
 from megatron_dppo.types import UNVERIFIED_VERSION
-from megatron_dppo.weight_sync.engines import Engines, OpenEngine
-from megatron_dppo.weight_sync.interfaces import (
-    Agree,
+from megatron_dppo.weight_sync.engines import (
     Bucket,
     EngineFaultError,
-    Phases,
+    Engines,
+    OpenEngine,
     Plan,
     Strategy,
     Transfer,
-    WeightSource,
-    WeightUpdateError,
-    WeightUpdateRefusedError,
 )
-from megatron_dppo.weight_sync.report import CanaryReport, UpdateReport, count_bytes
 from megatron_dppo.weight_sync.strategies import STRATEGIES
 from megatron_dppo.weight_sync.verification import (
+    CanaryReport,
     ExpectedByLayout,
     canary_prompts,
     canary_tolerance,
@@ -40,10 +42,190 @@ from megatron_dppo.weight_sync.verification import (
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MIB = 1 << 20
 _GB = 10**9
 _BUSY = "requests kept the engine busy beyond weight_sync.timeout_s"
 _RESUMED = ("canary", "commit")
+
+
+Agree = Callable[[str | None], str | None]
+"""A collective: each trainer rank hands in its failure or None, all get the first by rank, or None.
+
+For one rank the identity.
+"""
+
+
+class WeightSource(Protocol):
+    """The trainer's weights, for updates. ``gather``, ``all_gather`` and ``score`` are collective."""
+
+    @property
+    def rank(self) -> int:
+        """This process's global rank."""
+
+    def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
+        """All weights in buckets; with ``spread`` on the ranks that hold most of them, else on 0."""
+
+    def gather(self, plan: Plan) -> Iterator[Gathered]:
+        """The plan's buckets, one after another, each on its receiver.
+
+        A bucket's tensors must stay unchanged until the second one after it is asked for.
+        """
+
+    def gather_bound(self) -> int:
+        """The fewest bytes that ranks must exchange so that every tensor is whole somewhere."""
+
+    def bytes_between_nodes(self, plan: Plan) -> int:
+        """Bytes of the plan's gathers that travel from one node to another."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, by rank."""
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """log p(token | tokens before it) of all but the first, by prompt, at temperature 1."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model; token ids are below it."""
+
+    @property
+    def num_layers(self) -> int:
+        """Of the model."""
+
+    @property
+    def dtype_name(self) -> str:
+        """The weights' type, "float32" or "bfloat16"."""
+
+
+class Phases:
+    """Runs one rank's steps of an update, timed, until the first that fails.
+
+    ``error``: of the step that failed; later ones are not run. ``seconds``: by phase.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+
+    def run(self, phase: str, call: Callable[..., T], *arguments: Any) -> T | None:
+        """``call``'s answer; None where it fails (RuntimeError, ValueError, OSError) or one has."""
+        if self.error is not None:
+            return None
+        with self.timed(phase):
+            try:
+                return call(*arguments)
+            except (OSError, RunError, RuntimeError, ValueError) as error:
+                self.error = error
+                return None
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Add the block's duration to ``phase``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[phase] += time.perf_counter() - start
+
+
+class WeightUpdateError(RunError):
+    """An update failed, or engines could not be attached: on all trainer ranks alike.
+
+    ``engines``: URLs of those known to be at fault; empty where that is unknown. After a failed
+    update every attached engine is quarantined (paused, its version unverified) until a complete
+    update succeeds. ``attempts``: after so many failures in a row with this very message the next one
+    would end alike.
+    """
+
+    def __init__(
+        self, message: str, engines: Sequence[str] = (), attempts: int = UNBOUNDED
+    ) -> None:
+        super().__init__(message)
+        self.engines = tuple(engines)
+        self.attempts = attempts
+
+
+class WeightUpdateRefusedError(WeightUpdateError):
+    """Requests kept ``engines`` busy. All engines go on with the weights and version that they had."""
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """One committed update; known on every rank but for ``seconds`` and ``canary``, rank 0's own.
+
+    ``bytes``: of the weights as the engines load them. ``bytes_moved``: what trainer ranks exchanged
+    to make tensors whole, and what went to the engines. ``bytes_bound``: its static lower bound: over
+    all tensors what the best holder lacks, and the weights once for each engine rank (SGLang takes
+    whole tensors). ``seconds`` by phase, in time that the caller waited: drain, begin, gather (the
+    trainer's collective), transfer (for the engines), hash, arrive, end, verify, canary, commit.
+    ``verified``: every tensor was compared; ``tensors``: how many, over all engine ranks.
+    ``bytes_between_nodes``: of ``bytes_moved``, what the plan sends from one node to another: gathers, and each
+    sender's bytes once to each engine host but its own. ``bytes_between_nodes_bound``: all weights once to each host
+    of engines without a sender. ``bytes_into_node_bound``: of it, what must enter one node: all weights, or nothing
+    where every host of engines has a sender. ``update_s``: of the whole update; ``stall_s``: of it, from the engines'
+    pause to the commit. ``network``: bytes/s that can enter a node; None: not stated.
+    """
+
+    version: int
+    bytes: int
+    bytes_moved: int
+    bytes_bound: int
+    seconds: Mapping[str, float]
+    verified: bool
+    tensors: int
+    bytes_between_nodes: int
+    bytes_between_nodes_bound: int
+    bytes_into_node_bound: int
+    update_s: float
+    stall_s: float
+    canary: CanaryReport | None = None
+    network: float | None = None
+
+    def metrics(self) -> dict[str, float]:
+        """As recorded: bytes, bytes over their bound, seconds, the fewest seconds that the network allows (where its
+        rate is stated), GB of weights per second of stall, the canary's differences in nats.
+        """
+        values: dict[str, float] = {
+            "weights/bytes": self.bytes,
+            names.UPDATE_BYTES_MOVED: self.bytes_moved,
+            names.UPDATE_BYTES_BOUND: self.bytes_bound,
+            "weights/bytes_over_bound": self.bytes_moved / max(self.bytes_bound, 1),
+            names.UPDATE_BYTES_BETWEEN_NODES: self.bytes_between_nodes,
+            "weights/bytes_between_nodes_bound": self.bytes_between_nodes_bound,
+            "weights/bytes_into_node_bound": self.bytes_into_node_bound,
+            names.UPDATE_SECONDS: self.update_s,
+            names.UPDATE_STALL: self.stall_s,
+            "weights/gb_per_s": self.bytes / max(self.stall_s, 1e-9) / 1e9,
+        }
+        if self.network is not None:
+            values[names.UPDATE_BOUND] = self.bytes_into_node_bound / self.network
+        if self.canary is not None:
+            values["weights/canary_max_abs_diff"] = self.canary.max_abs_diff
+            values["weights/canary_mean_abs_diff"] = self.canary.mean_abs_diff
+        return values | {f"weights/{phase}_s": s for phase, s in self.seconds.items()}
+
+
+def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) -> dict[str, int]:
+    """An UpdateReport's counts of bytes.
+
+    Args:
+        facts: of each rank, 0 first: bytes sent to engines, bytes received from ranks, parts of
+            checksums, the engines' hosts that are not its own, and, of rank 0, how often bytes move to
+            engines and the bytes of all weights there.
+        bound: the fewest bytes that ranks must exchange.
+        between_nodes: bytes that ranks exchange between nodes.
+    """
+    copies, whole = facts[0][4:]
+    sent = sum(fact[0] for fact in facts)
+    foreign_to_all = set.intersection(*(set(fact[3]) for fact in facts if fact[0]))
+    return {
+        "bytes": sent,
+        "bytes_moved": sum(fact[1] for fact in facts) + copies * sent,
+        "bytes_bound": bound + copies * whole,
+        "bytes_between_nodes": between_nodes + sum(fact[0] * len(fact[3]) for fact in facts),
+        "bytes_between_nodes_bound": whole * len(foreign_to_all),
+        "bytes_into_node_bound": whole if foreign_to_all else 0,
+    }
 
 
 class WeightUpdater:

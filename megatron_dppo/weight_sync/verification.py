@@ -15,9 +15,7 @@ from typing import Any
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.weight_sync.engines import Engines
-from megatron_dppo.weight_sync.interfaces import Bucket, EngineFaultError
-from megatron_dppo.weight_sync.report import CanaryReport
+from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError, Engines
 
 PROMPTS = 4
 PROMPT_TOKENS = 24
@@ -54,6 +52,15 @@ def canary_tolerance(config: WeightSyncConfig, dtype_name: str, num_layers: int)
         largest=default.largest if config.canary_largest is None else config.canary_largest,
         mean=default.mean * deeper if config.canary_mean is None else config.canary_mean,
     )
+
+
+@dataclass(frozen=True)
+class CanaryReport:
+    """Differences of log-probabilities in nats over all tokens of the fixed prompts."""
+
+    max_abs_diff: float
+    mean_abs_diff: float
+    tokens: int
 
 
 class CanaryError(RunError):

@@ -75,7 +75,7 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
     import torch.distributed as dist
 
     from megatron_dppo.config.schema import TrainConfig
-    from megatron_dppo.engine.requests import SamplingParams
+    from megatron_dppo.engine.protocol import SamplingParams
     from megatron_dppo.fleet.generation import GenerationJob
     from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
     from megatron_dppo.loop.rollouts.sources import ProblemFeed

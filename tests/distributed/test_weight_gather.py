@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, gather
-from megatron_dppo.engine.checksums import ExpectedChecksums
-from megatron_dppo.engine.tensors import EngineTensors
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.model.gather_plan import (
     fewest_gathered_elements,
     hf_buckets_plan,

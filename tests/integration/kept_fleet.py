@@ -14,7 +14,7 @@ import psutil
 
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.child_server import Runtime
+from megatron_dppo.engine.process import Runtime
 from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
 from megatron_dppo.fleet.membership import Member
 from megatron_dppo.launch.local import local_placement

@@ -21,7 +21,7 @@ import pytest
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.errors import EngineAnswerError
-from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.generation import (

@@ -13,15 +13,13 @@ from safetensors.torch import load_file
 
 from megatron_dppo.checkpoint_conversion.peft import AdapterFolder
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.adapters import adapters_held, drop_adapters, load_adapter
 from megatron_dppo.engine.errors import EngineRequestError
-from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.engine.weights import EngineWeights, adapters_held, drop_adapters, load_adapter
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
-from megatron_dppo.weight_sync.adapter_updates import AdapterUpdater
-from megatron_dppo.weight_sync.interfaces import WeightUpdateError
-from megatron_dppo.weight_sync.transaction import WeightUpdater
+from megatron_dppo.weight_sync.adapters import AdapterUpdater
+from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdater
 from megatron_dppo.weight_sync.verification import Tolerance, compare_canary
 from tests.adapters import peft_model, save_random_adapters
 from tests.integration.runs import TrainingRun, records_of, summary_of, write_material

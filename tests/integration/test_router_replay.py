@@ -21,7 +21,7 @@ from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.requests import RoutedShape, SamplingParams
+from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.model.families import load_model_shape

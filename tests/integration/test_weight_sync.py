@@ -22,15 +22,13 @@ from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
-from megatron_dppo.weight_sync.engines import GRACE_S
-from megatron_dppo.weight_sync.interfaces import (
-    Bucket,
-    EngineFaultError,
+from megatron_dppo.weight_sync.engines import GRACE_S, Bucket, EngineFaultError
+from megatron_dppo.weight_sync.transaction import (
+    UpdateReport,
     WeightUpdateError,
+    WeightUpdater,
     WeightUpdateRefusedError,
 )
-from megatron_dppo.weight_sync.report import UpdateReport
-from megatron_dppo.weight_sync.transaction import WeightUpdater
 from megatron_dppo.weight_sync.verification import ChecksumMismatchError
 from tests.integration.weight_server import (
     PROMPT,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
-from megatron_dppo.engine.http_client import HttpClient
+from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.weights import EngineWeights
@@ -26,7 +26,7 @@ from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
-from megatron_dppo.weight_sync.interfaces import Plan
+from megatron_dppo.weight_sync.engines import Plan
 from megatron_dppo.weight_sync.transaction import WeightUpdater
 from megatron_dppo.weight_sync.verification import Tolerance, compare_canary
 

@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.checkpoint_conversion.peft import WEIGHTS, AdapterFolder
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.adapter_digests import DIGESTS, _digests
 from megatron_dppo.engine.errors import EngineAnswerError
+from megatron_dppo.engine.launch_server import _digests
+from megatron_dppo.engine.options import ADAPTER_DIGESTS
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.gather_plan import Bucket, TensorSources
-from megatron_dppo.weight_sync.adapter_updates import AdapterUpdater
-from megatron_dppo.weight_sync.interfaces import Plan, WeightUpdateError, WeightUpdateRefusedError
-from megatron_dppo.weight_sync.strategies.adapters import expected_digests
+from megatron_dppo.weight_sync.adapters import AdapterUpdater, expected_digests
+from megatron_dppo.weight_sync.engines import Plan
+from megatron_dppo.weight_sync.transaction import WeightUpdateError, WeightUpdateRefusedError
 from tests.unit.test_engine_checksums import model_shape
 from tests.unit.test_weight_sync import SCORE, A, B, Engine, Source, alone, opener, runner
 
@@ -72,7 +73,9 @@ class LoraEngine(Engine):
         self.adapters[name] = found = load_file(Path(body["lora_path"]) / WEIGHTS)
         self.step("load")
         digests = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in found.items()}
-        return {"loaded_adapters": {DIGESTS: json.dumps(digests)} if self.tells_digests else {}}
+        return {
+            "loaded_adapters": {ADAPTER_DIGESTS: json.dumps(digests)} if self.tells_digests else {}
+        }
 
     async def score(
         self, prompts: Sequence[Sequence[int]], adapter: str | None = None

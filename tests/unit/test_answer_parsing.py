@@ -19,7 +19,12 @@ import pytest
 from megatron_dppo.engine import answer_parsing
 from megatron_dppo.engine.answer_parsing import AnswerParser, ParserLostError, reply_to
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
-from megatron_dppo.engine.recordings.notice import Notice, content_hash
+from megatron_dppo.engine.recordings import (
+    Notice,
+    RecordingStore,
+    content_hash,
+    recordings_folders,
+)
 from megatron_dppo.system.scratch import (
     SHARED_MEMORY,
     SharedBuffer,
@@ -29,7 +34,10 @@ from megatron_dppo.system.scratch import (
     memory_name,
 )
 from tests.trajectories import same, trajectory
-from tests.unit.test_engine_protocol import ROUTED, answer, b64, request
+from tests.unit import test_engine_protocol as protocol
+from tests.unit.test_engine_protocol import ROUTED, SHAPE, b64
+from tests.unit.test_engine_protocol import as_json as answer
+from tests.unit.test_engine_protocol import unrouted as request
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +61,6 @@ def test_the_process_parses_as_this_one_does(process):
     here, there = (parsed(p, told, both) for p in (HERE, process))
     assert len(there.trajectories) == 2
     assert all(same(a, b) for a, b in zip(here.trajectories, there.trajectories, strict=True))
-    assert there.ways == here.ways == {"base64 in the JSON"}
     assert not any(a.flags.writeable for a in there.trajectories[0].columns.values())
     assert process._child is not None
     left = f"mdppo-{os.getuid()}-*-{process._child[0].pid}-*buffer-*"
@@ -86,19 +93,36 @@ def test_errors_of_parsing_come_back_as_they_are(process, changes, version, erro
         parsed(process, answer(**changes), [request()], version)
 
 
+RECORDED = {"topk": 2, "routed_experts": SHAPE}
+
+
+def test_a_recording_in_this_hosts_memory_is_read(process):
+    with recordings_folders() as folders:
+        notice = RecordingStore(folders).put(np.array(ROUTED, np.int32))
+        content = answer(routed_experts=b64(list(notice.encode()), "u1"))
+        there = parsed(process, content, [request(columns=RECORDED)])
+    assert there.ways == {"shared memory"}
+    expected = protocol.parse_answer(protocol.answer(), protocol.request())
+    assert same(there.trajectories[0], expected)
+
+
 def test_a_recording_on_another_host_is_named_and_then_brought(process):
     content = np.array(ROUTED, np.uint8).tobytes()
     digest = content_hash(np.frombuffer(content, np.uint8))
     notice = Notice("0" * 32, "/dev/shm/elsewhere", "uint8", (4, 2, 2), digest)
-    told = answer(routed_experts=b64(list(notice.encode()), "u1"))
-    first = parsed(process, told, [request()])
+    payload, asking = (
+        answer(routed_experts=b64(list(notice.encode()), "u1")),
+        request(columns=RECORDED),
+    )
+    first = parsed(process, payload, [asking])
     assert (first.missing, first.trajectories) == ([notice], [])
-    second = parsed(process, told, [request()], downloaded={notice.id: content})
+    second = parsed(process, payload, [asking], downloaded={notice.id: content})
     assert second.missing == []
     assert second.ways == {"binary HTTP answers"}
-    assert same(second.trajectories[0], parsed(HERE, answer(), [request()]).trajectories[0])
+    expected = protocol.parse_answer(protocol.answer(), protocol.request())
+    assert same(second.trajectories[0], expected)
     with pytest.raises(EngineAnswerError, match=r"request \(0, 0\): a recording with the hash"):
-        parsed(process, told, [request()], downloaded={notice.id: bytes(16)})
+        parsed(process, payload, [asking], downloaded={notice.id: bytes(16)})
 
 
 def test_the_end_of_the_process_is_told_at_once():

@@ -17,7 +17,7 @@ from megatron_dppo.config.forwarded import (
 )
 from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
 from megatron_dppo.config.library_fields import read_value
-from megatron_dppo.engine.server_args import server_args_fields
+from megatron_dppo.engine.options import server_args_fields
 from megatron_dppo.launch.library_checks import library_problems
 from megatron_dppo.trainer.training_fields import (
     ddp_fields,

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_dppo.engine.requests import SamplingParams
-from megatron_dppo.engine.sglang_cpu import batch_invariant
-from megatron_dppo.engine.sglang_cpu.batch_invariant import ROWS, blocked_addmm, blocked_mm
-from megatron_dppo.engine.sglang_cpu.seeded_sampling import (
+from megatron_dppo.engine.protocol import SamplingParams
+from megatron_dppo.engine.sglang_cpu import replacements
+from megatron_dppo.engine.sglang_cpu.replacements import (
+    ROWS,
     FilteredSampling,
+    blocked_addmm,
+    blocked_mm,
     filtered,
     multinomial_with_seed,
     murmur_hash32,
@@ -75,9 +77,9 @@ def test_a_bias_and_both_factors_count():
 
 LAYERS = """
 import torch
-from megatron_dppo.engine.sglang_cpu import batch_invariant
-batch_invariant.enable()
-batch_invariant.enable()
+from megatron_dppo.engine.sglang_cpu import replacements
+replacements.enable()
+replacements.enable()
 torch.manual_seed(0)
 for bias in (False, True):
     for dtype in (torch.float32, torch.bfloat16):
@@ -94,7 +96,7 @@ for bias in (False, True):
 def test_layers_use_it_once_it_is_enabled():
     """In a process of its own: what is enabled stays."""
     subprocess.run([sys.executable, "-W", "ignore", "-c", LAYERS], check=True)
-    assert not batch_invariant._overrides
+    assert not replacements._overrides
 
 
 def problem(number: int) -> Problem:

@@ -11,11 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine import tile_sums
-from megatron_dppo.engine.checksums import ExpectedChecksums, IncompleteWeightsError
-from megatron_dppo.engine.tensors import EngineTensors
-from megatron_dppo.engine.tile_sums import run_of, sums_by_torch, sums_on_cpu
-from megatron_dppo.engine.tiled_hash import TiledHash, add_parts, tiled_hash
+from megatron_dppo.engine import tiled_hash as hashing
+from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums, IncompleteWeightsError
+from megatron_dppo.engine.tiled_hash import (
+    TiledHash,
+    add_parts,
+    run_of,
+    sums_by_torch,
+    sums_on_cpu,
+    tiled_hash,
+)
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.toolchain import KernelBuildError
@@ -255,7 +260,7 @@ def test_tiled_hash_is_the_cuda_engines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not kernel:
-        monkeypatch.setattr(tile_sums, "_kernel", lambda: None)
+        monkeypatch.setattr(hashing, "_kernel", lambda: None)
     tensor = (torch.arange(count) * 2654435761 % 65521).to(dtype)
     step = max(2, count // pieces // 2 * 2)
     starts = list(range(0, count, step))
@@ -269,7 +274,7 @@ def test_tiled_hash_is_the_cuda_engines(
 
 
 def test_kernel_and_torch_agree_on_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tile_sums, "BLOCK_TILES", 2)
+    monkeypatch.setattr(hashing, "BLOCK_TILES", 2)
     data = torch.arange(50_001, dtype=torch.int32).view(torch.uint8)
     for first in (0, 1, 8191, 8192, 100_000):
         for count in (1, 100, 8191, 8192, 8193, 50_001):
@@ -319,8 +324,8 @@ def _name(block: Any) -> str:
 
 def test_parts_of_many_tensors_are_hashed_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    kernel = tile_sums._kernel()
-    monkeypatch.setattr(tile_sums, "_kernel", lambda: lambda *a: calls.append(a[0]) or kernel(*a))
+    kernel = hashing._kernel()
+    monkeypatch.setattr(hashing, "_kernel", lambda: lambda *a: calls.append(a[0]) or kernel(*a))
     tensors = [torch.randn(n, 256) for n in (1, 33, 400)]
     hashes = [TiledHash(t.nbytes) for t in tensors]
     halves = [(h, t[: len(t) // 2 or 1], 0) for h, t in zip(hashes, tensors, strict=True)]
@@ -424,7 +429,7 @@ def test_on_a_cpu_the_compiled_loop_runs(monkeypatch: pytest.MonkeyPatch) -> Non
     def slower(*arguments: object) -> None:
         raise AssertionError("torch was used")
 
-    monkeypatch.setattr(tile_sums, "sums_by_torch", slower)
+    monkeypatch.setattr(hashing, "sums_by_torch", slower)
     assert len(tiled_hash(torch.ones(3))) == 16
 
 
@@ -434,8 +439,8 @@ def test_a_missing_compiler_is_told_and_survived(
     def fail(source: object) -> None:
         raise KernelBuildError("not found on PATH: g++")
 
-    monkeypatch.setattr(tile_sums, "build_library", fail)
-    assert tile_sums._kernel.__wrapped__() is None
+    monkeypatch.setattr(hashing, "build_library", fail)
+    assert hashing._kernel.__wrapped__() is None
     assert "run in torch, which is slower: not found on PATH: g++" in caplog.text
 
 
@@ -466,9 +471,9 @@ def test_what_is_no_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_kernel_that_leaves_out_a_part_is_refused() -> None:
     edges = [[(3, 0), (5, 2)], []]
     words = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert tile_sums.collect(edges, [9, 8], words) == [(9, [(3, 1, 2), (5, 3, 4)]), (8, [])]
+    assert tiled_hash.collect(edges, [9, 8], words) == [(9, [(3, 1, 2), (5, 3, 4)]), (8, [])]
     with pytest.raises(ValueError, match="shorter"):
-        tile_sums.collect(edges, [9], words)
+        tiled_hash.collect(edges, [9], words)
 
 
 @pytest.mark.parametrize(
@@ -476,4 +481,4 @@ def test_a_kernel_that_leaves_out_a_part_is_refused() -> None:
     [(0, 0), (0x7FFFFFFF, 2**31 - 1), (0x80000000, -(2**31)), (0xFFFFFFFF, -1)],
 )
 def test_factors_are_numbers_that_int32_holds(value: int, signed: int) -> None:
-    assert tile_sums._signed(value) == signed
+    assert hashing._signed(value) == signed

@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_dppo.engine import child_server
-from megatron_dppo.engine.child_server import ChildServer
+from megatron_dppo.engine import process
+from megatron_dppo.engine.client import Answer, HttpClient
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
-from megatron_dppo.engine.http_client import Answer, HttpClient
+from megatron_dppo.engine.process import ChildServer
 from megatron_dppo.system.network import free_port
 
 SERVER = """
@@ -164,7 +164,7 @@ def foreign(port: int) -> http.server.ThreadingHTTPServer:
 @pytest.mark.parametrize("ends", [True, False], ids=["ours exits", "ours waits"])
 def test_a_foreign_server_that_took_the_port_meanwhile_is_one_line(make, monkeypatch, ends):
     """Ours ends over it with pages of its own, or waits."""
-    monkeypatch.setattr(child_server, "_FOREIGN_SECONDS", 0.5)
+    monkeypatch.setattr(process, "_FOREIGN_SECONDS", 0.5)
     server = make("import time; time.sleep(0.6)\n" + (SERVER if ends else "time.sleep(60)"))
     server.start()
     stranger = foreign(server.port)

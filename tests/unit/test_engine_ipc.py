@@ -6,7 +6,7 @@ import sys
 import torch
 from torch.multiprocessing import reductions
 
-from megatron_dppo.engine.ipc import named_by_uuid, shared_empty, shared_payloads
+from megatron_dppo.engine.weights import named_by_uuid, shared_empty, shared_payloads
 
 
 def test_sglang_opens_a_bucket():
@@ -69,7 +69,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import torch
 import megatron_dppo.loop.run, megatron_dppo.supervised, megatron_dppo.weight_sync.transaction
-from megatron_dppo.engine.ipc import shared_empty, shared_payloads
+from megatron_dppo.engine.weights import shared_empty, shared_payloads
 shared_payloads(["w"], [(2,)], torch.float32, shared_empty(8, "cpu"), 1)
 """
 

@@ -13,13 +13,15 @@ import pytest
 from megatron_dppo.data.trajectory import VersionSpan
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.engine.protocol import (
+    GenerationRequest,
+    RoutedShape,
+    SamplingParams,
     adapter_name,
     parse_answer,
     parse_answers,
     request_body,
     request_ids,
 )
-from megatron_dppo.engine.requests import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.types import Problem
@@ -66,10 +68,22 @@ def answer(**changes) -> dict:
         "output_top_logprobs_null_prefix": 0,
         "output_top_logprobs_idx_flat_b64": b64(TOPK_IDS, "<i4"),
         "output_top_logprobs_val_flat_b64": b64(TOPK_LOG_PROBS, "<f4"),
-        "routed_experts": b64(ROUTED, "<i4"),
+        "routed_experts": np.array(ROUTED, np.uint8),  # as it was fetched
         "cached_tokens": 2,
     }
     return {"text": "7", "output_ids": [7, 2], "meta_info": meta | changes}
+
+
+def as_json(**changes) -> dict:
+    """An answer as JSON brings it, where no routing was asked for."""
+    whole = answer(**changes)
+    if "routed_experts" not in changes:
+        del whole["meta_info"]["routed_experts"]
+    return whole
+
+
+def unrouted(**changes) -> GenerationRequest:
+    return request(**{"columns": {"topk": 2}, **changes})
 
 
 def test_every_field_of_an_answer_is_read():
@@ -116,10 +130,10 @@ def test_routing_of_many_experts_needs_two_bytes():
             {"output_top_logprobs_val_flat_b64": b64([[-0.5, np.nan], [-1, -2]], "<f4")},
             "not finite",
         ),
-        ({"routed_experts": b64(ROUTED[:3], "<i4")}, "48 bytes of <i4, expected 64"),
-        ({"routed_experts": b64(np.array(ROUTED) + 5, "<i4")}, r"outside 0..7"),
-        ({"routed_experts": b64(np.zeros((4, 2, 2)), "<i4")}, "routed experts are all 0"),
-        ({"routed_experts": b64(np.full((4, 2, 2), 3), "<i4")}, "same expert twice"),
+        ({"routed_experts": "AAAA"}, "is no recording but str"),
+        ({"routed_experts": np.array(ROUTED, np.uint8) + 5}, r"outside 0..7"),
+        ({"routed_experts": np.zeros((4, 2, 2), np.uint8)}, "routed experts are all 0"),
+        ({"routed_experts": np.full((4, 2, 2), 3, np.uint8)}, "same expert twice"),
     ],
 )
 def test_an_answer_that_contradicts_itself_is_refused_by_name(changes, message):
@@ -140,13 +154,13 @@ def test_one_expert_a_token_recorded_as_zeros_alone_is_no_recording():
     shape = RoutedShape(hidden_layers=2, moe_layers=(0, 1), top_k=1, experts=8)
     long = routing(shape, prompt_ids=(4, 5, 6, 7, 8, 9, 10))
     for tokens, asked in ((4, routing(shape)), (8, long)):
-        zeros = b64(np.zeros((tokens, 2, 1)), "<i4")
+        zeros = np.zeros((tokens, 2, 1), np.uint8)
         assert routed(answer(routed_experts=zeros), asked) is not None
     longer = routing(shape, prompt_ids=range(4, 12))
-    zeros = np.zeros((9, 2, 1))
-    assert routed(answer(routed_experts=b64(zeros, "<i4")), longer) is None
+    zeros = np.zeros((9, 2, 1), np.uint8)
+    assert routed(answer(routed_experts=zeros), longer) is None
     zeros[8, 1] = 1
-    assert routed(answer(routed_experts=b64(zeros, "<i4")), longer).sum() == 1
+    assert routed(answer(routed_experts=zeros), longer).sum() == 1
 
 
 def test_a_missing_field_is_named():
@@ -169,14 +183,14 @@ def test_an_abort_is_told_apart_from_a_broken_answer():
 
 
 def test_a_call_has_one_answer_for_each_request():
-    two = [request(), request(key=(0, 1), sample_index=1)]
-    both = parse_answers(orjson.dumps([answer(), answer()]), two)
+    two = [unrouted(), unrouted(key=(0, 1), sample_index=1)]
+    both = parse_answers(orjson.dumps([as_json(), as_json()]), two)
     assert [t.sample_index for t in both] == [0, 1]
-    assert [t.sample_index for t in parse_answers(orjson.dumps(answer()), two[1:])] == [1]
+    assert [t.sample_index for t in parse_answers(orjson.dumps(as_json()), two[1:])] == [1]
     with pytest.raises(EngineAnswerError, match="1 for 2 requests"):
-        parse_answers(orjson.dumps([answer()]), two)
+        parse_answers(orjson.dumps([as_json()]), two)
     with pytest.raises(EngineAnswerError, match="dict for 2 requests"):
-        parse_answers(orjson.dumps(answer()), two)
+        parse_answers(orjson.dumps(as_json()), two)
 
 
 @pytest.mark.parametrize(
@@ -257,20 +271,20 @@ def test_the_router_is_told_the_models_name_and_every_request_has_its_own_id():
 )  # fmt: skip
 def test_an_answer_of_another_shape_is_refused_by_name(told, message):
     with pytest.raises(EngineAnswerError, match=message):
-        parse_answers(json.dumps(told).encode(), [request()], version=3)
+        parse_answers(json.dumps(told).encode(), [unrouted()], version=3)
 
 
 def test_tokens_of_other_weights_than_the_committed_are_no_answer():
     whole = [{"version": "7", "start": 0, "end": 2}]
-    one = [request()]
-    assert parse_answers(orjson.dumps([answer(weight_versions=whole)]), one, version=7)
+    one = [unrouted()]
+    assert parse_answers(orjson.dumps([as_json(weight_versions=whole)]), one, version=7)
     with pytest.raises(StaleWeightsError, match="weights 7, expected the committed version 8"):
-        parse_answers(orjson.dumps([answer(weight_versions=whole)]), one, version=8)
+        parse_answers(orjson.dumps([as_json(weight_versions=whole)]), one, version=8)
     with pytest.raises(StaleWeightsError, match="weights 3, 4, expected the committed version 4"):
-        parse_answers(orjson.dumps([answer()]), one, version=4)
+        parse_answers(orjson.dumps([as_json()]), one, version=4)
     unverified = [{"version": "unverified-8", "start": 0, "end": 2}]
     with pytest.raises(StaleWeightsError, match="weights unverified-8"):
-        parse_answers(orjson.dumps([answer(weight_versions=unverified)]), one, version=8)
+        parse_answers(orjson.dumps([as_json(weight_versions=unverified)]), one, version=8)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from smg.router_args import RouterArgs
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.compatibility import SGLANG_VERSION, compare_server, required_switches
 from megatron_dppo.engine.errors import EngineStartError
 from megatron_dppo.engine.launch_server import (
     host_flags,
@@ -20,11 +19,14 @@ from megatron_dppo.engine.launch_server import (
     refuse_repacked_experts,
 )
 from megatron_dppo.engine.options import (
+    SGLANG_VERSION,
     ServerHosts,
     ServerSections,
     bind_cores,
+    compare_server,
     cpu_kv_tokens,
     engine_device,
+    required_switches,
     server_environment,
     server_options,
     write_options,

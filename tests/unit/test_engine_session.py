@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dppo.engine.requests import SamplingParams
+from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.folder import FleetFolder, Server
 from megatron_dppo.fleet.generation import GenerationJob

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import (
     EngineAnswerError,
     EngineLostError,
     EngineMismatchError,
     EngineRequestError,
 )
-from megatron_dppo.engine.http_client import HttpClient
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.test_engine_checksums import model_shape

@@ -16,7 +16,7 @@ from megatron_dppo.engine.errors import (
     EngineRequestError,
     GenerationInterruptedError,
 )
-from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many

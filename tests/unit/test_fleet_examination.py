@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.engine.compatibility import check_engine
-from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.options import ServerSections, check_engine
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.folder import FleetFolder, Server
 from megatron_dppo.fleet.membership import Examination, Examiner, Member, client_of

@@ -18,7 +18,7 @@ from megatron_dppo.engine.errors import (
     ServerLostError,
     StopRequestedError,
 )
-from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
+from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
 from megatron_dppo.system.async_runner import AsyncRunner
 

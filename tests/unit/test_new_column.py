@@ -17,15 +17,17 @@ from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.columns import COLUMNS, Column, Reach, Rows, declare
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory, forms_of
-from megatron_dppo.engine.column_sources import (
+from megatron_dppo.engine.protocol import (
     SOURCES,
     Answered,
     ColumnSource,
+    GenerationRequest,
+    SamplingParams,
     decode_base64,
+    parse_answers,
     provide,
+    request_body,
 )
-from megatron_dppo.engine.protocol import parse_answers, request_body
-from megatron_dppo.engine.requests import GenerationRequest, SamplingParams
 from tests.ranks import run_ranks
 from tests.trajectories import same, same_column
 from tests.unit.test_engine_protocol import b64

@@ -12,8 +12,8 @@ import pytest
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.weights import WireHeader
-from megatron_dppo.weight_sync import reach
-from megatron_dppo.weight_sync.reach import check_reach
+from megatron_dppo.weight_sync import distributed
+from megatron_dppo.weight_sync.distributed import check_reach
 
 JOIN = """
 import sys
@@ -79,14 +79,14 @@ class Ranks:
 
 
 def test_a_server_that_joins_is_reachable_and_leaves_again(monkeypatch):
-    monkeypatch.setattr(reach, "REACH_S", 60.0)
+    monkeypatch.setattr(distributed, "REACH_S", 60.0)
     ranks: Any = Ranks(joins=True)
     asyncio.run(check_reach(ranks, WeightSyncConfig()))
     assert ranks.calls == ["open", "begin", "receive", "end", "close"]
 
 
 def test_a_server_that_does_not_come_is_refused_in_time(monkeypatch):
-    monkeypatch.setattr(reach, "REACH_S", 0.3)
+    monkeypatch.setattr(distributed, "REACH_S", 0.3)
     ranks: Any = Ranks(joins=False)
     with pytest.raises(
         EngineMismatchError, match=r"can't connect back to the trainer at 127\.0\.0\.1:"
@@ -104,7 +104,7 @@ def test_a_server_that_does_not_come_is_refused_in_time(monkeypatch):
     ],
 )
 def test_strategies_of_one_host_refuse_another(monkeypatch, sync, here, reachable):
-    monkeypatch.setattr(reach, "on_this_host", lambda url: here)
+    monkeypatch.setattr(distributed, "on_this_host", lambda url: here)
     ranks: Any = Ranks(joins=False)
     if reachable:
         asyncio.run(check_reach(ranks, WeightSyncConfig(**sync)))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_dppo.engine.sglang_cpu.received_buckets import ReceivedBuckets
+from megatron_dppo.engine.sglang_cpu.replacements import ReceivedBuckets
 
 
 def fresh(names: list[str], dtypes: list[str], shapes: list[list[int]], device: str) -> object:
@@ -17,7 +17,7 @@ def fresh(names: list[str], dtypes: list[str], shapes: list[list[int]], device: 
 
 
 def test_the_memory_of_the_bucket_before_is_used_again(monkeypatch) -> None:
-    monkeypatch.setattr(ReceivedBuckets, "KEPT_BYTES", 100)
+    monkeypatch.setattr(ReceivedBuckets, "LARGEST", 100)
     empty = ReceivedBuckets(fresh)
     sizes = [40, 90, 60, 101, 90]
     buckets = [empty(["a"], ["uint8"], [[size]], "cpu") for size in sizes]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,30 +15,39 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from megatron_dppo.engine import recordings
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError
-from megatron_dppo.engine.recordings import fetching
-from megatron_dppo.engine.recordings.fetching import download, is_private, place, take
-from megatron_dppo.engine.recordings.notice import MAGIC, Notice
-from megatron_dppo.engine.recordings.store import (
-    FOLDER_VARIABLE,
+from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
+from megatron_dppo.engine.recordings import (
+    FOLDERS_VARIABLE,
+    Notice,
     RecordingStore,
+    is_private,
     narrowed,
-    recordings_folder,
+    place,
+    recordings_folders,
+    take,
 )
-from megatron_dppo.engine.requests import GenerationRequest, RoutedShape, SamplingParams
+from megatron_dppo.system.scratch import SHARED_MEMORY
 
 ROUTED = np.arange(24, dtype=np.int32).reshape(3, 2, 4)
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    with recordings_folder() as made:
-        assert made is not None
-        assert os.environ[FOLDER_VARIABLE] == str(made)
-        yield made
-    assert not made.exists()
-    assert FOLDER_VARIABLE not in os.environ
+def folders() -> Iterator[list[Path]]:
+    with recordings_folders() as both:
+        assert json.loads(os.environ[FOLDERS_VARIABLE]) == [str(folder) for folder in both]
+        assert [folder.parent for folder in both] == [SHARED_MEMORY, Path(tempfile.gettempdir())]
+        assert [folder.stat().st_mode & 0o777 for folder in both] == [0o700, 0o700]
+        yield both
+    assert not any(folder.exists() for folder in both)
+    assert FOLDERS_VARIABLE not in os.environ
+
+
+@pytest.fixture
+def folder(folders: list[Path]) -> Path:
+    return folders[0]
 
 
 def request_of(shape: RoutedShape) -> GenerationRequest:
@@ -51,8 +62,8 @@ def answer_with(content: bytes, tokens: int = 2) -> dict:
     return {"output_ids": [5] * tokens, "meta_info": {"routed_experts": text}}
 
 
-def fetched(answer: dict, way: str = "shared memory"):
-    assert take(answer, REQUEST) == way
+def fetched(answer: dict):
+    assert take(answer, REQUEST) == "shared memory"
     return answer["meta_info"]["routed_experts"]
 
 
@@ -63,7 +74,7 @@ def fetched(answer: dict, way: str = "shared memory"):
 def test_the_narrowest_type_that_names_the_largest_expert(folder, largest, dtype):
     routed = ROUTED.copy()
     routed[2, 1, 3] = largest
-    notice = RecordingStore(folder).put(routed)
+    notice = RecordingStore([folder]).put(routed)
     assert (notice.dtype, notice.shape) == (dtype, (3, 2, 4))
     assert notice.size == 24 * np.dtype(dtype).itemsize == (folder / notice.id).stat().st_size
     content = (folder / notice.id).read_bytes()
@@ -72,24 +83,26 @@ def test_the_narrowest_type_that_names_the_largest_expert(folder, largest, dtype
 
 
 @pytest.mark.parametrize("value", [-1, 65536])
-def test_what_is_no_expert_stays_in_the_answer(folder, value):
+def test_what_is_no_expert_is_refused(folder, value):
     routed = ROUTED.copy()
     routed[0, 0, 0] = value
-    assert narrowed(routed) is None
-    assert RecordingStore(folder).put(routed) is None
+    with pytest.raises(ValueError, match="SGLang recorded experts"):
+        narrowed(routed)
+    with pytest.raises(ValueError, match="SGLang recorded experts"):
+        RecordingStore([folder]).put(routed)
     assert list(folder.iterdir()) == []
 
 
 def test_a_prompt_of_one_token_answered_by_one_has_one_row_and_an_empty_one_none(folder):
     for rows in (0, 1):
-        notice = RecordingStore(folder).put(ROUTED[:rows])
+        notice = RecordingStore([folder]).put(ROUTED[:rows])
         array = notice.array((folder / notice.id).read_bytes(), (rows, 2, 4))
         assert array.shape == (rows, 2, 4)
 
 
 def test_what_nobody_fetches_goes_after_its_time(folder):
     now = [0.0]
-    store = RecordingStore(folder, kept_s=10, clock=lambda: now[0])
+    store = RecordingStore([folder], stored_s=10, clock=lambda: now[0])
     first = store.put(ROUTED)
     now[0] = 10.0
     second = store.put(ROUTED)
@@ -99,22 +112,29 @@ def test_what_nobody_fetches_goes_after_its_time(folder):
     assert {p.name for p in folder.iterdir()} == {second.id, third.id}
 
 
-def test_a_full_memory_or_a_missing_folder_leaves_the_recording_in_the_answer(folder, monkeypatch):
+def test_what_has_no_room_in_shared_memory_goes_among_the_temporary_files(folders, monkeypatch):
     class Space:
         f_bavail, f_blocks, f_frsize = 73, 100, 1
 
+    memory, disk = folders
     monkeypatch.setattr(os, "statvfs", lambda path: Space)
-    assert RecordingStore(folder).put(ROUTED) is None  # 24 bytes: half of the memory stays free
+    notice = RecordingStore(folders).put(ROUTED)  # 24 bytes: half of the memory stays free
+    assert notice.folder == str(disk)
     Space.f_bavail = 74
-    assert RecordingStore(folder).put(ROUTED) is not None
+    assert RecordingStore(folders).put(ROUTED).folder == str(memory)
     monkeypatch.undo()
-    assert RecordingStore(folder / "none").put(ROUTED) is None
+    # A client on the same host gets that of the disk by HTTP: it trusts folders in shared memory alone.
+    assert take(answer_with(notice.encode()), REQUEST) == notice
+    with pytest.raises(FileNotFoundError):
+        RecordingStore([disk / "none"]).put(ROUTED)
 
 
 def test_a_notice_survives_its_encoding_and_a_broken_one_is_refused():
     notice = Notice("0" * 32, "/dev/shm/x", "uint8", (3, 2, 4), "f" * 32)
     assert Notice.decode(notice.encode()) == notice
-    assert Notice.decode(ROUTED.tobytes()) is None
+    for other in (ROUTED.tobytes(), b"No space left on device"):
+        with pytest.raises(ValueError, match="routed_experts holds no notice of a recording but b"):
+            Notice.decode(other)
     for broken in (
         replace(notice, id="../../etc/passwd"),
         replace(notice, hash="f"),
@@ -126,23 +146,25 @@ def test_a_notice_survives_its_encoding_and_a_broken_one_is_refused():
         with pytest.raises(ValueError, match="a broken notice of a recording"):
             Notice.decode(broken.encode())
     with pytest.raises(ValueError, match="a broken notice of a recording"):
-        Notice.decode(MAGIC + b"{")
+        Notice.decode(notice.encode()[:-1])
 
 
 # --- fetching
 
 
 def test_a_recording_comes_through_shared_memory_and_its_file_goes(folder):
-    notice = RecordingStore(folder).put(ROUTED)
+    notice = RecordingStore([folder]).put(ROUTED)
     array = fetched(answer_with(notice.encode()))
     assert array.dtype == np.uint8
     assert array.tolist() == ROUTED.tolist()
     assert list(folder.iterdir()) == []
 
 
-def test_a_recording_in_the_json_stays_as_it_is():
-    told = fetched(answer_with(ROUTED.tobytes()), "base64 in the JSON")
-    assert base64.b64decode(told) == ROUTED.tobytes()
+def test_a_recording_in_the_json_itself_is_refused():
+    for text in (base64.b64encode(ROUTED.tobytes()).decode(), "no base64"):
+        answer = {"output_ids": [5, 5], "meta_info": {"routed_experts": text}}
+        with pytest.raises(EngineAnswerError, match=r"^request r: "):
+            take(answer, REQUEST)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +176,7 @@ def test_a_recording_in_the_json_stays_as_it_is():
     ],
 )
 def test_damage_is_told(folder, damage, message):
-    notice = RecordingStore(folder).put(ROUTED)
+    notice = RecordingStore([folder]).put(ROUTED)
     path = folder / notice.id
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(EngineAnswerError, match=f"request r: {message}"):
@@ -162,14 +184,14 @@ def test_damage_is_told(folder, damage, message):
 
 
 def test_another_responses_recording_is_refused_before_it_is_read(folder):
-    notice = RecordingStore(folder).put(ROUTED)
+    notice = RecordingStore([folder]).put(ROUTED)
     message = r"request r: a recording of shape \(3, 2, 4\), expected \(4, 2, 4\)"
     with pytest.raises(EngineAnswerError, match=message):
         fetched(answer_with(notice.encode(), tokens=3))
 
 
 def test_one_that_is_gone_is_asked_for_again(folder):
-    notice = RecordingStore(folder).put(ROUTED)
+    notice = RecordingStore([folder]).put(ROUTED)
     (folder / notice.id).unlink()
     with pytest.raises(AbortedError, match=f"request r: the recorded routing {notice.id} is no"):
         fetched(answer_with(notice.encode()))
@@ -220,7 +242,7 @@ def by_http(server: BinaryServer, notice: Notice) -> np.ndarray:
             told = answer_with(notice.encode())
             missing = take(told, REQUEST)
             assert missing == notice
-            place(told, REQUEST, notice, await download(client, notice))
+            place(told, REQUEST, notice, await client.fetch_recording(notice))
             return told["meta_info"]["routed_experts"]
 
     return asyncio.run(fetch())
@@ -229,8 +251,8 @@ def by_http(server: BinaryServer, notice: Notice) -> np.ndarray:
 @pytest.fixture
 def far(folder, monkeypatch) -> tuple[Notice, bytes]:
     """A notice of a server whose memory this host does not share, and the bytes it has."""
-    notice = RecordingStore(folder).put(ROUTED)
-    monkeypatch.setattr(fetching, "is_private", lambda folder: False)
+    notice = RecordingStore([folder]).put(ROUTED)
+    monkeypatch.setattr(recordings, "is_private", lambda folder: False)
     return notice, (folder / notice.id).read_bytes()
 
 

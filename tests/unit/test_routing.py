@@ -8,7 +8,7 @@ import pytest
 from megatron_dppo.data.columns import check_recording, check_stored, is_unwritten, usable_rows
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.requests import RoutedShape
+from megatron_dppo.engine.protocol import RoutedShape
 from megatron_dppo.model.shape import ModelShape
 from tests.trajectories import trajectory
 

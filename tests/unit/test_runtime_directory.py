@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DIES = """
 import os, sys
 from multiprocessing import get_context, shared_memory
-from megatron_dppo.engine.private_server import name_shared_memory, private_place
+from megatron_dppo.engine.launch_server import name_shared_memory, private_place
 place = private_place()
 directory = place.__enter__()
 name_shared_memory()

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.engine.child_server import Runtime
 from megatron_dppo.engine.options import ServerSections
-from megatron_dppo.engine.process import EngineProcess
+from megatron_dppo.engine.process import EngineProcess, Runtime
 from megatron_dppo.launch.local import rank_command
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory

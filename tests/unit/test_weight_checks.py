@@ -12,10 +12,9 @@ import pytest
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.weight_sync.engines import Engines
-from megatron_dppo.weight_sync.interfaces import EngineFaultError
-from megatron_dppo.weight_sync.report import CanaryReport
+from megatron_dppo.weight_sync.engines import EngineFaultError, Engines
 from megatron_dppo.weight_sync.verification import (
+    CanaryReport,
     ChecksumMismatch,
     ChecksumMismatchError,
     ExpectedByLayout,

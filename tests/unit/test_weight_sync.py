@@ -33,30 +33,30 @@ from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.weight_sync import engines
+from megatron_dppo.weight_sync import distributed, engines, strategies
+from megatron_dppo.weight_sync.distributed import in_background
 from megatron_dppo.weight_sync.engines import (
+    Bucket,
+    EngineFaultError,
     Engines,
     OpenEngine,
     Packer,
+    Plan,
+    TransferTimeoutError,
     adjacent,
     local_address,
     on_this_host,
 )
-from megatron_dppo.weight_sync.interfaces import (
+from megatron_dppo.weight_sync.transaction import (
     Agree,
-    Bucket,
-    EngineFaultError,
-    Plan,
-    TransferTimeoutError,
     WeightUpdateError,
+    WeightUpdater,
     WeightUpdateRefusedError,
+    count_bytes,
 )
-from megatron_dppo.weight_sync.report import CanaryReport, count_bytes
-from megatron_dppo.weight_sync.strategies import disk, distributed, tensor
-from megatron_dppo.weight_sync.strategies.distributed import in_background
-from megatron_dppo.weight_sync.transaction import WeightUpdater
 from megatron_dppo.weight_sync.verification import (
     CanaryError,
+    CanaryReport,
     ChecksumMismatch,
     ChecksumMismatchError,
     Tolerance,
@@ -527,7 +527,7 @@ def test_checks_every_second_update_but_always_the_first_of_an_engine() -> None:
 
 
 def test_strategies_that_share_a_host_refuse_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (tensor, disk):
+    for module in (strategies, strategies):
         monkeypatch.setattr(module, "on_this_host", lambda url: False)
     with pytest.raises(WeightUpdateError, match=f"tensor: the engine at {A} runs on another host"):
         updater(Engine())

@@ -14,7 +14,7 @@ import orjson
 from aiohttp import web
 
 from data_plane_benchmark.synthetic import POOL, Response, Size
-from megatron_dppo.engine.recordings.store import RecordingStore, recordings_folder
+from megatron_dppo.engine.recordings import RecordingStore, recordings_folders
 
 
 def base64_of(array: Any) -> str:
@@ -23,9 +23,9 @@ def base64_of(array: Any) -> str:
 
 
 class EngineSide:
-    """Answers with the responses of a pool. ``store``: where recordings go; None: into the JSON."""
+    """Answers with the responses of a pool."""
 
-    def __init__(self, size: Size, store: RecordingStore | None) -> None:
+    def __init__(self, size: Size, store: RecordingStore) -> None:
         self._store = store
         self._pool = [Response.draw(size, i) for i in range(POOL)]
         self._metas = [response.plain_meta for response in self._pool]
@@ -51,11 +51,8 @@ class EngineSide:
         return body
 
     def _routing(self, response: Response) -> str:
-        """As the plugin leaves it to SGLang, or SGLang by itself."""
-        if self._store is None:
-            return base64_of(response.routed)
+        """As the server's changes leave it to SGLang."""
         notice = self._store.put(response.routed)
-        assert notice is not None
         self.bytes += notice.size
         return base64.b64encode(notice.encode()).decode()
 
@@ -74,9 +71,9 @@ class EngineSide:
         return web.json_response(told)
 
 
-async def serve(size: Size, folder: Path | None) -> None:
+async def serve(size: Size, folders: list[Path]) -> None:
     """Until standard input ends."""
-    side = EngineSide(size, None if folder is None else RecordingStore(folder))
+    side = EngineSide(size, RecordingStore(folders))
     app = web.Application()
     app.router.add_post("/generate", side.generate)
     app.router.add_get("/health_generate", side.health)
@@ -89,7 +86,5 @@ async def serve(size: Size, folder: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    with recordings_folder() as folder:
-        asyncio.run(
-            serve(Size(**json.loads(sys.argv[1])), folder if sys.argv[2] == "beside" else None)
-        )
+    with recordings_folders() as folders:
+        asyncio.run(serve(Size(**json.loads(sys.argv[1])), folders))

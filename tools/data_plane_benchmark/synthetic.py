@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.config import schema as s
-from megatron_dppo.engine.requests import GenerationRequest, RoutedShape, SamplingParams
+from megatron_dppo.engine.protocol import GenerationRequest, RoutedShape, SamplingParams
 from megatron_dppo.model.layout import Layout
 
 PROMPT_TOKENS = 200

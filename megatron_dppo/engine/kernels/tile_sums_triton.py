@@ -12,12 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dppo.engine.tile_sums import SEED_1, SEED_2, TILE, WORD, PartSums, Run, collect
+from megatron_dppo.engine.tiled_hash import SEED_1, SEED_2, TILE, WORD, PartSums, WordRun, collect
 
 BLOCK = 1024
 
 
-def start(runs: Sequence[Run]) -> Callable[[], list[PartSums]]:
+def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
     """Launch the kernel over all tiles of ``runs``; what is returned waits for it and reads the results.
 
     Two copies to the device and one back for all parts together.

@@ -11,10 +11,14 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from megatron_dppo.engine.sglang_cpu import batch_invariant
-from megatron_dppo.engine.sglang_cpu.adapters import PREPARED, use_pageable_memory
-from megatron_dppo.engine.sglang_cpu.received_buckets import ReceivedBuckets
-from megatron_dppo.engine.sglang_cpu.seeded_sampling import FilteredSampling, multinomial_with_seed
+from megatron_dppo.engine.sglang_cpu.replacements import (
+    PREPARED,
+    FilteredSampling,
+    ReceivedBuckets,
+    enable,
+    multinomial_with_seed,
+    use_pageable_memory,
+)
 from megatron_dppo.engine.tiled_hash import tiled_hash
 
 ATTENTION = "torch_native"
@@ -31,12 +35,13 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
     capabilities = PlatformCapabilities()
 
     def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Deterministic inference with the attention below too: it takes one sequence at a time."""
+        """Admit deterministic inference with PyTorch's attention."""
         from sglang.srt.arg_groups.choices import (
             DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
             add_deterministic_attention_backend_choices,
         )
 
+        # It takes one sequence at a time, so no row depends on another.
         if ATTENTION not in DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
             add_deterministic_attention_backend_choices([ATTENTION])
 
@@ -49,34 +54,32 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return "native"
 
     def empty_cache(self) -> None:
-        """Nothing: the base class collects garbage, 0.4 s at every flush and resume."""
+        """Nothing."""
+        # The base class collects garbage, 0.4 s at every flush and resume.
 
     def init_backend(self) -> None:
-        """Host-side caches (for the capture of routed experts) in plain memory; weight checksums by the
-        GPU's hash, because a CPU's SHA-256 takes several times as long and can't be put together from
-        parts; weights received into memory that is kept; a paused scheduler that sleeps, which else
-        spins and takes a core from whoever updates its weights. What deterministic inference needs, in
-        place of SGLang's Triton kernels and of sgl_kernel.
-        """
+        """Put functions in place of SGLang's that need a device or sgl_kernel, or are slow on a CPU."""
         from sglang.srt import batch_invariant_ops
         from sglang.srt.layers import sampler
         from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
         from sglang.srt.utils import weight_checker
         from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorBucket
 
+        # The capture of routed experts would ask for page-locked memory.
         ALLOC_MEMORY_FUNCS["cpu"] = _plain_memory
+        # A CPU's SHA-256 takes ten times as long, and can't be put together from parts.
         weight_checker._hash_tensor = tiled_hash
         FlattenedTensorBucket.empty = ReceivedBuckets(FlattenedTensorBucket.empty)
-        batch_invariant_ops.enable_batch_invariant_mode = batch_invariant.enable
+        batch_invariant_ops.enable_batch_invariant_mode = enable
         sampler.multinomial_with_seed = multinomial_with_seed
         sampler.top_k_top_p_min_p_sampling_from_probs_torch = FilteredSampling(
             sampler.top_k_top_p_min_p_sampling_from_probs_torch
         )
+        # A paused scheduler spins, and takes a core from whoever updates its weights.
         HookRegistry.register(PAUSED_STEP, sleep_when_paused, HookType.AFTER)
         HookRegistry.register(PREPARED, use_pageable_memory, HookType.BEFORE)
-        if (
-            SCHEDULER in sys.modules
-        ):  # this is the scheduler's process, whose hooks are applied already
+        # In the scheduler's process hooks are applied already.
+        if SCHEDULER in sys.modules:
             HookRegistry.apply_hooks()
 
 

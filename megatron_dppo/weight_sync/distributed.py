@@ -11,6 +11,7 @@ A dead engine breaks its connections at once; a hung one runs into the time limi
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import uuid
@@ -27,12 +28,20 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from megatron_dppo.engine.errors import EngineMismatchError
+from megatron_dppo.config.schema import WeightSyncConfig
+from megatron_dppo.engine.errors import EngineError, EngineMismatchError
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.network import is_loopback, listening_store
-from megatron_dppo.weight_sync.engines import Packer, meeting_address
-from megatron_dppo.weight_sync.interfaces import Bucket, PlannedBucket, Transfer
+from megatron_dppo.weight_sync.engines import (
+    Bucket,
+    Packer,
+    PlannedBucket,
+    Transfer,
+    local_address,
+    meeting_address,
+    on_this_host,
+)
 
 log = logging.getLogger(__name__)
 
@@ -342,3 +351,67 @@ def in_background(call: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
+
+
+# Whether weights can get to a server that runs elsewhere, found out before an update depends on
+# it.
+
+REACH_S = 30.0
+
+
+async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
+    """Raise EngineMismatchError where the configured strategy can't reach ``engine`` from this process.
+
+    ``distributed``: the server's ranks join a broadcast group here, take a bucket that changes nothing, and leave it;
+    so they connect to this host as in an update, with the NCCL that they have. The others need one host, or a folder
+    that both see.
+    """
+    if config.strategy == "distributed":
+        await _join_and_leave(engine)
+    elif not on_this_host(engine.url) and (config.strategy == "tensor" or not config.directory):
+        raise EngineMismatchError(
+            f"{engine.url} runs on another host than the trainer: weight_sync.strategy {config.strategy} "
+            "can't reach it, expected distributed, or disk with weight_sync.directory"
+        )
+
+
+async def _join_and_leave(engine: EngineWeights) -> None:
+    group = BroadcastGroup(
+        ranks=engine.ranks,
+        address=local_address(engine.url),
+        device=engine.device,
+        timeout_s=REACH_S,
+    )
+    place = f"{group.address}:{group.port}"
+    try:
+        async with asyncio.timeout(REACH_S):
+            await engine.open_group(
+                group.address,
+                group.port,
+                group.name,
+                group.backend,
+                first_rank=1,
+                size=engine.ranks + 1,
+            )
+            await asyncio.wrap_future(group.joined)
+            await _connect(engine, group)
+            await engine.close_group(group.name)
+    except (EngineError, OSError, RuntimeError) as error:
+        raise EngineMismatchError(
+            f"{engine.url} can't connect back to the trainer at {place} for weight updates within "
+            f"{REACH_S:.0f} s: {error or type(error).__name__}"
+        ) from error
+    finally:
+        group.abort()
+
+
+async def _connect(engine: EngineWeights, group: BroadcastGroup) -> None:
+    """A broadcast to the engine, as in an update: NCCL's versions meet in the first one."""
+    header = engine.probe_header()
+    await engine.begin()
+    try:
+        sent = group.connect(header.bytes)
+        await engine.receive(header, group.name)
+        await asyncio.wrap_future(sent)
+    finally:
+        await engine.end()

@@ -1,0 +1,329 @@
+"""Recorded routing (R3) beside the JSON of an answer: narrow bytes in a file on the server's host.
+
+The answer holds a ``Notice`` in its place. A client on the same host reads the file, any other gets it by
+``GET /routed_experts/ID``. Below: the notice, the server's files, the client's side, and SGLang's side, which is
+changed in servers that ``engine.launch_server`` starts; on a GPU it has not yet been run.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import xxhash
+
+from megatron_dppo.engine.errors import AbortedError, EngineAnswerError
+from megatron_dppo.engine.protocol import GenerationRequest
+from megatron_dppo.system.scratch import SHARED_MEMORY, free_bytes, private_name
+
+FIELD = "routed_experts"
+ROUTE = f"/{FIELD}"
+FOLDERS_VARIABLE = "MEGATRON_DPPO_RECORDINGS"
+"""The server's folders, in the environment of its processes."""
+STORED_S = 900.0
+"""A recording that was not fetched for so long belongs to an answer that nobody waits for."""
+Way = Literal["shared memory", "binary HTTP answers"]
+
+_MAGIC = b"megatron_dppo recording 1 "
+_DTYPES = ("uint8", "uint16")
+_ID = re.compile(r"[0-9a-f]{32}")
+_COLLECTED = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._maybe_collect_routed_experts"
+)
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Of one recording [rows, layers, experts a token].
+
+    ``folder``: of the file, on the server's host; its name is ``id``. ``hash``: of the file's bytes
+    (``content_hash``).
+    """
+
+    id: str
+    folder: str
+    dtype: str
+    shape: tuple[int, int, int]
+    hash: str
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    def encode(self) -> bytes:
+        """What stands in the answer."""
+        return _MAGIC + json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def decode(cls, content: bytes) -> Self:
+        """Raises ValueError for anything that is no notice, or a broken one."""
+        if not content.startswith(_MAGIC):
+            raise ValueError(f"routed_experts holds no notice of a recording but {content[:200]!r}")
+        try:
+            fields: dict[str, Any] = json.loads(content[len(_MAGIC) :])
+            notice = cls(**{**fields, "shape": tuple(fields["shape"])})
+            is_whole = (
+                _ID.fullmatch(notice.id)
+                and _ID.fullmatch(notice.hash)
+                and isinstance(notice.folder, str)
+                and notice.dtype in _DTYPES
+                and len(notice.shape) == 3
+                and all(type(size) is int and size >= 0 for size in notice.shape)
+            )
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"a broken notice of a recording: {error}") from error
+        if not is_whole:
+            raise ValueError(f"a broken notice of a recording: {fields}")
+        return notice
+
+    def array(self, content: bytes | bytearray | np.ndarray, shape: Sequence[int]) -> np.ndarray:
+        """The recording in a file's ``content``, of the ``shape`` that was asked for.
+
+        Raises ValueError for another shape, another size, or bytes with another hash.
+        """
+        if self.shape != tuple(shape):
+            raise ValueError(f"a recording of shape {self.shape}, expected {tuple(shape)}")
+        flat = np.frombuffer(content, np.uint8)
+        if len(flat) != self.size:
+            raise ValueError(f"{len(flat)} bytes of a recording, expected {self.size}")
+        digest = content_hash(flat)
+        if digest != self.hash:
+            raise ValueError(f"a recording with the hash {digest}, expected {self.hash}")
+        return flat.view(self.dtype).reshape(self.shape)
+
+
+def content_hash(flat: np.ndarray) -> str:
+    """XXH3 (128 bits) of an array's bytes."""
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(flat).data)
+
+
+# --- the server's files
+
+
+@contextmanager
+def recordings_folders() -> Iterator[list[Path]]:
+    """Folders of this process that its user alone can enter, named in the environment: in shared memory, and among
+    the temporary files for what has no room there.
+
+    What a killed process leaves is found by its name (``system.runtime_directory.remove_left_behind``).
+    """
+    # A container may have no shared memory that can be written.
+    bases = [base for base in (SHARED_MEMORY, tempfile.gettempdir()) if os.access(base, os.W_OK)]
+    prefix = f"{private_name()}routing-"
+    folders = [Path(tempfile.mkdtemp(prefix=prefix, dir=base)) for base in bases]
+    os.environ[FOLDERS_VARIABLE] = json.dumps([str(folder) for folder in folders])
+    try:
+        yield folders
+    finally:
+        del os.environ[FOLDERS_VARIABLE]
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def narrowed(routed: np.ndarray) -> np.ndarray:
+    """``routed`` as uint8, or uint16 where a byte can't name the largest. Raises ValueError where neither can."""
+    low, high = (int(routed.min()), int(routed.max())) if routed.size else (0, 0)
+    if low < 0 or high > np.iinfo(np.uint16).max:
+        raise ValueError(f"SGLang recorded experts {low} to {high}, expected 0 to 65535")
+    return routed.astype(np.uint8 if high <= np.iinfo(np.uint8).max else np.uint16)
+
+
+class RecordingStore:
+    """Writes recordings to the first of ``folders`` that has room (``free_bytes``; the last takes what it can);
+    what is older than ``stored_s`` goes.
+
+    Args:
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        folders: Sequence[Path],
+        stored_s: float = STORED_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folders = folders
+        self._stored_s = stored_s
+        self._clock = clock
+        self._written: dict[Path, float] = {}
+
+    def put(self, routed: np.ndarray) -> Notice:
+        """Store a recording [rows, layers, experts a token]. Raises OSError where there is no room for it."""
+        self._forget_old()
+        array = narrowed(routed)
+        with_room = (f for f in self._folders[:-1] if array.nbytes <= free_bytes(f))
+        folder = next(with_room, self._folders[-1])
+        path = folder / secrets.token_hex(16)
+        try:
+            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(array.data)
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        self._written[path] = self._clock()
+        rows, layers, top_k = array.shape
+        digest = content_hash(array)
+        return Notice(path.name, str(folder), array.dtype.name, (rows, layers, top_k), digest)
+
+    def _forget_old(self) -> None:
+        limit = self._clock() - self._stored_s
+        for path in [path for path, written in self._written.items() if written < limit]:
+            del self._written[path]
+            path.unlink(missing_ok=True)
+
+
+# --- the client's side
+
+
+def take(answer: dict[str, Any], request: GenerationRequest) -> Way | Notice | None:
+    """Put the recording into the answer's ``meta_info``, as an array, where it is in this host's memory.
+
+    Returns the way by which it came, the notice of one that must be downloaded, or None where none was
+    asked for. Raises AbortedError where it is gone, EngineAnswerError where it is another or damaged.
+    """
+    text = answer.get("meta_info", {}).get(FIELD)
+    if FIELD not in request.columns or not isinstance(text, str):
+        return None
+    try:
+        notice = Notice.decode(base64.b64decode(text, validate=True))
+    except (binascii.Error, ValueError) as error:
+        raise EngineAnswerError(f"request {request.key}: {error}") from error
+    expected = _expected_shape(answer, request)
+    if notice.shape != expected:
+        raise EngineAnswerError(
+            f"request {request.key}: a recording of shape {notice.shape}, expected {expected}"
+        )
+    content = _from_memory(notice, request)
+    if content is None:
+        return notice
+    place(answer, request, notice, content)
+    (Path(notice.folder) / notice.id).unlink(missing_ok=True)
+    return "shared memory"
+
+
+def place(
+    answer: dict[str, Any],
+    request: GenerationRequest,
+    notice: Notice,
+    content: bytes | np.ndarray,
+) -> None:
+    """Put the recording with this ``content`` into the answer. Raises EngineAnswerError for another."""
+    try:
+        answer["meta_info"][FIELD] = notice.array(content, _expected_shape(answer, request))
+    except ValueError as error:
+        raise EngineAnswerError(f"request {request.key}: {error}") from error
+
+
+def _expected_shape(answer: dict[str, Any], request: GenerationRequest) -> tuple[int, int, int]:
+    shape = request.columns[FIELD]
+    tokens = len(request.prompt_ids) + len(answer.get("output_ids", ())) - 1
+    return tokens, shape.hidden_layers, shape.top_k
+
+
+def _from_memory(notice: Notice, request: GenerationRequest) -> np.ndarray | None:
+    """The file's bytes; None where the server's folder is not in this host's memory."""
+    folder = Path(notice.folder)
+    if not is_private(folder):
+        return None
+    try:
+        descriptor = os.open(folder / notice.id, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        # Without its folder the server has ended, and the download will say so.
+        if folder.is_dir():
+            raise gone_error(notice, f"request {request.key}") from error
+        return None
+    with open(descriptor, "rb") as file:
+        return np.fromfile(file, np.uint8, notice.size + 1)
+
+
+def is_private(folder: Path) -> bool:
+    """Whether it is a server's folder in this host's memory: this user's, and named so. A server can't have
+    another file read."""
+    is_named = folder.parent == SHARED_MEMORY and folder.name.startswith(f"mdppo-{os.getuid()}-")
+    try:
+        return is_named and not folder.is_symlink() and folder.stat().st_uid == os.geteuid()
+    except OSError:
+        return False
+
+
+def gone_error(notice: Notice, where: str) -> AbortedError:
+    """The request is to be made again."""
+    return AbortedError(f"{where}: the recorded routing {notice.id} is no longer there")
+
+
+# --- SGLang's side
+
+
+def register() -> None:
+    """In each process of a server, before SGLang applies its plugins' hooks."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    folders = [Path(folder) for folder in json.loads(os.environ[FOLDERS_VARIABLE])]
+    HookRegistry.register(_COLLECTED, Outlet(RecordingStore(folders)), HookType.AFTER)
+
+
+class Outlet:
+    """Called after SGLang has collected a request's recording: puts it into ``store``."""
+
+    def __init__(self, store: RecordingStore) -> None:
+        self._store = store
+
+    def __call__(self, result: Any, processor: Any, request: Any) -> None:
+        """Leave a notice in place of the recording, which SGLang has brought to the host by then."""
+        import torch
+        from sglang.srt.managers.schedule_batch import FINISH_ABORT
+        from sglang.srt.runtime_context import get_parallel
+
+        recorded = request.routed_experts
+        aborted = isinstance(request.finished_reason, FINISH_ABORT)
+        # The first rank alone answers.
+        if recorded is None or aborted or get_parallel().attn_tp_rank != 0:
+            return
+        try:
+            content = self._store.put(recorded.numpy()).encode()
+        except (OSError, ValueError) as error:
+            # An error here would end the scheduler, and every request with it: the client refuses this one.
+            content = str(error).encode()
+        request.routed_experts = torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def offer(folders: Sequence[Path]) -> None:
+    """Have this process's HTTP server hand out, and remove, the files in ``folders``, under the API key."""
+    from fastapi.responses import FileResponse, Response
+    from sglang.srt.entrypoints.http_server import app
+
+    def path_of(recording: str) -> Path | None:
+        paths = (folder / recording for folder in folders if _ID.fullmatch(recording))
+        return next((path for path in paths if path.is_file()), None)
+
+    async def fetch(recording: str) -> Response:
+        path = path_of(recording)
+        if path is None:
+            return Response(status_code=404)
+        return FileResponse(path, media_type="application/octet-stream")
+
+    async def remove(recording: str) -> Response:
+        path = path_of(recording)
+        if path is not None:
+            path.unlink(missing_ok=True)
+        return Response(status_code=204)
+
+    route = ROUTE + "/{recording}"
+    app.add_api_route(route, fetch, methods=["GET"], response_class=Response)
+    app.add_api_route(route, remove, methods=["DELETE"], response_class=Response)
