@@ -30,7 +30,7 @@ def test_each_file_of_a_weight_update_is_imported_by_one_before_it():
     for place, path in enumerate(files[1:], start=1):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
         # The table of strategies stands between the transaction and each strategy.
-        names = {module, module.rpartition(".strategies.")[0] + ".strategies"}
+        names = {module, re.sub(r"\.distributed$", ".strategies", module)}
         before = [name for earlier in files[:place] for name in imports(earlier)]
         assert names & set(before), f"nothing before {path.name} imports it"
 
