@@ -109,7 +109,7 @@ def test_the_model_needs_no_torch():
         "fleet.folder",
         "model.resharding",
         "fleet.supervision",
-        "engine.http_client",
+        "engine.client",
         "planner.search",
         "plan",
         "metrics.history",
