@@ -471,9 +471,9 @@ def test_what_is_no_block_is_copied_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_kernel_that_leaves_out_a_part_is_refused() -> None:
     edges = [[(3, 0), (5, 2)], []]
     words = [[1, 2, 3, 4], [5, 6, 7, 8]]
-    assert tiled_hash.collect(edges, [9, 8], words) == [(9, [(3, 1, 2), (5, 3, 4)]), (8, [])]
+    assert hashing.collect(edges, [9, 8], words) == [(9, [(3, 1, 2), (5, 3, 4)]), (8, [])]
     with pytest.raises(ValueError, match="shorter"):
-        tiled_hash.collect(edges, [9], words)
+        hashing.collect(edges, [9], words)
 
 
 @pytest.mark.parametrize(
