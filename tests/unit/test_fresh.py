@@ -62,8 +62,9 @@ class Machine:
 
     def start(self, *words: str) -> subprocess.Popen[str]:
         pipe = subprocess.PIPE
+        # a shell can't trap what was ignored when it began: SIGHUP, under nohup
         return subprocess.Popen(
-            ["tools/environment/fresh.sh", *words],
+            ["env", "--default-signal=HUP", "tools/environment/fresh.sh", *words],
             cwd=self.repository, env=self.environment, stdin=pipe, stdout=pipe, stderr=pipe, text=True,
         )  # fmt: skip
 
