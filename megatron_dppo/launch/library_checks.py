@@ -29,10 +29,10 @@ from megatron_dppo.engine.options import engine_device
 from megatron_dppo.logging import INTERRUPTED
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.preflight.checks.base import CheckError
-from megatron_dppo.preflight.checks.pythons import inspect_python
-from megatron_dppo.preflight.checks.toolkit import toolkit_findings, toolkit_here
+from megatron_dppo.preflight.evidence import CheckError
+from megatron_dppo.preflight.gpus import toolkit_findings, toolkit_here
 from megatron_dppo.preflight.needs import pythons_of
+from megatron_dppo.preflight.software import inspect_python
 from megatron_dppo.system.gpus import has_visible_gpu
 
 CHECK = "--check"
@@ -127,7 +127,7 @@ def compiler_problems(config: PolicyConfig) -> Iterator[str]:
     """Why a server that is started on this machine's GPUs could not compile its kernels."""
     if not isinstance(config, TrainConfig) or engine_device(config.engine) == "cpu":
         return
-    python = pythons_of(config).get("engine")
+    python = pythons_of(config.engine, generates=config.rollout.replay_from is None).get("engine")
     if python is None or not has_visible_gpu():  # it is checked on the nodes
         return
     try:
