@@ -145,11 +145,11 @@ def library_problems(config: PolicyConfig) -> Iterator[str]:
     starts on this machine.
     """
     if MEGATRON.free(config.megatron):
-        from megatron_dppo.trainer.transformer_fields import transformer_fields
+        from megatron_dppo.trainer.megatron_config import transformer_fields
 
         yield from MEGATRON.library_problems(config.megatron, transformer_fields())
     if DDP.free(config.megatron_ddp) or OPTIMIZER.free(config.megatron_optimizer):
-        from megatron_dppo.trainer.training_fields import ddp_fields, optimizer_fields
+        from megatron_dppo.trainer.megatron_config import ddp_fields, optimizer_fields
 
         yield from DDP.library_problems(config.megatron_ddp, ddp_fields())
         yield from OPTIMIZER.library_problems(config.megatron_optimizer, optimizer_fields())

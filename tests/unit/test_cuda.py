@@ -8,7 +8,7 @@ import torch
 from megatron_dppo.launch.library_checks import gpu_problems
 from megatron_dppo.system import gpus
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.errors import UnusableGpuError
+from megatron_dppo.trainer.platform import UnusableGpuError
 from tests.unit.test_gpu_environment import config
 
 VERSION = (
