@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "RANK" not in os.environ:
             command = [words.config, *words.overrides]
             refused = check_in_child(MODULE, command) if config.forwards_to_megatron else 0
-            return refused or run_local(config, MODULE, this_machine())
+            return refused or run_local(config, None, MODULE, this_machine())
     except RunError as error:
         fatal(str(error))
     if this_machine().gpus:

@@ -27,6 +27,7 @@ from megatron_dppo.config import (
 from megatron_dppo.config.allocator import allocator_problems, set_allocator
 from megatron_dppo.config.checkpoint_folder import missing_weights
 from megatron_dppo.config.machine import Machine, machine_problems, this_machine
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.library_checks import CHECK, check_everything, check_in_child
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.srun import adopt_slurm_rank
@@ -81,7 +82,7 @@ def start_problems(config: TrainConfig, machine: Machine) -> list[str]:
     if machine.gpus:
         problems += allocator_problems(config, os.environ)
     try:
-        local_placement(config, machine)
+        local_placement(config.parallel.world_size, ServerSections.where_generated(config), machine)
     except PlacementError as error:
         problems.append(str(error))
     return problems
@@ -168,7 +169,9 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
     try:
         with checked_answers_file() as path:
             refused = check_in_child(MODULE, [words.config, *words.overrides, ANSWERS, path])
-            return refused or run_local(config, MODULE, machine)
+            return refused or run_local(
+                config, ServerSections.where_generated(config), MODULE, machine
+            )
     except RunError as error:
         fatal(str(error))
     except OSError as error:

@@ -29,7 +29,7 @@ from typing import Any
 
 from megatron_dppo.engine import recordings
 from megatron_dppo.engine.options import ADAPTER_DIGESTS, HOSTS_VARIABLE
-from megatron_dppo.system.gpus import has_visible_gpu
+from megatron_dppo.system.compute import has_visible_gpu, offer_tools
 from megatron_dppo.system.network import (
     PortTakenError,
     hold_port,
@@ -49,7 +49,6 @@ from megatron_dppo.system.scratch import (
     remove_left_behind,
     use_as_temporary,
 )
-from megatron_dppo.system.toolchain import offer_tools
 
 # What keeps a server's insides from other users of its machine: sockets, files, listeners.
 # SGLang's processes send each other pickles over sockets in the temporary folder, leave files

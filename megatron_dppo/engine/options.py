@@ -37,7 +37,7 @@ from megatron_dppo.config.values import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.model.families import family_of, load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
-from megatron_dppo.system.gpus import has_visible_gpu
+from megatron_dppo.system.compute import has_visible_gpu
 
 if TYPE_CHECKING:
     from megatron_dppo.engine.client import EngineClient
@@ -115,6 +115,11 @@ class ServerSections:
             config.lora,
             config.evaluation,
         )
+
+    @classmethod
+    def where_generated(cls, config: TrainConfig) -> ServerSections | None:
+        """``of``; None where the run replays a recording."""
+        return None if config.rollout.replay_from is not None else cls.of(config)
 
     @property
     def sequence_tokens(self) -> int:

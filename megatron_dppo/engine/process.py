@@ -27,8 +27,7 @@ from megatron_dppo.engine.options import (
 from megatron_dppo.system.network import PortTakenError
 from megatron_dppo.system.processes import (
     Launcher,
-    LocalLauncher,
-    Running,
+    StartedProcess,
     describe_exit,
     quote,
     tail,
@@ -59,7 +58,7 @@ _WARMING = "answering its first requests"
 class Runtime:
     """Where servers run, with which Python, and with which variables beside their own."""
 
-    launcher: Launcher = field(default_factory=LocalLauncher)
+    launcher: Launcher = field(default_factory=Launcher)
     python: str = sys.executable
     variables: Mapping[str, str] = field(default_factory=dict)
 
@@ -88,7 +87,7 @@ class ChildServer(ABC):
         self.log_path = log_path
         self._start_timeout = start_timeout_s
         self._runtime = Runtime() if runtime is None else runtime
-        self._process: Running | None = None
+        self._process: StartedProcess | None = None
         self._started_at = 0.0
 
     @abstractmethod

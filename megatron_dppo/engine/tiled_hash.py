@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_dppo.system.toolchain import KernelBuildError, build_library
+from megatron_dppo.system.compute import KernelBuildError, build_library
 
 # Sums over the tiles of parts of tensors (``tiled_hash`` has the formula), many parts in one
 # kernel.

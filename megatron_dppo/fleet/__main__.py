@@ -13,29 +13,29 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from megatron_dppo.fleet.folder import NOT_EXAMINED
-from megatron_dppo.fleet.record import FleetRecord
-from megatron_dppo.fleet.remote_record import record_of_command
+from megatron_dppo.fleet.endpoint import RecordClient, record_of_command
+from megatron_dppo.fleet.record import NOT_EXAMINED, FleetRecord
 from megatron_dppo.logging import fatal
 from megatron_dppo.system.errors import RunError
 
-MODULE = "megatron_dppo.fleet"
-_VERDICT_S = 60.0
+_STATE_S = 60.0
 _POLL_S = 0.2
+_NOBODY = "no trainer listens now; it is examined when one does"
+_Record = FleetRecord | RecordClient
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the command line says; the process's exit code: 1 where a server is refused."""
-    words = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        if not Path(words.run_directory).is_dir():
-            fatal(f"{words.run_directory}: expected the folder of a run (run.directory)")
-        return _ACTIONS[words.action](record_of_command(words.run_directory), words)
+        if not Path(options.run_directory).is_dir():
+            fatal(f"{options.run_directory}: expected the folder of a run (run.directory)")
+        return _ACTIONS[options.action](record_of_command(options.run_directory), options)
     except (ValueError, OSError, RunError) as error:
         fatal(str(error))
 
 
-def _list(record: FleetRecord, words: argparse.Namespace) -> int:
+def _list(record: _Record, options: argparse.Namespace) -> int:
     status = record.status()
     states = status.get("servers", {})
     rows = [("NAME", "URL", "START", "STATE")]
@@ -53,21 +53,24 @@ def _list(record: FleetRecord, words: argparse.Namespace) -> int:
     return 0
 
 
-def _add(record: FleetRecord, words: argparse.Namespace) -> int:
-    server = record.attach(words.url)
+def _add(record: _Record, options: argparse.Namespace) -> int:
+    server = record.attach(options.url)
     print(f"{server.name} is attached", flush=True)
-    verdict = _verdict(record, server.name, words.wait)
-    print(verdict)
-    return int(verdict.startswith("refused"))
+    if isinstance(record, FleetRecord):
+        print(_NOBODY)
+        return 0
+    state = _awaited_state(record, server.name, options.wait)
+    print(state)
+    return int(state.startswith("refused"))
 
 
-def _verdict(record: FleetRecord, name: str, wait_s: float) -> str:
+def _awaited_state(record: RecordClient, name: str, wait_s: float) -> str:
     """What the trainer, who has the keys and must be reachable back, finds; waited for, but not long."""
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         status = record.status()
         if not status:
-            return "no trainer listens now; it is examined when one does"
+            return _NOBODY
         state = str(status["servers"].get(name, NOT_EXAMINED))
         if state != NOT_EXAMINED:
             return state
@@ -75,13 +78,13 @@ def _verdict(record: FleetRecord, name: str, wait_s: float) -> str:
     return "the trainer has not examined it yet; see list"
 
 
-def _remove(record: FleetRecord, words: argparse.Namespace) -> int:
-    server = record.detach(words.url)
+def _remove(record: _Record, options: argparse.Namespace) -> int:
+    server = record.detach(options.url)
     print(f"{server.name} is detached; the run leaves it at its next weight update")
     return 0
 
 
-_ACTIONS: dict[str, Callable[[FleetRecord, argparse.Namespace], int]] = {
+_ACTIONS: dict[str, Callable[[_Record, argparse.Namespace], int]] = {
     "list": _list,
     "add": _add,
     "remove": _remove,
@@ -99,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     add = actions.add_parser("add", help="attach a server, and say what the trainer finds")
     add.add_argument("url", metavar="URL")
     add.add_argument(
-        "--wait", type=float, default=_VERDICT_S, metavar="SECONDS", help="for that; default 60"
+        "--wait", type=float, default=_STATE_S, metavar="SECONDS", help="for that; default 60"
     )
     remove = actions.add_parser("remove", help="detach an attached server")
     remove.add_argument("url", metavar="URL")

@@ -11,11 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing import AnswerParser
-from megatron_dppo.engine.client import Answer
+from megatron_dppo.engine.client import Answer, EngineClient
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineError,
@@ -25,17 +26,49 @@ from megatron_dppo.engine.errors import (
     StaleWeightsError,
 )
 from megatron_dppo.engine.protocol import GenerationRequest, adapter_name, request_body
-from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.http_router import ROUTED_MODEL, SERVED_BY, HttpRouterLink
-from megatron_dppo.fleet.membership import ActiveServer, Member, breakable, client_of
+from megatron_dppo.fleet.membership import Member, client_of
+from megatron_dppo.fleet.record import Server
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _PROBE_SECONDS = 5.0
 _REPLACED_SECONDS = 10.0
 _FORGETTING_SECONDS = 0.1
+# smg's codes for a call that it has no server for.
 _KNOWS_NOBODY = ("no_available_workers", "model_not_found")
-"""smg's codes for a call that it has no server for."""
+
+
+@dataclass(eq=False)
+class ActiveServer:
+    """A member that generates, and the calls that it has.
+
+    ``suspended``: why it gets no more calls; empty while it gets them.
+    """
+
+    member: Member
+    client: EngineClient
+    in_flight: int = 0
+    suspended: str = ""
+    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+    watch: asyncio.Task[None] | None = None
+
+
+async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]]) -> T:
+    """The result of ``call``; ServerLostError when somebody cancels its task, which is in ``calls``
+    meanwhile."""
+    task = asyncio.create_task(call)
+    calls.add(task)
+    try:
+        await asyncio.wait([task])
+        if task.cancelled():
+            raise ServerLostError("broken off: its server, or the router, was lost")
+        return task.result()
+    finally:
+        task.cancel()
+        calls.discard(task)
 
 
 class FleetClient:
@@ -73,12 +106,12 @@ class FleetClient:
         """Generate on ``members``, which have committed weight version ``version``. Ends
         every suspension. No generation may be under way.
         """
-        kept = {active.member: active for active in self._servers if active.member in members}
+        staying = {active.member: active for active in self._servers if active.member in members}
         for active in self._servers:
-            if active.member not in kept:
+            if active.member not in staying:
                 await active.client.close()
         self._servers = [
-            ActiveServer(m, kept[m].client if m in kept else client_of(m, self._parser))
+            ActiveServer(m, staying[m].client if m in staying else client_of(m, self._parser))
             for m in members
         ]
         self._version = version
@@ -171,8 +204,7 @@ class FleetClient:
             self._router_lost(router, str(error))
             raise ServerLostError(str(error)) from error
         if answer.status >= 400:
-            what = f"{router.url}/generate answered {answer.status}: {answer.reason}"
-            raise await self._refused(router, answer, what)
+            raise await self._refused(router, answer)
         served_by = answer.headers.get(SERVED_BY, "")
         active = self._server_at(served_by)
         if active is None:
@@ -181,23 +213,27 @@ class FleetClient:
             results = await active.client.parse(answer.body, requests, self._version)
         except StaleWeightsError as error:
             raise self._suspend(active, str(error)) from error
-        except EngineLostError as error:  # it has answered, but not handed out its recording
+        except EngineLostError as error:
+            # It has answered, but not handed out its recording.
             raise self._suspend(active, str(error)) from error
         active.client.note_answer()
         return results
 
-    async def _refused(self, router: HttpRouterLink, answer: Answer, what: str) -> EngineError:
+    async def _refused(self, router: HttpRouterLink, answer: Answer) -> EngineError:
         """The error for a call that the router, or a server behind it, answered with an error status."""
+        reason = f"{router.url}/generate answered {answer.status}: {answer.reason}"
         if answer.code in _KNOWS_NOBODY:
-            router.mark_down(what)  # it has begun anew
-            return ServerLostError(what)
+            # It has begun anew.
+            router.mark_down(reason)
+            return ServerLostError(reason)
         if answer.status < 500:
-            return EngineRequestError(answer.status, what)
+            return EngineRequestError(answer.status, reason)
         await self._probe()
-        if any(p.suspended and p.member.server.url in what for p in self._servers):
-            await asyncio.sleep(_FORGETTING_SECONDS)  # the router may not have dropped it yet
-            return self._lost(what)
-        return AbortedError(what)
+        if any(p.suspended and p.member.server.url in reason for p in self._servers):
+            # The router may not have dropped it yet.
+            await asyncio.sleep(_FORGETTING_SECONDS)
+            return self._lost(reason)
+        return AbortedError(reason)
 
     @property
     def _adapter(self) -> str | None:
@@ -257,7 +293,8 @@ class FleetClient:
         """
         await asyncio.sleep(_REPLACED_SECONDS)
         if active not in self._servers:
-            return  # the generation it had calls of has ended, and its client is closed
+            # The generation it had calls of has ended, and its client is closed.
+            return
         try:
             await active.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
         except EngineLostError as error:

@@ -1,12 +1,13 @@
-"""The record of a run's servers, offered over HTTP by the process that keeps it.
+"""The record of a run's servers, offered over HTTP by the process that keeps it, and its client.
 
-Ranks on other hosts and the user's command thus need no fresh view of the run's folder; its files are
-this process's own record. One POST a question, ``/fleet/<name>`` with a JSON object, under the admin key.
+One POST a question, ``/fleet/<name>`` with a JSON object, under the admin key: ranks on other hosts and the
+user's command need no fresh view of the run's folder.
 """
 
 from __future__ import annotations
 
 import hmac
+import http.client
 import json
 import logging
 import os
@@ -14,14 +15,26 @@ import secrets
 import shutil
 import socket
 import threading
-from collections.abc import Callable
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any, Self
+from urllib.parse import urlsplit
 
-from megatron_dppo.fleet.folder import ADMIN_KEY_VARIABLE, EndpointPlace, FleetFolder
-from megatron_dppo.system.files import write_private
-from megatron_dppo.system.network import interface_address
+from megatron_dppo.engine.errors import EngineError
+from megatron_dppo.fleet.record import (
+    ADMIN_KEY_VARIABLE,
+    FleetRecord,
+    Json,
+    Keys,
+    Server,
+    read_object,
+    set_aside,
+)
+from megatron_dppo.system.files import UnsafeFileError, read_own, write_private
+from megatron_dppo.system.network import interface_address, is_loopback
 from megatron_dppo.system.scratch import make_runtime_directory
 
 log = logging.getLogger(__name__)
@@ -32,8 +45,39 @@ PATH = "/fleet/"
 _LONGEST = 1 << 20
 _READ_S = 10
 _POLL_S = 0.05
+_ANSWER_S = 10.0
+_ATTEMPTS = 3
+_PAUSE_S = 1.0
 
-Told = dict[str, Any]
+
+class RecordLostError(EngineError):
+    """The process that keeps the record of the servers does not answer."""
+
+
+@dataclass(frozen=True)
+class EndpointAddress:
+    """Where the record is offered while the run runs. ``key_file``: on ``host``, holds the admin key."""
+
+    url: str
+    host: str
+    key_file: str
+
+    @staticmethod
+    def file(run_directory: str | Path) -> Path:
+        """Where the address is written."""
+        return Path(run_directory) / "engine" / "endpoint.json"
+
+    @classmethod
+    def read(cls, path: Path) -> EndpointAddress | None:
+        """The address in ``path``; None where no process offers the record."""
+        value = read_object(path)
+        if value is None:
+            return None
+        try:
+            return cls(**{name: str(text) for name, text in value.items()})
+        except TypeError:
+            set_aside(path, "is damaged")
+            return None
 
 
 def control_host(interface: str | None, address: str) -> str:
@@ -52,21 +96,22 @@ def admin_key() -> str:
 
 
 class FleetEndpoint:
-    """Offers ``folder`` on a free port of ``host`` to whoever has ``key``, from ``start`` to ``stop``.
+    """Offers ``record`` on a free port of ``host`` to whoever has ``key``, from ``start`` to ``stop``.
 
     The user's command finds URL and key by ``engine/endpoint.json`` and a file on this machine that its
     user alone can read.
     """
 
-    def __init__(self, folder: FleetFolder, key: str, host: str) -> None:
-        self._folder = folder
+    def __init__(self, record: FleetRecord, key: str, host: str) -> None:
+        self._record = record
         self._key = key
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._server = _Server((host, 0), folder, key, family)
+        self._server = _HttpServer((host, 0), record, key, family)
         port = self._server.server_address[1]
         self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         self._private = make_runtime_directory()
-        self._place = EndpointPlace(self.url, socket.gethostname(), str(self._private / "key"))
+        self._file = record.path / "endpoint.json"
+        self._address = EndpointAddress(self.url, socket.gethostname(), str(self._private / "key"))
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(_POLL_S,), name="fleet", daemon=True
         )
@@ -80,12 +125,14 @@ class FleetEndpoint:
         """Answer, from a thread of its own, and be found."""
         self._thread.start()
         write_private(self._private / "key", self._key)
-        self._folder.publish_endpoint(self._place)
+        write_private(self._file, json.dumps(asdict(self._address)))
+        self._record.read_attached()
 
     def stop(self) -> None:
         """Answer no more. Harmless without a start."""
-        if self._folder.endpoint() == self._place:  # not where another start has taken over
-            self._folder.withdraw_endpoint()
+        # Another start that has taken over has its own address there.
+        if EndpointAddress.read(self._file) == self._address:
+            self._file.unlink(missing_ok=True)
         if self._thread.is_alive():
             self._server.shutdown()
         self._server.server_close()
@@ -99,36 +146,34 @@ class FleetEndpoint:
         self.stop()
 
 
-class _Server(ThreadingHTTPServer):
+class _HttpServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(
-        self, address: tuple[str, int], folder: FleetFolder, key: str, family: int
+        self, address: tuple[str, int], record: FleetRecord, key: str, family: int
     ) -> None:
         self.address_family = socket.AddressFamily(family)
-        self.folder = folder
+        self.record = record
         self.expected = f"Bearer {key}".encode()
-        self.lock = threading.Lock()
         super().__init__(address, _Handler)
 
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = _READ_S
-    server: _Server
+    server: _HttpServer
 
     def do_POST(self) -> None:
         """Check the key, then the question, then answer it."""
-        given = self.headers.get("Authorization", "").encode()
-        if not hmac.compare_digest(given, self.server.expected):
+        header = self.headers.get("Authorization", "").encode()
+        if not hmac.compare_digest(header, self.server.expected):
             self._answer(401, {"error": "the admin key is missing or wrong"})
             return
         question = _QUESTIONS.get(self.path.removeprefix(PATH))
         try:
-            told = self._told()
+            arguments = self._arguments()
             if question is None:
                 raise ValueError(f"{self.path}: no such question")
-            with self.server.lock:
-                answer = question(self.server.folder, told)
+            answer = question(self.server.record, arguments)
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             self._answer(400, {"error": str(error)})
         except OSError as error:
@@ -136,16 +181,16 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._answer(200, {"answer": answer})
 
-    def _told(self) -> Told:
+    def _arguments(self) -> Json:
         length = self.headers.get("Content-Length", "")
         if not length.isdigit() or int(length) > _LONGEST:
             raise ValueError(f"Content-Length: got {length!r}, expected at most {_LONGEST}")
-        told = json.loads(self.rfile.read(int(length)))
-        if not isinstance(told, dict):
+        arguments = json.loads(self.rfile.read(int(length)))
+        if not isinstance(arguments, dict):
             raise ValueError("expected a JSON object")
-        return told
+        return arguments
 
-    def _answer(self, status: int, content: Told) -> None:
+    def _answer(self, status: int, content: Json) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
@@ -159,60 +204,170 @@ class _Handler(BaseHTTPRequestHandler):
             log.info("fleet endpoint, asked by %s: %s", self.client_address[0], format % args)
 
 
-# --- the questions
-
-
-def _servers(folder: FleetFolder, told: Told) -> list[Told]:
-    return [asdict(server) for server in folder.servers()]
-
-
-def _router(folder: FleetFolder, told: Told) -> Told | None:
-    router = folder.router()
+def _router(record: FleetRecord, _: Json) -> Json | None:
+    router = record.router()
     return None if router is None else asdict(router)
 
 
-def _status(folder: FleetFolder, told: Told) -> Told:
-    return folder.status()
+def _publish_status(record: FleetRecord, arguments: Json) -> None:
+    version = arguments["version"]
+    states = {str(name): str(state) for name, state in dict(arguments["states"]).items()}
+    record.publish_status(None if version is None else int(version), states)
 
 
-def _attach(folder: FleetFolder, told: Told) -> Told:
-    return asdict(folder.attach(_text(told, "url")))
-
-
-def _detach(folder: FleetFolder, told: Told) -> Told:
-    return asdict(folder.detach(_text(told, "url")))
-
-
-def _sync_configured(folder: FleetFolder, told: Told) -> None:
-    folder.sync_configured([str(url) for url in told["urls"]])
-
-
-def _report_lost(folder: FleetFolder, told: Told) -> None:
-    name, incarnation = _text(told, "name"), told["incarnation"]
-    for server in folder.servers():
-        if (server.name, server.incarnation) == (name, incarnation):
-            folder.report_lost(server)
-
-
-def _publish_status(folder: FleetFolder, told: Told) -> None:
-    version = told["version"]
-    states = {str(name): str(state) for name, state in dict(told["states"]).items()}
-    folder.publish_status(None if version is None else int(version), states)
-
-
-def _text(told: Told, name: str) -> str:
-    if not isinstance(told.get(name), str):
+def _text(arguments: Json, name: str) -> str:
+    if not isinstance(arguments.get(name), str):
         raise ValueError(f"{name}: expected a text")
-    return str(told[name])
+    return str(arguments[name])
 
 
-_QUESTIONS: dict[str, Callable[[FleetFolder, Told], Any]] = {
-    "servers": _servers,
+_QUESTIONS: dict[str, Callable[[FleetRecord, Json], Any]] = {
+    "servers": lambda record, _: [asdict(server) for server in record.servers()],
     "router": _router,
-    "status": _status,
-    "attach": _attach,
-    "detach": _detach,
-    "sync_configured": _sync_configured,
-    "report_lost": _report_lost,
+    "status": lambda record, _: record.status(),
+    "attach": lambda record, arguments: asdict(record.attach(_text(arguments, "url"))),
+    "detach": lambda record, arguments: asdict(record.detach(_text(arguments, "url"))),
+    "sync_configured": lambda record, arguments: record.sync_configured(
+        [str(url) for url in arguments["urls"]]
+    ),
+    "report_lost": lambda record, arguments: record.report_lost(
+        _text(arguments, "name"), int(arguments["incarnation"])
+    ),
     "publish_status": _publish_status,
 }
+
+
+# --- its client
+
+
+class RecordClient:
+    """The record at ``url``. ``keys``: of the servers that the run started; the admin key opens the record."""
+
+    def __init__(self, url: str, keys: Keys) -> None:
+        self.url = url
+        self._keys = keys
+
+    def keys(self, server: Server) -> Keys:
+        """The keys that ``server`` takes."""
+        return self._keys if server.replaceable else Keys.of_environment()
+
+    def servers(self) -> list[Server]:
+        """As FleetRecord's. Raises RecordLostError."""
+        return [Server(**server) for server in self._ask("servers")]
+
+    def router(self) -> Server | None:
+        """None too where the record can't be asked: callers look again in a second."""
+        try:
+            router = self._ask("router", attempts=1)
+        except RecordLostError as error:
+            log.warning("%s", error)
+            return None
+        return None if router is None else Server(**router)
+
+    def reachable_router(self) -> tuple[Server, Keys] | None:
+        """The router with its keys, as an HttpRouterLink looks for it."""
+        router = self.router()
+        return None if router is None else (router, self.keys(router))
+
+    def attach(self, url: str) -> Server:
+        """As FleetRecord's. Raises RecordLostError."""
+        return Server(**self._ask("attach", url=url))
+
+    def detach(self, url: str) -> Server:
+        """As FleetRecord's. Raises RecordLostError."""
+        return Server(**self._ask("detach", url=url))
+
+    def sync_configured(self, urls: list[str]) -> None:
+        """As FleetRecord's. Raises RecordLostError."""
+        self._ask("sync_configured", urls=urls)
+
+    def report_lost(self, server: Server) -> None:
+        """Ask the supervisor to replace a server that it started; leave others alone."""
+        if server.replaceable:
+            self._tell("report_lost", name=server.name, incarnation=server.incarnation)
+
+    def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
+        """As FleetRecord's."""
+        self._tell("publish_status", version=version, states=dict(states))
+
+    def status(self) -> Json:
+        """As FleetRecord's. Raises RecordLostError."""
+        return dict(self._ask("status"))
+
+    def _tell(self, question: str, **arguments: Any) -> None:
+        """As ``_ask``, of what a run can do without."""
+        try:
+            self._ask(question, **arguments)
+        except RecordLostError as error:
+            log.warning("%s", error)
+
+    def _ask(self, question: str, *, attempts: int = _ATTEMPTS, **arguments: Any) -> Any:
+        """Raises RecordLostError, and ValueError for what the record refuses."""
+        for attempt in range(1, attempts + 1):
+            try:
+                status, content = self._exchange(question, arguments)
+            except (OSError, http.client.HTTPException, ValueError) as error:
+                if attempt == attempts:
+                    reason = str(error) or type(error).__name__
+                    raise RecordLostError(f"{self.url}{PATH}{question}: {reason}") from error
+                time.sleep(_PAUSE_S)
+                continue
+            if status != 200:
+                raise ValueError(f"{self.url}{PATH}{question}: {content['error']}")
+            return content["answer"]
+        raise AssertionError("unreachable")
+
+    def _exchange(self, question: str, arguments: Json) -> tuple[int, Json]:
+        address = urlsplit(self.url)
+        assert address.hostname is not None
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=_ANSWER_S)
+        headers = {"Authorization": f"Bearer {self._keys.admin}"}
+        try:
+            connection.request("POST", PATH + question, json.dumps(arguments), headers)
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+
+def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
+    """The record that the running run offers; what its folder holds where it does not run.
+
+    Raises ValueError where it runs and can't be asked from here.
+    """
+    endpoint = EndpointAddress.read(EndpointAddress.file(run_directory))
+    if endpoint is None:
+        return FleetRecord(run_directory)
+    address = urlsplit(endpoint.url)
+    here = endpoint.host == socket.gethostname()
+    if not here and is_loopback(address.hostname or ""):
+        raise ValueError(
+            f"{run_directory}: its run listens on {endpoint.host} for commands from there alone; run this "
+            "there, or name a network interface in parallel.interface"
+        )
+    try:
+        socket.create_connection((address.hostname, address.port), _ANSWER_S).close()
+    except ConnectionRefusedError:
+        # A killed run left its file.
+        return FleetRecord(run_directory)
+    except OSError as error:
+        raise ValueError(
+            f"{run_directory}: its run at {endpoint.url} does not answer: {error}"
+        ) from error
+    return RecordClient(endpoint.url, Keys(admin=_admin_key(endpoint)))
+
+
+def _admin_key(endpoint: EndpointAddress) -> str:
+    """From the file on the run's own host, else from the environment. Raises ValueError."""
+    try:
+        return read_own(Path(endpoint.key_file))
+    except UnsafeFileError as error:
+        raise ValueError(str(error)) from error
+    except OSError:
+        key = os.environ.get(ADMIN_KEY_VARIABLE)
+    if key is None:
+        raise ValueError(
+            f"the run on {endpoint.host} wants its admin key: run this there, or start the run with "
+            f"{ADMIN_KEY_VARIABLE} set and set it here too"
+        )
+    return key

@@ -251,7 +251,8 @@ class Generation:
             return GenerationEnd.LOST, str(interruption)
         except StopRequestedError:
             return GenerationEnd.STOPPED, ""
-        except EngineError as error:  # asking again would end alike
+        except EngineError as error:
+            # Asking again would end alike.
             return GenerationEnd.FAILED, f"{type(error).__name__}: {error}"
         return GenerationEnd.DONE, ""
 
@@ -405,4 +406,5 @@ class _Generation:
                     aborts = (self._client.abort(rid, count) for rid, count in calls.items())
                     await asyncio.gather(*aborts)
             except (EngineLostError, TimeoutError):
-                return  # nobody is there to run them
+                # Nobody is there to run them.
+                return

@@ -1,4 +1,4 @@
-"""The HTTP router as a child process: smg, which spreads generation over the servers it is told of.
+"""The HTTP router, smg, which spreads generation over the servers: its process, its client, a connection to it.
 
 Light: imports neither torch nor smg.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
@@ -18,11 +18,7 @@ from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.client import Answer, HttpClient, Method
 from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
 from megatron_dppo.engine.process import ChildServer, Runtime
-from megatron_dppo.fleet.folder import Keys, Server
-
-if TYPE_CHECKING:
-    from megatron_dppo.engine.client import Answer
-
+from megatron_dppo.fleet.record import Keys, Server
 
 OPEN_PATHS = (
     "/health",
@@ -97,8 +93,10 @@ def http_router_options(host: str, port: int, metrics_port: int, policy: str) ->
         "port": port,
         "policy": policy,
         "power_of_two_load_metric": "least_requests",
-        "enable_igw": True,  # the only mode in which every policy may begin without servers
-        "prometheus_host": "127.0.0.1",  # smg's metrics know no key; without a host it takes all addresses
+        # The only mode in which every policy may begin without servers.
+        "enable_igw": True,
+        # smg's metrics know no key; without a host it takes all addresses.
+        "prometheus_host": "127.0.0.1",
         "prometheus_port": metrics_port,
         "disable_retries": True,
         "disable_circuit_breaker": True,
@@ -160,42 +158,35 @@ class HttpRouterClient:
         which needs its answer to the router.
         """
         present = await self.servers()
-        for url in present.keys() - wanted.keys():
-            await self._delete(present[url])
+        await self.remove([url for url in present if url not in wanted])
         for url in wanted.keys() - present.keys():
-            await self._add(url, wanted[url])
-        await self._wait(wanted.keys())
-
-    async def remove(self, urls: Sequence[str]) -> None:
-        """Send nothing more to these servers. What they have in work goes on."""
-        present = await self.servers()
-        for url in urls:
-            if url in present:
-                await self._delete(present[url])
-
-    async def _wait(self, wanted: Set[str]) -> None:
-        deadline = asyncio.get_running_loop().time() + _REGISTRATION_SECONDS
-        while (present := (await self.servers()).keys()) != wanted:
-            if asyncio.get_running_loop().time() > deadline:
+            body = {"url": url, "api_key": wanted[url], "models": [{"id": ROUTED_MODEL}]}
+            await self._control_once("POST", "/workers", orjson.dumps(body), done=409)
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + _REGISTRATION_SECONDS
+        while (present := await self.servers()).keys() != wanted.keys():
+            if clock() > deadline:
                 raise EngineLostError(
                     f"{self.url}: the router serves from {sorted(present)} after "
                     f"{_REGISTRATION_SECONDS:.0f} s"
                 )
             await asyncio.sleep(_POLL_SECONDS)
 
-    async def _add(self, url: str, api_key: str | None) -> None:
-        body = {"url": url, "api_key": api_key, "models": [{"id": ROUTED_MODEL}]}
-        try:
-            await self._control("POST", "/workers", orjson.dumps(body))
-        except EngineRequestError as error:
-            if error.status != 409:  # another rank was faster
-                raise
+    async def remove(self, urls: Sequence[str]) -> None:
+        """Send nothing more to these servers. What they have in work goes on."""
+        present = await self.servers()
+        for url in urls:
+            if url in present:
+                await self._control_once("DELETE", f"/workers/{present[url]}", done=404)
 
-    async def _delete(self, worker_id: str) -> None:
+    async def _control_once(
+        self, method: Method, path: str, body: bytes | None = None, *, done: int
+    ) -> None:
+        """``done``: what it answers where another rank was faster."""
         try:
-            await self._control("DELETE", f"/workers/{worker_id}")
+            await self._control(method, path, body)
         except EngineRequestError as error:
-            if error.status != 404:  # another rank was faster
+            if error.status != done:
                 raise
 
     async def _control(self, method: Method, path: str, body: bytes | None = None) -> bytes:
@@ -272,14 +263,14 @@ class HttpRouterLink:
         """Tell ``on_lost`` of a router that hangs, and use one again that came back; for ever."""
         clock = asyncio.get_running_loop().time
         pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
-        asked = last_life = clock()
+        asked_s = last_life = clock()
         while True:
             await asyncio.sleep(min(_RETRY_SECONDS, pause))
             if not self.usable:
                 await self._connect()
-                asked = last_life = clock()
-            elif clock() >= asked + pause and self._client is not None:
-                asked = clock()
+                asked_s = last_life = clock()
+            elif clock() >= asked_s + pause and self._client is not None:
+                asked_s = clock()
                 if await self._client.alive(hang_timeout_s / 2):
                     last_life = clock()
                 elif clock() - last_life > hang_timeout_s:
@@ -294,23 +285,19 @@ class HttpRouterLink:
 
     async def _connect(self) -> None:
         """Find the router and have it know our servers; ``usable`` where both worked."""
-        found = self._find()
-        if found is None:
+        router = self._find()
+        if router is None:
             return
-        server, keys = found
+        server, keys = router
         if server != self.server or self._client is None:
             await self.close()
             self.server, self._client = server, HttpRouterClient(server.url, keys)
         try:
-            self.usable = await self._knows_servers(self._client)
+            if self._registers:
+                await self._client.set_servers(self._wanted)
+            self.usable = self._wanted.keys() == (await self._client.servers()).keys()
         except (EngineLostError, EngineRequestError) as error:
             log.info("the router at %s is not in order yet: %s", server.url, error)
         if self.usable and server != self._announced:
             self._announced = server
             log.info("generating through the router at %s", server.url)
-
-    async def _knows_servers(self, client: HttpRouterClient) -> bool:
-        if self._registers:
-            await client.set_servers(self._wanted)
-            return True
-        return self._wanted.keys() == (await client.servers()).keys()

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn
 
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.answer_parsing import AnswerParser
@@ -27,22 +28,45 @@ from megatron_dppo.engine.errors import (
     EngineError,
     EngineMismatchError,
     EngineRequestError,
-    ServerLostError,
 )
-from megatron_dppo.fleet.folder import (
+from megatron_dppo.fleet.endpoint import RecordClient
+from megatron_dppo.fleet.record import (
     ADMIN_KEY_VARIABLE,
     API_KEY_VARIABLE,
     NOT_EXAMINED,
     Keys,
     Server,
 )
-from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
 
-# --- servers as a client sees them, and calls that can be broken off
-T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 30.0
+_LOOK_S = 1.0
+_ANSWER_S = 5.0
+_GENERATE_S = 10.0
+_SETTLE_S = 10.0
+_POLL_S = 0.25
+_PROGRESS_S = 60.0
+_STRIKES = 2
+_NO_KEY = (401, 403)
+# What answers of another shape than SGLang's end in, wherever they are read.
+_UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    EngineAnswerError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class EngineUnavailableError(RunError):
+    """The engine side is given up, on all trainer ranks alike: no healthy server appeared in time,
+    servers were lost again and again, or they refuse what the run needs."""
 
 
 @dataclass(frozen=True)
@@ -55,35 +79,12 @@ class Member:
     ca_file: str | None = None
     first_answer_s: float = 0.0
 
-
-@dataclass(eq=False)
-class ActiveServer:
-    """A member that generates, and the calls that it has.
-
-    ``suspended``: why it gets no more calls; empty while it gets them.
-    """
-
-    member: Member
-    client: EngineClient
-    in_flight: int = 0
-    suspended: str = ""
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)
-    watch: asyncio.Task[None] | None = None
-
-
-async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]]) -> T:
-    """The result of ``call``; ServerLostError when somebody cancels its task, which is in ``calls``
-    meanwhile."""
-    task = asyncio.create_task(call)
-    calls.add(task)
-    try:
-        await asyncio.wait([task])
-        if task.cancelled():
-            raise ServerLostError("broken off: its server, or the router, was lost")
-        return task.result()
-    finally:
-        task.cancel()
-        calls.discard(task)
+    @classmethod
+    def of(cls, server: Server, keys: Keys, engine: EngineConfig) -> Member:
+        """As the run's configuration sees a server."""
+        # Those that the run starts are published after their first answers.
+        first_answer_s = 0.0 if server.replaceable else engine.start_timeout_s
+        return cls(server, keys, engine.ca_file, first_answer_s)
 
 
 def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClient:
@@ -95,132 +96,160 @@ def client_of(member: Member, parser: AnswerParser | None = None) -> EngineClien
     return client
 
 
-# --- servers that run elsewhere, examined when they are attached
-
-log = logging.getLogger(__name__)
-
-ASK_AGAIN_S = 30.0
-_LOOK_S = 1.0
-_NO_KEY = (401, 403)
-_UNREADABLE = (
-    ArithmeticError,
-    AttributeError,
-    EngineAnswerError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-"""What answers of another shape than SGLang's end in, wherever they are read."""
-
-
 @dataclass(frozen=True)
 class Examination:
-    """What an examination found; ``at``: when, by the monotonic clock."""
+    """What the examination of a server that runs elsewhere came to. ``time_s``: when, by the monotonic clock."""
 
     state: Literal["fits", "refused", "waits"]
     reason: str = ""
-    at: float = field(default_factory=time.monotonic, compare=False)
+    time_s: float = field(default_factory=time.monotonic, compare=False)
 
     def __str__(self) -> str:
-        words = {
-            "fits": "fits; joins at the next weight update",
-            "refused": f"refused: {self.reason}",
-            "waits": f"not yet usable, asked again every {ASK_AGAIN_S:.0f} s: {self.reason}",
-        }
-        return words[self.state]
+        if self.state == "fits":
+            return "fits; joins at the next weight update"
+        if self.state == "refused":
+            return f"refused: {self.reason}"
+        return f"not yet usable, asked again every {ASK_AGAIN_S:.0f} s: {self.reason}"
+
+
+@dataclass
+class ServerState:
+    """What rank 0 makes of one published server.
+
+    ``is_member``: takes part in the update under way or the last one; ``serves``: has the committed
+    weights. ``strikes``: updates in a row that failed by it. ``lost``, ``quarantined``: why it is
+    out; empty while it isn't. ``silent_s``: when it last gave no answer, by the monotonic clock.
+    """
+
+    is_member: bool = False
+    serves: bool = False
+    strikes: int = 0
+    lost: str = ""
+    quarantined: str = ""
+    silent_s: float = -math.inf
+    examination: Examination | None = None
+
+    def describe(self, server: Server) -> str:
+        """For the user's command."""
+        if self.serves:
+            return "serves"
+        if reason := self.quarantined or self.lost:
+            return reason
+        if self.examination is not None:
+            return str(self.examination)
+        return "joins at the next weight update" if server.replaceable else NOT_EXAMINED
+
+
+class ServerStates:
+    """The state of every published server; from any thread."""
+
+    def __init__(self) -> None:
+        self._states: dict[Server, ServerState] = {}
+
+    def __getitem__(self, server: Server) -> ServerState:
+        return self._states.setdefault(server, ServerState())
+
+    def servers(self) -> list[Server]:
+        """Those that have one."""
+        return list(self._states)
+
+    def all(self) -> list[tuple[Server, ServerState]]:
+        """Servers with their states."""
+        return list(self._states.items())
+
+    def keep(self, published: Collection[Server]) -> None:
+        """Forget every other server."""
+        for server in self.servers():
+            if server not in published:
+                self._states.pop(server, None)
 
 
 class Examiner:
-    """Verdicts on the attached servers of a run; rank 0 has it.
+    """Examines the attached servers of a run: whether they fit, and why not; rank 0 has it.
 
+    Whatever goes wrong while a server is examined means that it is refused, or, where it does not
+    answer, that it is asked again in a while. A refusal lasts until the server is attached anew.
     Coroutines run on one event loop.
 
     Args:
-        record: where servers are published; may be another process, so it is asked in a thread.
-        member_of: the server with what it asks of its clients.
+        record: where servers are published; another process, so it is asked in a thread.
+        engine: what the configuration says of servers.
+        states: where examinations are kept; members are left alone.
         check: raises EngineMismatchError for a server that does not serve what the run trains or can't
             be updated, EngineError where it does not answer.
-        is_in_use: says whether a server takes part in the run: it must be left alone.
-        on_news: called in a thread when there is another examination on a server.
+        on_news: called in a thread when there is another examination of a server.
     """
 
     def __init__(
         self,
-        record: FleetRecord,
-        member_of: Callable[[Server], Member],
+        record: RecordClient,
+        engine: EngineConfig,
+        states: ServerStates,
         check: Callable[[Member], Coroutine[Any, Any, None]],
-        is_in_use: Callable[[Server], bool],
         on_news: Callable[[], None],
     ) -> None:
         self._record = record
-        self._member_of = member_of
+        self._engine = engine
+        self._states = states
         self._check = check
-        self._is_in_use = is_in_use
         self._on_news = on_news
-        self._examinations: dict[Server, Examination] = {}
         self._one_at_a_time = asyncio.Lock()
-
-    def examination(self, server: Server) -> Examination | None:
-        """The last one; None before the first. From any thread."""
-        return self._examinations.get(server)
 
     async def watch(self) -> NoReturn:
         """Examine whoever is attached, and again in a while whoever did not answer; for ever."""
         await asyncio.to_thread(self._on_news)
         while True:
             published = await self._published()
-            for server in [s for s in self._examinations if s not in published]:
-                del self._examinations[server]
+            self._states.keep(published)
             for server in published:
-                known = self._examinations.get(server)
-                settled = known is not None and known.state != "waits"
-                if not (server.replaceable or settled or self._is_in_use(server)):
+                state = self._states[server]
+                is_settled = state.examination is not None and state.examination.state != "waits"
+                if not (server.replaceable or is_settled or state.is_member):
                     await self.examine(server)
             await asyncio.sleep(_LOOK_S)
 
     async def examine(self, server: Server, *, at_once: bool = False) -> Examination:
-        """The examination on an attached server: a new one where none is recent, or one that waits must be
+        """The examination of an attached server: a new one where none is recent, or one that waits must be
         settled ``at_once``."""
+        state = self._states[server]
         async with self._one_at_a_time:
-            known = self._examinations.get(server)
-            if known is not None and (known.state == "refused" or self._is_recent(known, at_once)):
-                return known
-            found = await self._examine(self._member_of(server))
-            self._examinations[server] = found
-        if found != known:
-            level = logging.INFO if found.state == "fits" else logging.WARNING
-            log.log(level, "%s at %s: %s", server.name, server.url, found)
+            last = state.examination
+            if last is not None and (last.state == "refused" or self._is_recent(last, at_once)):
+                return last
+            member = Member.of(server, self._record.keys(server), self._engine)
+            state.examination = examination = await self._examine(member)
+        if examination != last:
+            level = logging.INFO if examination.state == "fits" else logging.WARNING
+            log.log(level, "%s at %s: %s", server.name, server.url, examination)
             await asyncio.to_thread(self._on_news)
-        return found
+        return examination
 
     async def _published(self) -> list[Server]:
-        """Those seen before where the record can't be asked now: the next look is soon."""
+        """Those of the last look where the record can't be asked now: the next one is soon."""
         try:
             return await asyncio.to_thread(self._record.servers)
         except EngineError as error:
             log.warning("%s", error)
-            return list(self._examinations)
+            return self._states.servers()
 
     @staticmethod
     def _is_recent(examination: Examination, at_once: bool) -> bool:
-        recent = time.monotonic() < examination.at + ASK_AGAIN_S
+        recent = time.monotonic() < examination.time_s + ASK_AGAIN_S
         return recent and not (at_once and examination.state == "waits")
 
     async def _examine(self, member: Member) -> Examination:
         try:
             await self._check(member)
         except _UNREADABLE as error:
-            return Examination("refused", _said(error))
+            return Examination("refused", _reason_of(error))
         except EngineError as error:
-            refused = error.attempts == 1
-            return Examination("refused" if refused else "waits", _said(error))
+            return Examination("refused" if error.attempts == 1 else "waits", _reason_of(error))
         except OSError as error:
-            return Examination("waits", _said(error))
+            return Examination("waits", _reason_of(error))
         return Examination("fits")
 
 
-def _said(error: BaseException) -> str:
+def _reason_of(error: BaseException) -> str:
     """The error in words, with what to do about a key."""
     text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
     if isinstance(error, EngineRequestError) and error.status in _NO_KEY:
@@ -230,55 +259,35 @@ def _said(error: BaseException) -> str:
     return text
 
 
-_ANSWER_S = 5.0
-_GENERATE_S = 10.0
-_SETTLE_S = 10.0
-_POLL_S = 0.25
-_PROGRESS_S = 60.0
-_STRIKES = 2
-
-
-class EngineUnavailableError(RunError):
-    """The engine side is given up, on all trainer ranks alike: no healthy server appeared in time,
-    servers were lost again and again, or they refuse what the run needs."""
-
-
 class FleetMembership:
-    """Rank 0's record of servers: who is sound, left out, lost or refused, and why.
+    """Rank 0's view of the servers: who is sound, left out, lost or refused, and why.
 
     Args:
-        folder: where servers are published.
-        config: the servers that the configuration names, and how long to wait for one.
+        record: where servers are published.
+        engine: the servers that the configuration names, and how long to wait for one.
         runner: runs the questions to servers.
-        check: raises EngineMismatchError for a server elsewhere that does not serve what the run
-            trains or can't be updated, EngineError where it does not answer.
+        check: as Examiner's, of a server elsewhere.
         stop: says whether a clean stop was asked for.
     """
 
     def __init__(
         self,
-        folder: FleetRecord,
-        config: EngineConfig,
+        record: RecordClient,
+        engine: EngineConfig,
         runner: AsyncRunner,
         check: Callable[[Member], Coroutine[Any, Any, None]],
         stop: Callable[[], bool],
     ) -> None:
-        self.folder = folder
-        self.folder.sync_configured(config.urls)
-        self._start_timeout = config.start_timeout_s
-        self._ca_file = config.ca_file
+        record.sync_configured(engine.urls)
+        self._record = record
+        self._engine = engine
         self._runner = runner
         self._stop = stop
-        self._strikes: dict[Server, int] = {}
-        self._gone: dict[Server, str] = {}
-        self._out: dict[Server, str] = {}
-        self._asked: dict[Server, float] = {}
-        self._expected = config.started + len(config.urls)
+        self._states = ServerStates()
+        self._expected = engine.started + len(engine.urls)
         self._version: int | None = None
-        self._chosen: frozenset[Server] = frozenset()
-        self._serving: frozenset[Server] = frozenset()
         self._publishing = threading.Lock()
-        self._examiner = Examiner(folder, self._member, check, self._chosen_now, self._publish)
+        self._examiner = Examiner(record, engine, self._states, check, self._publish)
         runner.submit(self._examiner.watch())
 
     def choose(
@@ -294,32 +303,34 @@ class FleetMembership:
         """
         self._note_suspended(current, suspended)
         expected, self._expected = self._expected, 1
-        found = self._present(current)
-        if len(found) < expected:
+        members = self._present(current)
+        if len(members) < expected:
             with progress("waiting for the engine", interval_s=_PROGRESS_S):
-                waited = self._wait(found, expected)
+                waited = self._wait(members, expected)
             if waited is None:
                 return None
-            found = waited
-        self._chosen = frozenset(m.server for m in found)
-        return found
+            members = waited
+        chosen = {member.server for member in members}
+        for server, state in self._states.all():
+            state.is_member = server in chosen
+        return members
 
-    def _wait(self, found: list[Member], expected: int) -> list[Member] | None:
-        start, first_found = time.monotonic(), None
-        while len(found) < expected:
+    def _wait(self, members: list[Member], expected: int) -> list[Member] | None:
+        start, first_s = time.monotonic(), None
+        while len(members) < expected:
             if self._stop():
                 return None
             now = time.monotonic() - start
-            if found and first_found is None:
-                first_found = now
-            if first_found is not None and now > first_found + max(_SETTLE_S, first_found / 2):
-                log.warning("%d of %d servers are ready; going on", len(found), expected)
-                return found
-            if not found and now > self._start_timeout:
+            if members and first_s is None:
+                first_s = now
+            if first_s is not None and now > first_s + max(_SETTLE_S, first_s / 2):
+                log.warning("%d of %d servers are ready; going on", len(members), expected)
+                return members
+            if not members and now > self._engine.start_timeout_s:
                 raise EngineUnavailableError(self._nobody(now))
             time.sleep(_POLL_S)
-            found = self._present(found)
-        return found
+            members = self._present(members)
+        return members
 
     def blame(
         self,
@@ -342,60 +353,65 @@ class FleetMembership:
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
                 if attempts == 1:
-                    self._strikes[server] = _STRIKES - 1
+                    self._states[server].strikes = _STRIKES - 1
                 self._strike(server, reason, others=len(current) > len(suspects))
 
     def commit(self, members: Sequence[Member], version: int) -> None:
         """``members`` hold ``version``; who was left out of that update may try the next."""
-        for member in members:
-            self._strikes.pop(member.server, None)
-        self._version, self._serving = version, frozenset(m.server for m in members)
+        self._version = version
+        serving = {member.server for member in members}
+        for server in serving:
+            self._states[server].strikes = 0
+        for server, state in self._states.all():
+            state.serves = server in serving
         self._publish()
-        self._out = {s: why for s, why in self._out.items() if self._strikes.get(s) == _STRIKES}
+        for _, state in self._states.all():
+            if state.strikes < _STRIKES:
+                state.quarantined = ""
 
     # --- one server
 
     def _note_suspended(self, current: Sequence[Member], suspended: Mapping[str, str]) -> None:
         for member in current:
             server = member.server
-            if server.name not in suspended or server in self._gone:
+            if server.name not in suspended or self._states[server].lost:
                 continue
             if server.replaceable or not self._generates(member):
                 self._lose(server, suspended[server.name])
 
     def _present(self, members: Sequence[Member]) -> list[Member]:
         """Those of ``members`` that are published and in order, and newcomers."""
-        published = self.folder.servers()
-        for book in (self._gone, self._out, self._strikes, self._asked):
-            for server in [s for s in book if s not in published]:
-                book.pop(server)
-        barred = {*self._gone, *self._out}
-        kept = {m.server for m in members if m.server in published} - barred
+        published = self._record.servers()
+        self._states.keep(published)
+        in_order = {
+            m.server
+            for m in members
+            if m.server in published
+            and not (self._states[m.server].lost or self._states[m.server].quarantined)
+        }
         return [
             self._member(server)
             for server in published
-            if server in kept or self._may_join(server, urgent=not kept)
+            if server in in_order or self._may_join(server, urgent=not in_order)
         ]
 
     def _member(self, server: Server) -> Member:
-        # Those that the run starts are published after their first answers.
-        first_answer_s = 0.0 if server.replaceable else self._start_timeout
-        return Member(server, self.folder.keys(server), self._ca_file, first_answer_s)
+        return Member.of(server, self._record.keys(server), self._engine)
 
     def _may_join(self, server: Server, *, urgent: bool) -> bool:
         """Ask a newcomer, or one that was lost elsewhere; in a while again where it says nothing."""
-        came_back = server in self._gone
-        if server in self._out or (came_back and server.replaceable):
+        state = self._states[server]
+        if state.quarantined or (state.lost and server.replaceable):
             return False
         now = time.monotonic()
-        if not urgent and now < self._asked.get(server, -ASK_AGAIN_S) + ASK_AGAIN_S:
+        if not urgent and now < state.silent_s + ASK_AGAIN_S:
             return False
         member = self._member(server)
-        alive = self._generates if came_back else self._answers
-        if not (self._fits(server, urgent=urgent) and alive(member)):
-            self._asked[server] = now
+        is_alive = self._generates if state.lost else self._answers
+        if not (self._fits(server, urgent=urgent) and is_alive(member)):
+            state.silent_s = now
             return False
-        self._gone.pop(server, None)
+        state.lost = ""
         log.info("%s at %s joins the fleet", server.name, server.url)
         return True
 
@@ -409,45 +425,35 @@ class FleetMembership:
             raise EngineMismatchError(examination.reason)
         return examination.state == "fits"
 
-    def _chosen_now(self, server: Server) -> bool:
-        return server in self._chosen
-
     def _strike(self, server: Server, reason: str, *, others: bool) -> None:
-        strikes = self._strikes[server] = self._strikes.get(server, 0) + 1
-        if strikes >= _STRIKES and server.replaceable:
-            self._lose(server, f"failed {strikes} weight updates in a row: {reason}")
-        elif strikes >= _STRIKES or others:
-            self._out[server] = f"quarantined: {reason}"
+        state = self._states[server]
+        state.strikes += 1
+        if state.strikes >= _STRIKES and server.replaceable:
+            self._lose(server, f"failed {state.strikes} weight updates in a row: {reason}")
+        elif state.strikes >= _STRIKES or others:
+            state.quarantined = f"quarantined: {reason}"
             log.warning("%s is quarantined: %s", server.name, reason)
 
     def _lose(self, server: Server, reason: str) -> None:
         log.warning("%s is lost: %s", server.name, reason)
-        self._gone[server] = f"lost: {reason}"
-        if server.replaceable:
-            self.folder.report_lost(server)
+        self._states[server].lost = f"lost: {reason}"
+        self._record.report_lost(server)
 
     def _publish(self) -> None:
         """Put what is made of every server where the user's command reads it. From any thread."""
         with self._publishing:
             try:
-                states = {s.name: self._state(s) for s in self.folder.servers()}
-                self.folder.publish_status(self._version, states)
-            except EngineError as error:  # a run can do without
+                states = {s.name: self._states[s].describe(s) for s in self._record.servers()}
+                self._record.publish_status(self._version, states)
+            except EngineError as error:
+                # A run can do without.
                 log.warning("%s", error)
 
-    def _state(self, server: Server) -> str:
-        return "serves" if server in self._serving else self._reason(server)
-
-    def _reason(self, server: Server) -> str:
-        if why := self._out.get(server) or self._gone.get(server):
-            return why
-        if (examination := self._examiner.examination(server)) is not None:
-            return str(examination)
-        return "joins at the next weight update" if server.replaceable else NOT_EXAMINED
-
     def _nobody(self, seconds: float) -> str:
-        seen = [f"{s.name} at {s.url} ({self._reason(s)})" for s in self.folder.servers()]
-        shown = f"published: {', '.join(seen)}" if seen else "none was published"
+        servers = [
+            f"{s.name} at {s.url} ({self._states[s].describe(s)})" for s in self._record.servers()
+        ]
+        shown = f"published: {', '.join(servers)}" if servers else "none was published"
         return f"no healthy engine within {seconds:.0f} s; {shown}"
 
     # --- questions to a server

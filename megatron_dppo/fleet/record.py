@@ -1,41 +1,283 @@
-"""What a rank, or the user's command, asks of the record of a run's servers, wherever the record is."""
+"""The record of a run's servers: kept by one process, which offers it over HTTP to ranks and commands.
+
+The supervisor keeps it; rank 0 where a launcher such as torchrun started the ranks. It is that process's
+memory. What is on the disk is for those that come after it, and for those that only look:
+
+    <run.directory>/engine/
+      fleet.json      servers, router, weight version and states as they were written last; servers that were
+                      attached by command are in the next start's record too
+      endpoint.json   where the record is offered while the run runs
+
+The folder is its owner's alone. A file appears by a rename, so that a reader sees a whole file or none. One
+that is damaged all the same, or that another user owns or could write, is renamed to ``*.json.damaged``, with
+a warning, and counts as none. No key is in any file: keys of servers started here reach the ranks through their
+environment.
+Loads no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
 
-from megatron_dppo.fleet.folder import Keys, Origin, Server
+from megatron_dppo.system.files import (
+    UnsafeFileError,
+    make_private_folder,
+    read_own,
+    write_private,
+)
+from megatron_dppo.system.lease import FencedError
+from megatron_dppo.system.network import url_problem
+
+log = logging.getLogger(__name__)
+
+ROUTER = "router"
+"""The router's name, where servers have theirs."""
+NOT_EXAMINED = "not yet examined"
+"""The state of an attached server of which the trainer has made nothing yet."""
+API_KEY_VARIABLE = "MEGATRON_DPPO_API_KEY"
+ADMIN_KEY_VARIABLE = "MEGATRON_DPPO_ADMIN_API_KEY"
+STARTED_KEYS_VARIABLE = "MEGATRON_DPPO_STARTED_KEYS"
+"""Holds the keys of servers started here, as JSON, in the environment of the trainer's ranks."""
+Origin = Literal["started", "config", "command"]
+Json = dict[str, Any]
 
 
-class FleetRecord(Protocol):
-    """The servers of a run; FleetFolder is one by files, RemoteRecord one over HTTP."""
+@dataclass(frozen=True)
+class Server:
+    """Where a server is. ``origin``: started by this run's supervisor, named in ``engine.urls``, or
+    attached by command.
+
+    ``incarnation`` grows by one with each restart by the supervisor, and is another one for each
+    attachment by command.
+    """
+
+    name: str
+    url: str
+    incarnation: int = 0
+    pid: int | None = None
+    origin: Origin = "started"
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether the supervisor restarts it when it is reported lost."""
+        return self.origin == "started"
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What a server asks of its clients: ``api`` to generate, ``admin`` to change its weights."""
+
+    api: str | None = None
+    admin: str | None = None
+
+    @classmethod
+    def of_environment(cls) -> Keys:
+        """Those of attached servers: they come with the trainer's environment, in no file."""
+        return cls(os.environ.get(API_KEY_VARIABLE), os.environ.get(ADMIN_KEY_VARIABLE))
+
+    def to_variables(self) -> dict[str, str]:
+        """The environment in which ``handed_down`` finds these keys."""
+        return {STARTED_KEYS_VARIABLE: json.dumps(asdict(self))}
+
+    @classmethod
+    def handed_down(cls) -> Keys:
+        """Those that the supervisor gave this process; its own children don't inherit them."""
+        text = os.environ.pop(STARTED_KEYS_VARIABLE, None)
+        return cls() if text is None else cls(**json.loads(text))
+
+
+# --- what is kept
+
+
+class FleetRecord:
+    """The servers of the run in ``run_directory``, from any thread; its folder is made where it is missing.
+
+    ``fence``: raises FencedError once another start has taken over the run, whose file it is then.
+
+    Raises UnsafeFileError where the folder is another user's.
+    """
+
+    def __init__(self, run_directory: str | Path, fence: Callable[[], None] = lambda: None) -> None:
+        self.path = Path(run_directory) / "engine"
+        make_private_folder(self.path)
+        self._file = self.path / "fleet.json"
+        self._fence = fence
+        self._lock = threading.RLock()
+        self._reports: dict[str, int] = {}
+        self._servers, self._status = self._read()
 
     def servers(self) -> list[Server]:
         """Every published server, by name with numbers in order."""
+        with self._lock:
+            servers = [s for name, s in self._servers.items() if name != ROUTER]
+        return sorted(servers, key=lambda server: _natural(server.name))
 
     def router(self) -> Server | None:
         """The router, while it is healthy."""
+        return self._servers.get(ROUTER)
 
-    def keys(self, server: Server) -> Keys:
-        """The keys that ``server`` takes."""
+    def publish(self, server: Server) -> None:
+        """Record a healthy server, or the HTTP router."""
+        with self._lock:
+            self._servers[server.name] = server
+            self._write()
+
+    def withdraw(self, server: Server) -> None:
+        """Take out a server, or the HTTP router, with the report on it."""
+        with self._lock:
+            self._servers.pop(server.name, None)
+            self._reports.pop(server.name, None)
+            self._write()
+
+    def withdraw_started(self) -> None:
+        """Take out everything that a supervisor published; attached servers stay."""
+        with self._lock:
+            self._servers = {name: s for name, s in self._servers.items() if not s.replaceable}
+            self._reports, self._status = {}, {}
+            self._write()
+
+    # --- servers that run elsewhere
 
     def attach(self, url: str, origin: Origin = "command") -> Server:
         """Add a server that runs elsewhere. Raises ValueError for what is no URL, or is a member
         already."""
+        number = time.time_ns() // 1_000_000 if origin == "command" else 0
+        server = Server(attached_name(url), url.rstrip("/"), number, origin=origin)
+        with self._lock:
+            if any(other.url == server.url for other in self.servers()):
+                raise ValueError(f"{server.url} belongs to the fleet already")
+            self.publish(server)
+        return server
 
     def detach(self, url: str) -> Server:
         """Take out an attached server. Raises ValueError where there is none, or it was started
         here."""
+        with self._lock:
+            for server in self.servers():
+                if server.url == url.rstrip("/") and not server.replaceable:
+                    self.withdraw(server)
+                    return server
+        raise ValueError(f"{url} is no attached server of this run")
 
     def sync_configured(self, urls: list[str]) -> None:
         """Attach what ``engine.urls`` names now, and detach what it named in an earlier start."""
+        wanted = {url.rstrip("/") for url in urls}
+        with self._lock:
+            for server in self.servers():
+                if server.origin == "config" and server.url not in wanted:
+                    self.withdraw(server)
+            for url in sorted(wanted - {server.url for server in self.servers()}):
+                self.attach(url, "config")
 
-    def report_lost(self, server: Server) -> None:
-        """Ask the supervisor to replace this incarnation, which runs on but doesn't answer."""
+    # --- reports, and the ranks' view
+
+    def report_lost(self, name: str, incarnation: int) -> None:
+        """Ask the supervisor to replace this incarnation, which runs on but doesn't answer.
+
+        It sees by itself when one has exited; a report on another incarnation is dropped.
+        """
+        with self._lock:
+            server = self._servers.get(name)
+            if server is not None and server.incarnation == incarnation:
+                self._reports[name] = incarnation
+
+    def take_report(self, name: str) -> int | None:
+        """Remove the report on ``name``; the incarnation that it is about, None where there is
+        none."""
+        with self._lock:
+            return self._reports.pop(name, None)
 
     def publish_status(self, version: int | None, states: Mapping[str, str]) -> None:
         """``states``: a word or a sentence on every server, by name."""
+        with self._lock:
+            self._status = {"version": version, "servers": dict(states)}
+            self._write()
 
-    def status(self) -> dict[str, Any]:
-        """What ``publish_status`` was told last; empty before that."""
+    def status(self) -> Json:
+        """What ``publish_status`` recorded last; empty before that."""
+        return self._status
+
+    def read_attached(self) -> None:
+        """Take in what commands have attached in the file since it was read, while there was no endpoint."""
+        with self._lock:
+            for name, server in self._read()[0].items():
+                if server.origin == "command":
+                    self._servers.setdefault(name, server)
+
+    def _read(self) -> tuple[dict[str, Server], Json]:
+        """Servers and status of the file."""
+        content = read_object(self._file) or {}
+        try:
+            servers = {name: _server(v) for name, v in content.get("servers", {}).items()}
+            return servers, dict(content.get("status", {}))
+        except (TypeError, ValueError, AttributeError):
+            set_aside(self._file, "is damaged")
+            return {}, {}
+
+    def _write(self) -> None:
+        try:
+            self._fence()
+        except FencedError:
+            return
+        servers = {name: asdict(server) for name, server in self._servers.items()}
+        content = {"servers": servers, "status": self._status}
+        write_private(self._file, json.dumps(content, indent=1))
+
+
+def attached_name(url: str) -> str:
+    """The name of a server that runs elsewhere. Raises ValueError for what is no URL."""
+    if fault := url_problem(url):
+        raise ValueError(fault)
+    return re.sub(r"[^\w.]+", "-", url.rstrip("/"))
+
+
+def _server(value: Json) -> Server:
+    """Raises TypeError, ValueError or AttributeError for what is not one."""
+    server = Server(**value)
+    types = (str, str, int, int | None, str)
+    for field, kind in zip(fields(Server), types, strict=True):
+        if not isinstance(value.get(field.name, getattr(server, field.name)), kind):
+            raise ValueError(f"{field.name}: got {value[field.name]!r}")
+    return server
+
+
+def read_object(path: Path) -> Json | None:
+    """The JSON object in a file; None where there is no file, a damaged one, or one that is refused."""
+    try:
+        value = json.loads(read_own(path))
+    except FileNotFoundError:
+        return None
+    except UnsafeFileError as error:
+        set_aside(path, f"is refused ({error})")
+        return None
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        set_aside(path, "is damaged")
+        return None
+    return value
+
+
+def set_aside(path: Path, why: str) -> None:
+    """Rename a file that must not be read, which another reader may have done already."""
+    aside = path.with_name(f"{path.name}.damaged")
+    try:
+        path.replace(aside)
+    except FileNotFoundError:
+        return
+    log.warning("%s %s; it is now %s, and counts as missing", path, why, aside.name)
+
+
+def _natural(name: str) -> list[tuple[bool, int, str]]:
+    """Sorts ``engine2`` before ``engine10``."""
+    parts = re.findall(r"\d+|\D+", name)
+    return [(True, int(p), "") if p.isdigit() else (False, 0, p) for p in parts]

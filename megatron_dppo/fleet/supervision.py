@@ -10,30 +10,31 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 
 from megatron_dppo.engine.errors import PortHeldError
 from megatron_dppo.engine.process import ChildServer
 from megatron_dppo.fleet.endpoint import FleetEndpoint
-from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.fleet.record import FleetRecord, Keys, Server
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import describe_exit, quote
 
+log = logging.getLogger(__name__)
+
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
+_PROGRESS_S = 60.0
+_RESTART_TAIL_LINES = 10
+_PORT_PATIENCE_S = 60.0
+# A client sees a killed server's connections break some milliseconds before its exit shows.
+_DYING_S = 0.1
 
 
 class RestartBudget:
     """At most ``limit`` restarts of one server within any ``window_s`` seconds.
 
     Before the first one in a window it pauses for ``first_pause_s``, before each further one twice as
-    long as before the last, and never longer than LONGEST_PAUSE_S.
-
-    Args:
-        limit: restarts within a window.
-        window_s: its length in seconds.
-        clock: tells the time in seconds.
-        first_pause_s: before the first restart.
+    long as before the last, and never longer than LONGEST_PAUSE_S. ``clock`` tells the time in seconds.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RestartBudget:
     def take(self) -> float | None:
         """Use up one restart: the seconds to wait before it, or None where the window has none left."""
         now = self.clock()
-        self._taken = [at for at in self._taken if at > now - self.window_s]
+        self._taken = [taken for taken in self._taken if taken > now - self.window_s]
         if len(self._taken) >= self.limit:
             return None
         pause = self.pause(len(self._taken))
@@ -70,15 +71,6 @@ class RestartBudget:
         return min(self._first_pause * 2.0 ** min(before, 30), LONGEST_PAUSE_S)
 
 
-log = logging.getLogger(__name__)
-
-_PROGRESS_S = 60.0
-_RESTART_TAIL_LINES = 10
-_PORT_PATIENCE_S = 60.0
-_DYING_S = 0.1
-"""A client sees a killed server's connections break some milliseconds before its exit shows."""
-
-
 class EngineGivenUpError(RunError):
     """The engine failed for good; the message holds the end of its log."""
 
@@ -87,126 +79,162 @@ class FirstStartError(EngineGivenUpError):
     """A server did not come up the first time: it is given up, unless :meth:`SupervisedServer.retry` follows."""
 
 
+@dataclass(frozen=True)
+class _Starting:
+    """The process runs, and is waited for in a thread."""
+
+    healthy: Future[float]
+
+
+@dataclass(frozen=True)
+class _Published:
+    """The server is healthy, as far as is known."""
+
+    server: Server
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """No process runs; the next one is started at ``due``, by the budget's clock."""
+
+    due: float
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """The first start came to nothing: whether to go on is the fleet's decision."""
+
+    error: FirstStartError
+
+
+@dataclass(frozen=True)
+class _PortWait:
+    """Since when somebody else has had the server's port, and how many starts found that."""
+
+    since: float
+    starts: int
+
+
 class SupervisedServer:
-    """One server of a run, or its HTTP router, through its incarnations 1, 2, ...
+    """One server of a run, or its HTTP router, through its incarnations 1, 2, ...; docs/fleet.md draws its states.
 
     All methods are called from the main thread.
 
     Args:
-        name: under which it is published.
+        name: under which it is published in ``record``; ``title``: in messages.
         make_process: makes the process of an incarnation, not started.
-        folder: where it is published.
         budget: how often, and how soon, it is started again. A start that failed because somebody
             else has its port costs none of it: that is waited for.
-        what: its name in messages.
     """
 
     def __init__(
         self,
         name: str,
         make_process: Callable[[int], ChildServer],
-        folder: FleetFolder,
+        record: FleetRecord,
         *,
         budget: RestartBudget,
-        what: str = "the engine",
+        title: str = "the engine",
     ) -> None:
         self.name = name
-        self.what = what
-        self._make_process = make_process
-        self._folder = folder
-        self._budget = budget
-        self._process: ChildServer | None = None
-        self._starting: Future[float] | None = None
-        self._waiter = ThreadPoolExecutor(1, f"start-{name}")
-        self._next_progress = 0.0
-        self._published: Server | None = None
-        self._due: float | None = None
-        self._held: tuple[float, int] | None = None
+        self.title = title
         self.incarnation = 0
+        self._make_process = make_process
+        self._record = record
+        self._budget = budget
+        self._waiter = ThreadPoolExecutor(1, f"start-{name}")
+        self._process: ChildServer | None = None
+        self._state: _Starting | _Published | _Waiting | _Failed | None = None
+        self._port_wait: _PortWait | None = None
 
     @property
     def is_published(self) -> bool:
         """Whether it is healthy, as far as is known."""
-        return self._published is not None
+        return isinstance(self._state, _Published)
+
+    @property
+    def first_failure(self) -> FirstStartError | None:
+        """Why its first start failed, until ``retry``."""
+        return self._state.error if isinstance(self._state, _Failed) else None
 
     def start(self) -> None:
         """Start the next incarnation and return at once; :meth:`check` publishes it when it is
         healthy."""
         self.incarnation += 1
-        self._next_progress = _PROGRESS_S
-        self._process = self._make_process(self.incarnation)
+        self._process = process = self._make_process(self.incarnation)
         try:
-            self._process.start()
+            process.start()
         except RunError as error:
-            self._starting = Future()
-            self._starting.set_exception(error)
-            return
-        self._starting = self._waiter.submit(self._process.wait_healthy, self._progress)
+            healthy: Future[float] = Future()
+            healthy.set_exception(error)
+        else:
+            healthy = self._waiter.submit(process.wait_healthy, _Progress(self.title))
+        self._state = _Starting(healthy)
 
     def check(self) -> None:
         """Publish a server that became healthy; restart one that died, or was reported lost.
 
-        A hung process runs on, so only its clients can tell; a report on an earlier incarnation
-        comes too late and is dropped.
-
-        Raises FirstStartError once when the first start failed, EngineGivenUpError when the restarts
-        are used up.
+        Raises EngineGivenUpError when the restarts are used up. After a first start that failed it does
+        nothing until :meth:`retry`.
         """
-        if self._due is not None:
-            if self._budget.clock() >= self._due:
-                self._due = None
-                self.start()
-            return
-        assert self._process is not None
-        if self._starting is not None:
-            self._check_start(self._process, self._starting)
-            return
-        reported = self._folder.take_report(self.name) == self.incarnation
-        if reported and self._process.poll() is None:
-            time.sleep(_DYING_S)
-        code = self._process.poll()
-        if code is not None:
-            tail = quote(self._process.log_tail(_RESTART_TAIL_LINES))
-            self._restart(f"{self.what} {describe_exit(code)}; the end of its log:\n{tail}")
-        elif reported:
-            tail = quote(self._process.log_tail(_RESTART_TAIL_LINES))
-            self._restart(
-                f"{self.what} runs but was reported lost by the trainer; the end of its log:\n{tail}"
-            )
+        match self._state:
+            case _Waiting(due):
+                if self._budget.clock() >= due:
+                    self.start()
+            case _Starting(healthy):
+                if healthy.done():
+                    self._started(healthy)
+            case _Published():
+                self._check_published()
 
-    def retry(self, reason: FirstStartError) -> None:
+    def retry(self) -> None:
         """Start again after a first start that failed. Raises EngineGivenUpError as :meth:`check`."""
-        self._restart(str(reason))
+        self._restart(str(self.first_failure))
 
     def stop(self, *, at_once: bool) -> None:
         """End the server, by force where ``at_once``, and withdraw it."""
+        at_once = at_once or isinstance(self._state, _Starting)
         self._withdraw()
         if self._process is not None:
-            if at_once or self._starting is not None:
+            if at_once:
                 self._process.kill()
             else:
                 self._process.stop()
         self._waiter.shutdown()
 
-    def _check_start(self, process: ChildServer, starting: Future[float]) -> None:
-        if not starting.done():
-            return
-        self._starting = None
-        error = starting.exception()
+    def _started(self, healthy: Future[float]) -> None:
+        """A start has come to its end: the state that follows."""
+        assert self._process is not None
+        process, error = self._process, healthy.exception()
         if error is None:
-            self._held = None
-            self._published = Server(self.name, process.url, self.incarnation, process.pid)
-            self._folder.publish(self._published)
-            log.info("%s ready after %.0f s at %s", self.what, starting.result(), process.url)
-            return
-        if not isinstance(error, RunError):
+            server = Server(self.name, process.url, self.incarnation, process.pid)
+            self._port_wait = None
+            self._record.publish(server)
+            self._state = _Published(server)
+            log.info("%s ready after %.0f s at %s", self.title, healthy.result(), process.url)
+        elif not isinstance(error, RunError):
             raise error
-        if isinstance(error, PortHeldError):
+        elif isinstance(error, PortHeldError):
             self._wait_for_port(error)
         elif self.incarnation == 1:
-            raise FirstStartError(f"{self.what} did not start: {error}")
+            self._state = _Failed(FirstStartError(f"{self.title} did not start: {error}"))
         else:
-            self._restart(f"{self.what} did not start again: {error}")
+            self._restart(f"{self.title} did not start again: {error}")
+
+    def _check_published(self) -> None:
+        assert self._process is not None
+        # A hung process runs on, so only its clients can tell. A report on an earlier incarnation comes too late.
+        is_reported = self._record.take_report(self.name) == self.incarnation
+        if is_reported and self._process.poll() is None:
+            time.sleep(_DYING_S)
+        code = self._process.poll()
+        if code is None and not is_reported:
+            return
+        end = (
+            describe_exit(code) if code is not None else "runs but was reported lost by the trainer"
+        )
+        tail = quote(self._process.log_tail(_RESTART_TAIL_LINES))
+        self._restart(f"{self.title} {end}; the end of its log:\n{tail}")
 
     def _restart(self, reason: str) -> None:
         assert self._process is not None
@@ -220,28 +248,38 @@ class SupervisedServer:
                 "(engine.max_restarts, engine.restart_window_s)"
             )
         log.warning("%s\nrestart %d of %d in %.0f s", reason, budget.taken, budget.limit, pause)
-        self._due = budget.clock() + pause
+        self._state = _Waiting(budget.clock() + pause)
 
     def _wait_for_port(self, error: PortHeldError) -> None:
         """Try again soon: who has the port may be about to end."""
         now = self._budget.clock()
-        since, tries = self._held or (now, 0)
-        if now > since + _PORT_PATIENCE_S:
-            raise EngineGivenUpError(f"{self.what} did not start in {now - since:.0f} s: {error}")
-        if not tries:
-            log.warning("%s waits for its port: %s", self.what, error)
-        self._held = (since, tries + 1)
-        self._due = now + self._budget.pause(tries)
+        wait = self._port_wait or _PortWait(now, 0)
+        if now > wait.since + _PORT_PATIENCE_S:
+            raise EngineGivenUpError(
+                f"{self.title} did not start in {now - wait.since:.0f} s: {error}"
+            )
+        if not wait.starts:
+            log.warning("%s waits for its port: %s", self.title, error)
+        self._port_wait = _PortWait(wait.since, wait.starts + 1)
+        self._state = _Waiting(now + self._budget.pause(wait.starts))
 
     def _withdraw(self) -> None:
-        if self._published is not None:
-            self._folder.withdraw_own(self._published)
-            self._published = None
+        if isinstance(self._state, _Published):
+            self._record.withdraw(self._state.server)
+        self._state = None
 
-    def _progress(self, seconds: float, stage: str) -> None:
-        if seconds >= self._next_progress:
-            self._next_progress = seconds + _PROGRESS_S
-            log.info("%s is starting, %.0f s: %s", self.what, seconds, stage)
+
+class _Progress:
+    """Logs once a minute how far the start of a server is; called from the thread that waits for it."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._next = _PROGRESS_S
+
+    def __call__(self, seconds: float, stage: str) -> None:
+        if seconds >= self._next:
+            self._next = seconds + _PROGRESS_S
+            log.info("%s is starting, %.0f s: %s", self._title, seconds, stage)
 
 
 class SupervisedFleet:
@@ -252,39 +290,37 @@ class SupervisedFleet:
     Args:
         servers: may be empty where others run elsewhere.
         router: None where the run has none.
-        folder: where the processes are published.
-        keys: what clients of these processes must show; they reach no file.
-        endpoint: offers ``folder`` to ranks and commands; None in tests of the processes alone.
+        record: where the processes are published.
+        keys: what clients of these processes must show; they reach no file. The admin key opens the endpoint.
+        host: where the endpoint offers the record to ranks and commands.
     """
 
     def __init__(
         self,
         servers: Sequence[SupervisedServer],
         router: SupervisedServer | None,
-        folder: FleetFolder,
+        record: FleetRecord,
         keys: Keys,
-        endpoint: FleetEndpoint | None = None,
+        host: str,
     ) -> None:
+        assert keys.admin is not None
+        self.record = record
+        self.keys = keys
         self._servers = list(servers)
         self._router = router
-        self._folder = folder
-        self.keys = keys
-        self._endpoint = endpoint
-        self._ended: list[SupervisedServer] = []
-        self._first_failed: dict[SupervisedServer, FirstStartError] = {}
+        self._everything = [*servers, *([] if router is None else [router])]
+        self._endpoint = FleetEndpoint(record, keys.admin, host)
         self._proven = False
 
     @property
     def rank_variables(self) -> dict[str, str]:
         """The environment in which ranks find the servers and their keys."""
-        endpoint = {} if self._endpoint is None else self._endpoint.variables
-        return {**self.keys.to_variables(), **endpoint}
+        return {**self.keys.to_variables(), **self._endpoint.variables}
 
     def start(self) -> None:
         """Start every process and return at once."""
-        if self._endpoint is not None:
-            self._endpoint.start()
-        for server in self._running():
+        self._endpoint.start()
+        for server in self._everything:
             server.start()
 
     def check(self) -> None:
@@ -295,53 +331,46 @@ class SupervisedFleet:
 
         Raises EngineGivenUpError when the last server is given up and none is attached.
         """
-        for server in [s for s in self._servers if s not in self._first_failed]:
-            self._keep(server, server.check)
-        self._decide_first_failed()
+        for server in list(self._servers):
+            self._take_step(server, server.check)
+        self._decide_first_failures()
         if self._router is not None:
             try:
                 self._router.check()
+                if self._router.first_failure is not None:
+                    raise self._router.first_failure
             except EngineGivenUpError as error:
                 log.error("%s\ngoing on without a router", error)
-                self._ended.append(self._router)
                 self._router = None
 
     def stop(self, *, at_once: bool) -> None:
-        """End all of them at the same time."""
-        everything = [*self._running(), *self._ended]
-        with ThreadPoolExecutor(max(1, len(everything)), "stop") as pool:
-            for ended in [pool.submit(server.stop, at_once=at_once) for server in everything]:
-                ended.result()
-        if self._endpoint is not None:
-            self._endpoint.stop()
+        """End all of them at the same time, those that were given up too."""
+        with ThreadPoolExecutor(max(1, len(self._everything)), "stop") as pool:
+            for end in [pool.submit(s.stop, at_once=at_once) for s in self._everything]:
+                end.result()
+        self._endpoint.stop()
 
-    def _running(self) -> list[SupervisedServer]:
-        return self._servers + ([self._router] if self._router is not None else [])
-
-    def _keep(self, server: SupervisedServer, step: Callable[[], None]) -> None:
-        """Take ``step`` of ``server``, and note what comes of it."""
+    def _take_step(self, server: SupervisedServer, step: Callable[[], None]) -> None:
         try:
             step()
-        except FirstStartError as error:
-            self._first_failed[server] = error
         except EngineGivenUpError as error:
-            self._give_up_server(server, error)
+            self._give_up(server, error)
         self._proven = self._proven or server.is_published
 
-    def _decide_first_failed(self) -> None:
-        if not self._proven and len(self._first_failed) < len(self._servers):
+    def _decide_first_failures(self) -> None:
+        failed = [(s, s.first_failure) for s in self._servers if s.first_failure is not None]
+        if not self._proven and len(failed) < len(self._servers):
             return
-        failed, self._first_failed = self._first_failed, {}
-        for server, error in failed.items():
+        for server, error in failed:
             if self._proven:
-                self._keep(server, partial(server.retry, error))
+                self._take_step(server, server.retry)
             else:
-                self._give_up_server(server, error)
+                self._give_up(server, error)
 
-    def _give_up_server(self, server: SupervisedServer, error: EngineGivenUpError) -> None:
+    def _give_up(self, server: SupervisedServer, error: EngineGivenUpError | None) -> None:
+        assert error is not None
         self._servers.remove(server)
-        self._ended.append(server)
-        attached = [s for s in self._folder.servers() if not s.replaceable]
+        attached = [s for s in self.record.servers() if not s.replaceable]
         if not self._servers and not attached:
             raise error
         left = len(self._servers) + len(attached)

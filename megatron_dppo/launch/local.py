@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeGuard
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.machine import Machine
-from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
 from megatron_dppo.launch.placement import Allocation, Host, LaunchError, Placement, Roles, place
 from megatron_dppo.launch.run_directory import RunDirectory
@@ -40,62 +40,70 @@ LOOPBACK = "127.0.0.1"
 _ENDING_S = 10.0
 
 
-def run_local(config: PolicyConfig, module: str, machine: Machine) -> int:
+def run_local(
+    config: PolicyConfig, sections: ServerSections | None, module: str, machine: Machine
+) -> int:
     """Run ``python -m <module> <run.directory>/config.yaml`` as ``parallel.world_size`` ranks here;
     the exit code.
 
-    Starts its servers and their router too, where the run generates. Raises LaunchError where the
-    folder or a port that was asked for is taken, or the machine has too few GPUs.
+    Starts its servers and their router too; ``sections``: what they must be, None where nothing is generated.
+    Raises LaunchError where the folder or a port that was asked for is taken, or the machine has too few GPUs.
     """
-    placement = local_placement(config, machine)
+    ranks = config.parallel.world_size
+    placement = local_placement(ranks, sections, machine)
     python = sys.executable
-    if generates(config):
-        python = config.engine.python or python
+    if sections is not None:
+        python = sections.engine.python or python
         if shutil.which(python) is None:
             raise LaunchError(f"engine.python: got {python!r}, expected a Python interpreter")
     with RunDirectory(config.run.directory) as directory:
         configure_logging(directory.path, None)
-        log.info("starting %s; their logs are in %s", processes(config), directory.path / "logs")
-        host = _master_host(config)
+        servers = 0 if sections is None else sections.engine.started
+        log.info(
+            "starting %s; their logs are in %s", processes(servers, ranks), directory.path / "logs"
+        )
+        host = _master_host(config.parallel.interface)
         port = _master_port(host)
-        _require_free_ports(placement)
+        for server in placement.servers:
+            if server.port is not None:
+                _require_free("engine.port", server.host.address, server.port)
         fleet = None
-        if generates(config):
+        if sections is not None:
             runtime = Runtime(python=python)
-            grounds = Grounds(lambda hosts: runtime, placement.master_address)
-            fleet = supervised_fleet(config, directory, placement, grounds)
+            fleet = supervised_fleet(
+                sections,
+                directory,
+                placement,
+                Grounds(lambda hosts: runtime, placement.master_address),
+                seed=config.run.seed,
+                interface=config.parallel.interface,
+            )
         directory.write_config(resolved_yaml(config))
         lease = directory.lease
-        found = {} if fleet is None else fleet.rank_variables
-        variables = {NONCE_VARIABLE: lease.fence.nonce, **found}
-        outputs = rank_outputs(config, directory)
+        variables = {NONCE_VARIABLE: lease.fence.nonce}
+        if fleet is not None:
+            variables |= fleet.rank_variables
+        outputs = [directory.rank_output(rank) for rank in range(ranks)]
         command = rank_command(module, directory)
-        ranks = RankGroup(command, outputs, port, variables, master_host=host)
-        return Supervisor(ranks, fleet, lambda: lease.taken_over).run().code
+        group = RankGroup(command, outputs, port, variables, master_host=host)
+        return Supervisor(group, fleet, lambda: lease.taken_over).run().code
 
 
-def local_placement(config: PolicyConfig, machine: Machine) -> Placement:
+def local_placement(ranks: int, sections: ServerSections | None, machine: Machine) -> Placement:
     """Who gets which GPU of this machine. Raises PlacementError where there are too few."""
     address, gpus = LOOPBACK, machine.gpus or None
-    if isinstance(config, TrainConfig):
-        address = config.engine.host
-        gpus = None if config.engine.device == "cpu" else gpus
-    return place(Roles.of(config), Allocation((Host("this machine", address, gpus),)))
+    if sections is not None:
+        address = sections.engine.host
+        gpus = None if sections.engine.device == "cpu" else gpus
+    return place(Roles.of(ranks, sections), Allocation((Host("this machine", address, gpus),)))
 
 
-def processes(config: PolicyConfig) -> str:
+def processes(servers: int, ranks: int) -> str:
     """What a run starts, in words: ``the engine and 2 ranks``."""
-    size = config.parallel.world_size
-    ranks = f"{size} rank{'s' if size > 1 else ''}"
-    if not generates(config) or not config.engine.started:
-        return ranks
-    servers = config.engine.started
-    return f"{'the engine' if servers == 1 else f'{servers} servers'} and {ranks}"
-
-
-def generates(config: PolicyConfig) -> TypeGuard[TrainConfig]:
-    """Whether a run has servers, its own or others'."""
-    return isinstance(config, TrainConfig) and config.rollout.replay_from is None
+    trainer = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    if not servers:
+        return trainer
+    return f"{'the engine' if servers == 1 else f'{servers} servers'} and {trainer}"
 
 
 def rank_command(
@@ -105,14 +113,8 @@ def rank_command(
     return [python, "-m", module, str(directory.config)]
 
 
-def rank_outputs(config: PolicyConfig, directory: RunDirectory) -> list[Path]:
-    """A file for each rank's standard output and error."""
-    return [directory.rank_output(rank) for rank in range(config.parallel.world_size)]
-
-
-def _master_host(config: PolicyConfig) -> str:
+def _master_host(interface: str | None) -> str:
     """The address on which the ranks meet: that of ``parallel.interface``, else loopback."""
-    interface = config.parallel.interface
     try:
         return LOOPBACK if interface is None else interface_address(interface)
     except InterfaceError as error:
@@ -128,12 +130,6 @@ def _master_port(host: str) -> int:
         raise LaunchError(f"MASTER_PORT: got {pinned!r}, expected a port number")
     _require_free("MASTER_PORT", host, int(pinned))
     return int(pinned)
-
-
-def _require_free_ports(placement: Placement) -> None:
-    for server in placement.servers:
-        if server.port is not None:
-            _require_free("engine.port", server.host.address, server.port)
 
 
 def _require_free(key: str, host: str, port: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.system.errors import RunError
 
 
@@ -25,13 +25,10 @@ class LaunchError(RunError):
 
 @dataclass(frozen=True)
 class Host:
-    """A machine of an allocation.
+    """A machine of an allocation. ``name``: as the launcher of commands knows it; ``address``: where others reach it.
 
-    Attributes:
-        name: as the launcher of commands knows it.
-        address: where the other hosts reach it.
-        devices: that the run may use; None: processes share its cores, as many as are wanted.
-        group: of a heterogeneous Slurm job, to which the host belongs; None in any other.
+    ``devices``: that the run may use; None: processes share its cores, as many as are wanted. ``group``: of a
+    heterogeneous Slurm job; None in any other.
     """
 
     name: str
@@ -42,12 +39,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Allocation:
-    """Hosts of one run, all with the same number of devices.
+    """Hosts of one run, in the order in which roles fill them, all with the same number of devices.
 
-    Attributes:
-        hosts: in the order in which roles fill them.
-        first_port: ports count on from it on every host; None: free ones are looked for when a
-            process starts, which takes a run on one machine.
+    ``first_port``: ports count on from it on every host; None: free ones are looked for when a process
+    starts, which takes a run on one machine.
     """
 
     hosts: tuple[Host, ...]
@@ -56,8 +51,8 @@ class Allocation:
     @property
     def groups(self) -> list[tuple[Host, ...]]:
         """The hosts by group, in order."""
-        known = dict.fromkeys(host.group for host in self.hosts)
-        return [tuple(h for h in self.hosts if h.group == group) for group in known]
+        groups = dict.fromkeys(host.group for host in self.hosts)
+        return [tuple(h for h in self.hosts if h.group == group) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -71,15 +66,10 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class ServerPlace:
-    """One SGLang server.
+    """One SGLang server on ``devices`` devices of each of ``hosts``, from ``first_device`` on.
 
-    Attributes:
-        index: in the fleet.
-        hosts: where it runs, its ranks dealt out in order; the first one answers its clients.
-        first_device: on each host; the others follow.
-        devices: how many of each host.
-        port: of its first start; None: a free one.
-        port_step: added at each further start, which then does not wait for the port of the last.
+    Its ranks are dealt out in order; the first host answers its clients. ``port``: of its first start; None:
+    a free one. ``port_step`` is added at each further start, which then does not wait for the port of the last.
     """
 
     index: int
@@ -118,14 +108,9 @@ class RouterPlace:
 
 @dataclass(frozen=True)
 class Placement:
-    """Every process of a run with its host.
+    """Every process of a run with its host; ``unused``: hosts that no role takes.
 
-    Attributes:
-        ranks: in order.
-        servers: in order.
-        router: None where the run has none.
-        master_port: where the ranks meet, on the first rank's host; None: a free one.
-        unused: hosts that no role takes.
+    ``master_port``: where the ranks meet, on the first rank's host; None: a free one.
     """
 
     ranks: tuple[RankPlace, ...]
@@ -142,7 +127,7 @@ class Placement:
     @property
     def rank_hosts(self) -> tuple[Host, ...]:
         """The hosts of the ranks, each once, in order."""
-        return tuple(dict.fromkeys(place.host for place in self.ranks))
+        return tuple(dict.fromkeys(rank.host for rank in self.ranks))
 
     @property
     def server_hosts(self) -> tuple[Host, ...]:
@@ -172,7 +157,7 @@ class Placement:
         return "\n".join(lines)
 
     def _rank_row(self, host: Host) -> tuple[str, str, str, str]:
-        there = [place for place in self.ranks if place.host == host]
+        there = [rank for rank in self.ranks if rank.host == host]
         ranks = _span(there[0].rank, len(there))
         master = self.master_port if there[0].rank == 0 else None
         role = f"ranks {ranks}" if len(there) > 1 else f"rank {ranks}"
@@ -187,10 +172,10 @@ def _address(host: Host, port: int | None) -> str:
     return host.address if port is None else f"{host.address}:{port}"
 
 
+# Rendezvous, router, the router's metrics; the servers' ports follow.
 _FIXED_PORTS = 3
-"""Rendezvous, router, the router's metrics; the servers' ports follow."""
+# Of a server over several hosts: where it answers, and where its ranks meet.
 _SPANNING_PORTS = 2
-"""Of a server over several hosts: where it answers, and where its ranks meet."""
 
 
 class PlacementError(LaunchError):
@@ -199,15 +184,10 @@ class PlacementError(LaunchError):
 
 @dataclass(frozen=True)
 class Roles:
-    """What a run is made of.
+    """What a run is made of: ranks, a device each, and SGLang servers to start.
 
-    Attributes:
-        ranks: of the trainer, a device each.
-        servers: SGLang servers to start.
-        server_devices: devices of one server.
-        first_device: of the first server, counted over all hosts; None: the one after the ranks.
-        port: of the first server, where the configuration names one.
-        router: whether the servers have one.
+    ``first_device``: of the first server, counted over all hosts; None: the one after the ranks.
+    ``port``: of the first server, where the configuration names one.
     """
 
     ranks: int
@@ -218,14 +198,14 @@ class Roles:
     router: bool = False
 
     @classmethod
-    def of(cls, config: PolicyConfig) -> Roles:
-        """Those that ``config`` asks for; no servers where nothing is generated."""
-        ranks = config.parallel.world_size
-        if not isinstance(config, TrainConfig) or config.rollout.replay_from is not None:
+    def of(cls, ranks: int, sections: ServerSections | None) -> Roles:
+        """Those of ``ranks`` and of the servers that the configuration starts; None: nothing is generated."""
+        if sections is None:
             return cls(ranks)
-        engine, table = config.engine, config.sglang
+        engine, table = sections.engine, sections.sglang
+        replicas = 1 if table.get("enable_dp_attention") else table.get("dp_size") or 1
+        size = int((table.get("tp_size") or 1) * (table.get("pp_size") or 1) * replicas)
         first = table.get("base_gpu_id")
-        size = server_devices(config)
         return cls(ranks, engine.started, size, first, engine.port, engine.uses_router)
 
     def hosts_needed(self, devices: int) -> int:
@@ -246,13 +226,6 @@ class Roles:
         return _SPANNING_PORTS if self.server_devices > devices else 1
 
 
-def server_devices(config: TrainConfig) -> int:
-    """Devices of one SGLang server."""
-    table = config.sglang
-    replicas = 1 if table.get("enable_dp_attention") else table.get("dp_size") or 1
-    return int((table.get("tp_size") or 1) * (table.get("pp_size") or 1) * replicas)
-
-
 def place(roles: Roles, allocation: Allocation) -> Placement:
     """Give every process of a run its host and devices.
 
@@ -263,8 +236,10 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
         raise PlacementError("got no hosts, expected at least one")
     sizes = {host.devices for host in hosts}
     if len(sizes) != 1:
-        told = ", ".join(f"{host.name} {host.devices}" for host in hosts)
-        raise PlacementError(f"hosts with different numbers of devices can't be shared out: {told}")
+        devices_by_host = ", ".join(f"{host.name} {host.devices}" for host in hosts)
+        raise PlacementError(
+            f"hosts with different numbers of devices can't be shared out: {devices_by_host}"
+        )
     room = sizes.pop()
     devices = _room_for_all(roles) if room is None else room
     roles = _in_groups(roles, allocation, devices)
@@ -309,20 +284,21 @@ def _servers(
 ) -> tuple[ServerPlace, ...]:
     size = min(roles.server_devices, devices)
     count = roles.server_devices // size
-    at = roles.ranks if roles.first_device is None else roles.first_device
     first_port, step = roles.port, 0
     if first_port is None and base is not None:
         first_port, step = base + _FIXED_PORTS, _ports(roles, devices)
-    places = []
+    device = roles.ranks if roles.first_device is None else roles.first_device
+    servers = []
     for index in range(roles.servers):
-        if at % devices + size > devices:  # the rest of this host is too small
-            at += devices - at % devices
+        # The rest of this host is too small.
+        if device % devices + size > devices:
+            device += devices - device % devices
         port = None if first_port is None else first_port + index * roles.ports(devices)
-        first = at // devices
-        there = hosts[first : first + count]
-        places.append(ServerPlace(index, there, at % devices, size, port, step))
-        at += roles.server_devices
-    return tuple(places)
+        host = device // devices
+        span = hosts[host : host + count]
+        servers.append(ServerPlace(index, span, device % devices, size, port, step))
+        device += roles.server_devices
+    return tuple(servers)
 
 
 def _ports(roles: Roles, devices: int) -> int:
@@ -357,7 +333,7 @@ def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed: int) -
     ranks = f"{roles.ranks} ranks" if roles.ranks > 1 else "1 rank"
     size = f" of {roles.server_devices}" if roles.server_devices > 1 else ""
     servers = f" and {roles.servers} servers{size}" if roles.servers else ""
-    what = f"{len(hosts)} hosts" if len(hosts) > 1 else "one host"
+    room = f"{len(hosts)} hosts" if len(hosts) > 1 else "one host"
     fewer = [
         count
         for count in range(roles.servers - 1, 0, -1)
@@ -368,4 +344,4 @@ def _too_few(roles: Roles, hosts: tuple[Host, ...], devices: int, needed: int) -
     ways += [f"engine.servers={fewer[0]}"] if fewer else []
     if roles.servers and roles.first_device is None and roles.ranks <= devices * len(hosts):
         ways.append("sglang.base_gpu_id=0, by which servers share the ranks' devices")
-    return f"devices: {ranks}{servers} do not fit on {what} of {devices}; what fits: {', or '.join(ways)}"
+    return f"devices: {ranks}{servers} do not fit on {room} of {devices}; what fits: {', or '.join(ways)}"

@@ -3,7 +3,7 @@
     <run.directory>/
       config.yaml            the configuration as it was resolved; ranks read this one
       lease.json, lease/     held by the supervisor; see megatron_dppo/system/lease.py
-      engine/...             the servers; see megatron_dppo/fleet/folder.py
+      engine/...             the servers; see megatron_dppo/fleet/record.py
       starts                 how often the run was started, for the engine's seed
       stop                   under Slurm: asks the ranks to end their step and save a checkpoint
       logs/rank<N>.out       what rank N wrote to its standard output and error
@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.fleet.folder import FleetFolder
+from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.logging import say
 from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.metrics.records import RecordsError, mean_accuracy, read_records, step_of
 from megatron_dppo.metrics.summary import SUMMARY_FILE
-from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.files import make_private_folder, write_atomically
 from megatron_dppo.system.lease import Lease, LeaseError
 from megatron_dppo.system.scratch import remove_left_behind
 
@@ -42,6 +41,7 @@ class RunDirectory:
         self.path = Path(path)
         self.config = self.path / "config.yaml"
         self._lease: Lease | None = None
+        self._fleet: FleetRecord | None = None
 
     def rank_output(self, rank: int) -> Path:
         """Standard output and error of a rank."""
@@ -62,9 +62,10 @@ class RunDirectory:
         return self.path / "logs" / f"{name}-{incarnation}.log"
 
     @property
-    def fleet(self) -> FleetFolder:
-        """Where servers are published."""
-        return FleetFolder(self.path)
+    def fleet(self) -> FleetRecord:
+        """The servers, between entering and leaving."""
+        assert self._fleet is not None
+        return self._fleet
 
     @property
     def lease(self) -> Lease:
@@ -75,7 +76,7 @@ class RunDirectory:
     def __enter__(self) -> RunDirectory:
         try:
             (self.path / "logs").mkdir(parents=True, exist_ok=True)
-            fleet = self.fleet
+            make_private_folder(self.path / "engine")
             lease = Lease(self.path, say)
             lease.take()
         except LeaseError as error:
@@ -86,17 +87,13 @@ class RunDirectory:
             raise LaunchError(f"run.directory: can't write in {self.path}: {error}") from error
         self._lease = lease
         remove_left_behind()
-        fleet.withdraw_started()
+        # Read after the lease was taken: until then its last holder may have written it.
+        self._fleet = FleetRecord(self.path, lease.fence.check)
+        self._fleet.withdraw_started()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self.lease.taken_over is None:
-            self.fleet.withdraw_started()
+    def __exit__(self, *_: object) -> None:
+        self.fleet.withdraw_started()
         remove_left_behind()
         self.lease.release()
         self._lease = None

@@ -6,13 +6,13 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.engine.options import ServerHosts, ServerSections
 from megatron_dppo.engine.process import ChildServer, EngineProcess, Runtime
-from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
-from megatron_dppo.fleet.folder import API_KEY_VARIABLE, ROUTER, Keys
+from megatron_dppo.fleet.endpoint import admin_key, control_host
 from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterProcess
+from megatron_dppo.fleet.record import API_KEY_VARIABLE, ROUTER, Keys
 from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.placement import Host, LaunchError, Placement, RouterPlace, ServerPlace
 from megatron_dppo.launch.run_directory import RunDirectory
@@ -25,13 +25,8 @@ _SEEDS_PER_SERVER = 1_000_003
 
 @dataclass(frozen=True)
 class Grounds:
-    """How servers are started.
-
-    Attributes:
-        runtime_at: at a host, or over several.
-        address: where this process listens for the ranks.
-        host_now: the host to start on again instead of one that may have died.
-    """
+    """How servers are started: ``runtime_at`` a host, or over several. ``address``: where this process listens for
+    the ranks. ``host_now``: the host to start on again instead of one that may have died."""
 
     runtime_at: Callable[[Sequence[Host]], Runtime]
     address: str
@@ -42,91 +37,94 @@ class Grounds:
 class _Maker:
     """Makes the processes of servers and router, not started."""
 
-    config: TrainConfig
+    sections: ServerSections
     directory: RunDirectory
     keys: Keys
     seed: int
     grounds: Grounds
 
-    def server(self, place: ServerPlace, incarnation: int) -> ChildServer:
+    def server(self, server: ServerPlace, incarnation: int) -> ChildServer:
         assert self.keys.admin is not None
-        now = self.grounds.host_now
-        hosts = place.hosts if incarnation == 1 else tuple(now(host) for host in place.hosts)
-        meeting = place.meeting_port
+        hosts = server.hosts
+        if incarnation > 1:
+            hosts = tuple(self.grounds.host_now(host) for host in hosts)
         several = None
-        if meeting is not None:
-            port = self._port(meeting, place.port_step, incarnation)
+        if server.meeting_port is not None:
+            port = self._port(server.meeting_port, server.port_step, incarnation)
             several = ServerHosts({host.name: host.address for host in hosts}, port)
         return EngineProcess(
-            ServerSections.of(self.config),
-            port=self._port(place.port, place.port_step, incarnation),
-            log_path=self.directory.server_log(place.name, incarnation),
-            seed=self.seed + place.index * _SEEDS_PER_SERVER + incarnation - 1,
+            self.sections,
+            port=self._port(server.port, server.port_step, incarnation),
+            log_path=self.directory.server_log(server.name, incarnation),
+            seed=self.seed + server.index * _SEEDS_PER_SERVER + incarnation - 1,
             api_key=self.keys.api,
             admin_api_key=self.keys.admin,
             host=hosts[0].address,
-            first_device=place.first_device,
+            first_device=server.first_device,
             hosts=several,
             runtime=self.grounds.runtime_at(hosts),
         )
 
-    def router(self, place: RouterPlace, incarnation: int) -> ChildServer:
+    def router(self, router: RouterPlace, incarnation: int) -> ChildServer:
         assert self.keys.api is not None
         assert self.keys.admin is not None
-        if incarnation == 1 and not is_loopback(place.host.address):
+        if incarnation == 1 and not is_loopback(router.host.address):
             say(
-                f"the router at {place.host.address} answers without a key: {', '.join(OPEN_PATHS)}"
+                f"the router at {router.host.address} answers without a key: {', '.join(OPEN_PATHS)}"
             )
         return HttpRouterProcess(
-            self.config.engine,
-            port=self._port(place.port, place.port_step, incarnation),
-            metrics_port=self._port(place.metrics_port, place.port_step, incarnation),
+            self.sections.engine,
+            port=self._port(router.port, router.port_step, incarnation),
+            metrics_port=self._port(router.metrics_port, router.port_step, incarnation),
             log_path=self.directory.server_log(ROUTER, incarnation),
             api_key=self.keys.api,
             admin_api_key=self.keys.admin,
-            host=place.host.address,
-            runtime=self.grounds.runtime_at([place.host]),
+            host=router.host.address,
+            runtime=self.grounds.runtime_at([router.host]),
         )
 
     def _port(self, first: int | None, step: int, incarnation: int) -> int:
         if first is None:
-            return free_port(self.config.engine.host)
+            return free_port(self.sections.engine.host)
         return first + step * (incarnation - 1)
 
 
 def supervised_fleet(
-    config: TrainConfig, directory: RunDirectory, placement: Placement, grounds: Grounds
+    sections: ServerSections,
+    directory: RunDirectory,
+    placement: Placement,
+    grounds: Grounds,
+    *,
+    seed: int,
+    interface: str | None,
 ) -> SupervisedFleet:
     """The run's servers and HTTP router, not started, under new keys, but for those that the
-    environment has. The folder is offered to the ranks by this process."""
-    engine = config.engine
+    environment has. The record of them is offered to the ranks by this process, on ``interface``."""
+    engine = sections.engine
     # The router hands its client's key on, so the servers of a fleet take the same one.
     api_key = os.environ.get(API_KEY_VARIABLE) or secrets.token_urlsafe(32)
-    admin = admin_key()
-    keys = Keys(api_key, admin)
+    keys = Keys(api_key, admin_key())
     # A resumed run, or a restarted server, must not draw the samples of its beginning once more.
-    seed = config.run.seed + _SEEDS_PER_START * directory.count_start()
-    maker = _Maker(config, directory, keys, seed, grounds)
-    folder = directory.fleet
+    seed += _SEEDS_PER_START * directory.count_start()
+    maker = _Maker(sections, directory, keys, seed, grounds)
 
-    def supervised(name: str, make: Callable[[int], ChildServer], what: str) -> SupervisedServer:
-        return SupervisedServer(name, make, folder, budget=_budget(engine), what=what)
+    def supervised(name: str, make: Callable[[int], ChildServer], title: str) -> SupervisedServer:
+        budget = RestartBudget(engine.max_restarts, engine.restart_window_s)
+        return SupervisedServer(name, make, directory.fleet, budget=budget, title=title)
 
-    def server_at(place: ServerPlace) -> SupervisedServer:
-        what = "the engine" if engine.started == 1 else place.name
-        return supervised(place.name, lambda i: maker.server(place, i), what)
-
-    servers = [server_at(place) for place in placement.servers]
-    router, beside = None, placement.router
-    if beside is not None:
-        router = supervised(ROUTER, lambda i: maker.router(beside, i), "the router")
+    servers = [
+        supervised(
+            server.name,
+            partial(maker.server, server),
+            "the engine" if engine.started == 1 else server.name,
+        )
+        for server in placement.servers
+    ]
+    router = None
+    if placement.router is not None:
+        router = supervised(ROUTER, partial(maker.router, placement.router), "the router")
     try:
-        host = control_host(config.parallel.interface, grounds.address)
-        endpoint = FleetEndpoint(folder, admin, host)
+        host = control_host(interface, grounds.address)
+        return SupervisedFleet(servers, router, directory.fleet, keys, host)
     except (InterfaceError, OSError) as error:
         raise LaunchError(f"parallel.interface: the supervisor can't listen: {error}") from error
-    return SupervisedFleet(servers, router, folder, keys, endpoint)
-
-
-def _budget(engine: EngineConfig) -> RestartBudget:
-    return RestartBudget(engine.max_restarts, engine.restart_window_s)

@@ -24,8 +24,8 @@ from megatron_dppo.launch.supervisor import RankFailure, failed_at, keep_previou
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.processes import (
     STOP_FILE_VARIABLE,
-    LocalProcess,
-    Running,
+    Launcher,
+    StartedProcess,
     ask_to_stop,
     start_fed,
     start_process,
@@ -33,6 +33,7 @@ from megatron_dppo.system.processes import (
 )
 
 _END_S = 15.0
+# What sbatch sets and srun takes as options of a step.
 _OPTION_VARIABLES = (
     "SLURM_CPUS_PER_TASK",
     "SLURM_DISTRIBUTION",
@@ -42,7 +43,6 @@ _OPTION_VARIABLES = (
     "SLURM_NTASKS_PER_NODE",
     "SLURM_TRES_PER_TASK",
 )
-"""What sbatch sets and srun takes as options of a step."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,11 @@ class StepForm:
         stdin: bool,
         tolerant: bool = False,
     ) -> list[str]:
-        """The srun command line of a step.
+        """The srun command line of a step, whose tasks all run ``command``.
 
-        Args:
-            command: of every task.
-            name: of the step.
-            hosts: in Slurm's order, all of one group.
-            tasks_per_host: on each of them, neighbours in rank.
-            output: file of the tasks' output, appended to; ``%t`` is the task.
-            stdin: whether the tasks read srun's standard input.
-            tolerant: a task that ends with an error leaves the others running.
+        ``hosts``: in Slurm's order, all of one group; tasks of one host are neighbours in rank. ``output``: a
+        file that is appended to; ``%t`` is the task. ``stdin``: whether the tasks read srun's standard input.
+        ``tolerant``: a task that ends with an error leaves the others running.
         """
         groups = {host.group for host in hosts}
         assert len(groups) == 1, "a step is inside one group of a heterogeneous job"
@@ -116,7 +111,7 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in _OPTION_VARIABLES}
 
 
-class SrunLauncher:
+class SrunLauncher(Launcher):
     """Starts commands at a host of the allocation, or one task on each of several; see Launcher.
 
     The tasks have one log, each of its lines begins with the task's number where there are several.
@@ -130,9 +125,9 @@ class SrunLauncher:
 
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
-    ) -> Running:
+    ) -> StartedProcess:
         """See Launcher."""
-        words = self._form.command(
+        srun = self._form.command(
             command,
             name=self._name,
             hosts=self._hosts,
@@ -141,7 +136,7 @@ class SrunLauncher:
             stdin=True,
         )
         return SrunProcess(
-            start_fed(words, environment=step_environment(environment), log=log, stdin=stdin),
+            start_fed(srun, environment=step_environment(environment), log=log, stdin=stdin),
             self._form.fence,
         )
 
@@ -149,8 +144,8 @@ class SrunLauncher:
         """Ports of another host can't be asked for from here: the command finds out there."""
 
 
-class SrunProcess(LocalProcess):
-    """A step, by its srun, whose exit code is the highest of the tasks'; see Running. ``fence``: see StepForm.
+class SrunProcess(StartedProcess):
+    """A step, by its srun, whose exit code is the highest of the tasks'. ``fence``: see StepForm.
 
     Either way of ending it is SIGTERM to srun, by which Slurm kills the tasks: a server whose run is over
     has no request to finish.
@@ -184,8 +179,8 @@ class SrunProcess(LocalProcess):
 
 RANKS_VARIABLE = "MEGATRON_DPPO_RANKS"
 """``slurm`` in the environment of steps whose tasks are ranks, however few."""
+# Ids from here on are the batch script, its extern step, an interactive shell.
 _SPECIAL_STEPS = 2**32 - 16
-"""Ids from here on are the batch script, its extern step, an interactive shell."""
 _FIRST_PORT, _PORTS = 21_000, 9_000
 _HOSTNAMES_S = 30
 
@@ -219,8 +214,8 @@ def port_base(job: str) -> int:
 
 def hostnames(nodes: str) -> list[str]:
     """The names in Slurm's short form of a list, ``n[1-3]``, in order."""
-    words = ["scontrol", "show", "hostnames", nodes]
-    done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=_HOSTNAMES_S)
+    command = ["scontrol", "show", "hostnames", nodes]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_HOSTNAMES_S)
     return done.stdout.split()
 
 
@@ -245,19 +240,15 @@ def _is_rank(environment: MutableMapping[str, str]) -> bool:
 
 _ENDED = re.compile(r"^srun: error: (\S+): tasks? ([\d,\- ]+): (.*)$", re.MULTILINE)
 _CODE = re.compile(r"Exited with exit code (\d+)")
+# The code of a task whose end srun tells in other words: most were killed after the first one.
 _KILLED = 137
-"""The code of a task whose end srun tells in other words: most were killed after the first one."""
 
 
 class SrunRanks:
     """The ranks of a run as one step; see Ranks.
 
-    Args:
-        command: of every rank; it finds its number in Slurm's variables.
-        directory: of the run.
-        placement: says which hosts, and where the ranks meet.
-        form: of the step.
-        variables: of the environment of every rank, beside those of this process.
+    ``command``: of every rank, which finds its number in Slurm's variables. ``variables``: of the environment
+    of every rank, beside those of this process.
     """
 
     def __init__(
@@ -270,7 +261,7 @@ class SrunRanks:
     ) -> None:
         self._directory = directory
         self._messages = directory.step_messages
-        self._words = form.command(
+        self._command = form.command(
             command,
             name="trainer",
             hosts=placement.rank_hosts,
@@ -298,7 +289,7 @@ class SrunRanks:
         withdraw_stop(self._directory.stop_file)
         with self._messages.open("wb") as file:
             self._popen = start_process(
-                self._words,
+                self._command,
                 environment=step_environment({**os.environ, **self._variables}),
                 output=file.fileno(),
             )
@@ -312,11 +303,12 @@ class SrunRanks:
         code = self._code()
         if not code:
             return []
-        time.sleep(min(grace_s, 0.2))  # its last words
+        # Its last words.
+        time.sleep(min(grace_s, 0.2))
         text = self._messages.read_text(errors="replace") if self._messages.exists() else ""
-        found = [self._failure(rank, ended) for rank, ended in ended_tasks(text)]
-        by_itself = [failure for failure in found if failure.code != _KILLED]
-        others = [failure for failure in found if failure.code == _KILLED]
+        failures = [self._failure(rank, ended) for rank, ended in ended_tasks(text)]
+        by_itself = [failure for failure in failures if failure.code != _KILLED]
+        others = [failure for failure in failures if failure.code == _KILLED]
         by_itself.sort(key=lambda failure: failure.failed_at)
         unknown = RankFailure(None, code, self._messages, failed_at(self._messages))
         return [*by_itself, *others] or [unknown]

@@ -33,13 +33,8 @@ from megatron_dppo.system.processes import (
 
 @dataclass(frozen=True)
 class Stop:
-    """A reason to end a run cleanly.
-
-    Attributes:
-        why: in a word.
-        code: the exit code of a run that ended for it.
-        insists: whether it ends a run at once that is stopping already.
-    """
+    """A reason to end a run cleanly, with the run's exit code. ``insists``: it ends a run at once that is stopping
+    already."""
 
     why: str
     code: int
@@ -78,8 +73,8 @@ class StopRequests:
 
     def came(self) -> list[Stop]:
         """Those that came, repetitions of one that does not insist left out."""
-        for stop, at in self._deadlines.items():
-            if stop not in self._came and self._now() >= at:
+        for stop, deadline in self._deadlines.items():
+            if stop not in self._came and self._now() >= deadline:
                 self._came.append(stop)
         return self._came
 
@@ -180,13 +175,10 @@ _FAILURE_GRACE_S = 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """How a run ended. ``code``: 0 at its end, the stop's after a stop that was asked for, 1 for a failure.
 
-    Attributes:
-        code: exit code: 0 at its end, the stop's after a stop that was asked for, 1 for a failure.
-        ending: which of them; ``succeeded``: another start took the run over; ``refused``: nothing was
-            started.
-        detail: of a failure, for people; why a stop came, in a word.
+    ``succeeded``: another start took the run over; ``refused``: nothing was started. ``detail``: of a failure,
+    for people; why a stop came, in a word.
     """
 
     code: int
@@ -291,7 +283,8 @@ class Supervisor:
             log.info("stopped before the training began; there was nothing to save")
             return self._stopped()
         first, *others = failures
-        self._ranks.kill()  # completes the files that the report quotes
+        # Completes the files that the report quotes.
+        self._ranks.kill()
         report = first.report()
         log.error("%s", report)
         for other in others:

@@ -10,12 +10,14 @@ missing.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from megatron_dppo.config.lora import updates_adapters
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import HttpClient
@@ -23,8 +25,13 @@ from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.options import ServerSections, check_engine
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.client import FleetClient
-from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
-from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.fleet.endpoint import (
+    ENDPOINT_VARIABLE,
+    FleetEndpoint,
+    RecordClient,
+    admin_key,
+    control_host,
+)
 from megatron_dppo.fleet.generation import (
     Generation,
     GenerationEnd,
@@ -41,8 +48,9 @@ from megatron_dppo.fleet.membership import (
     member_from_json,
     member_to_json,
 )
-from megatron_dppo.fleet.remote_record import record_of_rank
+from megatron_dppo.fleet.record import FleetRecord, Keys
 from megatron_dppo.loop.stopping import RunStoppedError
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.collectives import (
     all_gather_json,
@@ -70,11 +78,145 @@ with those that are attached by URL.
 """
 
 
+class _Connections:
+    """This rank's connections to the servers and to ``record``; ``close`` ends all, ``endpoint`` too.
+
+    ``registers``: this rank tells the router of the servers.
+    """
+
+    def __init__(
+        self,
+        sections: ServerSections,
+        record: RecordClient,
+        endpoint: FleetEndpoint | None,
+        *,
+        registers: bool,
+    ) -> None:
+        self.record = record
+        self._endpoint = endpoint
+        self._limits = GenerationLimits.of(sections.rollout, sections.engine)
+        router = None
+        if sections.engine.uses_router:
+            router = HttpRouterLink(record.reachable_router, registers=registers)
+        self.parser = AnswerParser()
+        self.runner = AsyncRunner()
+        adapters = updates_adapters(sections.lora)
+        self.client = FleetClient(record.report_lost, router, self.parser, adapters=adapters)
+
+    def resume(self, generation: Generation, stop: Callable[[], bool]) -> None:
+        """Ask for what is missing of ``generation``."""
+        generation.resume(self.runner, self.client, self._limits, stop)
+
+    def close(self) -> None:
+        """Abort what is under way on the servers, and close the connections."""
+        # While there are clients that can abort it on the servers.
+        self.runner.cancel_all()
+        self.runner.run(self.client.close())
+        self.parser.close()
+        self.runner.close()
+        if self._endpoint is not None:
+            self._endpoint.stop()
+
+
+def _open_record(
+    run_directory: str, interface: str | None, rank: int
+) -> tuple[RecordClient, FleetEndpoint | None]:
+    """The record of the servers, and its endpoint where this rank keeps it.
+
+    Collective where a launcher such as torchrun has started the ranks: rank 0 then keeps it.
+    """
+    keys, url = Keys.handed_down(), os.environ.get(ENDPOINT_VARIABLE)
+    endpoint: FleetEndpoint | None = None
+    if url is not None:
+        return RecordClient(url, keys), None
+    if rank == 0:
+        record, key = FleetRecord(run_directory), admin_key()
+        record.withdraw_started()
+        endpoint = FleetEndpoint(record, key, control_host(interface, "127.0.0.1"))
+        endpoint.start()
+        url, keys = endpoint.url, Keys(admin=key)
+    url, admin = broadcast_json([url, keys.admin], src=0)
+    return RecordClient(url, Keys(admin=admin)), endpoint
+
+
+@dataclass(frozen=True)
+class _ServerAccess:
+    """How the run examines a server, and opens the control of its weights."""
+
+    sections: ServerSections
+    weight_sync: WeightSyncConfig
+    shape: ModelShape
+
+    async def check(self, member: Member) -> None:
+        """Raise EngineMismatchError for a server that the run can't use."""
+        async with client_of(member) as client:
+            await check_engine(self.sections, client)
+        weights = await self.open_weights(member)
+        try:
+            await weights.check_tensors()
+            await check_reach(weights, self.weight_sync)
+        finally:
+            await weights.close()
+
+    async def open_weights(self, member: Member) -> EngineWeights:
+        """The weight control of a server."""
+        server, keys = member.server, member.keys
+        return await EngineWeights.connect(
+            HttpClient(server.url, keys.api, keys.admin, member.ca_file),
+            self.shape,
+            self.sections.model.dtype,
+            timeout_s=self.weight_sync.timeout_s,
+            patience_s=self.sections.engine.hang_timeout_s,
+        )
+
+
+class _Patience:
+    """How often in a row the servers were lost, or refused an update in the same words."""
+
+    def __init__(self) -> None:
+        self._losses = 0
+        self._refusal = ""
+        self._refusals = 0
+
+    def count_loss(self, reason: str) -> None:
+        """The whole fleet was lost. Raises EngineUnavailableError where that came too often."""
+        self._losses += 1
+        log.warning("engine lost: %s", reason)
+        if self._losses > MAX_FAILURES:
+            raise EngineUnavailableError(
+                f"the engine was lost {self._losses} times in a row; the last time: {reason}"
+            )
+
+    def count_refusal(self, reason: str, attempts: int) -> None:
+        """All failed. Raises EngineUnavailableError where it would end alike after so many ``attempts``."""
+        self._refusals = self._refusals + 1 if reason == self._refusal else 1
+        self._refusal = reason
+        if self._refusals >= attempts:
+            raise EngineUnavailableError(f"{reason}; another attempt would end alike")
+
+    def forget_losses(self) -> None:
+        """A response came, or other weights."""
+        self._losses = 0
+
+    def forget_refusals(self) -> None:
+        """An update succeeded."""
+        self._refusal, self._refusals = "", 0
+
+
+@dataclass
+class CommittedUpdates:
+    """``version``: of the weights that the fleet has; None before the first update. ``count``: updates that were
+    committed, ``verified`` of them compared tensor by tensor."""
+
+    version: int | None = None
+    count: int = 0
+    verified: int = 0
+
+
 class EngineSession:
     """``connect`` first; a context manager. Its end closes the connections; the servers keep running.
 
     ``fence``: collective; raises on every rank once another start of the run has taken over.
-    ``version`` is the weight version that the fleet has committed; None before the first update.
     """
 
     def __init__(
@@ -84,35 +226,29 @@ class EngineSession:
         stop: Callable[[], bool],
         fence: Callable[[], None] = lambda: None,
     ) -> None:
-        self._config = config
-        self._trainer = trainer
         self._stop = stop
-        self._runner = AsyncRunner()
-        self._record = record_of_rank(config.run.directory)
-        self._endpoint: FleetEndpoint | None = None
-        if isinstance(self._record, FleetFolder) and trainer.topology.rank == 0:
-            host = control_host(config.parallel.interface, "127.0.0.1")
-            self._endpoint = FleetEndpoint(self._record, admin_key(), host)
-            self._endpoint.start()
-        router = None
-        if config.engine.uses_router:
-            router = HttpRouterLink(self._find_router, registers=trainer.topology.rank == 0)
-        self._parser = AnswerParser()
-        adapters = updates_adapters(config.lora)
-        self._fleet = FleetClient(self._report_lost, router, self._parser, adapters=adapters)
+        sections, rank = ServerSections.of(config), trainer.topology.rank
+        self._access = _ServerAccess(sections, config.weight_sync, trainer.shape)
+        record, endpoint = _open_record(config.run.directory, config.parallel.interface, rank)
+        self._connections = connections = _Connections(
+            sections, record, endpoint, registers=rank == 0
+        )
         self._membership: FleetMembership | None = None
-        if trainer.topology.rank == 0:
+        if rank == 0:
             self._membership = FleetMembership(
-                self._record, config.engine, self._runner, self._check_newcomer, stop
+                connections.record, config.engine, connections.runner, self._access.check, stop
             )
         self._members: list[Member] = []
         self._attached = False
-        self._updater = self._make_updater(fence)
-        self._failures = 0
-        self._alike = ("", 0)
-        self.version: int | None = None
-        self.updates = 0
-        self.verified_updates = 0
+        rest = (config.weight_sync, first_failure, self._open_engine, connections.runner, fence)
+        self._updater: WeightUpdater
+        if updates_adapters(config.lora):
+            self._updater = AdapterUpdater(AdapterWeights(trainer), *rest)
+        else:
+            source = TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
+            self._updater = WeightUpdater(source, *rest)
+        self._patience = _Patience()
+        self.updates = CommittedUpdates()
 
     def __enter__(self) -> Self:
         return self
@@ -124,26 +260,13 @@ class EngineSession:
         trace: TracebackType | None,
     ) -> None:
         self._updater.close(at_once=kind is not None)
-        self._runner.cancel_all()  # while there are clients that can abort it on the servers
-        self._runner.run(self._fleet.close())
-        self._parser.close()
-        self._runner.close()
-        if self._endpoint is not None:
-            self._endpoint.stop()
+        self._connections.close()
 
     def connect(self) -> None:
         """Wait for the servers and attach to them. Raises RunStoppedError, EngineUnavailableError."""
         self._admit()
 
     # --- weights
-
-    def _make_updater(self, fence: Callable[[], None]) -> WeightUpdater:
-        config, trainer = self._config, self._trainer
-        rest = (config.weight_sync, first_failure, self._open_engine, self._runner, fence)
-        if updates_adapters(config.lora):
-            return AdapterUpdater(AdapterWeights(trainer), *rest)
-        source = TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
-        return WeightUpdater(source, *rest)
 
     def update_weights(self, version: int) -> UpdateReport:
         """Bring the trainer's weights to the fleet as ``version``; returns when they are committed.
@@ -163,18 +286,23 @@ class EngineSession:
 
     def _commit(self, version: int, report: UpdateReport) -> None:
         # A push that only restores the same version is no progress: the loss may come again.
-        if version != self.version:
-            self._failures = 0
-        self._alike = ("", 0)
-        self.version = version
-        self.updates += 1
-        self.verified_updates += report.verified
+        if version != self.updates.version:
+            self._patience.forget_losses()
+        self._patience.forget_refusals()
+        self.updates.version = version
+        self.updates.count += 1
+        self.updates.verified += report.verified
         if self._membership is not None:
             self._membership.commit(self._members, version)
-            self._runner.run(self._fleet.serve(self._members, version))
-        barrier()  # rank 0 has told the router, which the others ask
+            self._serve(version)
+        # Rank 0 has informed the router, which the others ask.
+        barrier()
         if self._membership is None:
-            self._runner.run(self._fleet.serve(self._members, version))
+            self._serve(version)
+
+    def _serve(self, version: int) -> None:
+        connections = self._connections
+        connections.runner.run(connections.client.serve(self._members, version))
 
     # --- generation
 
@@ -188,13 +316,15 @@ class EngineSession:
         Until ``finish``, weights must not be updated: an update waits for running requests. Not collective.
         """
         generation = Generation(job, description, on_response)
-        self._resume(generation)
+        self._connections.resume(generation, self._stop)
         return generation
 
-    def finish(self, generation: Generation, held: int | None = None) -> list[Trajectory]:
+    def finish(
+        self, generation: Generation, trainer_version: int | None = None
+    ) -> list[Trajectory]:
         """All responses of what ``start`` began; shows progress while it waits.
 
-        ``held``: version of the weights that the trainer has by now (None: those that the fleet has). Where the
+        ``trainer_version``: of the weights that the trainer has by now (None: those that the fleet has). Where the
         whole fleet was lost, the next server gets them under that name, and draws what is missing from them.
 
         Raises on every rank RunStoppedError when a clean stop was asked for meanwhile, and
@@ -210,23 +340,19 @@ class EngineSession:
             if worst is GenerationEnd.STOPPED:
                 raise RunStoppedError("stopped while generating")
             if worst is GenerationEnd.DONE:
-                self._failures = 0
+                self._patience.forget_losses()
                 return generation.job.trajectories(generation.done)
             if any(answer[2] for answer in answers):
-                self._failures = 0
-            self._count_failure(next(a[1] for a in answers if a[0] == GenerationEnd.LOST))
-            self._restore(held)
-            self._resume(generation)
-
-    def _resume(self, generation: Generation) -> None:
-        limits = GenerationLimits.of(self._config.rollout, self._config.engine)
-        generation.resume(self._runner, self._fleet, limits, self._stop)
+                self._patience.forget_losses()
+            self._patience.count_loss(next(a[1] for a in answers if a[0] == GenerationEnd.LOST))
+            self._restore(trainer_version)
+            self._connections.resume(generation, self._stop)
 
     # --- membership
 
-    def _restore(self, held: int | None) -> None:
-        """A healthy fleet with the trainer's weights: version ``held``, or the one that it had."""
-        version = self.version if held is None else held
+    def _restore(self, trainer_version: int | None) -> None:
+        """A healthy fleet with the trainer's weights, under that version or the one that it had."""
+        version = self.updates.version if trainer_version is None else trainer_version
         self._attached = False
         self._admit()
         if version is not None:
@@ -252,19 +378,19 @@ class EngineSession:
     def _agree_on_members(self) -> list[Member]:
         suspended = {
             name: reason
-            for part in all_gather_json(self._fleet.take_losses())
-            for name, reason in part.items()
+            for losses in all_gather_json(self._connections.client.take_losses())
+            for name, reason in losses.items()
         }
-        chosen, problem = None, None
+        chosen, fault = None, None
         if self._membership is not None:
             try:
                 members = self._membership.choose(self._members, suspended)
                 chosen = None if members is None else [member_to_json(m) for m in members]
             except (EngineUnavailableError, EngineError) as error:
-                problem = str(error)
-        chosen, problem = broadcast_json([chosen, problem], src=0)
-        if problem is not None:
-            raise EngineUnavailableError(problem)
+                fault = str(error)
+        chosen, fault = broadcast_json([chosen, fault], src=0)
+        if fault is not None:
+            raise EngineUnavailableError(fault)
         if chosen is None:
             raise RunStoppedError("stopped while waiting for the engine")
         return [member_from_json(value) for value in chosen]
@@ -277,50 +403,12 @@ class EngineSession:
         if 0 < len(error.engines) < len(self._members):
             log.warning("%s", reason)
         else:
-            self._alike = reason, self._alike[1] + 1 if self._alike[0] == reason else 1
-            if self._alike[1] >= error.attempts:
-                raise EngineUnavailableError(f"{reason}; another attempt would end alike")
-            self._count_failure(reason)
+            self._patience.count_refusal(reason, error.attempts)
+            self._patience.count_loss(reason)
         if self._membership is not None:
             self._membership.blame(self._members, error.engines, reason, attempts=error.attempts)
 
-    def _count_failure(self, reason: str) -> None:
-        self._failures += 1
-        log.warning("engine lost: %s", reason)
-        if self._failures > MAX_FAILURES:
-            raise EngineUnavailableError(
-                f"the engine was lost {self._failures} times in a row; the last time: {reason}"
-            )
-
-    async def _check_newcomer(self, member: Member) -> None:
-        """Raise EngineMismatchError for a server that the run can't use."""
-        async with client_of(member) as client:
-            await check_engine(ServerSections.of(self._config), client)
-        weights = await self._open_weights(member)
-        try:
-            await weights.check_tensors()
-            await check_reach(weights, self._config.weight_sync)
-        finally:
-            await weights.close()
-
     async def _open_engine(self, url: str) -> EngineWeights:
         """The weight control of a member; called on rank 0 and on every rank that sends weights."""
-        return await self._open_weights(next(m for m in self._members if m.server.url == url))
-
-    async def _open_weights(self, member: Member) -> EngineWeights:
-        server, keys = member.server, member.keys
-        return await EngineWeights.connect(
-            HttpClient(server.url, keys.api, keys.admin, member.ca_file),
-            self._trainer.shape,
-            self._config.model.dtype,
-            timeout_s=self._config.weight_sync.timeout_s,
-            patience_s=self._config.engine.hang_timeout_s,
-        )
-
-    def _find_router(self) -> tuple[Server, Keys] | None:
-        router = self._record.router()
-        return None if router is None else (router, self._record.keys(router))
-
-    def _report_lost(self, server: Server) -> None:
-        if server.replaceable:
-            self._record.report_lost(server)
+        member = next(m for m in self._members if m.server.url == url)
+        return await self._access.open_weights(member)

@@ -52,7 +52,7 @@ from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.trainer.checkpoint.store import CheckpointStore
+from megatron_dppo.trainer.checkpoint import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
@@ -296,7 +296,7 @@ class Run:
             return {}
         with self.timer("sync"), patience("others update the engine's weights"):
             report = self.engine.update_weights(self.state.step)
-        totals = self.engine.updates, self.engine.verified_updates
+        totals = self.engine.updates.count, self.engine.updates.verified
         counted, self._counted_updates = self._counted_updates, totals
         return {
             names.WEIGHT_UPDATES: totals[0] - counted[0],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron_dppo.system.gpus import PEAKS
+from megatron_dppo.system.compute import PEAKS
 
 # Memory is told in GiB, what travels or is stored in GB, as the makers and the tools tell them.
 

@@ -8,11 +8,12 @@ from typing import Any
 
 from megatron_dppo.config.lora import updates_adapters
 from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 from megatron_dppo.planner.devices import ceil_to
 from megatron_dppo.planner.needs import Needs, needs_of
 from megatron_dppo.planner.parameters import Trained
@@ -180,7 +181,7 @@ def trainer_job(
         reference=config.keeps_reference,
         reference_adapters=config.keeps_reference and config.lora.start_from is not None,
         gradient_bytes=4 if config.megatron_ddp.get("grad_reduce_in_fp32", True) else item,
-        optimizer_bytes=OPTIMIZER_BYTES[config.model.dtype],
+        optimizer_bytes=8 if item == 4 else 12,
     )
 
 
@@ -209,7 +210,7 @@ def job_of(
         trainer_job(config, shape, micro_batches, longest, gpu=gpu),
         rollout,
         _engine_job(config),
-        Roles.of(config),
+        Roles.of(config.parallel.world_size, ServerSections.where_generated(config)),
         config.weight_sync.bucket_mib * 2**20,
         config.checkpoint.every,
         config.checkpoint.background,

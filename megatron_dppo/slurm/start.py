@@ -13,8 +13,9 @@ from pathlib import Path
 from megatron_dppo.config.allocator import allocator_problems
 from megatron_dppo.config.loading import resolved_yaml
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
-from megatron_dppo.launch.local import generates, rank_command
+from megatron_dppo.launch.local import rank_command
 from megatron_dppo.launch.placement import (
     Allocation,
     Host,
@@ -52,6 +53,7 @@ class Start:
         stops: StopRequests,
     ) -> None:
         self._config = config
+        self._sections = ServerSections.where_generated(config)
         self._job = job
         self._site = site
         self._directory = directory
@@ -104,7 +106,7 @@ class Start:
         self._directory.write_config(resolved_yaml(self._config))
         try:
             self._require_environment()
-            roles = Roles.of(self._config)
+            roles = Roles.of(self._config.parallel.world_size, self._sections)
             placement = place(roles, Allocation(self._job.hosts, base))
             if self._site.preflight and (bad := self._preflight(placement)):
                 self._left_out = bad
@@ -149,11 +151,18 @@ class Start:
     def _supervisor(self, placement: Placement) -> Supervisor:
         config, directory = self._config, self._directory
         fleet = None
-        if generates(config):
+        if self._sections is not None:
             spares = Spares(placement.unused)
             own = self._job.hosts[0].address  # Slurm starts the batch process on the first node
             grounds = Grounds(self._runtime_at, own, spares.host_now)
-            fleet = supervised_fleet(config, directory, placement, grounds)
+            fleet = supervised_fleet(
+                self._sections,
+                directory,
+                placement,
+                grounds,
+                seed=config.run.seed,
+                interface=config.parallel.interface,
+            )
         lease = directory.lease
         variables = {} if fleet is None else fleet.rank_variables
         ranks = SrunRanks(

@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.expectations import given
 from megatron_dppo.config.loading import load_config
-from megatron_dppo.fleet.folder import FleetFolder
+from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.launch.run_directory import is_finished
 from megatron_dppo.metrics import names
@@ -208,12 +208,12 @@ def _held_out(records: Sequence[Record]) -> list[str]:
 def _servers(directory: Path, *, running: bool) -> Iterator[str]:
     if not running or not (directory / "engine").is_dir():
         return
-    folder = FleetFolder(directory)
-    states = folder.status().get("servers", {})
-    for server in folder.servers():
+    record = FleetRecord(directory)
+    states = record.status().get("servers", {})
+    for server in record.servers():
         start = f", start {server.incarnation}" if server.incarnation > 1 else ""
         yield f"{server.name}: {server.url}, {states.get(server.name, 'not yet seen')}{start}"
-    if (router := folder.router()) is not None:
+    if (router := record.router()) is not None:
         yield f"router: {router.url}"
 
 

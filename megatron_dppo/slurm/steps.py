@@ -17,7 +17,8 @@ from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.srun import SrunProcess, StepForm, literal, step_environment
 from megatron_dppo.launch.supervisor import Outcome, StopRequests
 from megatron_dppo.logging import REFUSED
-from megatron_dppo.preflight import EVERYWHERE, Verdict, judge, needs_of, read_evidence, table
+from megatron_dppo.preflight import EVERYWHERE, Verdict, judge, needs_of, read_evidence
+from megatron_dppo.preflight.table import table
 from megatron_dppo.slurm.job import Job
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import quote, start_process, tail

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.slurm.refusals import (
@@ -53,7 +54,10 @@ class Submission:
         """``nodes``: None for as many as the roles fill. Raises PlacementError."""
         if nodes is not None and nodes > MOST_NODES:
             raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
-        roles, devices = Roles.of(config), site.devices({})
+        roles, devices = (
+            Roles.of(config.parallel.world_size, ServerSections.where_generated(config)),
+            site.devices({}),
+        )
         trainers, count = 0, roles.hosts_needed(devices) if nodes is None else nodes
         if site.server_partition is not None and roles.servers:
             trainers = replace(roles, servers=0).hosts_needed(devices)

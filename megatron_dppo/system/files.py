@@ -109,11 +109,11 @@ def make_private_folder(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
-        found = path.lstat()
-        _require_own(path, found)
-        if not stat.S_ISDIR(found.st_mode):
+        status = path.lstat()
+        _require_own(path, status)
+        if not stat.S_ISDIR(status.st_mode):
             raise UnsafeFileError(f"{path}: expected a folder") from None
-        if found.st_mode & _OTHERS:
+        if status.st_mode & _OTHERS:
             path.chmod(0o700)
 
 
@@ -135,18 +135,18 @@ def read_own(path: Path) -> str:
             raise
         raise UnsafeFileError(f"{path}: expected a file, not a symbolic link") from None
     with open(descriptor, encoding="utf-8") as file:
-        found = os.fstat(descriptor)
-        _require_own(path, found)
-        if found.st_mode & _OTHERS_WRITE:
-            mode = stat.filemode(found.st_mode)
+        status = os.fstat(descriptor)
+        _require_own(path, status)
+        if status.st_mode & _OTHERS_WRITE:
+            mode = stat.filemode(status.st_mode)
             raise UnsafeFileError(f"{path}: others may write it ({mode}), expected the owner alone")
         return file.read()
 
 
-def _require_own(path: Path, found: os.stat_result) -> None:
-    if found.st_uid != os.geteuid():
+def _require_own(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
         raise UnsafeFileError(
-            f"{path}: belongs to user {found.st_uid}, expected this run's, {os.geteuid()}"
+            f"{path}: belongs to user {status.st_uid}, expected this run's, {os.geteuid()}"
         )
 
 

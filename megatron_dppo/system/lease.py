@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from megatron_dppo.system.errors import RunError
@@ -40,10 +39,10 @@ from megatron_dppo.system.processes import process_start
 
 LEASE_FILE = "lease.json"
 _NONCE = re.compile(r"[0-9a-f]{16}")
+# Stands for the nonce of the holder before the first one.
 _FIRST = "first"
-"""Stands for the nonce of the holder before the first one."""
+# What a rename onto a claim fails with; ENOENT where another start tidied up meanwhile.
 _TAKEN = {errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT}
-"""What a rename onto a claim fails with; ENOENT where another start tidied up meanwhile."""
 
 
 class LeaseError(RunError):
@@ -107,8 +106,8 @@ class Holder:
 
     def is_neighbour(self, other: Holder) -> bool:
         """Whether both see the same process ids."""
-        place = self.host, self.boot, self.namespace
-        return place == (other.host, other.boot, other.namespace)
+        machine = self.host, self.boot, self.namespace
+        return machine == (other.host, other.boot, other.namespace)
 
     def runs(self) -> bool:
         """Whether the process lives; to be asked by a neighbour alone."""
@@ -176,16 +175,16 @@ class LeaseFiles:
     def beat(self, holder: Holder) -> Beat | None:
         """What ``holder`` renewed last; None where it never has, or the file is damaged."""
         try:
-            found = json.loads(self.beat_of(holder).read_text(encoding="utf-8"))
-            return Beat(int(found["count"]), bool(found["ended"]))
+            content = json.loads(self.beat_of(holder).read_text(encoding="utf-8"))
+            return Beat(int(content["count"]), bool(content["ended"]))
         except (FileNotFoundError, ValueError, TypeError, KeyError):
             return None
 
     def write_beat(self, holder: Holder, beat: Beat) -> None:
         """Renew. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        told = {**asdict(beat), "time": round(time.time(), 3)}
-        write_atomically(self.beat_of(holder), json.dumps(told))
+        content = {**asdict(beat), "time": round(time.time(), 3)}
+        write_atomically(self.beat_of(holder), json.dumps(content))
 
     def beat_of(self, holder: Holder) -> Path:
         """The file that ``holder`` renews."""
@@ -204,27 +203,27 @@ def _encode(holder: Holder) -> str:
     return json.dumps(asdict(holder), indent=1) + "\n"
 
 
-def _holder_of(found: Any) -> Holder:
+def _holder_of(value: Any) -> Holder:
     """Raises ValueError, TypeError or KeyError for what ``_encode`` has not written."""
-    if not _NONCE.fullmatch(found["nonce"]):  # it becomes a file's name
-        raise ValueError(f"nonce: got {found['nonce']!r}, expected 16 hexadecimal digits")
+    # It becomes a file's name.
+    if not _NONCE.fullmatch(value["nonce"]):
+        raise ValueError(f"nonce: got {value['nonce']!r}, expected 16 hexadecimal digits")
     return Holder(
-        nonce=found["nonce"],
-        host=str(found["host"]),
-        boot=str(found["boot"]),
-        namespace=str(found["namespace"]),
-        pid=int(found["pid"]),
-        pid_start=int(found["pid_start"]),
-        job=None if found["job"] is None else str(found["job"]),
-        attempt=int(found["attempt"]),
-        taken=float(found["taken"]),
+        nonce=value["nonce"],
+        host=str(value["host"]),
+        boot=str(value["boot"]),
+        namespace=str(value["namespace"]),
+        pid=int(value["pid"]),
+        pid_start=int(value["pid_start"]),
+        job=None if value["job"] is None else str(value["job"]),
+        attempt=int(value["attempt"]),
+        taken=float(value["taken"]),
     )
 
 
 def _read_holder(path: Path) -> Holder | None:
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        return _holder_of(found)
+        return _holder_of(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
     except (IsADirectoryError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -323,7 +322,7 @@ class Lease:
             ) from error
 
     def _take(self) -> None:
-        files, own = self._files, self._holder
+        files, newcomer = self._files, self._holder
         while True:
             holder = files.holder()
             last = files.last_claim(holder)
@@ -331,13 +330,14 @@ class Lease:
                 raise LeaseError(
                     f"in use by the run of {last.describe()}; end that one ({last.how_to_end()})"
                 )
-            if not files.claim(last, own):
-                continue  # another start was faster: look whether it lives
+            if not files.claim(last, newcomer):
+                # Another start was faster: look whether it lives.
+                continue
             # The claim may be one that its winner has removed since, after it became the holder.
             if files.holder() == holder:
                 break
             files.give_up_claim(last)
-        files.install(own)
+        files.install(newcomer)
         self._thread.start()
 
     def release(self) -> None:
@@ -351,12 +351,7 @@ class Lease:
         self.take()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _has_ended(self, holder: Holder) -> bool:
@@ -367,18 +362,18 @@ class Lease:
             return not holder.runs()
         return self._stands_still(holder, beat)
 
-    def _stands_still(self, holder: Holder, seen: Beat | None) -> bool:
+    def _stands_still(self, holder: Holder, first: Beat | None) -> bool:
         """Watch a counter on this machine's clock alone; the last look is after the time is up."""
         self._announce(
             f"{self._files.path} is held by {holder.describe()}, which can't be asked from here: "
-            f"taking it over if its heartbeat ({seen.count if seen else 'none yet'}) does not change "
+            f"taking it over if its heartbeat ({first.count if first else 'none yet'}) does not change "
             f"for {self._patience_s:.0f} s"
         )
         deadline = time.monotonic() + self._patience_s
         while True:
             late = time.monotonic() >= deadline
             beat = self._files.beat(holder)
-            if beat != seen:
+            if beat != first:
                 return beat is not None and beat.ended
             if late:
                 return True

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 # --- ports
 
-_kept: list[socket.socket] = []
+_bound: list[socket.socket] = []
 
 
 class PortTakenError(RuntimeError):
@@ -31,9 +31,9 @@ class PortTakenError(RuntimeError):
 def free_port(host: str = "127.0.0.1") -> int:
     """A port of ``host`` that nobody has, and that the system gives to nobody else while this process
     runs: as :func:`hold_port`."""
-    held = hold_port(host, 0)
-    _kept.append(held)
-    return int(held.getsockname()[1])
+    bound = hold_port(host, 0)
+    _bound.append(bound)
+    return int(bound.getsockname()[1])
 
 
 def hold_port(host: str, port: int) -> socket.socket:
@@ -43,14 +43,14 @@ def hold_port(host: str, port: int) -> socket.socket:
     one that asks for this very port, with SO_REUSEADDR as servers do, can listen on it. A connection
     to it is refused meanwhile. Raises PortTakenError where it can't be bound.
     """
-    held = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        held.bind((host, port))
+        bound.bind((host, port))
     except OSError as error:
-        held.close()
+        bound.close()
         raise PortTakenError(f"cannot bind {host}:{port} ({error.strerror})") from error
-    return held
+    return bound
 
 
 def require_free_port(host: str, port: int) -> None:
@@ -70,13 +70,13 @@ def interface_address(name: str) -> str:
 
     Raises InterfaceError.
     """
-    found = {n: _usable(addresses) for n, addresses in psutil.net_if_addrs().items()}
-    if name in {address for addresses in found.values() for address in addresses}:
+    interfaces = {n: _usable(addresses) for n, addresses in psutil.net_if_addrs().items()}
+    if name in {address for addresses in interfaces.values() for address in addresses}:
         return name
-    if not found.get(name):
-        known = ", ".join(f"{n} ({a[0]})" for n, a in sorted(found.items()) if a)
-        raise InterfaceError(f"got {name!r}, expected a network interface with an address: {known}")
-    return found[name][0]
+    if not interfaces.get(name):
+        names = ", ".join(f"{n} ({a[0]})" for n, a in sorted(interfaces.items()) if a)
+        raise InterfaceError(f"got {name!r}, expected a network interface with an address: {names}")
+    return interfaces[name][0]
 
 
 def interface_of(address: str) -> str | None:
@@ -97,8 +97,8 @@ def is_loopback(host: str) -> bool:
 
 def resolve(host: str) -> str:
     """The address that a host's name stands for, IPv4 where it has one. Raises OSError."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
+    entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    return str(min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
 def _usable(addresses: Sequence[Any]) -> list[str]:
@@ -121,7 +121,8 @@ def url_problem(url: str) -> str | None:
     problem = f"got {url!r}, expected http://host:port"
     try:
         parts = urlsplit(url)
-        if "@" in parts.netloc:  # told without the URL: it would be in every log
+        # Told without the URL: it would be in every log.
+        if "@" in parts.netloc:
             return (
                 f"got one for {parts.hostname} with a user or a password in it, expected "
                 "http://host:port; keys are environment variables (docs/fleet.md)"
@@ -129,7 +130,8 @@ def url_problem(url: str) -> str | None:
         host, port = parts.hostname or "", parts.port
     except ValueError as error:
         return f"{problem}: {error}"
-    named = ":" in host or _HOST.fullmatch(host)  # an IPv6 address, checked by urlsplit, or a name
+    # An IPv6 address, checked by urlsplit, or a name.
+    named = ":" in host or _HOST.fullmatch(host)
     plain = not (parts.query or parts.fragment or re.search(r"\s", url))
     return None if parts.scheme in ("http", "https") and named and port != 0 and plain else problem
 

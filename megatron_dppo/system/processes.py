@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import NoReturn
 
 import psutil
 
@@ -97,7 +97,8 @@ def die_with_parent(parent: int) -> None:
     between fork and exec, where locks that other threads held are lost.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before prctl took effect
+    # It died before prctl took effect.
+    if os.getppid() != parent:
         os._exit(1)
 
 
@@ -123,7 +124,8 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:  # none left, and orphans would have become children
+        except ChildProcessError:
+            # None left, and orphans would have become children.
             return []
         if time.monotonic() > deadline:
             return [process.pid for process in family]
@@ -233,81 +235,19 @@ def quote(text: str) -> str:
     return textwrap.indent(text or "(empty)", "    ", lambda line: True)
 
 
-# --- at a host: the interface, and this machine's form of it
+# --- a command at a host
 
 
-class Running(Protocol):
-    """A command that was started."""
-
-    @property
-    def pid(self) -> int:
-        """Process id on this machine: of the command, or of what runs it elsewhere."""
-
-    def poll(self) -> int | None:
-        """None while it runs, else its exit code (negative: the signal that ended it)."""
-
-    def stop(self, grace_s: float) -> None:
-        """Ask it to end, by force after ``grace_s`` seconds; returns when it is gone."""
-
-    def kill(self) -> None:
-        """End it and every descendant by force; returns when they are gone. Harmless twice."""
-
-
-class Launcher(Protocol):
-    """Starts commands at one host."""
-
-    def start(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
-    ) -> Running:
-        """Start ``command`` and return at once.
-
-        Args:
-            command: program and arguments. Everybody can read them with ``ps``: secrets go through
-                ``stdin``.
-            environment: all of its variables.
-            log: its output is appended there.
-            stdin: what it reads from its standard input.
-        """
-
-    def require_free_port(self, address: str, port: int) -> None:
-        """Raise PortTakenError where the port can't be bound, as far as that can be told from here."""
-
-
-class LocalLauncher:
-    """Starts commands on this machine.
-
-    A command dies with the *thread* that called ``start`` (the kernel counts the thread, not the
-    process): start it from the main thread.
-    """
-
-    def start(
-        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
-    ) -> Running:
-        """See Launcher."""
-        return LocalProcess(start_fed(command, environment=environment, log=log, stdin=stdin))
-
-    def require_free_port(self, address: str, port: int) -> None:
-        """See Launcher."""
-        require_free_port(address, port)
-
-
-class LocalProcess:
-    """A command on this machine; see Running."""
+class StartedProcess:
+    """A command that was started on this machine, or what runs it elsewhere."""
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process = process
-
-    @property
-    def pid(self) -> int:
-        """Its process id, which is its process group's id too."""
-        return self._process.pid
-
-    def poll(self) -> int | None:
-        """See Running."""
-        return self._process.poll()
+        self.pid = process.pid
+        self.poll = process.poll
 
     def stop(self, grace_s: float) -> None:
-        """SIGTERM, then SIGKILL."""
+        """Ask it to end, by force after ``grace_s`` seconds; returns when it is gone."""
         if self._process.poll() is None:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -315,8 +255,29 @@ class LocalProcess:
         kill_families([self._process])
 
     def kill(self) -> None:
-        """See Running."""
+        """End it and every descendant by force; returns when they are gone. Harmless twice."""
         kill_families([self._process])
+
+
+class Launcher:
+    """Starts commands on this machine; a subclass may start them at another host.
+
+    A command dies with the *thread* that called ``start`` (the kernel counts the thread, not the
+    process): start it from the main thread.
+    """
+
+    def start(
+        self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
+    ) -> StartedProcess:
+        """Start ``command`` with all of the variables in ``environment``, and return at once.
+
+        Everybody can read the command with ``ps``: secrets go through ``stdin``. Output is appended to ``log``.
+        """
+        return StartedProcess(start_fed(command, environment=environment, log=log, stdin=stdin))
+
+    def require_free_port(self, address: str, port: int) -> None:
+        """Raise PortTakenError where the port can't be bound, as far as that can be told from here."""
+        require_free_port(address, port)
 
 
 def start_fed(
@@ -378,7 +339,8 @@ def end_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except OSError:  # a full disk; the logs have said so
+        except OSError:
+            # A full disk; the logs have said so.
             continue
     os._exit(code)
 

@@ -30,8 +30,8 @@ SHARED_MEMORY = Path("/dev/shm")
 ALIGNMENT = 64
 """Bytes: a cache line, and what every element type and vector load divides."""
 _NAME = re.compile(r"(?:sem\.)?mdppo-(\d+)-(\d+)-(\d+)-(\d+)-.*")
+# Bytes of the folder's path: sockets in it have up to 34 more, and may have 107 in all.
 _LONGEST = 73
-"""Bytes of the folder's path: sockets in it have up to 34 more, and may have 107 in all."""
 _RANDOM = 8
 
 
@@ -134,7 +134,8 @@ class SharedBuffer:
         self.path = Path(name)
         try:
             if size:
-                os.posix_fallocate(descriptor, 0, size)  # else a full memory is a SIGBUS later
+                # Else a full memory is a SIGBUS later.
+                os.posix_fallocate(descriptor, 0, size)
             self.array = _mapped(descriptor, size, mmap.PROT_READ | mmap.PROT_WRITE)
         except OSError:
             self.hide()
@@ -160,9 +161,9 @@ def mapped(path: str, size: int) -> np.ndarray:
     """Another process's buffer, to read. Raises OSError, and ValueError for another size."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        found = os.fstat(descriptor).st_size
-        if found != size:
-            raise ValueError(f"{path}: {found} bytes, expected {size}")
+        file_size = os.fstat(descriptor).st_size
+        if file_size != size:
+            raise ValueError(f"{path}: {file_size} bytes, expected {size}")
         return _mapped(descriptor, size, mmap.PROT_READ)
     finally:
         os.close(descriptor)

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import resource
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,47 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_dppo.system import gpus, toolchain
-from megatron_dppo.system.errors import RunError
-
-
-@dataclass(frozen=True)
-class Variable:
-    """An environment variable: the ``value`` that is set where there is none, and why."""
-
-    name: str
-    value: str
-    why: str
-
-
-_AS_SGLANG = "SGLang sets it so for its own ranks, and both sides of a weight group must agree"
-NEEDED = (
-    Variable(
-        "CUDA_DEVICE_MAX_CONNECTIONS",
-        "1",
-        "Megatron-Core's overlapped communication needs kernels to start in the order of their launch",
-    ),
-    Variable("NCCL_CUMEM_ENABLE", "0", _AS_SGLANG),
-    Variable("NCCL_NVLS_ENABLE", "0", _AS_SGLANG),
-)
-
-
-def complete(environment: MutableMapping[str, str]) -> list[str]:
-    """Set what is needed and missing; a line for each variable with its value and who chose it.
-
-    What the user set stays, and is said where it is another value.
-    """
-    lines = []
-    for variable in NEEDED:
-        found = environment.setdefault(variable.name, variable.value)
-        if found == variable.value:
-            lines.append(f"{variable.name}={found}")
-        else:
-            lines.append(
-                f"{variable.name}={found}, as you set it; {variable.value} is usual: {variable.why}"
-            )
-    return lines
-
+from megatron_dppo.system import compute
+from megatron_dppo.trainer import gpu_environment
+from megatron_dppo.trainer.errors import UnusableGpuError
 
 log = logging.getLogger(__name__)
 _environment: list[str] = []
@@ -70,10 +32,6 @@ _WGRAD = {
     False: "weight gradients: rounded to the weights' type in each micro-batch, apex's kernel is not "
     "there (tools/environment/build_apex.sh)",
 }
-
-
-class UnusableGpuError(RunError):
-    """There is a GPU that torch can't use, so that training would go on on CPUs unasked."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +62,18 @@ def has_cuda() -> bool:
 
 def gpu_problem() -> str | None:
     """Why torch can't use the GPU that this process may see; None where it can, or there is none."""
-    if has_cuda() or not gpus.has_visible_gpu():
+    if has_cuda() or not compute.has_visible_gpu():
         return None
-    return gpus.unusable_gpu(torch.__version__, torch.version.cuda)
+    return compute.unusable_gpu(torch.__version__, torch.version.cuda)
 
 
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
-    if any(gpus.DEVICES.glob("nvidia[0-9]*")):  # before CUDA is asked, which reads some of it once
-        _environment.extend(complete(os.environ))
-        _environment.extend(toolchain.offer_tools(os.environ))
+    if any(
+        compute.DEVICES.glob("nvidia[0-9]*")
+    ):  # before CUDA is asked, which reads some of it once
+        _environment.extend(gpu_environment.complete(os.environ))
+        _environment.extend(compute.offer_tools(os.environ))
     if has_cuda():
         _environment.append(_WGRAD[has_fused_weight_gradients()])
     else:
@@ -180,7 +140,7 @@ def peak_memory_bytes() -> int:
 
 def peak_flops() -> int | None:
     """Dense bf16 FLOP/s of this rank's GPU; None without one, and for one whose peak is not known."""
-    return gpus.peak_flops(torch.cuda.get_device_name()) if has_cuda() else None
+    return compute.peak_flops(torch.cuda.get_device_name()) if has_cuda() else None
 
 
 def host_buffer(size: int) -> torch.Tensor:

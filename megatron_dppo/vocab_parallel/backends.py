@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_dppo.system.toolchain import KernelBuildError, build_library
+from megatron_dppo.system.compute import KernelBuildError, build_library
 from megatron_dppo.vocab_parallel.row_kernels import (
     Backend,
     EagerBackend,

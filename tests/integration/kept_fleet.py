@@ -14,9 +14,11 @@ import psutil
 
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
-from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.fleet.endpoint import ENDPOINT_VARIABLE, RecordClient
 from megatron_dppo.fleet.membership import Member
+from megatron_dppo.fleet.record import Server
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
@@ -32,14 +34,16 @@ class KeptFleet:
     """
 
     def __init__(self, config: TrainConfig) -> None:
-        self.folder = FleetFolder(config.run.directory)
+        self._record: RecordClient | None = None
         self._config = config
         self._end = threading.Event()
+        self._started = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._keep, daemon=True)
 
     def __enter__(self) -> KeptFleet:
         self._thread.start()
+        self.wait_for(self._started.is_set)
         return self
 
     def __exit__(
@@ -53,13 +57,22 @@ class KeptFleet:
 
     def _keep(self) -> None:
         with RunDirectory(self._config.run.directory) as directory:
-            placement = local_placement(self._config, this_machine())
+            sections = ServerSections.of(self._config)
+            placement = local_placement(self._config.parallel.world_size, sections, this_machine())
             grounds = Grounds(lambda hosts: Runtime(), placement.master_address)
-            fleet = supervised_fleet(self._config, directory, placement, grounds)
-            self.folder = FleetFolder(self._config.run.directory, fleet.keys)
+            fleet = supervised_fleet(
+                sections,
+                directory,
+                placement,
+                grounds,
+                seed=self._config.run.seed,
+                interface=None,
+            )
+            self._record = RecordClient(fleet.rank_variables[ENDPOINT_VARIABLE], fleet.keys)
             os.environ.update(fleet.rank_variables)  # for ranks that a test starts
             try:
                 fleet.start()
+                self._started.set()
                 while not self._end.wait(0.05):
                     fleet.check()
             except RunError as error:
@@ -77,20 +90,21 @@ class KeptFleet:
             assert time.monotonic() < deadline
             time.sleep(0.02)
 
+    @property
+    def record(self) -> RecordClient:
+        """The record of the servers, as a rank asks for it."""
+        assert self._record is not None
+        return self._record
+
     def server(self, name: str) -> Server | None:
         """One server, or the router, where it is published."""
-        published = [*self.folder.servers(), *filter(None, [self.folder.router()])]
+        published = [*self.record.servers(), *filter(None, [self.record.router()])]
         return next((s for s in published if s.name == name), None)
 
     def members(self, count: int) -> list[Member]:
         """The servers, when ``count`` are healthy."""
-        self.wait_for(lambda: len(self.folder.servers()) == count)
-        return [Member(s, self.folder.keys(s)) for s in self.folder.servers()]
-
-    def router(self) -> tuple[Server, Keys] | None:
-        """Where the router is, as a HttpRouterLink wants to know it."""
-        server = self.folder.router()
-        return None if server is None else (server, self.folder.keys(server))
+        self.wait_for(lambda: len(self.record.servers()) == count)
+        return [Member(s, self.record.keys(s)) for s in self.record.servers()]
 
     def wait_until_replaced(self, server: Server) -> Server:
         """The next incarnation, when it is healthy."""

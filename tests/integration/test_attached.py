@@ -17,7 +17,7 @@ from megatron_dppo.engine.client import EngineClient, HttpClient
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.options import ServerSections, check_engine
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.fleet.folder import Server
+from megatron_dppo.fleet.record import Server
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port

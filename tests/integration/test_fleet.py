@@ -23,7 +23,6 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
-from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.generation import (
     GenerationLimits,
     GenerationProgress,
@@ -32,6 +31,7 @@ from megatron_dppo.fleet.generation import (
 )
 from megatron_dppo.fleet.http_router import OPEN_PATHS, HttpRouterLink
 from megatron_dppo.fleet.membership import Member, client_of
+from megatron_dppo.fleet.record import Server
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import KeptFleet, config_of, family, kill, proceed, stop
 from tests.integration.weight_server import reference_log_probs
@@ -54,7 +54,7 @@ def config(tmp_path_factory) -> TrainConfig:
 def fleet(config) -> Iterator[KeptFleet]:
     with KeptFleet(config) as kept:
         kept.members(2)
-        kept.wait_for(kept.router)
+        kept.wait_for(kept.record.router)
         yield kept
 
 
@@ -68,8 +68,10 @@ class CountingClient(FleetClient):
     """Keeps what was answered, however often."""
 
     def __init__(self, fleet: KeptFleet, *, routed: bool) -> None:
-        self.link = HttpRouterLink(fleet.router, registers=True) if routed else None
-        super().__init__(fleet.folder.report_lost, self.link)
+        self.link = (
+            HttpRouterLink(fleet.record.reachable_router, registers=True) if routed else None
+        )
+        super().__init__(fleet.record.report_lost, self.link)
         self.answered: Counter[int] = Counter()
 
     async def generate(self, requests, rid):
@@ -187,9 +189,9 @@ def test_a_stopped_server_that_nobody_kills_holds_nothing_up(fleet, runner, monk
 
 
 def test_no_key_is_in_a_command_line_or_a_log(fleet, config):
-    keys = fleet.folder.keys(fleet.members(2)[0].server)
+    keys = fleet.record.keys(fleet.members(2)[0].server)
     shown = [path.read_text() for path in (Path(config.run.directory) / "logs").iterdir()]
-    for server in (*fleet.folder.servers(), fleet.folder.router()):
+    for server in (*fleet.record.servers(), fleet.record.router()):
         shown += [" ".join(process.cmdline()) for process in family(server)]
     assert len(shown) >= 3 + 3
     assert not [text for text in shown for key in (keys.api, keys.admin) if key in text]
@@ -219,7 +221,7 @@ def open_paths(port: int) -> dict[str, str]:
 
 def test_what_the_router_tells_without_a_key_is_what_is_said_of_it(fleet):
     """docs/shared_hosts.md and the start-up line name OPEN_PATHS; nothing there is a secret."""
-    router = fleet.folder.router()
+    router = fleet.record.router()
     port = int(router.url.rpartition(":")[2])
     found = open_paths(port)
     asked_of_a_server = {
@@ -227,7 +229,7 @@ def test_what_the_router_tells_without_a_key_is_what_is_said_of_it(fleet):
         "/get_server_info",
     }  # of the first one, which may have gone
     assert set(OPEN_PATHS) - asked_of_a_server <= set(found) <= set(OPEN_PATHS)
-    keys = fleet.folder.keys(fleet.members(2)[0].server)
+    keys = fleet.record.keys(fleet.members(2)[0].server)
     assert not [path for path, said in found.items() if keys.api in said or keys.admin in said]
     text = (Path(__file__).parents[2] / "docs" / "shared_hosts.md").read_text()
     assert not [path for path in OPEN_PATHS if f"`{path}`" not in text]
@@ -255,13 +257,14 @@ def update_three_times(config_json: str, exported: str) -> list[list[str]]:
     trainer, failing, took_part = Trainer(config), [], []
 
     class Session(EngineSession):
-        async def _open_weights(self, member):
-            weights = await super()._open_weights(member)
+        async def _open_engine(self, url):
+            weights = await super()._open_engine(url)
+            [name] = [m.server.name for m in self._members if m.server.url == url]
             set_version = weights.set_version
 
             async def refuse(label: str) -> None:
-                if member.server.name in failing:
-                    raise EngineAnswerError(f"planted in {member.server.name}")
+                if name in failing:
+                    raise EngineAnswerError(f"planted in {name}")
                 await set_version(label)
 
             weights.set_version = refuse
@@ -290,7 +293,7 @@ def test_a_restarted_server_joins_and_a_failing_one_is_left_out_of_one_update(
         "tests.integration.test_fleet:update_three_times", 1, config.model_dump_json(), str(exported)
     )  # fmt: skip
     assert took_part == [["engine0", "engine1"], ["engine1"], ["engine0", "engine1"]]
-    assert fleet.folder.status() == {
+    assert fleet.record.status() == {
         "version": 3,
         "servers": {"engine0": "serves", "engine1": "serves"},
     }

@@ -13,7 +13,7 @@ from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_file import load_batch
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import EngineProcess
-from megatron_dppo.fleet.folder import FleetFolder, Server
+from megatron_dppo.fleet.record import FleetRecord, Server
 from megatron_dppo.system.network import free_port
 from tests.integration.kept_fleet import kill, stop_scheduler
 from tests.integration.runs import (
@@ -58,8 +58,8 @@ class FleetRun(TrainingRun):
     """A run with a fleet."""
 
     @property
-    def folder(self) -> FleetFolder:
-        return FleetFolder(self.directory)
+    def record(self) -> FleetRecord:
+        return FleetRecord(self.directory)
 
     def command(self, *words: str) -> str:
         """Output of the user's command on this run."""
@@ -68,10 +68,10 @@ class FleetRun(TrainingRun):
         return done.stdout
 
     def server(self, name: str) -> Server:
-        return next(s for s in self.folder.servers() if s.name == name)
+        return next(s for s in self.record.servers() if s.name == name)
 
     def serving(self) -> set[str]:
-        states = self.folder.status().get("servers", {})
+        states = self.record.status().get("servers", {})
         return {name for name, state in states.items() if state == "serves"}
 
     def wait_until_serving(self, *names: str) -> None:
@@ -99,7 +99,7 @@ def test_a_run_outlives_its_servers_and_takes_new_ones_in(config, elsewhere, mon
         kill(run.server("engine1"))
         run.wait_until_serving("engine0", third)
         run.wait_for_steps(1)
-        router = run.folder.router()
+        router = run.record.router()
         assert router is not None
         kill(router)
         stop_scheduler(run.server("engine0"))

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from megatron_dppo.fleet.folder import FleetFolder, Server
+from megatron_dppo.fleet.record import FleetRecord, Server
 from tests.integration.runs import records_of, steps_of
 from tests.slurm.recipes import SMALL_ROLLOUTS, write_config
 from tools.slurm_cluster import Cluster
@@ -116,7 +116,7 @@ class StandInJob:
 
     def server(self) -> Server | None:
         """The published server."""
-        return next(iter(FleetFolder(self.directory).servers()), None)
+        return next(iter(FleetRecord(self.directory).servers()), None)
 
     def wait(self, condition: Callable[[], object], timeout_s: float = PATIENT_S) -> None:
         """Until it holds; fails with the job's log."""

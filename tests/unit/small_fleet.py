@@ -10,8 +10,8 @@ from collections import Counter
 import aiohttp
 from aiohttp import web
 
-from megatron_dppo.fleet.folder import Keys, Server
 from megatron_dppo.fleet.membership import Member
+from megatron_dppo.fleet.record import Keys, Server
 
 KEYS = Keys("user", "admin")
 

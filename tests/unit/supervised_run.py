@@ -6,7 +6,8 @@ Python code of every rank; ``world_size``; ``servers``: for each server, Python 
 incarnation, the last one again and again; ``router``: the same of the router (empty: none);
 ``attached``: URLs of servers elsewhere; ``max_restarts``, here with short
 pauses. The code sees ``RANK`` in its environment and may call ``note(text)``, which
-appends a line to ``<directory>/notes``, and ``report_lost(incarnation, name)``; servers see ``INCARNATION``.
+appends a line to ``<directory>/notes``, ``wait_published(name)`` and ``report_lost(incarnation, name)``;
+servers see ``INCARNATION``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_dppo.fleet.folder import Keys
+from megatron_dppo.engine.errors import EngineStartError
+from megatron_dppo.fleet.record import Keys
 from megatron_dppo.fleet.supervision import RestartBudget, SupervisedFleet, SupervisedServer
 from megatron_dppo.launch.local import RankGroup
 from megatron_dppo.launch.run_directory import RunDirectory
@@ -29,7 +31,7 @@ from megatron_dppo.system.lease import NONCE_VARIABLE
 from megatron_dppo.system.processes import start_process, tail
 
 PRELUDE = """
-import os, signal, subprocess, sys, time
+import contextlib, json, os, signal, subprocess, sys, time, urllib.request
 def note(text):
     with open(os.path.join({directory!r}, "notes"), "a") as file:
         file.write(text + chr(10))
@@ -43,11 +45,21 @@ def wait_for(path):
 def read(path):
     with open(os.path.join({directory!r}, path)) as file:
         return file.read()
+def published(name="engine0"):
+    with contextlib.suppress(FileNotFoundError), open(path_of("engine/fleet.json")) as file:
+        return json.load(file)["servers"].get(name)
+def wait_published(name="engine0"):
+    while not (server := published(name)):
+        time.sleep(0.02)
+    return server
 def report_lost(incarnation, name="engine0"):
-    path = os.path.join({directory!r}, "engine", "lost", name + ".json")
-    with open(path + ".new", "w") as file:
-        file.write('{{"incarnation": %d}}' % incarnation)
-    os.replace(path + ".new", path)
+    key = json.loads(os.environ["MEGATRON_DPPO_STARTED_KEYS"])["admin"]
+    request = urllib.request.Request(
+        os.environ["MEGATRON_DPPO_FLEET"] + "/fleet/report_lost",
+        json.dumps({{"name": name, "incarnation": incarnation}}).encode(),
+        {{"Authorization": "Bearer " + key}},
+    )
+    urllib.request.urlopen(request).close()
 """
 
 
@@ -80,7 +92,7 @@ class StandInEngine:
     def wait_healthy(self, on_progress: Callable[[float, str], None] | None = None) -> float:
         while not self._healthy.exists():
             if self.poll() is not None:
-                raise RuntimeError(f"exited with {self.poll()}:\n{self.log_tail()}")
+                raise EngineStartError(f"exited with {self.poll()}:\n{self.log_tail()}")
             time.sleep(0.02)
         return 0.5
 
@@ -110,9 +122,9 @@ def main() -> int:
     with RunDirectory(path) as directory:
         command = [sys.executable, "-c", prelude + spec["rank"]]
         outputs = [directory.rank_output(rank) for rank in range(spec["world_size"])]
-        folder = directory.fleet
+        record = directory.fleet
         for url in spec["attached"]:
-            folder.attach(url)
+            record.attach(url)
 
         def supervised(name: str, codes: list[str]) -> SupervisedServer:
             def make(i: int) -> StandInEngine:
@@ -120,11 +132,11 @@ def main() -> int:
                 return StandInEngine(code, directory, name, i)
 
             budget = RestartBudget(spec["max_restarts"], 3600, first_pause_s=0.05)
-            return SupervisedServer(name, make, folder, budget=budget, what=name)
+            return SupervisedServer(name, make, record, budget=budget, title=name)
 
         servers = [supervised(f"engine{i}", codes) for i, codes in enumerate(spec["servers"])]
         router = supervised("router", spec["router"]) if spec["router"] else None
-        fleet = SupervisedFleet(servers, router, folder, Keys("a", "b"))
+        fleet = SupervisedFleet(servers, router, record, Keys("a", "b"), "127.0.0.1")
         lease = directory.lease
         variables = {NONCE_VARIABLE: lease.fence.nonce, **fleet.rank_variables}
         ranks = RankGroup(command, outputs, 1, variables)

@@ -24,14 +24,7 @@ def test_what_is_active_in_a_line(tmp_path):
     assert "inf" not in line
 
 
-def test_what_is_started_in_words(tmp_path):
-    def words(**sections):
-        tree = minimal(tmp_path)
-        for name, values in sections.items():
-            tree[name] = {**tree.get(name, {}), **values}
-        return processes(TrainConfig.model_validate(tree))
-
-    assert words() == "the engine and 1 rank"
-    assert words(engine={"servers": 3}, parallel={"world_size": 2}) == "3 servers and 2 ranks"
-    assert words(engine={"urls": ["http://10.0.0.7:30000"]}) == "1 rank"
-    assert words(rollout={"replay_from": "runs/x"}) == "1 rank"
+def test_what_is_started_in_words():
+    assert processes(1, 1) == "the engine and 1 rank"
+    assert processes(3, 2) == "3 servers and 2 ranks"
+    assert processes(0, 1) == "1 rank"

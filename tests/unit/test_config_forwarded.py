@@ -17,16 +17,15 @@ from megatron_dppo.config.forwarded import (
 )
 from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
 from megatron_dppo.config.library_fields import read_value
-from megatron_dppo.engine.options import server_args_fields
-from megatron_dppo.launch.library_checks import library_problems
-from megatron_dppo.trainer.megatron_config import (
+from megatron_dppo.engine.options import ServerSections, server_args_fields
+from megatron_dppo.launch.library_checks import library_faults, server_faults
+from megatron_dppo.trainer.training_fields import (
     ddp_fields,
     ddp_values,
     optimizer_fields,
     optimizer_values,
-    transformer_fields,
-    transformer_values,
 )
+from megatron_dppo.trainer.transformer_fields import transformer_fields, transformer_values
 from tests.unit.config_files import minimal, write_config
 
 READERS = (transformer_fields, server_args_fields)
@@ -36,15 +35,19 @@ READERS = (transformer_fields, server_args_fields)
 def problems(tmp_path):
     path = write_config(tmp_path, minimal(tmp_path))
 
-    def found(*overrides):
+    def faults_of(*overrides):
         config = load_config(path, overrides)
+        tables = config.megatron, config.megatron_ddp, config.megatron_optimizer
+        sections = ServerSections.of(config)
+        starts = config.engine.started > 0
+        faults = [*library_faults(*tables), *server_faults(sections, starts_servers=starts)]
         try:
             check_config(config)
         except ConfigError as error:
-            return [*error.problems, *library_problems(config)]
-        return list(library_problems(config))
+            return [*error.problems, *faults]
+        return faults
 
-    return found
+    return faults_of
 
 
 FORWARDED = [

@@ -5,11 +5,10 @@ import logging
 import pytest
 import torch
 
-from megatron_dppo.launch.library_checks import gpu_problems
-from megatron_dppo.system import gpus
+from megatron_dppo.launch.library_checks import gpu_faults
+from megatron_dppo.system import compute
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.platform import UnusableGpuError
-from tests.unit.test_gpu_environment import config
+from megatron_dppo.trainer.errors import UnusableGpuError
 
 VERSION = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\nGCC version: 12\n"
@@ -26,8 +25,8 @@ def machine(tmp_path, monkeypatch):
             (tmp_path / "version").write_text(VERSION.format(driver))
         monkeypatch.setattr(torch.version, "cuda", built_for)
 
-    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
-    monkeypatch.setattr(gpus, "DRIVER", tmp_path)
+    monkeypatch.setattr(compute, "DEVICES", tmp_path)
+    monkeypatch.setattr(compute, "DRIVER", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     platform.current.cache_clear()
@@ -36,7 +35,7 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_a_machine_without_a_gpu_trains_on_cpus(machine):
-    assert not gpus.has_visible_gpu()
+    assert not compute.has_visible_gpu()
     assert platform.gpu_problem() is None
     assert platform.current().distributed_backend == "gloo"
 
@@ -57,21 +56,19 @@ def test_a_gpu_that_torch_cant_use_is_refused(machine, monkeypatch, driver, buil
         platform.current()
     assert reason in str(refusal.value)
     assert "\n" not in str(refusal.value)
-    assert list(gpu_problems(config("distributed"))) == [str(refusal.value)]
+    assert list(gpu_faults(None)) == [str(refusal.value)]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert platform.current().distributed_backend == "gloo"
-    assert list(gpu_problems(config("distributed"))) == []
+    assert list(gpu_faults(None)) == []
 
 
 def test_a_torch_for_cpus_beside_a_gpu_is_refused_unless_the_servers_are_meant_to_be_on_cpus(
     machine, caplog
 ):
     machine("580.65.06", None)
-    run = config("distributed")
-    (problem,) = gpu_problems(run)
+    (problem,) = gpu_faults(None)
     assert "is built for CPUs alone, expected the packages of tools/environment/gpu.txt" in problem
-    engine = run.engine.model_copy(update={"device": "cpu"})
-    assert list(gpu_problems(run.model_copy(update={"engine": engine}))) == []
+    assert list(gpu_faults("cpu")) == []
     with caplog.at_level(logging.WARNING):
         assert platform.current().distributed_backend == "gloo"
     assert f"training on CPUs: {problem}" in caplog.text

@@ -23,7 +23,7 @@ from megatron_dppo.engine.tiled_hash import (
 )
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system.toolchain import KernelBuildError
+from megatron_dppo.system.compute import KernelBuildError
 from tests.ranks import run_ranks
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +13,10 @@ import torch.distributed as dist
 
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet import membership
-from megatron_dppo.fleet.folder import FleetFolder, Server
+from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient, record_of_command
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.fleet.membership import EngineUnavailableError
+from megatron_dppo.fleet.record import FleetRecord, Server
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.types import Problem
@@ -42,9 +41,13 @@ class Small:
         config = config_of(
             folder, folder, servers=1, router=False, start_timeout_s=0.5, hang_timeout_s=1.0
         )
-        self.folder = published = FleetFolder(folder)
-        monkeypatch.setenv("MEGATRON_DPPO_STARTED_KEYS", json.dumps(asdict(KEYS)))
-        published.publish(Server("engine0", self.server.url, 1, 17))
+        self.record = FleetRecord(folder)
+        self.record.publish(Server("engine0", self.server.url, 1, 17))
+        assert KEYS.admin is not None
+        self.endpoint = FleetEndpoint(self.record, KEYS.admin, "127.0.0.1")
+        self.endpoint.start()
+        for name, value in {**KEYS.to_variables(), **self.endpoint.variables}.items():
+            monkeypatch.setenv(name, value)
         topology: Any = SimpleNamespace(rank=0)
         trainer: Any = SimpleNamespace(topology=topology, shape=None)
         self.session = EngineSession(config, trainer, stop=lambda: False, fence=lambda: None)
@@ -54,6 +57,7 @@ class Small:
         self.session.__exit__(None, None, None)
         self.runner.run(self.server.die())
         self.runner.close()
+        self.endpoint.stop()
 
 
 @pytest.fixture
@@ -91,7 +95,7 @@ def test_a_server_that_fails_is_replaced(open_small):
     small.server.info["/server_info"] = (500, "out of memory")
     with pytest.raises(EngineUnavailableError, match="500: out of memory"):
         small.session.connect()
-    assert small.folder.take_report("engine0") == 1
+    assert small.record.take_report("engine0") == 1
 
 
 def test_a_stopped_scheduler_costs_the_hang_time_out_and_a_probe(open_small, monkeypatch):
@@ -103,7 +107,7 @@ def test_a_stopped_scheduler_costs_the_hang_time_out_and_a_probe(open_small, mon
     with pytest.raises(EngineUnavailableError, match="does not answer after a failed update"):
         small.session.connect()
     assert 1.0 + 0.3 + 0.5 < time.monotonic() - start < 10  # then nobody comes for 0.5 s
-    assert small.folder.take_report("engine0") == 1
+    assert small.record.take_report("engine0") == 1
 
 
 def test_no_server_in_time_is_told_as_what_it_is(open_small):
@@ -119,7 +123,7 @@ def test_a_generation_that_is_refused_gives_the_engine_up_on_every_rank(open_sma
     small.server.refuses = True
     session = small.session
     members = session._agree_on_members()
-    session._runner.run(session._fleet.serve(members, 1))
+    session._connections.runner.run(session._connections.client.serve(members, 1))
     job = GenerationJob((Problem(0, "a", "b", (3, 4)),), 2, SamplingParams(4))
     with pytest.raises(
         EngineUnavailableError, match=r"EngineRequestError: .* answered 400: too long"
@@ -130,9 +134,9 @@ def test_a_generation_that_is_refused_gives_the_engine_up_on_every_rank(open_sma
 def test_responses_are_parsed_beside_this_process_and_told_as_they_come(open_small):
     small = open_small()
     session = small.session
-    session._parser._smallest = 0
+    session._connections.parser._smallest = 0
     members = session._agree_on_members()
-    session._runner.run(session._fleet.serve(members, 1))
+    session._connections.runner.run(session._connections.client.serve(members, 1))
     problems = (Problem(0, "a", "b", (3, 4)), Problem(1, "c", "d", (9,)))
     told: list[tuple[Any, str]] = []
     generation = session.start(
@@ -143,5 +147,23 @@ def test_responses_are_parsed_beside_this_process_and_told_as_they_come(open_sma
     answers = session.finish(generation)
     assert [t.token_ids.tolist() for t in answers] == [[3, 4, 3], [3, 4, 3], [9, 9], [9, 9]]
     assert sorted(told) == [((p, s), "engine0") for p in (0, 1) for s in (0, 1)]
-    assert session._parser._child is not None
-    assert session._parser._child[0].poll() is None
+    assert session._connections.parser._child is not None
+    assert session._connections.parser._child[0].poll() is None
+
+
+def test_rank_0_keeps_the_record_where_a_launcher_started_the_ranks(tmp_path, monkeypatch):
+    monkeypatch.delenv("MEGATRON_DPPO_FLEET", raising=False)
+    runner = AsyncRunner()
+    small = runner.run(SmallServer("elsewhere").start())
+    config = config_of(tmp_path, tmp_path, servers=0, urls=[small.url], router=False)
+    topology: Any = SimpleNamespace(rank=0)
+    trainer: Any = SimpleNamespace(topology=topology, shape=None)
+    with EngineSession(config, trainer, stop=lambda: False) as session:
+        [server] = session._connections.record.servers()
+        assert (server.url, server.origin) == (small.url, "config")
+        command = record_of_command(str(tmp_path))
+        assert isinstance(command, RecordClient)
+        assert command.servers() == [server]
+    assert isinstance(record_of_command(str(tmp_path)), FleetRecord)
+    runner.run(small.die())
+    runner.close()

@@ -18,10 +18,10 @@ from megatron_dppo.engine.errors import (
 )
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
-from megatron_dppo.fleet.folder import Server
 from megatron_dppo.fleet.generation import GenerationLimits, Results, generate_many
 from megatron_dppo.fleet.http_router import HttpRouterLink
 from megatron_dppo.fleet.membership import client_of, member_from_json, member_to_json
+from megatron_dppo.fleet.record import Server
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.small_fleet import KEYS, SmallRouter, SmallServer
 

@@ -8,14 +8,15 @@ import time
 import pytest
 
 from megatron_dppo.fleet.__main__ import main
-from megatron_dppo.fleet.folder import ROUTER, FleetFolder, Server
+from megatron_dppo.fleet.endpoint import FleetEndpoint
+from megatron_dppo.fleet.record import ROUTER, FleetRecord, Server
 
 
 def test_a_server_is_attached_listed_and_detached(tmp_path, capsys):
-    folder = FleetFolder(tmp_path)
-    folder.publish(Server("engine0", "http://127.0.0.1:1", 2, 5))
-    folder.publish(Server(ROUTER, "http://127.0.0.1:2", 1, 6))
-    folder.publish_status(7, {"engine0": "serves"})
+    record = FleetRecord(tmp_path)
+    record.publish(Server("engine0", "http://127.0.0.1:1", 2, 5))
+    record.publish(Server(ROUTER, "http://127.0.0.1:2", 1, 6))
+    record.publish_status(7, {"engine0": "serves"})
     assert main([str(tmp_path), "add", "http://other:3/", "--wait", "0"]) == 0
     assert "http-other-3 is attached" in capsys.readouterr().out
     assert main([str(tmp_path), "list"]) == 0
@@ -27,24 +28,25 @@ def test_a_server_is_attached_listed_and_detached(tmp_path, capsys):
         ["weight", "version", "7"],
     ]
     assert main([str(tmp_path), "remove", "http://other:3"]) == 0
-    assert [s.name for s in folder.servers()] == ["engine0"]
+    assert [s.name for s in FleetRecord(tmp_path).servers()] == ["engine0"]
 
 
 def test_add_says_what_the_trainer_finds(tmp_path, capsys):
     """It waits for the trainer's word, which has the keys and must be reachable."""
-    folder = FleetFolder(tmp_path)
-    folder.publish_status(None, {})
+    record = FleetRecord(tmp_path)
+    record.publish_status(None, {})
 
     def examine() -> None:
-        while not folder.servers():
+        while not record.servers():
             time.sleep(0.01)
-        folder.publish_status(3, {"http-other-3": "not yet examined"})
+        record.publish_status(3, {"http-other-3": "not yet examined"})
         time.sleep(0.3)
-        folder.publish_status(3, {"http-other-3": "refused: status 401"})
+        record.publish_status(3, {"http-other-3": "refused: status 401"})
 
     trainer = threading.Thread(target=examine)
     trainer.start()
-    assert main([str(tmp_path), "add", "http://other:3"]) == 1
+    with FleetEndpoint(record, "key", "127.0.0.1"):
+        assert main([str(tmp_path), "add", "http://other:3"]) == 1
     trainer.join()
     said = capsys.readouterr().out.splitlines()
     assert said == ["http-other-3 is attached", "refused: status 401"]
@@ -64,7 +66,7 @@ def test_add_without_a_run_says_so(tmp_path, capsys):
     ],
 )
 def test_what_is_refused(tmp_path, capsys, words, message):
-    FleetFolder(tmp_path).publish(Server("engine0", "http://127.0.0.1:1", 1, 5))
+    FleetRecord(tmp_path).publish(Server("engine0", "http://127.0.0.1:1", 1, 5))
     with pytest.raises(SystemExit) as end:
         main([str(tmp_path), *words])
     assert end.value.code == 2

@@ -9,6 +9,7 @@ import shutil
 import socket
 import stat
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -16,16 +17,19 @@ import psutil
 import pytest
 
 from megatron_dppo.fleet import __main__ as command
-from megatron_dppo.fleet import remote_record
-from megatron_dppo.fleet.endpoint import FleetEndpoint, admin_key, control_host
-from megatron_dppo.fleet.folder import ROUTER, EndpointPlace, FleetFolder, Keys, Server
-from megatron_dppo.fleet.remote_record import (
+from megatron_dppo.fleet import endpoint as endpoint_module
+from megatron_dppo.fleet.endpoint import (
+    EndpointAddress,
+    FleetEndpoint,
+    RecordClient,
     RecordLostError,
-    RemoteRecord,
+    admin_key,
+    control_host,
     record_of_command,
-    record_of_rank,
 )
+from megatron_dppo.fleet.record import ROUTER, FleetRecord, Keys, Server
 from megatron_dppo.logging import FatalError
+from megatron_dppo.system.files import write_private
 
 KEY = "the admin key"
 KEYS = Keys("user", KEY)
@@ -34,62 +38,75 @@ OTHER = "http://10.0.0.9:3"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> FleetFolder:
-    return FleetFolder(tmp_path / "run", KEYS)
+def record(tmp_path: Path) -> FleetRecord:
+    return FleetRecord(tmp_path / "run")
 
 
 @pytest.fixture
-def endpoint(folder: FleetFolder) -> Iterator[FleetEndpoint]:
-    with FleetEndpoint(folder, KEY, "127.0.0.1") as running:
+def endpoint(record: FleetRecord) -> Iterator[FleetEndpoint]:
+    with FleetEndpoint(record, KEY, "127.0.0.1") as running:
         yield running
 
 
 @pytest.fixture
-def remote(endpoint: FleetEndpoint) -> RemoteRecord:
-    return RemoteRecord(endpoint.url, KEYS)
+def remote(endpoint: FleetEndpoint) -> RecordClient:
+    return RecordClient(endpoint.url, KEYS)
 
 
-def test_a_rank_reads_and_tells_what_the_folder_holds(
-    folder: FleetFolder, remote: RemoteRecord
-) -> None:
+def test_a_rank_reads_and_tells_what_is_recorded(record: FleetRecord, remote: RecordClient) -> None:
     assert (remote.servers(), remote.router(), remote.status()) == ([], None, {})
-    folder.publish(HERE)
-    folder.publish(router := Server(ROUTER, "http://127.0.0.1:9", 1, 2))
+    record.publish(HERE)
+    record.publish(router := Server(ROUTER, "http://127.0.0.1:9", 1, 2))
     assert (remote.servers(), remote.router()) == ([HERE], router)
     assert remote.keys(HERE) == KEYS
     remote.sync_configured([OTHER])
     attached = Server("http-10.0.0.9-3", OTHER, origin="config")
-    assert remote.servers() == folder.servers() == [HERE, attached]
+    assert remote.servers() == record.servers() == [HERE, attached]
     remote.publish_status(4, {"engine0": "serves"})
-    assert remote.status() == folder.status() == {"version": 4, "servers": {"engine0": "serves"}}
+    assert remote.status() == record.status() == {"version": 4, "servers": {"engine0": "serves"}}
     remote.report_lost(HERE)
-    assert folder.take_report("engine0") == 3
+    assert record.take_report("engine0") == 3
 
 
 @pytest.mark.parametrize("name", ["../../engine0", "engine1"])
-def test_a_report_on_what_is_no_server_writes_no_file(
-    folder: FleetFolder, remote: RemoteRecord, tmp_path: Path, name: str
+def test_a_report_on_what_is_no_server_is_dropped(
+    record: FleetRecord, remote: RecordClient, name: str
 ) -> None:
-    folder.publish(HERE)
-    before = sorted(tmp_path.rglob("*"))
+    record.publish(HERE)
     remote.report_lost(Server(name, HERE.url, 3))
-    assert sorted(tmp_path.rglob("*")) == before
+    assert record.take_report(name) is None
+
+
+def test_an_attached_server_is_nobodys_to_replace(
+    record: FleetRecord, remote: RecordClient
+) -> None:
+    elsewhere = remote.attach(OTHER)
+    remote.report_lost(elsewhere)
+    assert record.take_report(elsewhere.name) is None
 
 
 @pytest.mark.parametrize("key", [None, "", "user", KEY[:-1], f"{KEY} "])
 def test_without_the_admin_key_nothing_is_told_or_changed(
-    folder: FleetFolder, endpoint: FleetEndpoint, key: str | None
+    record: FleetRecord, endpoint: FleetEndpoint, key: str | None
 ) -> None:
-    stranger = RemoteRecord(endpoint.url, Keys("user", key))
+    stranger = RecordClient(endpoint.url, Keys("user", key))
     for action in (stranger.servers, lambda: stranger.attach(OTHER)):
         with pytest.raises(ValueError, match="the admin key is missing or wrong"):
             action()
-    assert folder.servers() == []
+    assert record.servers() == []
+
+
+def address_of(record: FleetRecord) -> EndpointAddress | None:
+    return EndpointAddress.read(record.path / "endpoint.json")
+
+
+def publish(record: FleetRecord, address: EndpointAddress) -> None:
+    write_private(record.path / "endpoint.json", json.dumps(asdict(address)))
 
 
 def post(url: str, path: str, body: bytes, **headers: str) -> tuple[int, str]:
-    place = urlsplit(url)
-    connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=60)
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
     connection.request("POST", path, body, {"Authorization": f"Bearer {KEY}", **headers})
     answer = connection.getresponse()
     return answer.status, json.loads(answer.read())["error"]
@@ -111,12 +128,12 @@ def post(url: str, path: str, body: bytes, **headers: str) -> tuple[int, str]:
     ],
 )
 def test_what_is_no_question_is_refused(
-    folder: FleetFolder, endpoint: FleetEndpoint, path: str, body: bytes
+    record: FleetRecord, endpoint: FleetEndpoint, path: str, body: bytes
 ) -> None:
     status, _ = post(endpoint.url, path, body)
     assert status == 400
-    assert folder.servers() == []
-    assert folder.status() == {}
+    assert record.servers() == []
+    assert record.status() == {}
 
 
 def test_a_long_question_is_not_read(endpoint: FleetEndpoint) -> None:
@@ -126,34 +143,34 @@ def test_a_long_question_is_not_read(endpoint: FleetEndpoint) -> None:
 
 
 def test_it_listens_on_one_address_and_its_files_are_its_owners(
-    folder: FleetFolder, endpoint: FleetEndpoint
+    record: FleetRecord, endpoint: FleetEndpoint
 ) -> None:
     port = urlsplit(endpoint.url).port
     listeners = psutil.Process().net_connections("tcp")
     own = {c.laddr.ip for c in listeners if c.status == psutil.CONN_LISTEN and c.laddr.port == port}
     assert own == {"127.0.0.1"}
-    place = folder.endpoint()
-    assert place is not None
-    assert place.host == socket.gethostname()
-    key_file = Path(place.key_file)
+    address = address_of(record)
+    assert address is not None
+    assert address.host == socket.gethostname()
+    key_file = Path(address.key_file)
     assert key_file.read_text() == KEY
     assert stat.S_IMODE(key_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(key_file.parent.stat().st_mode) == 0o700
-    assert not key_file.is_relative_to(folder.path.parent)
-    files = [p for p in folder.path.parent.rglob("*") if p.is_file()]
+    assert not key_file.is_relative_to(record.path.parent)
+    files = [p for p in record.path.parent.rglob("*") if p.is_file()]
     assert not any(KEY in p.read_text() for p in files)
     endpoint.stop()
-    assert folder.endpoint() is None
+    assert address_of(record) is None
     assert not key_file.parent.exists()
 
 
 def test_it_leaves_the_file_of_a_start_that_took_over(
-    folder: FleetFolder, endpoint: FleetEndpoint
+    record: FleetRecord, endpoint: FleetEndpoint
 ) -> None:
-    theirs = EndpointPlace("http://10.0.0.2:1", "b", "/tmp/key")
-    folder.publish_endpoint(theirs)
+    theirs = EndpointAddress("http://10.0.0.2:1", "b", "/tmp/key")
+    publish(record, theirs)
     endpoint.stop()
-    assert folder.endpoint() == theirs
+    assert address_of(record) == theirs
 
 
 def test_where_it_listens() -> None:
@@ -170,25 +187,12 @@ def test_the_key_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert admin_key() != admin_key()
 
 
-def test_a_rank_finds_it_in_its_environment(
-    endpoint: FleetEndpoint, folder: FleetFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory = str(folder.path.parent)
-    assert isinstance(record_of_rank(directory), FleetFolder)
-    for name, value in {**KEYS.to_variables(), **endpoint.variables}.items():
-        monkeypatch.setenv(name, value)
-    folder.publish(HERE)
-    found = record_of_rank(directory)
-    assert isinstance(found, RemoteRecord)
-    assert found.servers() == [HERE]
-
-
 def test_a_record_that_is_gone_is_an_error_or_a_warning(
     endpoint: FleetEndpoint, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote_record, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(endpoint_module, "_PAUSE_S", 0.0)
     endpoint.stop()
-    gone = RemoteRecord(endpoint.url, KEYS)
+    gone = RecordClient(endpoint.url, KEYS)
     with pytest.raises(RecordLostError, match=f"{endpoint.url}/fleet/servers: .*refused"):
         gone.servers()
     assert gone.router() is None
@@ -205,63 +209,63 @@ def run(folder: Path, *words: str) -> None:
 
 
 def test_the_command_needs_no_fresh_view_of_the_folder(
-    folder: FleetFolder, endpoint: FleetEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    record: FleetRecord, endpoint: FleetEndpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A host on which the folder still looks as it did when the run began, but for one file."""
-    folder.publish(HERE)
-    folder.publish_status(4, {"engine0": "serves"})
+    record.publish(HERE)
+    record.publish_status(4, {"engine0": "serves"})
     stale = tmp_path / "stale"
     (stale / "engine").mkdir(parents=True)
-    shutil.copy(folder.path / "endpoint.json", stale / "engine")
+    shutil.copy(record.path / "endpoint.json", stale / "engine")
     run(stale, "add", OTHER, "--wait", "0")
-    assert [s.url for s in folder.servers()] == [HERE.url, OTHER]
+    assert [s.url for s in record.servers()] == [HERE.url, OTHER]
     run(stale, "list")
     shown = capsys.readouterr().out
     assert "engine0          http://127.0.0.1:30000  3         serves" in shown
     assert "http-10.0.0.9-3  http://10.0.0.9:3       attached  not yet seen" in shown
     assert "weight version 4" in shown
     run(stale, "remove", OTHER)
-    assert folder.servers() == [HERE]
-    assert not list((stale / "engine" / "servers").iterdir())
+    assert record.servers() == [HERE]
+    assert [p.name for p in (stale / "engine").iterdir()] == ["endpoint.json"]
     with pytest.raises(FatalError, match="is no attached server"):
         run(stale, "remove", OTHER)
 
 
 def test_the_command_on_another_host_wants_the_key_and_a_way_there(
-    folder: FleetFolder, endpoint: FleetEndpoint, monkeypatch: pytest.MonkeyPatch
+    record: FleetRecord, endpoint: FleetEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = folder.endpoint()
-    assert place is not None
-    directory = folder.path.parent
-    os.unlink(place.key_file)  # files of the run's host are not seen here
+    address = address_of(record)
+    assert address is not None
+    directory = record.path.parent
+    os.unlink(address.key_file)  # files of the run's host are not seen here
     monkeypatch.delenv("MEGATRON_DPPO_ADMIN_API_KEY", raising=False)
     with pytest.raises(FatalError, match="wants its admin key"):
         run(directory, "add", OTHER)
     monkeypatch.setenv("MEGATRON_DPPO_ADMIN_API_KEY", KEY)
     run(directory, "add", OTHER)
-    assert [s.url for s in folder.servers()] == [OTHER]
-    folder.publish_endpoint(EndpointPlace(place.url, "far", place.key_file))
+    assert [s.url for s in record.servers()] == [OTHER]
+    publish(record, EndpointAddress(address.url, "far", address.key_file))
     with pytest.raises(FatalError, match="listens on far for commands from there alone"):
         run(directory, "list")
 
 
-def test_the_command_of_a_run_that_was_killed_writes_the_folder(
-    folder: FleetFolder, endpoint: FleetEndpoint
+def test_the_command_of_a_run_that_was_killed_writes_its_file(
+    record: FleetRecord, endpoint: FleetEndpoint
 ) -> None:
-    place = folder.endpoint()
-    assert place is not None
+    address = address_of(record)
+    assert address is not None
     endpoint.stop()
-    folder.publish_endpoint(place)
-    assert isinstance(record_of_command(str(folder.path.parent)), FleetFolder)
-    run(folder.path.parent, "add", OTHER)
-    assert [s.url for s in folder.servers()] == [OTHER]
+    publish(record, address)
+    assert isinstance(record_of_command(str(record.path.parent)), FleetRecord)
+    run(record.path.parent, "add", OTHER)
+    assert [s.url for s in FleetRecord(record.path.parent).servers()] == [OTHER]
 
 
 def test_a_key_file_that_others_may_write_is_refused(
-    folder: FleetFolder, endpoint: FleetEndpoint
+    record: FleetRecord, endpoint: FleetEndpoint
 ) -> None:
-    place = folder.endpoint()
-    assert place is not None
-    Path(place.key_file).chmod(0o666)
+    address = address_of(record)
+    assert address is not None
+    Path(address.key_file).chmod(0o666)
     with pytest.raises(FatalError, match="others may write it"):
-        run(folder.path.parent, "list")
+        run(record.path.parent, "list")

@@ -1,4 +1,4 @@
-"""What an attached server is told: fits, refused with a reason, or asked again, over small HTTP servers."""
+"""What is made of an attached server: fits, refused with a reason, or asked again, over small HTTP servers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 
 from megatron_dppo.engine.options import ServerSections, check_engine
 from megatron_dppo.fleet import membership
-from megatron_dppo.fleet.folder import FleetFolder, Server
-from megatron_dppo.fleet.membership import Examination, Examiner, Member, client_of
+from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
+from megatron_dppo.fleet.membership import Examination, Examiner, Member, ServerStates, client_of
+from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
-from tests.unit.small_fleet import SmallServer
+from tests.unit.small_fleet import KEYS, SmallServer
 from tests.unit.test_engine_server import MODEL
 
 FITTING = {
@@ -36,16 +37,19 @@ class Bench:
         (directory / "config.json").write_text(json.dumps(MODEL))
         self.runner = AsyncRunner()
         self.small = self.runner.run(SmallServer("elsewhere").start())
-        self.folder = FleetFolder(directory)
-        self.in_use: set[Server] = set()
+        self.record = FleetRecord(directory)
+        self.endpoint = FleetEndpoint(self.record, "admin", "127.0.0.1")
+        self.endpoint.start()
+        self.states = ServerStates()
         self.news = 0
         self.fault: Exception | None = None
-        self._sections = ServerSections.of(config_of(directory, directory))
+        config = config_of(directory, directory)
+        self._sections = ServerSections.of(config)
         self.examiner = Examiner(
-            self.folder,
-            lambda server: Member(server, self.folder.keys(server)),
+            RecordClient(self.endpoint.url, KEYS),
+            config.engine,
+            self.states,
             self.check,
-            self.in_use.__contains__,
             self._count,
         )
 
@@ -59,7 +63,7 @@ class Bench:
         self.news += 1
 
     def examination(self, *, at_once: bool = False) -> Examination:
-        [server] = self.folder.servers() or [self.folder.attach(self.small.url)]
+        [server] = self.record.servers() or [self.record.attach(self.small.url)]
         return self.runner.run(self.examiner.examine(server, at_once=at_once))
 
     def watch_until(self, condition: Callable[[], object]) -> None:
@@ -75,6 +79,7 @@ class Bench:
     def close(self) -> None:
         self.runner.run(self.small.die())
         self.runner.close()
+        self.endpoint.stop()
 
 
 @pytest.fixture
@@ -136,8 +141,8 @@ def test_who_does_not_answer_is_asked_again_and_logged_once(bench, monkeypatch, 
     [line] = [r.getMessage() for r in caplog.records if "503: starting" in r.getMessage()]
     assert "not yet usable, asked again every 0 s" in line
     bench.fault = AttributeError("now it answers nonsense")
-    server = bench.folder.servers()[0]
-    bench.watch_until(lambda: bench.examiner.examination(server).state == "refused")
+    server = bench.record.servers()[0]
+    bench.watch_until(lambda: bench.states[server].examination.state == "refused")
 
 
 def test_nobody_listens_there(bench):
@@ -148,14 +153,14 @@ def test_nobody_listens_there(bench):
 
 def test_the_watch_leaves_members_alone_and_examines_who_is_attached_anew(bench):
     bench.fault = ValueError("another model")
-    first = bench.folder.attach(bench.small.url)
-    bench.watch_until(lambda: bench.examiner.examination(first))
-    bench.folder.detach(first.url)
-    second = bench.folder.attach(first.url)
+    first = bench.record.attach(bench.small.url)
+    bench.watch_until(lambda: bench.states[first].examination)
+    bench.record.detach(first.url)
+    second = bench.record.attach(first.url)
     assert second != first
-    bench.in_use.add(second)
-    bench.folder.attach("http://127.0.0.1:9")
-    other = next(s for s in bench.folder.servers() if s.url.endswith(":9"))
-    bench.watch_until(lambda: bench.examiner.examination(other))
-    assert bench.examiner.examination(second) is None
-    assert bench.examiner.examination(first) is None
+    bench.states[second].is_member = True
+    bench.record.attach("http://127.0.0.1:9")
+    other = next(s for s in bench.record.servers() if s.url.endswith(":9"))
+    bench.watch_until(lambda: bench.states[other].examination)
+    assert bench.states[second].examination is None
+    assert first not in bench.states.servers()

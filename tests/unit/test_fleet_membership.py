@@ -10,8 +10,9 @@ import pytest
 
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.fleet import membership
-from megatron_dppo.fleet.folder import FleetFolder, Keys, Server
+from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient
 from megatron_dppo.fleet.membership import EngineUnavailableError, FleetMembership, Member
+from megatron_dppo.fleet.record import FleetRecord, Keys, Server
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.integration.kept_fleet import config_of
 from tests.unit.small_fleet import KEYS, SmallServer
@@ -27,10 +28,16 @@ class Book:
         self.runner = AsyncRunner()
         self.stopping = False
         self.unfit = {} if unfit is None else unfit
-        self.folder = FleetFolder(folder, KEYS)
+        self.record = FleetRecord(folder)
+        self.endpoint = FleetEndpoint(self.record, "admin", "127.0.0.1")
+        self.endpoint.start()
         engines = config_of(folder, folder, start_timeout_s=0.6, **engine).engine
         self.membership = FleetMembership(
-            self.folder, engines, self.runner, self.check, lambda: self.stopping
+            RecordClient(self.endpoint.url, KEYS),
+            engines,
+            self.runner,
+            self.check,
+            lambda: self.stopping,
         )
         self.servers: list[SmallServer] = []
 
@@ -42,7 +49,7 @@ class Book:
         small = self.runner.run(SmallServer(name).start())
         self.servers.append(small)
         server = Server(name, small.url, incarnation, 17)
-        self.folder.publish(server)
+        self.record.publish(server)
         return server
 
     def attach(self, unfit: str | None = None) -> Server:
@@ -50,7 +57,7 @@ class Book:
         self.servers.append(small)
         if unfit is not None:
             self.unfit[small.url] = unfit
-        return self.folder.attach(small.url)
+        return self.record.attach(small.url)
 
     def small(self, server: Server) -> SmallServer:
         return next(s for s in self.servers if s.url == server.url)
@@ -68,6 +75,7 @@ class Book:
             server.silent = False
             self.runner.run(server.die())
         self.runner.close()
+        self.endpoint.stop()
 
 
 @pytest.fixture
@@ -156,9 +164,9 @@ def test_a_suspended_server_is_out_until_the_supervisor_has_replaced_it(open_boo
     members = [Member(book.start(name), Keys()) for name in ("engine0", "engine1")]
     left = book.choose(members, engine1="broke off")
     assert names(left) == ["engine0"]
-    assert book.folder.take_report("engine1") == 1
+    assert book.record.take_report("engine1") == 1
     assert names(book.choose(left)) == ["engine0"]
-    book.folder.withdraw("engine1")
+    book.record.withdraw(members[1].server)
     book.start("engine1", incarnation=2)
     both = book.choose(left)
     assert [(m.server.name, m.server.incarnation) for m in both] == [
@@ -174,7 +182,7 @@ def test_an_attached_server_that_was_suspended_comes_back_when_it_generates(open
     book.small(elsewhere).silent = True
     left = book.choose(members, **{elsewhere.name: "silent"})
     assert names(left) == ["engine0"]
-    assert book.folder.take_report(elsewhere.name) is None
+    assert book.record.take_report(elsewhere.name) is None
     assert names(book.choose(left)) == ["engine0"]
     book.small(elsewhere).silent = False
     assert names(book.choose(left)) == ["engine0", elsewhere.name]
@@ -188,15 +196,15 @@ def test_a_server_that_fails_an_update_is_left_out_of_it_and_then_replaced(open_
     left = book.choose(members)
     assert names(left) == ["engine0"]
     book.membership.commit(left, 1)
-    assert book.folder.status()["servers"] == {
+    assert book.record.status()["servers"] == {
         "engine0": "serves",
         "engine1": "quarantined: checksum",
     }
     both = book.choose(left)
     assert names(both) == ["engine0", "engine1"]
-    assert book.folder.take_report("engine1") is None
+    assert book.record.take_report("engine1") is None
     book.membership.blame(both, [bad.url], "checksum")
-    assert book.folder.take_report("engine1") == 1
+    assert book.record.take_report("engine1") == 1
     assert names(book.choose(both)) == ["engine0"]
 
 
@@ -219,7 +227,7 @@ def test_the_only_server_gets_a_second_try_at_once(open_book):
     book.membership.blame(members, [members[0].server.url], "timed out")
     assert book.choose(members) == members
     book.membership.blame(members, [members[0].server.url], "timed out")
-    assert book.folder.take_report("engine0") == 1
+    assert book.record.take_report("engine0") == 1
 
 
 def test_a_failed_update_nobody_is_to_blame_for_is_tried_with_all_that_answer(open_book):
@@ -230,7 +238,7 @@ def test_a_failed_update_nobody_is_to_blame_for_is_tried_with_all_that_answer(op
     book.small(members[0].server).silent = True
     book.membership.blame(members, [], "a transfer timed out")
     assert names(book.choose(members)) == ["engine1"]
-    assert book.folder.take_report("engine0") == 1
+    assert book.record.take_report("engine0") == 1
 
 
 @pytest.mark.parametrize(
@@ -245,7 +253,7 @@ def test_one_that_hangs_behind_live_http_is_replaced_after_the_first_failed_upda
     start = time.monotonic()
     book.membership.blame(members, [members[0].server.url], "no answer within 60 s")
     assert time.monotonic() - start < 30
-    assert book.folder.take_report("engine0") == 1
+    assert book.record.take_report("engine0") == 1
 
 
 def test_one_that_generates_again_gets_a_second_try_and_is_paused_meanwhile(open_book):
@@ -267,9 +275,9 @@ def test_an_attached_server_that_fails_twice_is_refused_until_it_is_attached_ane
         assert names(left) == ["engine0"]
         book.membership.commit(left, version)
     assert names(book.choose(left)) == ["engine0"]
-    book.folder.detach(elsewhere.url)
+    book.record.detach(elsewhere.url)
     assert names(book.choose(left)) == ["engine0"]
-    book.folder.attach(elsewhere.url)
+    book.record.attach(elsewhere.url)
     assert names(book.choose(left)) == ["engine0", elsewhere.name]
 
 
@@ -280,7 +288,7 @@ def test_one_attached_by_command_that_does_not_fit_is_refused_and_the_run_goes_o
     left = book.choose([])
     assert names(left) == ["engine0"]
     book.membership.commit(left, 1)
-    assert book.folder.status()["servers"][elsewhere.name] == "refused: another model"
+    assert book.record.status()["servers"][elsewhere.name] == "refused: another model"
 
 
 def test_one_of_the_configuration_that_does_not_fit_ends_the_run(open_book):

@@ -17,9 +17,9 @@ import pytest
 from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.engine.errors import EngineLostError
 from megatron_dppo.fleet import http_router
-from megatron_dppo.fleet.folder import Keys, Server
 from megatron_dppo.fleet.http_router import HttpRouterClient, HttpRouterProcess
 from megatron_dppo.fleet.membership import Member, client_of, member_from_json, member_to_json
+from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.system.network import free_port
 
 ADDRESS = "127.0.0.1"

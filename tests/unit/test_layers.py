@@ -106,7 +106,7 @@ def test_the_model_needs_no_torch():
         "config",
         "types",
         "launch.supervisor",
-        "fleet.folder",
+        "fleet.record",
         "model.resharding",
         "fleet.supervision",
         "engine.client",

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.placement import Allocation, Host, PlacementError, Roles, place
 from megatron_dppo.slurm.spares import Spares
@@ -173,16 +174,17 @@ def test_gpus_of_one_machine(tmp_path, sections, needed):
     def machine(gpus: int) -> Machine:
         return Machine(cores=2, gpus=gpus, memory_bytes=2**33, open_files=1024)
 
-    local_placement(settings, machine(needed))
+    ranks, servers = settings.parallel.world_size, ServerSections.where_generated(settings)
+    local_placement(ranks, servers, machine(needed))
     if needed > 1:
         with pytest.raises(PlacementError, match=r"do not fit on one host|on hosts of 3, expected"):
-            local_placement(settings, machine(needed - 1))
+            local_placement(ranks, servers, machine(needed - 1))
 
 
 def test_a_machine_without_gpus_takes_everything(tmp_path):
     settings = config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
     machine = Machine(cores=2, gpus=0, memory_bytes=2**33, open_files=1024)
-    found = local_placement(settings, machine)
+    found = local_placement(15, ServerSections.of(settings), machine)
     assert len(found.ranks) == 15
     assert found.router is not None
     assert [s.port for s in found.servers] == [None, None]

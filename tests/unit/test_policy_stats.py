@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
-from megatron_dppo.system import toolchain
+from megatron_dppo.system import compute
 from megatron_dppo.vocab_parallel import backends, policy_stats, row_kernels, wire
 from megatron_dppo.vocab_parallel.backends import BACKENDS, choose
 from megatron_dppo.vocab_parallel.exact import exact_divergence
@@ -358,7 +358,7 @@ def test_faults_that_are_not_raised_are_counted_and_make_their_rows_nan(backend)
 
 def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, caplog):
     def failing():
-        raise toolchain.KernelBuildError("not found on PATH: g++")
+        raise compute.KernelBuildError("not found on PATH: g++")
 
     monkeypatch.setattr(backends, "load_kernels", failing)
     backends._build_failure.cache_clear()
@@ -374,7 +374,7 @@ def test_without_a_compiler_the_eager_backend_runs_and_says_why(monkeypatch, cap
 def test_a_missing_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(toolchain.KernelBuildError, match="no-such-compiler"):
+    with pytest.raises(compute.KernelBuildError, match="no-such-compiler"):
         backends.load_kernels.__wrapped__()
 
 
@@ -382,7 +382,7 @@ def test_a_cache_that_cannot_be_written_is_named_with_what_to_set(monkeypatch, t
     (tmp_path / "file").touch()
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(toolchain.KernelBuildError, match=r"file/.*TORCH_EXTENSIONS_DIR"):
+    with pytest.raises(compute.KernelBuildError, match=r"file/.*TORCH_EXTENSIONS_DIR"):
         backends.load_kernels.__wrapped__()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.loading import load_config
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,8 @@ def test_it_asks_for_what_its_recipe_fills_and_ends_in_the_supervisor(path):
     assert lines == ["set -euo pipefail", END % path.stem]
     for wanted in ("##SBATCH --account=", "##SBATCH --partition=", "# export MEGATRON_DPPO_SITE="):
         assert f"\n{wanted}" in text  # to be put in by whoever needs it
-    roles = Roles.of(load_config(ROOT / "examples" / "recipes" / f"{path.stem}.yaml"))
+    config = load_config(ROOT / "examples" / "recipes" / f"{path.stem}.yaml")
+    roles = Roles.of(config.parallel.world_size, ServerSections.where_generated(config))
     nodes, gpus = int(options["nodes"]), int(options["gpus-per-node"])
     hosts = tuple(Host(f"n{i}", f"n{i}", gpus) for i in range(nodes))
     assert place(roles, Allocation(hosts)).unused == ()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.fleet.folder import FleetFolder
+from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.fleet.supervision import EngineGivenUpError, RestartBudget, SupervisedServer
 from megatron_dppo.system.network import free_port
 from tests.unit.test_engine_child_server import SmallServer
@@ -57,11 +57,11 @@ class Kept:
     def __init__(self, directory: Path, limit: int) -> None:
         self.port = free_port()
         self.clock = Clock()
-        self.folder = FleetFolder(directory)
+        self.record = FleetRecord(directory)
         self.made: list[SmallServer] = []
         self._log = directory / "small.log"
         self.budget = RestartBudget(limit, 100.0, clock=self.clock)
-        self.server = SupervisedServer("engine0", self._make, self.folder, budget=self.budget)
+        self.server = SupervisedServer("engine0", self._make, self.record, budget=self.budget)
 
     def _make(self, incarnation: int) -> SmallServer:
         server = SmallServer(self._log)
@@ -78,11 +78,11 @@ class Kept:
             time.sleep(0.01)
 
     def until_healthy(self) -> None:
-        self.until(self.folder.servers)
+        self.until(self.record.servers)
 
     def die(self) -> None:
         self.made[-1].kill()
-        self.until(lambda: not self.folder.servers())
+        self.until(lambda: not self.record.servers())
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_dead_server_is_started_again_when_its_pause_is_over(keep, caplog):
     assert len(kept.made) == 1
     kept.clock.now += 0.1
     kept.until_healthy()
-    assert kept.folder.servers()[0].incarnation == 2
+    assert kept.record.servers()[0].incarnation == 2
 
 
 def test_a_port_that_is_held_is_waited_for_and_costs_no_restart(keep, caplog):

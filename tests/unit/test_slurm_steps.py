@@ -25,7 +25,7 @@ from megatron_dppo.loop.stopping import StopFlag
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.processes import (
     STOP_FILE_VARIABLE,
-    LocalProcess,
+    StartedProcess,
     ask_to_stop,
     start_fed,
     withdraw_stop,
@@ -204,8 +204,8 @@ def test_an_srun_of_a_start_that_was_succeeded_says_nothing_to_slurm(
 @pytest.mark.parametrize(
     ("kind", "how", "code"),
     [
-        (LocalProcess, "stop", 7),
-        (LocalProcess, "kill", -9),
+        (StartedProcess, "stop", 7),
+        (StartedProcess, "kill", -9),
         (SrunProcess, "stop", 7),
         (SrunProcess, "kill", 7),  # srun must live to end its tasks
         (partial(SrunProcess, fence=taken_over), "stop", -9),  # which are another attempt's by now

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatron_dppo.system.files import write_private
 from megatron_dppo.system.lease import LeaseFiles
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -90,8 +91,8 @@ class Run:
         return self.log.read_text()
 
     def endpoint(self) -> dict | None:
-        path = self.directory / "engine" / "servers" / "engine0.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        path = self.directory / "engine" / "fleet.json"
+        return json.loads(path.read_text())["servers"].get("engine0") if path.exists() else None
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def gone(processes: list[psutil.Process], within_s: float = 10) -> bool:
 
 def test_a_run_ends_well_and_takes_everything_with_it(start):
     rank = RANK + (
-        "wait_for('engine/servers/engine0.json'); print('stray words of', rank, flush=True)\n"
+        "wait_published(); print('stray words of', rank, flush=True)\n"
         "from megatron_dppo.logging import shared_console\n"
         "if rank == 0: shared_console().print('hello')\n"
     )
@@ -151,7 +152,7 @@ def test_what_the_engine_publishes(start):
     assert [json.loads(note) for note in run.notes()] == [{"api": "a", "admin": "b"}] * 2
     engine = run.directory / "engine"
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in [engine, *engine.rglob("*")]}
-    assert modes == {"engine": 0o700, "servers": 0o700, "lost": 0o700, "engine0.json": 0o600}
+    assert modes == {"engine": 0o700, "fleet.json": 0o600, "endpoint.json": 0o600}
 
 
 def test_ranks_are_told_their_place(start):
@@ -307,7 +308,7 @@ def test_after_a_kill_the_next_run_takes_the_directory_over(start):
     first.process.kill()
     first.process.wait()
     assert first.endpoint() is not None  # a stale one
-    second = start("note('stale' if exists('engine/servers/engine0.json') else 'clean')")
+    second = start("note('stale' if published() else 'clean')")
     assert second.end() == 0
     assert second.notes()[-2:] == ["clean", "clean"]
 
@@ -331,7 +332,9 @@ def test_another_start_that_takes_over_ends_the_run_and_keeps_what_it_published(
     assert run.notes() == [holder.nonce] * 2
     files.install(replace(holder, nonce="2" * 16, host="b", pid=88, job="12", attempt=1))
     theirs = {**run.endpoint(), "url": "http://b:1"}
-    (run.directory / "engine" / "servers" / "engine0.json").write_text(json.dumps(theirs))
+    write_private(
+        run.directory / "engine" / "fleet.json", json.dumps({"servers": {"engine0": theirs}})
+    )
     assert run.end() == 1
     assert "took over: process 88 on b (Slurm job 12, attempt 1)" in run.errors()
     assert run.endpoint() == theirs
@@ -339,10 +342,8 @@ def test_another_start_that_takes_over_ends_the_run_and_keeps_what_it_published(
 
 
 def test_a_dead_engine_is_started_again(start):
-    published = "wait_for('engine/servers/engine0.json')\n"
-    rank = (
-        "wait_for('engine0-healthy2')\n" + published + "note(read('engine/servers/engine0.json'))"
-    )
+    published = "wait_published()\n"
+    rank = "wait_for('engine0-healthy2')\n" + published + "note(json.dumps(published()))"
     dies = HEALTHY + published + "print('segfault!', flush=True); os.kill(os.getpid(), 11)"
     run = start(rank, dies, STAYS_UP, world_size=1)
     assert run.end() == 0
@@ -357,7 +358,7 @@ def test_a_dead_engine_is_started_again(start):
 def test_restarts_are_bounded(start):
     run = start(
         RANK + SLEEP,
-        HEALTHY + "wait_for('engine/servers/engine0.json'); sys.exit('out of memory')",
+        HEALTHY + "wait_published(); sys.exit('out of memory')",
         max_restarts=2,
     )
     run.wait_until(run.family)
@@ -372,27 +373,22 @@ def test_restarts_are_bounded(start):
 
 def test_a_hung_engine_is_replaced_when_it_is_reported_lost(start):
     rank = (
-        "wait_for('engine/servers/engine0.json'); report_lost(1)\n"
-        "wait_for('engine0-healthy2'); wait_for('engine/servers/engine0.json')\n"
-        "note(read('engine/servers/engine0.json')); note(str(exists('engine/lost/engine0.json')))"
+        "wait_published(); report_lost(1)\n"
+        "wait_for('engine0-healthy2'); wait_published()\n"
+        "note(json.dumps(published()))"
     )
     hangs = HEALTHY + "note(f'pid {os.getpid()}'); os.kill(os.getpid(), signal.SIGSTOP)"
     run = start(rank, hangs, STAYS_UP, world_size=1)
     assert run.end() == 0
-    pid, endpoint, left = run.notes()
+    pid, endpoint = run.notes()
     assert json.loads(endpoint)["incarnation"] == 2
-    assert left == "False"
     assert not psutil.pid_exists(int(pid.split()[1]))
     assert "engine0 runs but was reported lost" in run.errors()
     assert "restart 1 of 1" in run.errors()
 
 
 def test_a_report_on_an_earlier_engine_is_dropped(start):
-    rank = (
-        "wait_for('engine/servers/engine0.json'); report_lost(0)\n"
-        "while exists('engine/lost/engine0.json'): time.sleep(0.02)\n"
-        "time.sleep(0.3); note(read('engine/servers/engine0.json'))"
-    )
+    rank = "wait_published(); report_lost(0)\ntime.sleep(0.3); note(json.dumps(published()))"
     run = start(rank, STAYS_UP, world_size=1)
     assert run.end() == 0
     assert json.loads(run.notes()[0])["incarnation"] == 1
@@ -402,8 +398,7 @@ def test_a_report_on_an_earlier_engine_is_dropped(start):
 def test_replacements_of_hung_engines_are_bounded(start):
     rank = (
         "for i in (1, 2):\n"
-        "    wait_for(f'engine0-healthy{i}'); wait_for('engine/servers/engine0.json'); report_lost(i)\n"
-        + SLEEP
+        "    wait_for(f'engine0-healthy{i}'); wait_published(); report_lost(i)\n" + SLEEP
     )
     run = start(rank, STAYS_UP, world_size=1)
     assert run.end() == 1
@@ -421,7 +416,7 @@ def test_an_engine_that_never_starts_is_not_tried_again(start):
 
 def test_a_first_start_that_failed_beside_one_that_works_is_repeated(start):
     """The other one comes up later."""
-    rank = "wait_for('engine/servers/engine0.json'); note(read('engine/servers/engine0.json'))"
+    rank = "wait_published(); note(json.dumps(published()))"
     late = "wait_for('failed'); time.sleep(0.5)\n" + STAYS_UP
     fails = "open(path_of('failed'), 'w').close(); sys.exit('a blip')"
     run = start(rank, fails, STAYS_UP, others=((late,),), world_size=1, max_restarts=1)
@@ -446,13 +441,13 @@ def test_first_starts_that_all_fail_end_the_run(start):
 def test_servers_are_kept_one_by_one(start):
     """One dies for good, another hangs once; the rest, and the run, go on."""
     rank = (
-        "wait_for('engine/servers/engine1.json'); report_lost(1, 'engine1')\n"
-        "wait_for('engine1-healthy2'); wait_for('engine/servers/engine1.json')\n"
-        "wait_for('engine/servers/engine2.json')\n"
+        "wait_published('engine1'); report_lost(1, 'engine1')\n"
+        "wait_for('engine1-healthy2'); wait_published('engine1')\n"
+        "wait_published('engine2')\n"
         "wait_for('done')\n"
-        "note(read('engine/servers/engine1.json')); note(read('engine/servers/engine2.json'))"
+        "note(json.dumps(published('engine1'))); note(json.dumps(published('engine2')))"
     )
-    dies = HEALTHY + "wait_for('engine/servers/engine0.json'); sys.exit('out of memory')"
+    dies = HEALTHY + "wait_published(); sys.exit('out of memory')"
     run = start(
         rank, dies, others=((STAYS_UP,), (STAYS_UP,)), world_size=1, max_restarts=1
     )  # fmt: skip
@@ -466,7 +461,7 @@ def test_servers_are_kept_one_by_one(start):
 
 
 def test_the_run_ends_with_its_last_server(start):
-    dies = HEALTHY + "wait_for('engine/servers'); sys.exit('out of memory')"
+    dies = HEALTHY + OUT_OF_MEMORY
     run = start(RANK + SLEEP, dies, others=((dies,),), max_restarts=0)
     assert run.end() == 1
     assert "going on with the other servers, 1" in run.errors()
@@ -500,16 +495,17 @@ def test_an_attached_server_is_one_left(start):
     run.wait_until(lambda: "going on with the other servers, 1" in run.errors())
     (run.directory / "done").touch()
     assert run.end() == 0
-    left = list((run.directory / "engine" / "servers").iterdir())
-    assert [path.name for path in left] == ["http-elsewhere-1.json"]
+    left = json.loads((run.directory / "engine" / "fleet.json").read_text())["servers"]
+    assert list(left) == ["http-elsewhere-1"]
 
 
 def test_a_dead_router_is_started_again_and_in_the_end_done_without(start):
     rank = "wait_for('router-healthy2')\nwait_for('done')"
-    dies = HEALTHY + "wait_for('engine/router.json'); wait_for('engine/servers/engine0.json')\n"
+    dies = HEALTHY + "wait_published('router'); wait_published()\n"
     run = start(rank, STAYS_UP, router=(dies,), max_restarts=1)
     run.wait_until(lambda: "going on without a router" in run.errors())
-    assert not (run.directory / "engine" / "router.json").exists()
+    record = json.loads((run.directory / "engine" / "fleet.json").read_text())
+    assert "router" not in record["servers"]
     assert run.endpoint()
     (run.directory / "done").touch()
     assert run.end() == 0

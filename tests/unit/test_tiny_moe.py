@@ -30,6 +30,7 @@ from megatron_dppo.demo.material import (
     trainer_overrides,
     worked_out,
 )
+from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.placement import Allocation, Host, Roles, place
 from megatron_dppo.rewards import find_reward
 
@@ -252,7 +253,10 @@ def test_the_recipe_fits_the_gpus(gpus, ranks, shares_the_gpu, dtype):
     assert (config.weight_sync.strategy == "tensor") is shares_the_gpu
     if gpus:
         hosts = (Host("here", "127.0.0.1", gpus),)
-        placed = place(Roles.of(config), Allocation(hosts, first_port=None))
+        placed = place(
+            Roles.of(config.parallel.world_size, ServerSections.where_generated(config)),
+            Allocation(hosts, first_port=None),
+        )
         assert [rank.device for rank in placed.ranks] == list(range(ranks))
         assert placed.servers[0].first_device == (0 if shares_the_gpu else ranks)
 

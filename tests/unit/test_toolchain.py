@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.launch.library_checks import compiler_problems
+from megatron_dppo.launch.library_checks import compiler_faults
 from megatron_dppo.preflight import inspection
-from megatron_dppo.preflight.evidence import Site
-from megatron_dppo.preflight.gpus import collect_toolkit, judge_toolkit, toolkit_here
-from megatron_dppo.system import gpus, toolchain
+from megatron_dppo.preflight.checks import toolkit
+from megatron_dppo.system import compute
 from tests.unit.test_gpu_environment import config
-from tests.unit.test_preflight_judges import NEEDS, texts
+from tests.unit.test_preflight_judges import NEEDS, told_by
 
-REAL = toolchain.toolkit_home(os.environ)
+REAL = compute.toolkit_home(os.environ)
 """Of this machine."""
 NVCC = """#!/bin/sh
 [ "$1" = --version ] && {{ echo "Cuda compilation tools, release {version}, V{version}.1"; exit 0; }}
@@ -31,7 +30,7 @@ def nothing_else(monkeypatch, tmp_path):
     """A machine without a toolkit in its usual places, and a ninja beside the servers' Python."""
     for name in ("CUDA_HOME", "CUDA_PATH", "CXX"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(toolchain, "USUAL_HOME", tmp_path / "nowhere")
+    monkeypatch.setattr(compute, "USUAL_HOME", tmp_path / "nowhere")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     program(tmp_path / "env" / "ninja", "#!/bin/sh\n")
 
@@ -54,30 +53,30 @@ def made_toolkit(home: Path, *, version="13.0", compile=COMPILES, lib64=True) ->
 
 
 def findings(tmp_path, cuda="13.0") -> list[str]:
-    told = toolkit_here(str(tmp_path / "env" / "python"), cuda)
-    return texts(judge_toolkit({"a": told}, NEEDS))
+    told = toolkit.toolkit_here(str(tmp_path / "env" / "python"), cuda)
+    return told_by(toolkit.judge({"a": told}, NEEDS))
 
 
 def test_the_toolkit_is_found_by_its_variable_by_path_or_where_it_usually_is(tmp_path, monkeypatch):
-    assert toolchain.toolkit_home(os.environ) is None
+    assert compute.toolkit_home(os.environ) is None
     usual, other = (made_toolkit(tmp_path / name, lib64=False) for name in ("usual", "other"))
-    monkeypatch.setattr(toolchain, "USUAL_HOME", usual)
-    assert toolchain.toolkit_home(os.environ) == usual
+    monkeypatch.setattr(compute, "USUAL_HOME", usual)
+    assert compute.toolkit_home(os.environ) == usual
     wrapper = program(tmp_path / "scripts" / "bin" / "nvcc", "#!/bin/sh\n")  # no headers beside it
     monkeypatch.setenv("PATH", f"{wrapper.parent}:/usr/bin:/bin")
-    assert toolchain.toolkit_home(os.environ) == usual
+    assert compute.toolkit_home(os.environ) == usual
     monkeypatch.setenv("PATH", f"{other}/bin:/usr/bin:/bin")
-    assert toolchain.toolkit_home(os.environ) == other
+    assert compute.toolkit_home(os.environ) == other
     monkeypatch.setenv("CUDA_HOME", "/chosen")
-    assert toolchain.toolkit_home(os.environ) == Path("/chosen")
+    assert compute.toolkit_home(os.environ) == Path("/chosen")
 
 
 def test_a_process_hands_its_tools_to_the_libraries(tmp_path):
     environment = {"PATH": f"{made_toolkit(tmp_path / 'cuda')}/bin:/bin"}
-    assert toolchain.offer_tools(environment) == [f"CUDA_HOME={tmp_path / 'cuda'}"]
+    assert compute.offer_tools(environment) == [f"CUDA_HOME={tmp_path / 'cuda'}"]
     assert environment["CUDA_HOME"] == str(tmp_path / "cuda")
     assert environment["PATH"] == f"{Path(sys.executable).parent}:{tmp_path / 'cuda'}/bin:/bin"
-    assert "CUDA_HOME is not set" in toolchain.offer_tools({"PATH": "/bin"})[0]
+    assert "CUDA_HOME is not set" in compute.offer_tools({"PATH": "/bin"})[0]
 
 
 def test_a_toolkit_that_compiles_is_nobodys_fault(tmp_path, monkeypatch):
@@ -120,21 +119,20 @@ def test_a_missing_toolkit_compiler_or_ninja_is_named(tmp_path, monkeypatch):
 def test_a_driver_that_is_too_old_for_torch_is_named():
     fine = {"ninja": "/n", "home": "/c", "version": "13.0", "failed": None, "cuda": "13.0"}
     evidence = {"a": {**fine, "driver": "570.1"}, "b": {**fine, "driver": "580.2"}}
-    assert texts(judge_toolkit(evidence, NEEDS)) == [
+    assert told_by(toolkit.judge(evidence, NEEDS)) == [
         "a: driver: got 570.1, expected 580 or newer, for torch's CUDA 13.0"
     ]
 
 
 def test_a_start_on_this_machines_gpus_asks_for_the_servers_compiler(tmp_path, monkeypatch):
-    run = config("distributed")
-    monkeypatch.setattr(gpus, "DEVICES", tmp_path)
+    engine = config("distributed").engine
+    monkeypatch.setattr(compute, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert list(compiler_problems(run)) == []
+    assert list(compiler_faults(engine)) == []
     (tmp_path / "nvidia0").touch()
-    (problem,) = compiler_problems(run)
+    (problem,) = compiler_faults(engine)
     assert problem.startswith("this machine: CUDA toolkit: got no CUDA_HOME, no nvcc on PATH")
-    engine = run.engine.model_copy(update={"device": "cpu"})
-    assert list(compiler_problems(run.model_copy(update={"engine": engine}))) == []
+    assert list(compiler_faults(engine.model_copy(update={"device": "cpu"}))) == []
 
 
 @pytest.mark.parametrize(("line", "version"), [("'13.0'", "13.0"), ("None", None)])
@@ -147,15 +145,15 @@ def test_an_interpreter_tells_what_its_torch_was_built_for(tmp_path, monkeypatch
 
 def test_runs_without_gpus_or_servers_ask_for_no_toolkit(tmp_path):
     for needs in (replace(NEEDS, gpus=0, pythons={"engine": "python"}), NEEDS):
-        told = collect_toolkit(Site(needs, None, {}))
+        told = toolkit.collect(toolkit.Site(needs, None, {}))
         assert told == {"skipped": "no server of this run compiles for a GPU"}
-        assert list(judge_toolkit({"a": told}, needs)) == []
+        assert list(toolkit.judge({"a": told}, needs)) == []
 
 
 @pytest.mark.skipif(REAL is None, reason="no CUDA toolkit on this machine")
 def test_the_real_compiler_makes_a_library(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(REAL))
-    told = toolkit_here(str(tmp_path / "env" / "python"), None)
-    assert texts(judge_toolkit({"a": told}, NEEDS)) == []
-    (finding,) = texts(judge_toolkit({"a": told | {"cuda": "99.0"}}, NEEDS))
+    told = toolkit.toolkit_here(str(tmp_path / "env" / "python"), None)
+    assert told_by(toolkit.judge({"a": told}, NEEDS)) == []
+    (finding,) = told_by(toolkit.judge({"a": told | {"cuda": "99.0"}}, NEEDS))
     assert finding.endswith("expected 99, as torch's CUDA 99.0")

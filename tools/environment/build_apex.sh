@@ -19,7 +19,7 @@ if "$python" -c "import torch, $module" 2>/dev/null; then
   say "$module is there already"
   exit 0
 fi
-CUDA_HOME=$("$python" -c 'import os; from megatron_dppo.system.toolchain import toolkit_home; print(toolkit_home(os.environ) or "")')
+CUDA_HOME=$("$python" -c 'import os; from megatron_dppo.system.compute import toolkit_home; print(toolkit_home(os.environ) or "")')
 [ -n "$CUDA_HOME" ] || stop "no CUDA toolkit: no CUDA_HOME, no nvcc on PATH, no /usr/local/cuda"
 found=$("$CUDA_HOME/bin/nvcc" --version | sed -n 's/.*release \([0-9.]*\).*/\1/p')
 [ "$found" = "$wanted" ] || stop "apex asks for torch's own CUDA, $wanted; $CUDA_HOME has $found"

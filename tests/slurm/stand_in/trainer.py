@@ -15,7 +15,8 @@ from pathlib import Path
 
 from megatron_dppo.config import load_config
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.fleet.folder import FleetFolder
+from megatron_dppo.fleet.endpoint import ENDPOINT_VARIABLE, RecordClient
+from megatron_dppo.fleet.record import Keys
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.metrics.history import read_history, remember_checkpoint
 from megatron_dppo.metrics.records import RECORDS_FILE, decode_records, encode_record
@@ -64,8 +65,8 @@ def stop_flag() -> Callable[[], bool]:
 
 def wait_for_servers(config: TrainConfig) -> None:
     """Until all are published, as the real trainer waits."""
-    folder = FleetFolder(config.run.directory)
-    while len(folder.servers()) < config.engine.started:
+    record = RecordClient(os.environ[ENDPOINT_VARIABLE], Keys.handed_down())
+    while len(record.servers()) < config.engine.started:
         time.sleep(0.05)
 
 

@@ -1,1 +1,0 @@
-"""Checkpoints of a run: written in the background, resumed bit for bit, or under another layout."""
