@@ -155,7 +155,7 @@ def _meta_problems(
     config: TrainConfig, shape: ModelShape, plan: Verdict | None, shown: list[Proposal]
 ) -> list[str]:
     """Build each layout's modules on the meta device; what differs from the conversion's rules."""
-    from megatron_dppo.trainer.meta_model import compare
+    from megatron_dppo.trainer.model import compare
 
     configs = [config] if plan is not None else []
     found: list[str] = []

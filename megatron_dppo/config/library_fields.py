@@ -1,6 +1,6 @@
 """Options that a library declares, as plain data, and whether a configured value fits one of them.
 
-The readers are :mod:`megatron_dppo.trainer.transformer_fields` and
+The readers are :mod:`megatron_dppo.trainer.megatron_config` and
 :mod:`megatron_dppo.engine.options`, which import their library; nothing here does.
 """
 

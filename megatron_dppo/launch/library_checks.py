@@ -157,11 +157,11 @@ def library_faults(
     Imports it only where a table has something for it.
     """
     if MEGATRON.free(megatron):
-        from megatron_dppo.trainer.transformer_fields import transformer_fields
+        from megatron_dppo.trainer.megatron_config import transformer_fields
 
         yield from MEGATRON.library_problems(megatron, transformer_fields())
     if DDP.free(ddp) or OPTIMIZER.free(optimizer):
-        from megatron_dppo.trainer.training_fields import ddp_fields, optimizer_fields
+        from megatron_dppo.trainer.megatron_config import ddp_fields, optimizer_fields
 
         yield from DDP.library_problems(ddp, ddp_fields())
         yield from OPTIMIZER.library_problems(optimizer, optimizer_fields())

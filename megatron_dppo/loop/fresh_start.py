@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.loop.state import ResumeError
 from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, History
-from megatron_dppo.trainer.checkpoint_directory import (
+from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointSurvey,
     DamagedCheckpointError,
     StoredCheckpoint,

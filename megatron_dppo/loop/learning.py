@@ -39,8 +39,8 @@ from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.shape import BACKWARD_FORWARDS, FROZEN_BACKWARD_FORWARDS, forward_flops
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
-from megatron_dppo.trainer.reduction import reduce_masked_tokens
 from megatron_dppo.trainer.router_replay import RECORDING
+from megatron_dppo.trainer.step import reduce_masked_tokens
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.trainer.trainer import Trainer
 

@@ -16,8 +16,8 @@ from megatron_dppo.loop.fresh_start import (
 )
 from megatron_dppo.loop.state import RunState
 from megatron_dppo.metrics.history import History, keep_copy, read_history, set_aside
-from megatron_dppo.trainer.checkpoint import CheckpointStore
-from megatron_dppo.trainer.checkpoint_directory import DamagedCheckpointError
+from megatron_dppo.trainer.checkpoint.directory import DamagedCheckpointError
+from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import on_rank_0
 from megatron_dppo.trainer.trainer import Trainer
 

@@ -52,7 +52,7 @@ from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.trainer.checkpoint import CheckpointStore
+from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import any_rank, on_rank_0
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer

@@ -21,7 +21,7 @@ from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, read_history
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.rewards.checked_answers import hand_over
 from megatron_dppo.rewards.verifier import VerifierError
-from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, read_manifest
+from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, read_manifest
 
 _NEEDED_FOR_DATA = ("data", "model.hf_checkpoint", "reward")
 """Keys without which the data can't be read and scored."""

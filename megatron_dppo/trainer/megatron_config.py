@@ -1,20 +1,27 @@
-"""From the run's configuration and the model's shape to Megatron-Core's TransformerConfig."""
+"""From the run's configuration and the model's shape to Megatron-Core's configurations, and what fields they have."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import functools
+import importlib.metadata
+from collections.abc import Iterable, Mapping
+from typing import Any, get_type_hints
 
 import torch
 import torch.nn.functional as F
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_dppo.config.forwarded import MEGATRON, ForwardedTable, megatron_problems
+from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
+from megatron_dppo.config.library_fields import LibraryFields, read_value
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.transformer_fields import transformer_values
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -119,3 +126,59 @@ def _precision_options(dtype: torch.dtype) -> dict[str, Any]:
         "bf16": dtype is torch.bfloat16,
         "attention_softmax_in_fp32": True,
     }
+
+
+def _library_fields(kind: Any) -> LibraryFields:
+    hints = get_type_hints(kind)
+    types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
+    version = importlib.metadata.version("megatron-core")
+    return LibraryFields(f"{kind.__name__} (megatron-core {version})", types)
+
+
+@functools.cache
+def transformer_fields() -> LibraryFields:
+    """Every field that TransformerConfig's constructor takes, inherited ones included."""
+    return _library_fields(TransformerConfig)
+
+
+@functools.cache
+def ddp_fields() -> LibraryFields:
+    """Of DistributedDataParallelConfig."""
+    return _library_fields(DistributedDataParallelConfig)
+
+
+@functools.cache
+def optimizer_fields() -> LibraryFields:
+    """Of OptimizerConfig."""
+    return _library_fields(OptimizerConfig)
+
+
+def transformer_values(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``megatron:`` table with every value of its field's type; names of enumerations become members.
+
+    Raises ValueError with a line for each key that is no field, or that another section sets, and
+    for each value that does not fit.
+    """
+    return _values(MEGATRON, megatron_problems(table), transformer_fields(), table)
+
+
+def ddp_values(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``megatron_ddp:`` table likewise."""
+    return _values(DDP, DDP.problems(table), ddp_fields(), table)
+
+
+def optimizer_values(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``megatron_optimizer:`` table likewise."""
+    return _values(OPTIMIZER, OPTIMIZER.problems(table), optimizer_fields(), table)
+
+
+def _values(
+    rules: ForwardedTable,
+    own_faults: Iterable[str],
+    fields: LibraryFields,
+    table: Mapping[str, Any],
+) -> dict[str, Any]:
+    faults = [*own_faults, *rules.library_problems(table, fields)]
+    if faults:
+        raise ValueError("\n".join(faults))
+    return {key: read_value(fields.types[key], value) for key, value in table.items()}

@@ -1,19 +1,38 @@
-"""Construction of this rank's model chunks: GPTModel, mixed-precision wrapper, DDP wrapper."""
+"""This rank's model chunks and their optimizer, as Megatron-Core has them; an update in two parts: norm, then step.
+
+The modules of any rank of any layout can also be made on the meta device, to compare them with the conversion's rules:
+no memory is taken and no other process is needed, for torch's fake process group stands for a world of any size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import ChainedOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron_dppo.config.schema import OptimizerConfig, PolicyConfig
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.megatron_config import transformer_config
 
 LayerSpec = Callable[[TransformerConfig, int | None], Any]
 """``(config, vp_stage)`` -> the layers of one chunk."""
@@ -90,3 +109,167 @@ def _build_chunk(
             original_max_position_embeddings=shape.rope_scaling.original_max_positions,
         )
     return model
+
+
+@dataclass(frozen=True)
+class MetaComparison:
+    """What was found in the modules of some ranks. ``problems``: a line for each parameter that the rules lack, that
+    the modules lack, or whose shape differs."""
+
+    layout: str
+    ranks: tuple[int, ...]
+    parameters: int
+    elements: int
+    problems: tuple[str, ...]
+
+    def summary(self) -> str:
+        """In a line."""
+        verdict = f"{len(self.problems)} differ" if self.problems else "all as the rules say"
+        return (
+            f"{self.layout}: Megatron's modules of ranks {', '.join(map(str, self.ranks))}, {self.parameters:,} "
+            f"parameters of {self.elements / 1e9:.2f} B elements: {verdict}"
+        )
+
+
+def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
+    """Build the first and the last rank of ``config``'s layout, and compare every parameter's name and shape with
+    ``model.mapping.local_parameters``. The process must be in no process group."""
+    layout = Layout.of(config.parallel.sizes)
+    ranks = tuple(sorted({0, layout.world_size - 1}))
+    problems: list[str] = []
+    count = elements = 0
+    for rank in ranks:
+        made = meta_parameters(config, shape, layout, rank)
+        expected = {(p.chunk, p.name): p.shape for p in local_parameters(shape, layout, rank)}
+        problems += [
+            f"rank {rank} of {layout.describe()}: {text}" for text in differences(made, expected)
+        ]
+        count += len(made)
+        elements += sum(torch.Size(dims).numel() for dims in made.values())
+    return MetaComparison(layout.describe(), ranks, count, elements, tuple(problems))
+
+
+def meta_parameters(
+    config: PolicyConfig, shape: ModelShape, layout: Layout, rank: int
+) -> dict[tuple[int, str], tuple[int, ...]]:
+    """(chunk, name) -> shape of every parameter of ``rank``'s GPTModels."""
+    transformer = transformer_config(config, shape, layout)
+    transformer = replace(transformer, perform_initialization=False)
+    with _fake_world(layout, rank), torch.device("meta"):
+        chunks = make_chunks(transformer, shape)
+        return {
+            (number, name): tuple(parameter.shape)
+            for number, chunk in enumerate(chunks)
+            for name, parameter in chunk.named_parameters()
+        }
+
+
+def differences(
+    made: dict[tuple[int, str], tuple[int, ...]], expected: dict[tuple[int, str], tuple[int, ...]]
+) -> Iterator[str]:
+    """A line for each parameter whose shape is not the expected one, or that only one side has."""
+    for key in sorted(made.keys() | expected.keys()):
+        if made.get(key) != expected.get(key):
+            yield (
+                f"chunk {key[0]}, {key[1]}: Megatron has {made.get(key, 'none')}, expected "
+                f"{expected.get(key, 'none')} by the rules"
+            )
+
+
+@contextmanager
+def _fake_world(layout: Layout, rank: int) -> Iterator[None]:
+    """This process as ``rank`` of a world whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tensor,
+            pipeline_model_parallel_size=layout.pipeline,
+            virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
+            expert_model_parallel_size=layout.expert,
+            expert_tensor_parallel_size=layout.expert_tensor,
+            create_gloo_process_groups=False,
+        )
+        platform.seed_everything(0)
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def build_optimizer(
+    config: OptimizerConfig,
+    chunks: list[DistributedDataParallel],
+    dtype: torch.dtype,
+    options: Mapping[str, Any],
+    *,
+    distributed: bool,
+) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
+    """Build Adam with decoupled weight decay (none on norms and biases) and its schedule.
+
+    The learning rate of step n = 1, 2, ... is ``lr * n / W`` in a warm-up of W steps, then ``min_lr + c (lr - min_lr)``
+    with c = 1 (constant), 1 - x (linear) or (1 + cos(pi x)) / 2 (cosine), x = (n - W) / (decay_steps - W) up to 1. It
+    depends on n alone, so a resumed run goes on in it. ``options``: further fields of Megatron-Core's OptimizerConfig.
+    """
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed,
+            overlap_param_gather=chunks[0].ddp_config.overlap_param_gather,
+            **options,
+        ),
+        chunks,
+        use_gloo_process_groups=False,
+    )
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.decay_steps or sys.maxsize,
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    return optimizer, scheduler
+
+
+@torch.no_grad()
+def prepare_step(optimizer: ChainedOptimizer) -> float:
+    """Copy the reduced gradients to the optimizer; returns the global L2 norm. Collective."""
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
+
+
+@torch.no_grad()
+def apply_step(
+    optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float
+) -> float:
+    """Clip the gradients, whose norm is ``grad_norm``, and update; returns the learning rate."""
+    scheduler.step(increment=1)
+    for part in optimizer.chained_optimizers:
+        parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        if parameters and part.config.clip_grad > 0:
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, decoupled)
+    optimizer.step_with_ready_grads()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def complete_weights(chunks: Sequence[DistributedDataParallel]) -> None:
+    """Gather the weights that other replicas updated, where ``overlap_param_gather`` has put it off until a forward
+    pass asks for them. Collective."""
+    for chunk in chunks:
+        if chunk.ddp_config.overlap_param_gather:
+            chunk.start_param_sync(force_sync=True)

@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import resource
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -22,8 +22,46 @@ import numpy as np
 import torch
 
 from megatron_dppo.system import compute
-from megatron_dppo.trainer import gpu_environment
-from megatron_dppo.trainer.errors import UnusableGpuError
+from megatron_dppo.system.errors import RunError
+
+
+@dataclass(frozen=True)
+class Variable:
+    """An environment variable: the ``value`` that is set where there is none, and why."""
+
+    name: str
+    value: str
+    why: str
+
+
+_AS_SGLANG = "SGLang sets it so for its own ranks, and both sides of a weight group must agree"
+NEEDED = (
+    Variable(
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "1",
+        "Megatron-Core's overlapped communication needs kernels to start in the order of their launch",
+    ),
+    Variable("NCCL_CUMEM_ENABLE", "0", _AS_SGLANG),
+    Variable("NCCL_NVLS_ENABLE", "0", _AS_SGLANG),
+)
+
+
+def complete(environment: MutableMapping[str, str]) -> list[str]:
+    """Set what is needed and missing; a line for each variable with its value and who chose it.
+
+    What the user set stays, and is said where it is another value.
+    """
+    lines = []
+    for variable in NEEDED:
+        found = environment.setdefault(variable.name, variable.value)
+        if found == variable.value:
+            lines.append(f"{variable.name}={found}")
+        else:
+            lines.append(
+                f"{variable.name}={found}, as you set it; {variable.value} is usual: {variable.why}"
+            )
+    return lines
+
 
 log = logging.getLogger(__name__)
 _environment: list[str] = []
@@ -32,6 +70,10 @@ _WGRAD = {
     False: "weight gradients: rounded to the weights' type in each micro-batch, apex's kernel is not "
     "there (tools/environment/build_apex.sh)",
 }
+
+
+class UnusableGpuError(RunError):
+    """There is a GPU that torch can't use, so that training would go on on CPUs unasked."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +114,7 @@ def prepare() -> None:
     if any(
         compute.DEVICES.glob("nvidia[0-9]*")
     ):  # before CUDA is asked, which reads some of it once
-        _environment.extend(gpu_environment.complete(os.environ))
+        _environment.extend(complete(os.environ))
         _environment.extend(compute.offer_tools(os.environ))
     if has_cuda():
         _environment.append(_WGRAD[has_fused_weight_gradients()])

@@ -1,4 +1,4 @@
-"""Forward and backward over a mini-batch of packed micro-batches, on Megatron's pipeline schedules.
+"""Forward and backward over a mini-batch of packed micro-batches, on Megatron's pipeline schedules, and its sums.
 
 T = tokens of a micro-batch, V = vocabulary, TP = tensor-parallel size.
 """
@@ -6,22 +6,117 @@ T = tokens of a micro-batch, V = vocabulary, TP = tensor-parallel size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from megatron_dppo.data.columns import declared
 from megatron_dppo.data.packing import PackedBatch
-from megatron_dppo.metrics.sums import MetricSums
-from megatron_dppo.trainer.microbatch import model_inputs
+from megatron_dppo.metrics.masked_tokens import MaskedToken, MaskedTokenCounts, most_masked
+from megatron_dppo.metrics.sums import MetricNames, MetricSums
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.collectives import broadcast_json
 from megatron_dppo.trainer.router_replay import ModelReplay
 from megatron_dppo.trainer.token_loss import TokenLoss
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
+
+
+def model_inputs(batch: PackedBatch) -> dict[str, Any]:
+    """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens.
+
+    No labels: the last stage returns logits, [1, T, V / TP] in the model's dtype.
+    """
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=batch.cu_seqlens,
+        cu_seqlens_kv=batch.cu_seqlens,
+        max_seqlen_q=batch.max_seqlen,
+        max_seqlen_kv=batch.max_seqlen,
+    )
+    return {
+        "input_ids": batch.token_ids[None],
+        "position_ids": batch.position_ids[None],
+        "attention_mask": None,
+        "packed_seq_params": packed,
+    }
+
+
+def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
+    """``batch`` made ``tokens`` long by one more sequence at its end, of token 0, without loss."""
+    missing = tokens - batch.num_tokens
+    if missing == 0:
+        return batch
+
+    def longer(value: Tensor, fill: int = 0) -> Tensor:
+        return F.pad(value, (0, 0) * (value.dim() - 1) + (0, missing), value=fill)
+
+    return replace(
+        batch,
+        token_ids=longer(batch.token_ids),
+        position_ids=torch.cat([batch.position_ids, torch.arange(missing)]),
+        target_ids=longer(batch.target_ids),
+        cu_seqlens=F.pad(batch.cu_seqlens, (0, 1), value=tokens),
+        max_seqlen=max(batch.max_seqlen, missing),
+        loss_mask=longer(batch.loss_mask),
+        advantages=longer(batch.advantages),
+        sequence_index=F.pad(batch.sequence_index, (0, 1), value=-1),
+        columns={n: longer(x, declared(n).fill) for n, x in batch.columns.items()},
+        valid={n: longer(x) for n, x in batch.valid.items()},
+    )
+
+
+def check_micro_batches(
+    batches: list[PackedBatch], *, pad_multiple: int, count_multiple: int
+) -> None:
+    """Raise ValueError unless the batches fit sequence parallelism and the pipeline's schedule."""
+    if not batches or len(batches) % count_multiple:
+        raise ValueError(
+            f"{len(batches)} micro-batches, expected a positive multiple of {count_multiple}"
+        )
+    for i, batch in enumerate(batches):
+        if batch.num_tokens % pad_multiple:
+            raise ValueError(
+                f"micro-batch {i} has {batch.num_tokens} tokens, expected a multiple of "
+                f"{pad_multiple}: pack with pad_multiple={pad_multiple}"
+            )
+
+
+class NonFiniteLossError(RunError, ValueError):
+    """A loss or the gradient norm is not finite; raised on every rank before the optimiser step.
+
+    ``culprits``: for each micro-batch with a non-finite loss {"dp_rank", "micro_batch",
+    "sequences"} (positions in the batch); empty if only the gradient norm is not finite.
+    """
+
+    def __init__(self, grad_norm: float, culprits: list[dict[str, Any]]) -> None:
+        self.grad_norm = grad_norm
+        self.culprits = culprits
+        culprit_texts = [
+            f"data-parallel rank {c['dp_rank']}, micro-batch {c['micro_batch']}, "
+            f"sequences {c['sequences']}"
+            for c in culprits
+        ]
+        where = "; ".join(culprit_texts) or "every micro-batch's loss is finite"
+        super().__init__(
+            f"loss or gradient is not finite (gradient norm {grad_norm}), nothing was updated: "
+            f"{where}"
+        )
+
+
+class NonFiniteLogProbsError(RunError, ValueError):
+    """Log-probabilities asked for without training come from logits that are no distribution: NaN,
+    +inf, or nothing but -inf. Raised on every rank alike.
+    """
 
 
 @dataclass(frozen=True)
@@ -191,3 +286,42 @@ def _sequences_of(batch: PackedBatch, tokens: Tensor) -> list[int]:
     positions = tokens.nonzero().squeeze(1).to(batch.cu_seqlens.dtype)
     rows = torch.searchsorted(batch.cu_seqlens, positions, right=True) - 1
     return sorted(set(batch.sequence_index[rows].tolist()))
+
+
+def reduce_metrics(metrics: MetricSums | None, topology: Topology) -> MetricSums:
+    """Reduce sums, maxima and minima over all replicas; returned on every rank. Collective.
+
+    One all-reduce over the replicas; with PP > 1 also two broadcasts of the names (JSON) and one of
+    the result to the other stages. ``metrics``: of this replica on the last stage, else None.
+    """
+    names, vector = MetricNames(), torch.empty(0)
+    device = platform.current().device
+    if metrics is not None:
+        names = metrics.names
+        vector = metrics.to_vector(topology.dp_rank, topology.dp_size, device)
+        dist.all_reduce(vector, group=topology.data_group)
+    if topology.pp_size > 1:
+        source, group = topology.last_stage_rank, topology.pipeline_group
+        received = broadcast_json(asdict(names), source, group)
+        names = MetricNames(**{kind: tuple(keys) for kind, keys in received.items()})
+        if metrics is None:
+            size = names.vector_size(topology.dp_size)
+            vector = torch.empty(size, dtype=torch.float64, device=device)
+        dist.broadcast(vector, source, group)
+    return MetricSums.from_vector(names, vector, topology.dp_size)
+
+
+def reduce_masked_tokens(counts: MaskedTokenCounts, topology: Topology) -> list[MaskedToken]:
+    """The ids that the mask blocked most often over all replicas; on every rank. Collective.
+
+    ``counts``: of this replica on the last stage (the same on all ranks of its tensor group); unused
+    on other stages.
+    """
+    tokens: list[MaskedToken] = []
+    if topology.is_last_stage and counts.counts is not None:
+        total = counts.counts.clone()
+        dist.all_reduce(total, group=topology.data_group)
+        tokens = most_masked(total)
+    if topology.pp_size > 1:
+        tokens = broadcast_json(tokens, topology.last_stage_rank, topology.pipeline_group)
+    return tokens

@@ -2,56 +2,111 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
+from torch.nn import Parameter
 
+from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey, hf_buckets_plan
 from megatron_dppo.model.layout import Layout, check_layout
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import agree, all_gather_json
-from megatron_dppo.trainer.errors import NonFiniteLogProbsError, NonFiniteLossError
-from megatron_dppo.trainer.hf_export import export_hf
-from megatron_dppo.trainer.hf_weights import gather_buckets, load_hf, named_parameters
-from megatron_dppo.trainer.lora.policy import AdaptedPolicy, weights_of
-from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
-from megatron_dppo.trainer.microbatch import check_micro_batches, pad_to
-from megatron_dppo.trainer.model import build_chunks, wrap_chunks
-from megatron_dppo.trainer.optimizer import (
+from megatron_dppo.trainer.hugging_face import (
+    export_hf,
+    gather_buckets,
+    load_hf,
+    named_parameters,
+    shared_digest,
+)
+from megatron_dppo.trainer.lora_policy import AdaptedPolicy, weights_of
+from megatron_dppo.trainer.megatron_config import (
+    DTYPES,
+    ddp_values,
+    optimizer_values,
+    transformer_config,
+)
+from megatron_dppo.trainer.model import (
     apply_step,
+    build_chunks,
     build_optimizer,
     complete_weights,
     prepare_step,
+    wrap_chunks,
 )
-from megatron_dppo.trainer.reduction import reduce_metrics
-from megatron_dppo.trainer.reference import ReferenceWeights, start_digest
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.step import (
     MicroBatchResults,
+    NonFiniteLogProbsError,
+    NonFiniteLossError,
     StatsFunction,
     StatsSpec,
     TokenLoss,
+    check_micro_batches,
     forward_backward,
     forward_log_probs,
+    pad_to,
+    reduce_metrics,
 )
 from megatron_dppo.trainer.topology import (
+    Topology,
     destroy_topology,
     init_distributed,
     init_topology,
 )
-from megatron_dppo.trainer.training_fields import ddp_values, optimizer_values
 from megatron_dppo.vocab_parallel.policy_stats import FAULTS, describe
+
+
+class ReferenceWeights:
+    """A copy of every parameter that training changes. Make it once the weights are loaded and before they are trained.
+
+    ``with_adapters`` False: but for the adapters, which start as nothing and are left out of a reference's pass.
+    """
+
+    def __init__(self, chunks: list[GPTModel], *, with_adapters: bool = False) -> None:
+        self._copies: list[tuple[Parameter, Tensor]] = [
+            (p, p.data.clone())
+            for chunk in chunks
+            for name, p in chunk.named_parameters()
+            if p.requires_grad and (with_adapters or f".{CHILD}." not in name)
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the model computes with the copies."""
+        present = [p.data for p, _ in self._copies]
+        for p, copy in self._copies:
+            p.data = copy
+        try:
+            yield
+        finally:
+            for (p, _), data in zip(self._copies, present, strict=True):
+                p.data = data
+
+
+def start_digest(config: PolicyConfig, topology: Topology, adapted: AdaptedPolicy | None) -> str:
+    """SHA-256 (hex) over the tensors of ``model.hf_checkpoint`` and the bytes of ``lora.start_from``. Collective."""
+    model = adapted.base_sha256 if adapted else shared_digest(config.model.hf_checkpoint, topology)
+    if config.lora.start_from is None:
+        return model
+    with (Path(config.lora.start_from) / PEFT_WEIGHTS).open("rb") as content:
+        adapters = hashlib.file_digest(content, "sha256").hexdigest()
+    return hashlib.sha256(f"{model} {adapters}".encode()).hexdigest()
+
 
 _NONFINITE = "nonfinite_losses"
 _FAULTS = tuple(f"faults/{i}" for i in range(len(FAULTS)))

@@ -5,6 +5,7 @@ Each test starts its ranks once, since that takes seconds, and goes through its 
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
 import resource
@@ -96,7 +97,7 @@ def hf_weights(trainer: Any) -> dict[str, torch.Tensor]:
 def plain_state(trainer: Any) -> dict[str, torch.Tensor]:
     """Moments and masters as full tensors on global rank 0; of a plain optimizer."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hf_weights import gather_buckets, named_parameters
+    from megatron_dppo.trainer.hugging_face import gather_buckets, named_parameters
 
     out = {}
     of_model = {
@@ -136,7 +137,7 @@ def in_turn(store_dir: Path, name: str) -> str:
 
 def write_worker(folder: str) -> dict[str, Any]:
     """Train every case for four steps; what is saved after two is written meanwhile."""
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     rank = int(os.environ["RANK"])
     for name, (parallel, distributed, dtype) in CASES.items():
@@ -175,7 +176,7 @@ def resume_worker(folder: str) -> dict[str, Any]:
 
 
 def resumed_here(folder: str, name: str, expected: dict[str, Any]) -> dict[str, bool]:
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     trainer = make_trainer(f"{folder}/hf", *CASES[name], 2)
     store = CheckpointStore(in_turn(Path(folder), name), 2)
@@ -196,7 +197,7 @@ def resumed_here(folder: str, name: str, expected: dict[str, Any]) -> dict[str, 
 def resumed_elsewhere(
     folder: str, at: str, case: tuple[dict[str, Any], bool, str], expected: dict[str, Any]
 ) -> dict[str, Any]:
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     trainer = make_trainer(f"{folder}/hf", *case, 2)
     store = CheckpointStore(at, 2)
@@ -237,7 +238,7 @@ FOUR_RESUMED: tuple[dict[str, Any], bool] = ({"tensor": 2, "expert_tensor": 2, "
 
 def four_ranks_worker(folder: str) -> dict[str, Any]:
     """Save under each of FOUR, load it there and elsewhere; also through Megatron's own loader."""
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     out: dict[str, Any] = {}
     for name, (parallel, distributed) in FOUR.items():
@@ -271,7 +272,7 @@ def megatron_reads(trainer: Any, folder: Path) -> bool:
     from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-    from megatron_dppo.trainer.optimizer_state import state_slices
+    from megatron_dppo.trainer.checkpoint.state import state_slices
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     model = {
@@ -343,9 +344,9 @@ def limited_call(owner: Any, name: str) -> Iterator[None]:
 
 def faults_worker(folder: str) -> dict[str, Any]:
     """Saves and loads that must fail, and what is on the disk after each."""
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
-    from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
-    from megatron_dppo.trainer.checkpoint_task import SaveTask
+    from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, StoredCheckpoint
+    from megatron_dppo.trainer.checkpoint.saving import SaveTask
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     rank, at = int(os.environ["RANK"]), Path(folder) / "faults"
     trainer = make_trainer(f"{folder}/hf", {"expert": 2}, False, "float32", 2)
@@ -399,8 +400,7 @@ def faults_worker(folder: str) -> dict[str, Any]:
 
 def killed_worker(folder: str) -> dict[str, Any]:
     """Save once; rank 1 dies when it has written its tensors of the second save, in the background."""
-    from megatron_dppo.trainer import checkpoint_task
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     trainer = make_trainer(f"{folder}/hf", {"expert": 2}, False, "float32", 2)
     train(trainer, 1)
@@ -408,7 +408,8 @@ def killed_worker(folder: str) -> dict[str, Any]:
     store.save(trainer, 1, {})
     store.finish()
     if trainer.topology.rank == 1:
-        checkpoint_task.write_hashed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        saving: Any = importlib.import_module("megatron_dppo.trainer.checkpoint.saving")
+        saving.write_hashed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     store.save(trainer, 2, {})
     store.finish()
     return {}
@@ -417,7 +418,7 @@ def killed_worker(folder: str) -> dict[str, Any]:
 @contextmanager
 def slow_writes() -> Iterator[threading.Event]:
     """Saves write nothing before the event is set."""
-    from megatron_dppo.trainer.checkpoint_task import SaveTask
+    from megatron_dppo.trainer.checkpoint.saving import SaveTask
 
     go, write = threading.Event(), SaveTask._write
 
@@ -437,7 +438,7 @@ def background_worker(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron_dppo.metrics import names
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     at, told = Path(folder) / "background", []
     trainer = make_trainer(f"{folder}/hf", {}, True, "float32", 2)
@@ -550,7 +551,7 @@ def test_faults_leave_older_checkpoints_and_reach_every_rank(checkpoints: Path) 
 
 @pytest.mark.distributed
 def test_a_rank_killed_while_saving_leaves_the_older_checkpoint(checkpoints: Path) -> None:
-    from megatron_dppo.trainer.checkpoint_directory import (
+    from megatron_dppo.trainer.checkpoint.directory import (
         CheckpointDirectory,
         check_content,
         read_manifest,

@@ -81,7 +81,7 @@ def megatron_loads(folder: str) -> list[str]:
 
 def save_run(folder: str) -> None:
     """A run's checkpoint, weights and optimizer, under each of RUNS."""
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from megatron_dppo.trainer.trainer import Trainer
 
     for name, sizes in RUNS.items():

@@ -20,7 +20,7 @@ def fenced_worker(folder: str) -> dict[str, Any]:
 
     from megatron_dppo.loop.fencing import run_fence
     from megatron_dppo.system.lease import FencedError, Holder, LeaseFiles
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from tests.distributed.test_checkpoint import make_trainer, names_in, train
 
     rank, at = int(os.environ["RANK"]), Path(folder) / "run"

@@ -60,7 +60,7 @@ def prepare(folder: str) -> None:
 
 def save_worker(folder: str, world_size: int) -> dict[str, list[float]]:
     """Under each layout: two steps, a checkpoint, one step more. Gradient norms of the third step."""
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     found = {}
     for name, (family, parallel, changes) in LAYOUTS.items():
@@ -78,7 +78,7 @@ def save_worker(folder: str, world_size: int) -> dict[str, list[float]]:
 def resume_worker(folder: str, cases: list[str]) -> dict[str, list[float]]:
     """Each of them resumed in one process: the third step's gradient norm; and that others are refused."""
     from megatron_dppo.model.errors import CheckpointError
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     found: dict[str, Any] = {}
     for name in cases:
@@ -129,7 +129,7 @@ def as_reference(folder: Path, world_size: int, batch: Any) -> torch.Tensor:
     of it is not resumed with another reference."""
     from megatron_dppo.config.schema import AlgorithmConfig
     from megatron_dppo.model.errors import CheckpointError
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from megatron_dppo.trainer.trainer import Trainer
     from tests.distributed.test_trainer_parity import run_config
 

@@ -23,7 +23,7 @@ def worker() -> dict[str, Any]:
     """By case (ranks, parameters, problems); and what a comparison of different shapes says."""
     from megatron_dppo.config import load_config
     from megatron_dppo.model.families import load_model_shape
-    from megatron_dppo.trainer.meta_model import compare, differences
+    from megatron_dppo.trainer.model import compare, differences
 
     shape = load_model_shape(ROOT / "examples" / "model_configs" / "qwen3-30b-a3b-base")
     recipe = ROOT / "examples" / "recipes" / "qwen3_30b_a3b_base.yaml"

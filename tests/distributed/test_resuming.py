@@ -32,7 +32,7 @@ def resume_worker(folder: str) -> dict[str, Any]:
     from megatron_dppo.loop.resuming import resume
     from megatron_dppo.loop.state import RunState, identity_of
     from megatron_dppo.metrics.history import remember_checkpoint
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from tests.distributed.test_checkpoint import make_trainer, names_in, train
 
     trainer = make_trainer(f"{folder}/hf", {"tensor": 2}, False, "float32", 2)

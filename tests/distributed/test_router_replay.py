@@ -127,7 +127,7 @@ def train(
 ) -> tuple[dict[str, Any], list[str]]:
     """Two steps under replay; on rank 0 also gradients and parameters; and what routers did wrong."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hf_weights import gather_buckets, named_parameters
+    from megatron_dppo.trainer.hugging_face import gather_buckets, named_parameters
 
     trainer = make_trainer(hf_dir, parallel, changes, replay=True)
     try:
@@ -282,9 +282,9 @@ def refusals(trainer, batch) -> list[str]:
 def replay_beside_dense_layers(trainer) -> dict[str, Any]:
     """A model whose layers 0 and 2 are dense: routers get their own columns of the recording."""
     from megatron_dppo.trainer.megatron_config import transformer_config
-    from megatron_dppo.trainer.microbatch import model_inputs
     from megatron_dppo.trainer.model import build_chunks
     from megatron_dppo.trainer.router_replay import ChunkState, Recording, attach
+    from megatron_dppo.trainer.step import model_inputs
 
     config = trainer.config.model_copy(update={"megatron": {"moe_layer_freq": [0, 1, 0, 1]}})
     chunks = build_chunks(transformer_config(config, trainer.shape, trainer.layout), trainer.shape)

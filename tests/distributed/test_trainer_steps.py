@@ -120,7 +120,7 @@ def gradient_worker(folder: str) -> dict[str, Any]:
 
     from megatron_dppo.metrics.sums import MetricSums
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hf_weights import gather_buckets, named_parameters
+    from megatron_dppo.trainer.hugging_face import gather_buckets, named_parameters
     from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
     from tests.tiny_models import save_tiny_model
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from megatron_dppo.trainer import flight_recorder
+from megatron_dppo.trainer import watchdog
 from megatron_dppo.trainer.collectives import any_rank, barrier
 from megatron_dppo.trainer.topology import init_distributed
 from tests.ranks import RankFailedError, run_ranks
@@ -56,7 +56,7 @@ def looking_worker() -> list[str]:
     """torch's compiler modules that a look brought into a process, which its main thread may be importing."""
     init_distributed(1)
     barrier()
-    flight_recorder.pending(callers=False)
+    watchdog.pending(callers=False)
     return sorted({name.split(".")[1] for name in sys.modules if name.startswith(COMPILER)})
 
 

@@ -27,7 +27,7 @@ def compared() -> dict[str, list[Any]]:
     with as_on_gpus("meta"):
         from megatron_dppo.config import load_config
         from megatron_dppo.model.families import load_model_shape
-        from megatron_dppo.trainer.meta_model import compare
+        from megatron_dppo.trainer.model import compare
 
         recipes = ROOT / "examples" / "recipes"
         cases = {
@@ -77,9 +77,9 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
     with as_on_gpus("cpu"):
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-        from megatron_dppo.trainer.checkpoint import CheckpointStore
-        from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory
-        from megatron_dppo.trainer.held_blocks import held_state, model_state
+        from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory
+        from megatron_dppo.trainer.checkpoint.state import held_state, model_state
+        from megatron_dppo.trainer.checkpoint.store import CheckpointStore
         from tests.distributed.test_checkpoint import hf_weights, make_trainer
 
         found: dict[str, Any] = {}

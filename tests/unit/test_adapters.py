@@ -17,7 +17,7 @@ from megatron_dppo.model.adapters import (
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import adapter_buckets_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.trainer.lora.attaching import INITS, initial_tensor
+from megatron_dppo.trainer.lora_modules import INITS, initial_tensor
 from tests.unit.config_files import DENSE, MOE, write_checkpoint
 
 LAYOUTS = {

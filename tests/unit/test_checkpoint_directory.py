@@ -15,7 +15,7 @@ import pytest
 
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.files import write_synced
-from megatron_dppo.trainer.checkpoint_directory import (
+from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointDirectory,
     check_content,
     check_sizes,

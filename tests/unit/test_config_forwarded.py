@@ -19,13 +19,14 @@ from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
 from megatron_dppo.config.library_fields import read_value
 from megatron_dppo.engine.options import ServerSections, server_args_fields
 from megatron_dppo.launch.library_checks import library_faults, server_faults
-from megatron_dppo.trainer.training_fields import (
+from megatron_dppo.trainer.megatron_config import (
     ddp_fields,
     ddp_values,
     optimizer_fields,
     optimizer_values,
+    transformer_fields,
+    transformer_values,
 )
-from megatron_dppo.trainer.transformer_fields import transformer_fields, transformer_values
 from tests.unit.config_files import minimal, write_config
 
 READERS = (transformer_fields, server_args_fields)

@@ -8,7 +8,7 @@ import torch
 from megatron_dppo.launch.library_checks import gpu_faults
 from megatron_dppo.system import compute
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.errors import UnusableGpuError
+from megatron_dppo.trainer.platform import UnusableGpuError
 
 VERSION = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\nGCC version: 12\n"

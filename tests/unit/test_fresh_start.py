@@ -19,7 +19,7 @@ from megatron_dppo.metrics.history import (
     remember_checkpoint,
     set_aside,
 )
-from megatron_dppo.trainer.checkpoint_directory import (
+from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointSurvey,
     DamagedCheckpointError,
     StoredCheckpoint,

@@ -9,7 +9,7 @@ from megatron_dppo.config.allocator import allocator_problems, expandable_segmen
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.trainer.gpu_environment import complete
+from megatron_dppo.trainer.platform import complete
 
 
 def test_what_is_missing_is_set():

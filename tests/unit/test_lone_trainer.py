@@ -138,7 +138,7 @@ def test_the_rate_follows_its_schedule_also_after_a_resume(
 ) -> None:
     falls = {} if schedule == "constant" else {"decay_steps": 6, "min_lr": 2e-4}
     found = []
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     for steps in (range(3), range(3, 7)):
         trainer = make_trainer(

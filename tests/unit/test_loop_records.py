@@ -14,7 +14,7 @@ from megatron_dppo.loop.state import FILES, ResumeError, RunState, identity_of
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory
+from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory
 from tests.tiny_models import save_tiny_model
 from tests.unit.config_files import minimal
 from tests.unit.test_batch_file import flipped

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
-from megatron_dppo.trainer.cpu.attention import attention_plan, packed_causal_attention
+from megatron_dppo.trainer.cpu.layer_spec import attention_plan, packed_causal_attention
 
 
 def one_by_one(q, k, v, bounds, scale):

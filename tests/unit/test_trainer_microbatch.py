@@ -9,8 +9,7 @@ import torch
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.trainer.errors import NonFiniteLossError
-from megatron_dppo.trainer.microbatch import check_micro_batches, model_inputs, pad_to
+from megatron_dppo.trainer.step import NonFiniteLossError, check_micro_batches, model_inputs, pad_to
 from tests.trajectories import trajectory
 
 

@@ -6,9 +6,16 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from megatron_dppo.trainer import flight_recorder
-from megatron_dppo.trainer.flight_recorder import Pending, read_trace
-from megatron_dppo.trainer.watchdog import BACKGROUND, LONGEST_WAIT_S, Watchdog, describe, patience
+from megatron_dppo.trainer import watchdog as flight_recorder
+from megatron_dppo.trainer.watchdog import (
+    BACKGROUND,
+    LONGEST_WAIT_S,
+    Pending,
+    Watchdog,
+    describe,
+    patience,
+    read_trace,
+)
 
 SECOND = 10**9
 

@@ -50,7 +50,7 @@ def make_trainer(material: str, ranks: int, expert: int, *, distributed: bool) -
 
 def save_with_store(trainer: Trainer, folder: Path, saves: int, *, background: bool) -> Timings:
     """This project's checkpoints. An older checkout's store has no background."""
-    from megatron_dppo.trainer.checkpoint import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     options: dict[str, Any] = {"background": True} if background else {}
     store = CheckpointStore(folder, 1, **options)

@@ -15,21 +15,29 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
+from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.tensor_parallel import random as megatron_random
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.metrics import names
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.trainer.checkpoint_directory import (
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointDirectory,
     CheckpointSurvey,
     DamagedCheckpointError,
@@ -38,20 +46,24 @@ from megatron_dppo.trainer.checkpoint_directory import (
     check_sizes,
     read_manifest,
 )
-from megatron_dppo.trainer.checkpoint_facts import (
-    check_model,
-    check_step_count,
-    facts,
-    restore_generators,
-)
-from megatron_dppo.trainer.checkpoint_task import (
+from megatron_dppo.trainer.checkpoint.saving import (
     MIB,
     Fence,
+    HostCopy,
+    PendingSave,
     Place,
     RankPart,
     Saved,
     SaveTask,
     rng_file,
+)
+from megatron_dppo.trainer.checkpoint.state import (
+    HeldState,
+    held_state,
+    model_state,
+    named_chunks,
+    optimizer_steps,
+    set_steps,
 )
 from megatron_dppo.trainer.collectives import (
     agree,
@@ -60,18 +72,136 @@ from megatron_dppo.trainer.collectives import (
     on_every_rank,
     on_rank_0,
 )
-from megatron_dppo.trainer.held_blocks import HeldState, held_state, model_state, named_chunks
-from megatron_dppo.trainer.host_copy import HostCopy
-from megatron_dppo.trainer.optimizer_state import set_steps
-from megatron_dppo.trainer.pending_save import PendingSave
-from megatron_dppo.trainer.rng_state import rng_state
 from megatron_dppo.trainer.topology import COLLECTIVE_TIMEOUT
 from megatron_dppo.trainer.watchdog import BACKGROUND
 
 if TYPE_CHECKING:
     from megatron_dppo.trainer.trainer import Trainer
 
+
+def rng_state() -> dict[str, Any]:
+    """States of Python's, numpy's, torch's and the device's generators, and of Megatron's streams."""
+    version, words, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)
+    streams = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        "python": [version, list(words), gauss],
+        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
+        "torch": _text(torch.get_rng_state()),
+        "device": _text(megatron_random._get_cuda_rng_state()),
+        "streams": {name: _text(state) for name, state in streams.items()},
+    }
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Inverse of :func:`rng_state`: every generator continues bit for bit from ``state``."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    legacy = state["numpy"]
+    words32 = np.array(legacy["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**legacy, "state": {**legacy["state"], "key": words32}})
+    # Without CUDA the device's generator is torch's CPU generator.
+    megatron_random._set_cuda_rng_state(_tensor(state["device"]))
+    torch.set_rng_state(_tensor(state["torch"]))
+    streams = {name: _tensor(text) for name, text in state["streams"].items()}
+    tensor_parallel.get_cuda_rng_tracker().set_states(streams)
+
+
+def _text(state: torch.Tensor) -> str:
+    return state.cpu().numpy().tobytes().hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()
+
+
 log = logging.getLogger(__name__)
+
+_SEED_STRIDE = 1_000_003
+
+
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """Of a manifest: the trainer's counts, model, layout and settings."""
+    return {
+        "step_count": trainer.step_count,
+        "scheduler_steps": trainer.scheduler.num_steps,
+        "model": _model_facts(trainer),
+        "reference_sha256": trainer.reference_sha256,
+        "layout": asdict(trainer.layout),
+        "optimizer": trainer.config.optimizer.model_dump(),
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    }
+
+
+def check_step_count(trainer: Trainer) -> None:
+    """Raise CheckpointError unless optimizer and trainer count the same steps."""
+    counted = optimizer_steps(trainer.optimizer)
+    if counted - {trainer.step_count}:
+        raise CheckpointError(
+            f"the optimizer counts {sorted(counted)} steps, the trainer {trainer.step_count}"
+        )
+
+
+def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for another model; log other optimizer settings, which are allowed."""
+    if different := _differences(manifest["model"], _model_facts(trainer)):
+        raise CheckpointError(f"{folder} holds another model: {'; '.join(different)}")
+    _check_reference(trainer, manifest.get("reference_sha256"), folder)
+    changed = _differences(manifest["optimizer"], trainer.config.optimizer.model_dump())
+    if changed and trainer.topology.rank == 0:
+        log.warning("resuming with other optimizer settings: %s", "; ".join(changed))
+
+
+def _check_reference(trainer: Trainer, saved: str | None, folder: Path) -> None:
+    """Raise CheckpointError where the run would go on with another reference policy.
+
+    One that only one of both has is a difference of the configuration, which ``RunState.check_identity`` names.
+    """
+    present = trainer.reference_sha256
+    if saved is not None and present is not None and saved != present:
+        raise CheckpointError(
+            f"{folder} was trained with another reference policy: the SHA-256 of what the run started from "
+            f"(model.hf_checkpoint, lora.start_from) is {present} here and {saved} in the checkpoint"
+        )
+
+
+def restore_generators(
+    trainer: Trainer, manifest: dict[str, Any], folder: Path, saved_state: Callable[[], Any]
+) -> None:
+    """Set this rank's random generators to ``saved_state()``; under another layout than the saved one, seed them
+    from the run's seed and the step count."""
+    saved = Layout(**manifest["layout"])
+    if saved == trainer.layout:
+        restore_rng_state(saved_state())
+        return
+    seed = (trainer.config.run.seed + _SEED_STRIDE * trainer.step_count) % 2**31
+    platform.seed_everything(seed)
+    if trainer.topology.rank == 0:
+        log.info(
+            "%s was written under the layout %s, this run has %s: random generators start from "
+            "seed %d",
+            folder,
+            saved.describe(),
+            trainer.layout.describe(),
+            seed,
+        )
+
+
+def _model_facts(trainer: Trainer) -> dict[str, Any]:
+    """Properties of the model that a resumed run must not change."""
+    shape = json.loads(json.dumps(asdict(trainer.shape)))
+    adapters = {} if trainer.adapted is None else trainer.adapted.facts()
+    return {**shape, "dtype": str(trainer.dtype).removeprefix("torch."), **adapters}
+
+
+def _differences(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    names = sorted(saved.keys() | present.keys())
+    return [
+        f"{name} is {present.get(name)!r} here and {saved.get(name)!r} in the checkpoint"
+        for name in names
+        if saved.get(name) != present.get(name)
+    ]
+
 
 _SLACK_BYTES = MIB
 """Estimate for indices, generators and the manifest."""

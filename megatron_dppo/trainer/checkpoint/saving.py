@@ -1,4 +1,4 @@
-"""The part of a save that needs neither the trainer nor its collectives: writing, agreeing, publishing.
+"""A save that needs neither the trainer nor its collectives: copying, writing, agreeing, publishing.
 
 It may run in a thread of its own on every rank. All that it says to other ranks goes through a gloo
 group that nothing else uses meanwhile.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -26,8 +28,12 @@ from megatron_dppo.checkpoint_conversion.dist_writing import (
     write_hashed,
     write_headers,
 )
+from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.trainer.checkpoint_directory import CheckpointDirectory, StoredCheckpoint
+from megatron_dppo.system.lease import FencedError
+from megatron_dppo.system.scratch import aligned
+from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, StoredCheckpoint
 from megatron_dppo.trainer.collectives import (
     all_gather_json,
     gather_json,
@@ -177,3 +183,90 @@ class SaveTask:
 def rng_file(rank: int) -> str:
     """Name of the file of a rank's random generators."""
     return f"rng_{rank:05d}.json"
+
+
+_SHOWN_AFTER_S = 1.0
+_POLL_S = 0.2
+_END_S = 10.0
+"""For this rank's thread to end once another rank's has failed."""
+
+
+class PendingSave:
+    """Runs ``task`` in a thread from construction on."""
+
+    def __init__(self, task: SaveTask) -> None:
+        self._task = task
+        self._saved: Saved | None = None
+        self._error: BaseException | None = None
+        # A daemon: where other ranks died, this one must be able to end.
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._saved = self._task.run()
+        except BaseException as error:
+            self._error = error
+
+    def report(self) -> dict[str, Any] | None:
+        """For the other ranks, as JSON: None while it is being written, else whether and why it failed."""
+        if self._error is not None:
+            known = isinstance(self._error, (CheckpointError, FencedError))
+            text = str(self._error) if known else f"{type(self._error).__name__}: {self._error}"
+            return {"error": text, "fenced": isinstance(self._error, FencedError)}
+        return None if self._saved is None else {"error": None, "fenced": False}
+
+    def settle(self, reports: list[dict[str, Any] | None]) -> Saved | None:
+        """What was saved, once every rank has reported; None before.
+
+        Raises CheckpointError where a rank failed, FencedError where the run was succeeded.
+        """
+        failed = [report for report in reports if report is not None and report["error"]]
+        if failed:
+            self._thread.join(_END_S)
+            kind = FencedError if failed[0]["fenced"] else CheckpointError
+            raise kind(failed[0]["error"]) from self._error
+        return None if None in reports else self._saved
+
+    def wait(self) -> None:
+        """Wait for this rank's thread, which waits for the others'; the progress is shown."""
+        self._thread.join(_SHOWN_AFTER_S)
+        if not self._thread.is_alive():
+            return
+        part, step = self._task.part, self._task.place.partial.step
+        with progress(f"checkpoint of step {step}, MiB of this rank", part.bytes // MIB) as bar:
+            while self._thread.is_alive():
+                self._thread.join(_POLL_S)
+                bar.update(completed=part.written // MIB)
+
+    def abandon(self) -> None:
+        """Wait for this rank's thread where nobody will ask for its result any more."""
+        if self._error is None:
+            self.wait()
+        if self._error is not None:
+            log.warning("the checkpoint in the making was not saved: %s", self._error)
+
+
+class HostCopy:
+    """One flat buffer that holds a rank's blocks; kept between saves, which all take the same.
+
+    Fresh memory costs several times what the copy into it does, and more where it is pinned for a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, blocks: list[tuple[Block, Tensor]]) -> list[tuple[Block, Tensor]]:
+        """``blocks`` with their elements copied into the buffer. What an earlier call returned is overwritten."""
+        starts, end = aligned([block.bytes for block, _ in blocks])
+        if self._buffer.numel() < end:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # never two
+            self._buffer = platform.host_buffer(end)
+        copies = []
+        for start, (block, values) in zip(starts, blocks, strict=True):
+            place = self._buffer[start : start + block.bytes].view(block.dtype)
+            copy = place.view(block.box.sizes)
+            copy.copy_(values, non_blocking=True)
+            copies.append((block, copy))
+        platform.wait_for_copies()
+        return copies
