@@ -16,108 +16,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-# What log-probabilities of a rollout must be: the same that the engine's protocol asks of
-# answers.
-
-LOG_PROB_ROUNDING = 1e-6
-"""A log-probability may exceed 0 by this much: what fp32 makes of a near-certain token."""
-
-
-def check_log_probs(log_probs: Sequence[float] | np.ndarray, where: str) -> None:
-    """Raise ValueError, naming ``where`` and the position, unless all are finite and at most 0, give
-    or take fp32's rounding.
-    """
-    values = np.asarray(log_probs, dtype=np.float64)
-    good = np.isfinite(values) & (values <= LOG_PROB_ROUNDING)
-    if not good.all():
-        first = tuple(int(i) for i in np.argwhere(~good)[0])
-        raise ValueError(
-            f"{where}: {values[first]} at token {first[0]}, expected a finite log-probability <= 0"
-        )
-
-
-def check_topk(ids: np.ndarray, log_probs: np.ndarray, where: str) -> None:
-    """As ``check_log_probs``, of Top-K entries [R, K] whose id is not negative; ValueError also where
-    a token has an id twice, whose probability would count twice.
-    """
-    valid = ids >= 0
-    check_log_probs(np.where(valid, log_probs, 0.0), f"{where}: Top-K log-probabilities")
-    ordered = np.sort(ids, axis=1)
-    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
-    if twice.any():
-        row, column = np.argwhere(twice)[0]
-        raise ValueError(
-            f"{where}: Top-K id {ordered[row, column]} stands twice at token {row}, expected "
-            "different ids"
-        )
-
-
-# Recorded expert choices (R3, arXiv 2510.11370): what no router chooses, and which rows hold.
-# A recording of one trajectory is uint8 or uint16 [S - 1, L, E]: row t holds the experts of token
-# t in each mixture-of-experts layer. The last token is never fed back to the engine, so it has
-# none. S = tokens of the trajectory, L = mixture-of-experts layers, E = experts a token.
-
-UNWRITTEN_TOKENS = 8
-"""Where one expert serves a token, zeros in every layer for more tokens than this were never
-written: no router sends so many tokens to expert 0 of every layer."""
-
-
-def check_recording(routed: np.ndarray, experts: int) -> None:
-    """Raise ValueError unless each token goes to distinct experts of 0 .. ``experts`` - 1.
-
-    ``routed`` [rows, L, E] of any integer type. Repeated experts would break the dispatch of
-    tokens.
-    """
-    if routed.size == 0:
-        return
-    if routed.min() < 0 or routed.max() >= experts:
-        raise ValueError(f"routed expert outside 0..{experts - 1}")
-    if routed.shape[-1] > 1 and not routed.any():
-        raise ValueError("routed experts are all 0: the engine recorded nothing")
-    if has_repeats(routed):
-        raise ValueError("a token is routed to the same expert twice")
-
-
-def has_repeats(routed: np.ndarray) -> bool:
-    """Whether an entry [..., E] has one number twice. Pairs are compared: a sort of so short rows takes
-    ten times as long."""
-    size = routed.shape[-1]
-    choices = np.ascontiguousarray(routed.reshape(-1, size).T)
-    return any((choices[i + 1 :] == choices[i]).any() for i in range(size - 1))
-
-
-def check_stored(routed: np.ndarray) -> None:
-    """``check_recording`` as far as that needs no model: any expert that the type can name."""
-    check_recording(routed, np.iinfo(routed.dtype).max + 1)
-
-
-def is_unwritten(routed: np.ndarray) -> bool:
-    """Whether a recording with one expert a token holds zeros alone: a buffer nobody wrote to."""
-    return routed.shape[-1] == 1 and len(routed) > UNWRITTEN_TOKENS and not routed.any()
-
-
-def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """bool [S - 1]: whether each row of a recording belongs to the tokens' log-probabilities.
-
-    An engine that goes on with a response after a weight update records the whole sequence again
-    under the new weights. Rows that predict tokens of an earlier version are left out; without the
-    column ``weight_version`` all rows hold.
-    """
-    rows = np.ones(len(loss_mask) - 1, dtype=bool)
-    versions = columns.get("weight_version")
-    if versions is not None and len(versions):
-        rows[np.flatnonzero(loss_mask)[versions != versions[-1]] - 1] = False
-    return rows
-
-
-def discarded_rows(version_spans: Sequence[tuple[int, int, int]]) -> int:
-    """Rows that ``usable_rows`` leaves out, from the runs (version, start, end) of the sampled tokens."""
-    if not version_spans:
-        return 0
-    last = version_spans[-1][0]
-    return sum(end - start for version, start, end in version_spans if version != last)
-
-
 Usable = Callable[[np.ndarray, Mapping[str, np.ndarray]], np.ndarray]
 """(loss_mask [S], the trajectory's columns) -> bool, one for each row of a column."""
 
@@ -127,7 +25,7 @@ Check = Callable[[np.ndarray, Mapping[str, np.ndarray], str], None]
 
 @cache
 def _name(dtype: np.dtype) -> str:
-    """numpy makes the name anew each time, which takes longer than all other checks of an array."""
+    # numpy makes the name anew each time, which takes longer than all other checks of an array.
     return dtype.name
 
 
@@ -138,13 +36,6 @@ class Rows(Enum):
     """Each token that the policy sampled; row i is of the i-th of them."""
     INPUT = "input"
     """Each token but the last, which is never fed back to a model."""
-
-
-class Reach(Enum):
-    """Which ranks hold a column once a batch has been exchanged."""
-
-    TRAINING_REPLICA = "the replica that trains on the trajectory"
-    SAVED = "no rank; saved batches have it"
 
 
 class ReadBy(Enum):
@@ -194,7 +85,6 @@ class Column:
     name: str
     dtypes: tuple[str, ...]
     rows: Rows
-    reach: Reach
     trailing: tuple[str, ...] = ()
     fill: int = 0
     complete: bool = True
@@ -275,6 +165,106 @@ def declared(name: str) -> Column:
     return COLUMNS[name]
 
 
+# --- what log-probabilities must be: the same that the engine's protocol asks of answers
+
+LOG_PROB_ROUNDING = 1e-6
+"""A log-probability may exceed 0 by this much: what fp32 makes of a near-certain token."""
+
+
+def check_log_probs(log_probs: Sequence[float] | np.ndarray, where: str) -> None:
+    """Raise ValueError, naming ``where`` and the position, unless all are finite and at most 0, give
+    or take fp32's rounding.
+    """
+    values = np.asarray(log_probs, dtype=np.float64)
+    good = np.isfinite(values) & (values <= LOG_PROB_ROUNDING)
+    if not good.all():
+        first = tuple(int(i) for i in np.argwhere(~good)[0])
+        raise ValueError(
+            f"{where}: {values[first]} at token {first[0]}, expected a finite log-probability <= 0"
+        )
+
+
+def check_topk(ids: np.ndarray, log_probs: np.ndarray, where: str) -> None:
+    """As ``check_log_probs``, of Top-K entries [R, K] whose id is not negative; ValueError also where
+    a token has an id twice, whose probability would count twice.
+    """
+    valid = ids >= 0
+    check_log_probs(np.where(valid, log_probs, 0.0), f"{where}: Top-K log-probabilities")
+    ordered = np.sort(ids, axis=1)
+    twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if twice.any():
+        row, column = np.argwhere(twice)[0]
+        raise ValueError(
+            f"{where}: Top-K id {ordered[row, column]} stands twice at token {row}, expected "
+            "different ids"
+        )
+
+
+# --- recorded expert choices (R3, arXiv 2510.11370): what no router chooses, and which rows hold
+#
+# A recording of one trajectory is uint8 or uint16 [S - 1, L, E]: row t holds the experts of token t in each
+# mixture-of-experts layer. The last token is never fed back to the engine, so it has none. S = tokens of the
+# trajectory, L = mixture-of-experts layers, E = experts a token.
+
+UNWRITTEN_TOKENS = 8
+"""Where one expert serves a token, zeros in every layer for more tokens than this were never
+written: no router sends so many tokens to expert 0 of every layer."""
+
+
+def check_recording(routed: np.ndarray, experts: int) -> None:
+    """Raise ValueError unless each token goes to distinct experts of 0 .. ``experts`` - 1.
+
+    ``routed`` [rows, L, E] of any integer type. Repeated experts would break the dispatch of
+    tokens.
+    """
+    if routed.size == 0:
+        return
+    if routed.min() < 0 or routed.max() >= experts:
+        raise ValueError(f"routed expert outside 0..{experts - 1}")
+    if routed.shape[-1] > 1 and not routed.any():
+        raise ValueError("routed experts are all 0: the engine recorded nothing")
+    if has_repeats(routed):
+        raise ValueError("a token is routed to the same expert twice")
+
+
+def has_repeats(routed: np.ndarray) -> bool:
+    """Whether an entry [..., E] has one number twice."""
+    # Pairs are compared: a sort of so short rows takes ten times as long.
+    size = routed.shape[-1]
+    choices = np.ascontiguousarray(routed.reshape(-1, size).T)
+    return any((choices[i + 1 :] == choices[i]).any() for i in range(size - 1))
+
+
+def is_unwritten(routed: np.ndarray) -> bool:
+    """Whether a recording with one expert a token holds zeros alone: a buffer nobody wrote to."""
+    return routed.shape[-1] == 1 and len(routed) > UNWRITTEN_TOKENS and not routed.any()
+
+
+def usable_rows(loss_mask: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """bool [S - 1]: whether each row of a recording belongs to the tokens' log-probabilities.
+
+    An engine that goes on with a response after a weight update records the whole sequence again
+    under the new weights. Rows that predict tokens of an earlier version are left out; without the
+    column ``weight_version`` all rows hold.
+    """
+    rows = np.ones(len(loss_mask) - 1, dtype=bool)
+    versions = columns.get("weight_version")
+    if versions is not None and len(versions):
+        rows[np.flatnonzero(loss_mask)[versions != versions[-1]] - 1] = False
+    return rows
+
+
+def discarded_rows(version_spans: Sequence[tuple[int, int, int]]) -> int:
+    """Rows that ``usable_rows`` leaves out, from the runs (version, start, end) of the sampled tokens."""
+    if not version_spans:
+        return 0
+    last = version_spans[-1][0]
+    return sum(end - start for version, start, end in version_spans if version != last)
+
+
+# --- the columns
+
+
 def _log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None:
     check_log_probs(array, f"{where}: rollout_log_probs")
 
@@ -287,83 +277,48 @@ def _topk(_: np.ndarray, columns: Mapping[str, np.ndarray], where: str) -> None:
 
 def _routing(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> None:
     try:
-        check_stored(array)
+        # Without the model: any expert that the type can name.
+        check_recording(array, np.iinfo(array.dtype).max + 1)
     except ValueError as error:
         raise ValueError(f"{where}: routed_experts: {error}") from error
 
 
 ROLLOUT_LOG_PROBS = declare(
-    Column(
-        "rollout_log_probs",
-        ("float32",),
-        Rows.SAMPLED,
-        Reach.TRAINING_REPLICA,
-        check=_log_probs,
-        read_by=ReadBy.LAST,
-    )
+    Column("rollout_log_probs", ("float32",), Rows.SAMPLED, check=_log_probs, read_by=ReadBy.LAST)
 )
 """Natural log mu(token) at the sampling temperature, as the engine returned it."""
 
 RECOMPUTED_LOG_PROBS = declare(
-    Column(
-        "recomputed_log_probs",
-        ("float32",),
-        Rows.SAMPLED,
-        Reach.TRAINING_REPLICA,
-        read_by=ReadBy.LAST,
-    )
+    Column("recomputed_log_probs", ("float32",), Rows.SAMPLED, read_by=ReadBy.LAST)
 )
 """The trainer's own log-probabilities at the rollout's weights."""
 
 REFERENCE_LOG_PROBS = declare(
-    Column(
-        "reference_log_probs",
-        ("float32",),
-        Rows.SAMPLED,
-        Reach.TRAINING_REPLICA,
-        read_by=ReadBy.LAST,
-    )
+    Column("reference_log_probs", ("float32",), Rows.SAMPLED, read_by=ReadBy.LAST)
 )
 """The trainer's own log-probabilities at the weights that training started from."""
 
 TOPK_IDS = declare(
-    Column(
-        "topk_ids",
-        ("int32",),
-        Rows.SAMPLED,
-        Reach.TRAINING_REPLICA,
-        ("topk",),
-        fill=-1,
-        read_by=ReadBy.LAST,
-    )
+    Column("topk_ids", ("int32",), Rows.SAMPLED, ("topk",), fill=-1, read_by=ReadBy.LAST)
 )
 """Ids of TopK(mu) where each token was sampled; -1 where the engine gave fewer than K."""
 
 TOPK_LOG_PROBS = declare(
     Column(
-        "topk_log_probs",
-        ("float32",),
-        Rows.SAMPLED,
-        Reach.TRAINING_REPLICA,
-        ("topk",),
-        check=_topk,
-        read_by=ReadBy.LAST,
+        "topk_log_probs", ("float32",), Rows.SAMPLED, ("topk",), check=_topk, read_by=ReadBy.LAST
     )
 )
 """Natural log mu at ``topk_ids``."""
 
-WEIGHT_VERSION = declare(
-    Column("weight_version", ("int32",), Rows.SAMPLED, Reach.TRAINING_REPLICA, packed=False)
-)
-"""The weights that sampled each token; every rank knows its runs (``Outline``). Every stage needs them
-for the rows of ``routed_experts`` that hold."""
+# Every stage needs them, for the rows of ``routed_experts`` that hold.
+WEIGHT_VERSION = declare(Column("weight_version", ("int32",), Rows.SAMPLED, packed=False))
+"""The weights that sampled each token; every rank knows its runs (``Outline``)."""
 
 ROUTED_EXPERTS = declare(
     Column(
         "routed_experts",
         ("uint8", "uint16"),
         Rows.INPUT,
-        Reach.TRAINING_REPLICA,
         ("moe_layers", "experts_per_token"),
         complete=False,
         usable=usable_rows,
@@ -373,9 +328,7 @@ ROUTED_EXPERTS = declare(
 """The experts that the engine sent each token to, for router replay."""
 
 LOSS_COLUMNS = tuple(
-    declare(
-        Column(f"loss_{name}", (dtype,), Rows.SAMPLED, Reach.SAVED, complete=False, packed=False)
-    ).name
+    declare(Column(f"loss_{name}", (dtype,), Rows.SAMPLED, complete=False, packed=False)).name
     for name, dtype in {
         "log_probs": "float32",
         "recomputed_log_probs": "float32",
@@ -384,6 +337,8 @@ LOSS_COLUMNS = tuple(
         "trains": "bool",
     }.items()
 )
-"""What the loss saw of each token in the optimiser step that trained on it: log pi; log pi' and the
-entropy of pi where it had them; the divergence that the mask compared with its threshold, if it
-measures one; and whether the token trained. A response without a gradient has none of them."""
+"""What the loss saw of each token in the optimiser step that trained on it; saved batches have them, no rank.
+
+log pi; log pi' and the entropy of pi where it had them; the divergence that the mask compared with its
+threshold, if it measures one; and whether the token trained. A response without a gradient has none of them.
+"""

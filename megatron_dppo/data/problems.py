@@ -85,8 +85,8 @@ def read_problems(
 
     What is accepted: ``load_problems``. Raises DataError for a record that is not a problem.
     """
-    records, places, sha256 = read_records(Path(path))
-    located = list(zip(records, places, strict=True))
+    records, locations, sha256 = read_records(Path(path))
+    located = list(zip(records, locations, strict=True))
     prompts = [_prompt(record, where, keys_of.prompt) for record, where in located]
     answers, unanswered = [], {}
     for position, record in enumerate(records):
@@ -95,7 +95,7 @@ def read_problems(
         except _UnansweredError as error:
             answers.append("")
             unanswered[position] = str(error)
-    return prompts, answers, unanswered, places, sha256
+    return prompts, answers, unanswered, locations, sha256
 
 
 def load_problems(
@@ -124,25 +124,27 @@ def load_problems(
     Raises:
         DataError: a record is not a problem, no record has an answer, or no problem is within the limit.
     """
-    prompts, answers, unanswered, places, sha256 = read_problems(path, keys_of)
+    prompts, answers, unanswered, locations, sha256 = read_problems(path, keys_of)
     if len(unanswered) == len(prompts):
-        raise DataError(f"{places[0]}: {unanswered[0]}; no record of the file has an answer")
+        raise DataError(f"{locations[0]}: {unanswered[0]}; no record of the file has an answer")
     short = [i for i in short_enough(tokenizer, prompts, max_prompt_tokens) if i not in unanswered]
-    prompt_ids = tokenise(tokenizer, [prompts[i] for i in short], form, [places[i] for i in short])
-    kept = tuple(
+    prompt_ids = tokenise(
+        tokenizer, [prompts[i] for i in short], form, [locations[i] for i in short]
+    )
+    problems = tuple(
         Problem(i, text_of(prompts[i]), answers[i], ids)
         for i, ids in zip(short, prompt_ids, strict=True)
         if len(ids) <= max_prompt_tokens
     )
-    if not kept:
+    if not problems:
         raise DataError(
             f"{path}: all {len(prompts) - len(unanswered)} prompts are longer than "
             f"max_prompt_tokens={max_prompt_tokens}"
         )
     unit = "row" if is_columnar(Path(path)) else "line"
-    dropped = len(prompts) - len(unanswered) - len(kept)
+    dropped = len(prompts) - len(unanswered) - len(problems)
     return ProblemSet(
-        kept, dropped, sha256, len(prompts), unit=unit, unanswered=tuple(unanswered.items())
+        problems, dropped, sha256, len(prompts), unit=unit, unanswered=tuple(unanswered.items())
     )
 
 
@@ -154,12 +156,12 @@ def load_pairs(
     Prompts as in ``load_problems``. The response is text under ``response``; the end-of-sequence
     token is appended to its ids. Raises DataError for a record that is not such a pair.
     """
-    records, places, _ = read_records(Path(path))
-    prompts = [_prompt(record, where) for record, where in zip(records, places, strict=True)]
-    responses = [_response(record, where) for record, where in zip(records, places, strict=True)]
+    records, locations, _ = read_records(Path(path))
+    prompts = [_prompt(record, where) for record, where in zip(records, locations, strict=True)]
+    responses = [_response(record, where) for record, where in zip(records, locations, strict=True)]
     if tokenizer.eos_token_id is None:
         raise DataError(f"{path}: the tokenizer has no end-of-sequence token to end responses with")
-    prompt_ids = tokenise(tokenizer, prompts, PromptForm(apply_chat_template), places)
+    prompt_ids = tokenise(tokenizer, prompts, PromptForm(apply_chat_template), locations)
     response_ids = tokenizer(responses, add_special_tokens=False)["input_ids"]
     return [
         (prompt, (*response, tokenizer.eos_token_id))
@@ -169,7 +171,9 @@ def load_pairs(
 
 def _prompt(record: Mapping[str, Any], where: str, key: str | None = None) -> Prompt:
     if key is not None:
-        prompt = _mapped(record, key, where)
+        prompt = value_at(record, key)
+        if prompt is None:
+            raise DataError(f"{where}: no {key!r}, found {keys(record)}")
     else:
         key = next((key for key in PROMPT_KEYS if key in record), None)
         if key is None:
@@ -184,14 +188,6 @@ def _prompt(record: Mapping[str, Any], where: str, key: str | None = None) -> Pr
         f"{where}: {key!r} is {shorten(prompt)}, expected text or a list of chat messages "
         "with a role and a content"
     )
-
-
-def _mapped(record: Mapping[str, Any], key: str, where: str) -> Any:
-    """The value under a key that the recipe names. Raises DataError where there is none."""
-    value = value_at(record, key)
-    if value is None:
-        raise DataError(f"{where}: no {key!r}, found {keys(record)}")
-    return value
 
 
 def _is_message(message: object) -> bool:
@@ -247,11 +243,9 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# Gold answers before they are needed: extracted, parsed and scored against themselves.
+# --- gold answers before they are needed: extracted, parsed and scored against themselves
 
 _SHOWN = 3
-_CHUNK = 64
-"""Answers between two movements of the progress bar."""
 
 
 def extracted(problems: ProblemSet, reward: str) -> ProblemSet:
@@ -269,37 +263,37 @@ def bad_answers(sets: Mapping[str, ProblemSet], reward: RewardConfig) -> BadAnsw
     the reward fails in another way.
     """
     answers = sorted({p.answer for problems in sets.values() for p in problems.problems})
-    must_match = find_reward(reward.name).reads_solutions
-    with Verifier(_checking(reward.name), reward.timeout_s, reward.workers) as verifier:
-        scores: list[Score] = []
-        with progress("check answers", len(answers)) as bar:
-            for start in range(0, len(answers), _CHUNK):
-                chunk = answers[start : start + _CHUNK]
-                scores += verifier.check([(answer, answer) for answer in chunk])
-                bar.advance(len(chunk))
+    row = find_reward(reward.name)
+    checking = reward.name if row.gold_target in (None, row.target) else str(row.gold_target)
+    with (
+        Verifier(checking, reward.timeout_s, reward.workers) as verifier,
+        progress("check answers", len(answers)) as bar,
+    ):
+        scores = verifier.check([(answer, answer) for answer in answers], lambda: bar.advance(1))
     complaints = {
-        answer: _complaint(score, must_match, reward.timeout_s)
+        answer: _complaint(score, row.reads_solutions, reward.timeout_s)
         for answer, score in zip(answers, scores, strict=True)
     }
-    found = {
-        path: [(p.problem_id, complaints[p.answer]) for p in problems.problems]
-        for path, problems in sets.items()
-    }
     return {
-        path: [list(row) for row in sorted([*rows, *sets[path].unanswered]) if row[1]]
-        for path, rows in found.items()
+        path: sorted(
+            [
+                *([p.problem_id, c] for p in problems.problems if (c := complaints[p.answer])),
+                *map(list, problems.unanswered),
+            ]
+        )
+        for path, problems in sets.items()
     }
 
 
 def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
     """Raise DataError naming file and line of the first ones in ``sets``, where there are any."""
-    places = [
+    faults = [
         f"{path}, {sets[path].place(row)}: {why}" for path, rows in bad.items() for row, why in rows
     ]
-    if places:
-        more = f" (and {len(places) - _SHOWN} more)" if len(places) > _SHOWN else ""
+    if faults:
+        more = f" (and {len(faults) - _SHOWN} more)" if len(faults) > _SHOWN else ""
         raise DataError(
-            f"{len(places)} answers can't be used: {'; '.join(places[:_SHOWN])}{more}. Put them right, "
+            f"{len(faults)} answers can't be used: {'; '.join(faults[:_SHOWN])}{more}. Put them right, "
             "or leave these problems out with data.on_bad_answer=drop"
         )
 
@@ -307,16 +301,10 @@ def refuse_bad_answers(bad: BadAnswers, sets: Mapping[str, ProblemSet]) -> None:
 def without(problems: ProblemSet, path: str, bad: BadAnswers) -> ProblemSet:
     """``problems`` of the file ``path`` less those with a bad answer. Raises DataError where none is left."""
     dropped = {row for row, _ in bad[path]}
-    kept = tuple(p for p in problems.problems if p.problem_id not in dropped)
-    if not kept:
+    remaining = tuple(p for p in problems.problems if p.problem_id not in dropped)
+    if not remaining:
         raise DataError(f"{path}: no problem is left whose answer can be used; {bad[path][0][1]}")
-    return replace(problems, problems=kept, bad_answers=len(dropped))
-
-
-def _checking(name: str) -> str:
-    """The name of the reward that checks the answers of the one called ``name``."""
-    reward = find_reward(name)
-    return name if reward.gold_target in (None, reward.target) else str(reward.gold_target)
+    return replace(problems, problems=remaining, bad_answers=len(dropped))
 
 
 def _complaint(score: Score, must_match: bool, timeout_s: float) -> str | None:

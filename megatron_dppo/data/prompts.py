@@ -80,19 +80,19 @@ def rendered(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     form: PromptForm,
-    places: Sequence[str],
+    locations: Sequence[str],
 ) -> list[tuple[str, bool]]:
     """The text of every prompt in ``form``, and whether the chat template wrote it."""
-    formed = [form.of(prompt, where) for prompt, where in zip(prompts, places, strict=True)]
+    formed = [form.of(prompt, where) for prompt, where in zip(prompts, locations, strict=True)]
     templated = [form.apply_chat_template or not isinstance(prompt, str) for prompt in formed]
     if tokenizer.chat_template is None and True in templated:
         raise DataError(
-            f"{places[templated.index(True)]}: the prompt needs a chat template and the tokenizer "
+            f"{locations[templated.index(True)]}: the prompt needs a chat template and the tokenizer "
             "has none; set data.apply_chat_template to false for plain-text prompts"
         )
     return [
         (_render(tokenizer, prompt, where), True) if chat else (text_of(prompt), False)
-        for prompt, chat, where in zip(formed, templated, places, strict=True)
+        for prompt, chat, where in zip(formed, templated, locations, strict=True)
     ]
 
 
@@ -100,12 +100,12 @@ def tokenise(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     form: PromptForm,
-    places: Sequence[str],
+    locations: Sequence[str],
 ) -> list[tuple[int, ...]]:
     """Token ids of every prompt in ``form``. Special tokens: the chat template's, or for plain text
     the tokenizer's.
     """
-    texts = rendered(tokenizer, prompts, form, places)
+    texts = rendered(tokenizer, prompts, form, locations)
     prompt_ids: list[tuple[int, ...]] = [()] * len(prompts)
     for with_template in (False, True):
         chosen = [i for i, (_, by_template) in enumerate(texts) if by_template == with_template]
@@ -115,7 +115,7 @@ def tokenise(
         for i, ids in zip(chosen, encoded, strict=True):
             prompt_ids[i] = tuple(ids)
     if () in prompt_ids:
-        raise DataError(f"{places[prompt_ids.index(())]}: the prompt has no tokens")
+        raise DataError(f"{locations[prompt_ids.index(())]}: the prompt has no tokens")
     return prompt_ids
 
 
@@ -123,12 +123,12 @@ def token_counts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     form: PromptForm,
-    places: Sequence[str],
+    locations: Sequence[str],
 ) -> list[int]:
     """Tokens of every prompt in ``form``. One of more than ``PIECE`` characters is counted in pieces, which
     may count a token more at each cut, and does not take gigabytes."""
     counts = []
-    for text, by_template in rendered(tokenizer, prompts, form, places):
+    for text, by_template in rendered(tokenizer, prompts, form, locations):
         pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
         encoded = _encoded(tokenizer, pieces, special=not by_template and len(pieces) == 1)
         counts.append(sum(map(len, encoded)))

@@ -1,4 +1,4 @@
-"""Published sets of problems: where each is, which columns its files have, what of it is taken.
+"""Published sets of problems: where each is, which columns its files have, what of it is taken; and their preparation.
 
 A file's columns decide how it is read, not its name: ``schema_of`` takes the first schema of a set
 whose columns are all there. A further set is a row of ``SETS``.
@@ -175,8 +175,8 @@ def schema_of(published: PublishedSet, columns: Sequence[str], where: object) ->
     for schema in published.schemas:
         if set(schema.columns) <= set(columns):
             return schema
-    known = "; ".join(f"{s.prompt} and {s.answer} ({s.where})" for s in published.schemas)
-    raise DataError(f"{where}: has the columns {sorted(columns)}, expected one of: {known}")
+    expected = "; ".join(f"{s.prompt} and {s.answer} ({s.where})" for s in published.schemas)
+    raise DataError(f"{where}: has the columns {sorted(columns)}, expected one of: {expected}")
 
 
 def columns_read(schema: Schema, columns: Sequence[str]) -> list[str]:
@@ -187,13 +187,12 @@ def columns_read(schema: Schema, columns: Sequence[str]) -> list[str]:
 def year_of(record: Mapping[str, Any]) -> int | None:
     """The year of a competition's problem: from its year, address or id; None where none says it."""
     for column in _YEAR_COLUMNS:
-        found = _YEAR_IN_TEXT.search(str(record.get(column) or ""))
-        if found:
-            return int(found[1])
+        if year := _YEAR_IN_TEXT.search(str(record.get(column) or "")):
+            return int(year[1])
     return None
 
 
-# From a record of a published file to a problem's text and its final answer.
+# --- from a record of a published file to a problem's text and its final answer
 
 _INSTRUCTIONS = tuple(
     re.compile(pattern, re.DOTALL)
@@ -220,9 +219,9 @@ class RowError(ValueError):
 def prompt_text(value: object) -> str:
     """The text of a problem: itself, or the one message of the user. Raises RowError."""
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
-        asked = [message.get("content") for message in value if message.get("role") == "user"]
+        questions = [message.get("content") for message in value if message.get("role") == "user"]
         others = {message.get("role") for message in value} - {"user", "system"}
-        value = asked[0] if len(asked) == 1 and not others else value
+        value = questions[0] if len(questions) == 1 and not others else value
     if isinstance(value, str) and value.strip():
         return value
     raise RowError(f"its problem is {shorten(value)}, expected text or one message of a user")
@@ -233,11 +232,6 @@ def bare_problem(text: str) -> str:
     for instruction in _INSTRUCTIONS:
         text = instruction.sub("", text)
     return text.strip()
-
-
-def is_english(text: str) -> bool:
-    """Whether ``text`` holds no Chinese, Japanese or Korean characters."""
-    return not _EAST_ASIAN.search(text)
 
 
 def answer_text(value: object) -> str:
@@ -271,7 +265,7 @@ def final_answer(text: str, schema: Schema, published: PublishedSet) -> str:
     return answer
 
 
-# The files and rows that ``--from`` stands for: a file, a folder, or a name on the hub.
+# --- the files and rows that ``--from`` stands for: a file, a folder, or a name on the hub
 
 _FORMATS = (".parquet", ".jsonl", ".json", ".arrow")
 _NO_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -280,7 +274,7 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True)
-class Part:
+class PublishedFile:
     """Rows with one schema, and where they are from. ``name``: of the file, or on the hub."""
 
     name: str
@@ -288,7 +282,7 @@ class Part:
     records: Iterator[dict[str, Any]]
 
 
-def parts_of(published: PublishedSet, source: str, split: str | None) -> list[Part]:
+def files_of(published: PublishedSet, source: str, split: str | None) -> list[PublishedFile]:
     """What ``source`` holds of the set, file by file.
 
     Args:
@@ -302,36 +296,36 @@ def parts_of(published: PublishedSet, source: str, split: str | None) -> list[Pa
     path = Path(source)
     if path.exists():
         files = [path] if path.is_file() else _files_in(path, published, split or published.split)
-        return [_part(published, file) for file in files]
+        return [_published_file(published, file) for file in files]
     if _HUB_NAME.fullmatch(source):
         return _from_hub(published, source, split or published.split)
     raise DataError(f"{source}: no such file or folder. {_how_to_get(published)}")
 
 
-def _part(published: PublishedSet, file: Path) -> Part:
+def _published_file(published: PublishedSet, file: Path) -> PublishedFile:
     columns = columns_of(file)
     schema = schema_of(published, columns, file)
-    return Part(str(file), schema, stream_records(file, columns_read(schema, columns)))
+    return PublishedFile(str(file), schema, stream_records(file, columns_read(schema, columns)))
 
 
 def _files_in(folder: Path, published: PublishedSet, split: str | None) -> list[Path]:
     """The folder's data files, of one configuration and one split where paths name several."""
-    found = [
+    paths = [
         path
         for path in sorted(folder.rglob("*"))
         if path.suffix in _FORMATS and path.name not in _NO_DATA and path.is_file()
         if not any(part.startswith(".") for part in path.relative_to(folder).parts)
     ]
-    chosen = [p for p in found if set(p.relative_to(folder).parts) & set(published.configs)]
-    found = chosen or found
-    if split is not None and any(_split_of(path, folder) for path in found):
-        found = [path for path in found if _split_of(path, folder) in (None, split)]
-    if not found:
+    chosen = [p for p in paths if set(p.relative_to(folder).parts) & set(published.configs)]
+    paths = chosen or paths
+    if split is not None and any(_split_of(path, folder) for path in paths):
+        paths = [path for path in paths if _split_of(path, folder) in (None, split)]
+    if not paths:
         wanted = f" of the split {split}" if split else ""
         raise DataError(
             f"{folder}: no {', '.join(_FORMATS)} file{wanted} in it. {_how_to_get(published)}"
         )
-    return found
+    return paths
 
 
 def _split_of(path: Path, folder: Path) -> str | None:
@@ -346,7 +340,7 @@ def _how_to_get(published: PublishedSet) -> str:
     )
 
 
-def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Part]:
+def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[PublishedFile]:
     """A repository of the hub, through ``datasets``, which keeps what it has downloaded."""
     try:
         import datasets
@@ -355,7 +349,7 @@ def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Par
             f"{name}: no such file or folder, and the hub is read through datasets, which is not "
             f"installed (pip install datasets). {_how_to_get(published)}"
         ) from error
-    parts = []
+    files = []
     try:
         offered = datasets.get_dataset_config_names(name)
         for config in [c for c in published.configs if c in offered] or offered:
@@ -364,20 +358,21 @@ def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Par
                 if split in (None, key) or len(loaded) == 1:
                     where = f"{name} ({config}, {key})"
                     schema = schema_of(published, rows.column_names, where)
-                    kept = rows.select_columns(columns_read(schema, rows.column_names))
-                    parts.append(Part(where, schema, iter(kept)))
+                    columns = columns_read(schema, rows.column_names)
+                    files.append(PublishedFile(where, schema, iter(rows.select_columns(columns))))
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
             f"{name}: can't be read from the hub: {type(error).__name__}: {reason}. "
             f"{_how_to_get(published)}"
         ) from error
-    if not parts:
+    if not files:
         raise DataError(f"{name}: has no split {split}. {_how_to_get(published)}")
-    return parts
+    return files
 
 
-# ``megatron-dppo data prepare``: published problems as the JSON Lines that a run reads.
+# --- ``megatron-dppo data prepare``: published problems as the JSON Lines that a run reads
+#
 # One line a problem: ``problem`` without the publisher's instructions, ``answer`` as what follows
 # ``####`` or stands in the box, ``source``. How the problem is put to the model is the recipe's
 # to say (``data.prompt_template``), so that training and evaluation say it alike.
@@ -389,22 +384,46 @@ _ADVANCE = 10_000
 
 
 @dataclass
-class Prepared:
-    """The problems of a published set.
+class Preparation:
+    """The problems of a published set, taken row by row, each once.
 
     Attributes:
+        published: the set.
         answers: problem -> answer, in the published order.
         rows: rows read.
-        instructed: problems whose publisher's instructions were taken away.
         left_out: reason -> rows.
         faults: the first rows that can't be used, in words.
+        instructed: problems whose publisher's instructions were taken away.
     """
 
+    published: PublishedSet
     answers: dict[str, str] = field(default_factory=dict)
     rows: int = 0
-    instructed: int = 0
     left_out: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
+    instructed: set[str] = field(default_factory=set)
+    _rows: set[tuple[str, str]] = field(default_factory=set)
+    _problems: dict[str, str] = field(default_factory=dict)
+    _conflicting: set[str] = field(default_factory=set)
+
+    def add(self, record: Mapping[str, Any], schema: Schema, where: str) -> None:
+        """Take the row's problem, or count why not."""
+        self.rows += 1
+        try:
+            reason = self._reason_against(record, schema)
+        except RowError as error:
+            reason = UNUSABLE
+            if len(self.faults) < _SHOWN:
+                self.faults.append(f"{where}: {error}")
+        if reason is not None:
+            self.left_out[reason] += 1
+
+    def finish(self) -> None:
+        """Leave problems out that came with different answers: all but one of them are wrong."""
+        for key in self._conflicting:
+            del self.answers[self._problems[key]]
+            self.left_out[CONFLICTING] += 1
+        self.instructed &= self.answers.keys()
 
     def lines(self, source: str) -> str:
         """The file's text."""
@@ -421,10 +440,37 @@ class Prepared:
             yield f"  {count:,} left out: {reason}"
         yield from (f"    {fault}" for fault in self.faults)
         if self.instructed:
-            yield f"  {self.instructed:,} without the publisher's instructions (data.prompt_template sets yours)"
+            count = len(self.instructed)
+            yield f"  {count:,} without the publisher's instructions (data.prompt_template sets yours)"
+
+    def _reason_against(self, record: Mapping[str, Any], schema: Schema) -> str | None:
+        published = self.published
+        text = prompt_text(value_at(record, schema.prompt))
+        given = answer_text(value_at(record, schema.answer))
+        # Compared as they are published before a closer look, because one set has each row a hundred times.
+        if (text, given) in self._rows:
+            return DUPLICATES
+        self._rows.add((text, given))
+        if published.year is not None and year_of(record) not in (None, published.year):
+            return OTHER_YEARS
+        problem = bare_problem(text)
+        if published.english and _EAST_ASIAN.search(problem):
+            return NOT_ENGLISH
+        answer = final_answer(given, schema, published)
+        key = " ".join(problem.split())
+        if key in self._problems:
+            if self.answers[self._problems[key]] == answer:
+                return DUPLICATES
+            self._conflicting.add(key)
+            return CONFLICTING
+        self._problems[key] = problem
+        self.answers[problem] = answer
+        if problem != text.strip():
+            self.instructed.add(problem)
+        return None
 
 
-def prepare(name: str, source: str, out: Path, split: str | None = None) -> Prepared:
+def prepare(name: str, source: str, out: Path, split: str | None = None) -> Preparation:
     """Read the published set ``name`` from ``source`` and write ``out``, whole or not at all.
 
     Raises DataError where nothing is found, or nothing of it can be used.
@@ -432,81 +478,21 @@ def prepare(name: str, source: str, out: Path, split: str | None = None) -> Prep
     published = SETS[name]
     if not out.parent.is_dir():
         raise DataError(f"{out}: {out.parent} is no folder")
-    prepared = collect(published, parts_of(published, source, split))
+    prepared = collect(published, files_of(published, source, split))
     if not prepared.answers:
         raise DataError(f"{source}: no problem is left of it\n" + "\n".join(prepared.report()))
     write_atomically(out, prepared.lines(name))
     return prepared
 
 
-def collect(published: PublishedSet, parts: Iterable[Part]) -> Prepared:
-    """The problems of all parts, each once.
-
-    A problem that comes with different answers is left out: all but one of them are wrong.
-    """
-    collector = _Collector(published)
+def collect(published: PublishedSet, files: Iterable[PublishedFile]) -> Preparation:
+    """The problems of all files, each once."""
+    prepared = Preparation(published)
     with progress("read rows", None) as bar:
-        for part in parts:
-            for row, record in enumerate(part.records):
-                collector.add(record, part.schema, f"{part.name}, row {row + 1}")
-                if collector.prepared.rows % _ADVANCE == 0:
+        for file in files:
+            for row, record in enumerate(file.records):
+                prepared.add(record, file.schema, f"{file.name}, row {row + 1}")
+                if prepared.rows % _ADVANCE == 0:
                     bar.advance(_ADVANCE)
-    return collector.finish()
-
-
-class _Collector:
-    """Takes rows one by one; compares them as they are published before it looks closer, because one
-    set has each row a hundred times."""
-
-    def __init__(self, published: PublishedSet) -> None:
-        self._published = published
-        self._seen: set[tuple[str, str]] = set()
-        self._problems: dict[str, str] = {}
-        self._conflicting: set[str] = set()
-        self._instructed: set[str] = set()
-        self.prepared = Prepared()
-
-    def add(self, record: Mapping[str, Any], schema: Schema, where: str) -> None:
-        """Keep the row's problem, or count why not."""
-        self.prepared.rows += 1
-        try:
-            reason = self._reason_against(record, schema)
-        except RowError as error:
-            reason = UNUSABLE
-            if len(self.prepared.faults) < _SHOWN:
-                self.prepared.faults.append(f"{where}: {error}")
-        if reason is not None:
-            self.prepared.left_out[reason] += 1
-
-    def finish(self) -> Prepared:
-        """All that was kept, without the problems whose answers differ."""
-        for key in self._conflicting:
-            del self.prepared.answers[self._problems[key]]
-            self.prepared.left_out[CONFLICTING] += 1
-        self.prepared.instructed = len(self._instructed & self.prepared.answers.keys())
-        return self.prepared
-
-    def _reason_against(self, record: Mapping[str, Any], schema: Schema) -> str | None:
-        published, prepared = self._published, self.prepared
-        text = prompt_text(value_at(record, schema.prompt))
-        given = answer_text(value_at(record, schema.answer))
-        if (text, given) in self._seen:
-            return DUPLICATES
-        self._seen.add((text, given))
-        if published.year is not None and year_of(record) not in (None, published.year):
-            return OTHER_YEARS
-        problem = bare_problem(text)
-        if published.english and not is_english(problem):
-            return NOT_ENGLISH
-        answer = final_answer(given, schema, published)
-        key = " ".join(problem.split())
-        if key in self._problems:
-            if prepared.answers[self._problems[key]] == answer:
-                return DUPLICATES
-            self._conflicting.add(key)
-            return CONFLICTING
-        self._problems[key] = problem
-        prepared.answers[problem] = answer
-        if problem != text.strip():
-            self._instructed.add(problem)
-        return None
+    prepared.finish()
+    return prepared

@@ -27,9 +27,9 @@ def parse_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], list[
     lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
     if lines == [b""]:
         raise DataError(f"{path}: the file is empty, expected one JSON object a line")
-    places = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
-    records = [_parse(line, where) for line, where in zip(lines, places, strict=True)]
-    return records, places
+    locations = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
+    records = [_parse(line, where) for line, where in zip(lines, locations, strict=True)]
+    return records, locations
 
 
 def parse_text(text: bytes, where: str) -> Any:
@@ -159,12 +159,12 @@ def read_records(path: Path) -> tuple[list[Record], list[str], str]:
         records = list(columnar_rows(path))
         if not records:
             raise DataError(f"{path}: the file is empty, expected at least one row")
-        places = [f"{path}, row {number}" for number in range(1, len(records) + 1)]
+        locations = [f"{path}, row {number}" for number in range(1, len(records) + 1)]
         with open(path, "rb") as file:
-            return records, places, hashlib.file_digest(file, "sha256").hexdigest()
+            return records, locations, hashlib.file_digest(file, "sha256").hexdigest()
     content = _content(path)
-    records, places = parse_lines(path, content)
-    return records, places, hashlib.sha256(content).hexdigest()
+    records, locations = parse_lines(path, content)
+    return records, locations, hashlib.sha256(content).hexdigest()
 
 
 def columns_of(path: Path) -> list[str]:

@@ -1,4 +1,8 @@
-"""Sampler of problems: epochs in a seeded order, resumable at any position."""
+"""The training files as one set of problems, and the order in which they are drawn: seeded, and resumable at any
+position.
+
+A sampler is the same on every rank, and its state plain JSON values.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,53 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megatron_dppo.data.problems import ProblemSet
 
 
-class Sampler(Protocol):
-    """Which problems come next; the same on every rank, and resumable from plain JSON values."""
+def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
+    """The problems of all sets in a row; ``problem_id`` counts on from file to file.
 
-    def next(self, n: int) -> list[int]:
-        """The next ``n`` positions in the training set."""
+    One set stays as it is, its SHA-256 too.
+    """
+    if len(sets) == 1:
+        return sets[0]
+    starts = accumulate((s.records for s in sets), initial=0)
+    moved = (
+        replace(problem, problem_id=problem.problem_id + start)
+        for part, start in zip(sets, starts, strict=False)
+        for problem in part.problems
+    )
+    return ProblemSet(
+        problems=tuple(moved),
+        dropped=sum(s.dropped for s in sets),
+        sha256=hashlib.sha256(json.dumps([s.sha256 for s in sets]).encode()).hexdigest(),
+        records=sum(s.records for s in sets),
+        bad_answers=sum(s.bad_answers for s in sets),
+    )
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state as plain JSON values."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``. Raises ValueError if it belongs to another data set or order."""
+class TrainingFiles:
+    """Which training file a problem of :func:`joined` is from.
+
+    Args:
+        paths: of the files; a file is called by its name without the ending, or by its number where
+            two have the same name.
+        records: records of each file.
+    """
+
+    def __init__(self, paths: Sequence[str], records: Sequence[int]) -> None:
+        stems = [Path(path).stem for path in paths]
+        unique = len(set(stems)) == len(stems)
+        self.names = stems if unique else [f"{stem}-{i}" for i, stem in enumerate(stems)]
+        self._ends = list(accumulate(records))
+
+    def of(self, problem_id: int) -> str:
+        """The file's name."""
+        return self.names[bisect_right(self._ends, problem_id)]
 
 
 class ProblemSampler:
@@ -50,19 +83,12 @@ class ProblemSampler:
         self._order = self._order_of(0)
 
     @property
-    def epoch(self) -> int:
-        """Number of completed epochs."""
-        return self._epoch
-
-    @property
     def drawn(self) -> int:
         """Number of positions that were handed out."""
         return self._epoch * self._count + self._position
 
     def next(self, n: int) -> list[int]:
         """The next ``n`` positions; after the end of an epoch the next one begins."""
-        if n < 0:
-            raise ValueError(f"cannot hand out {n} problems")
         taken: list[int] = []
         while len(taken) < n:
             upcoming = self._order[self._position : self._position + n - len(taken)]
@@ -110,51 +136,6 @@ class ProblemSampler:
         return np.random.default_rng((self._seed, epoch)).permutation(self._count)
 
 
-# Several files of training problems as one set, and the order in which they are drawn.
-
-
-def joined(sets: Sequence[ProblemSet]) -> ProblemSet:
-    """The problems of all sets in a row; ``problem_id`` counts on from file to file.
-
-    One set stays as it is, its SHA-256 too.
-    """
-    if len(sets) == 1:
-        return sets[0]
-    starts = accumulate((s.records for s in sets), initial=0)
-    moved = (
-        replace(problem, problem_id=problem.problem_id + start)
-        for part, start in zip(sets, starts, strict=False)
-        for problem in part.problems
-    )
-    return ProblemSet(
-        problems=tuple(moved),
-        dropped=sum(s.dropped for s in sets),
-        sha256=hashlib.sha256(json.dumps([s.sha256 for s in sets]).encode()).hexdigest(),
-        records=sum(s.records for s in sets),
-        bad_answers=sum(s.bad_answers for s in sets),
-    )
-
-
-class TrainingFiles:
-    """Which training file a problem of :func:`joined` is from.
-
-    Args:
-        paths: of the files; a file is called by its name without the ending, or by its number where
-            two have the same name.
-        records: records of each file.
-    """
-
-    def __init__(self, paths: Sequence[str], records: Sequence[int]) -> None:
-        stems = [Path(path).stem for path in paths]
-        unique = len(set(stems)) == len(stems)
-        self.names = stems if unique else [f"{stem}-{i}" for i, stem in enumerate(stems)]
-        self._ends = list(accumulate(records))
-
-    def of(self, problem_id: int) -> str:
-        """The file's name."""
-        return self.names[bisect_right(self._ends, problem_id)]
-
-
 class WeightedSampler:
     """Positions in the problems of several files in a row, each file drawn by its weight.
 
@@ -183,8 +164,6 @@ class WeightedSampler:
 
     def next(self, n: int) -> list[int]:
         """The next ``n`` positions."""
-        if n < 0:
-            raise ValueError(f"cannot hand out {n} problems")
         drawn = [file.drawn for file in self._files]
         total, weight = sum(drawn), sum(self._weights)
         taken = []
@@ -214,3 +193,6 @@ class WeightedSampler:
             )
         for file, part in zip(self._files, state["files"], strict=True):
             file.load_state_dict(part)
+
+
+Sampler = ProblemSampler | WeightedSampler

@@ -160,8 +160,8 @@ class Trajectory:
         """The same without these columns, whether it has them or not."""
         if self.columns.keys().isdisjoint(names):
             return self
-        kept = {name: array for name, array in self.columns.items() if name not in names}
-        return replace(self, columns=kept)
+        columns = {name: array for name, array in self.columns.items() if name not in names}
+        return replace(self, columns=columns)
 
     def scored(self, reward: float, advantage: float) -> Self:
         """The same with what the verifier found."""
@@ -178,11 +178,11 @@ def forms_of(trajectories: Sequence[Trajectory]) -> dict[str, Form]:
     for name in sorted({name for t in trajectories for name in t.columns}):
         arrays = [t.columns[name] for t in trajectories if name in t.columns]
         check_complete(declared(name), len(arrays), len(trajectories))
-        found = {Form.of(array) for array in arrays}
-        if len(found) > 1:
-            told = sorted(f"{form.dtype} {list(form.trailing)}" for form in found)
-            raise ValueError(f"{name} of different forms in one batch: {', '.join(told)}")
-        (forms[name],) = found
+        distinct = {Form.of(array) for array in arrays}
+        if len(distinct) > 1:
+            shown = sorted(f"{form.dtype} {list(form.trailing)}" for form in distinct)
+            raise ValueError(f"{name} of different forms in one batch: {', '.join(shown)}")
+        (forms[name],) = distinct
     sizes_of(forms)
     return forms
 
@@ -206,12 +206,14 @@ def check_complete(column: Column, present: int, trajectories: int) -> None:
         )
 
 
-# What every rank knows of a trajectory: enough to plan a step, none of its tokens.
+# --- what every rank knows of a trajectory
 
 
-@dataclass(frozen=True)
-class Outline:
-    """The properties of the Trajectory of the same names. ``length``: S; ``sampled``: N."""
+class Outline(NamedTuple):
+    """The properties of the Trajectory of the same names: enough to plan a step, none of its tokens.
+
+    ``length``: S; ``sampled``: N.
+    """
 
     problem_id: int
     sample_index: int
@@ -225,8 +227,7 @@ class Outline:
     @classmethod
     def of(cls, t: Trajectory) -> Self:
         """Of a trajectory."""
-        scores = t.finish_reason, t.reward, t.advantage
-        return cls(t.problem_id, t.sample_index, t.length, t.sampled, *scores, t.version_spans)
+        return cls(*(getattr(t, name) for name in cls._fields))
 
     def __str__(self) -> str:
         return f"response {self.sample_index} to problem {self.problem_id}"
@@ -236,25 +237,17 @@ class Outline:
         """Whether it hit the length limit instead of ending by itself."""
         return self.finish_reason == "length"
 
-    def to_json(self) -> list[Any]:
-        """A row for other ranks."""
-        reason = FINISH_REASONS.index(self.finish_reason)
-        numbers = self.problem_id, self.sample_index, self.length, self.sampled, reason
-        return [*numbers, self.reward, self.advantage, self.version_spans]
-
     @classmethod
     def from_json(cls, row: Sequence[Any]) -> Self:
-        """What ``to_json`` gave."""
-        problem, sample, length, sampled, reason, reward, advantage, spans = row
-        versions = tuple(VersionSpan(*span) for span in spans)
-        finish = FINISH_REASONS[reason]
-        return cls(problem, sample, length, sampled, finish, reward, advantage, versions)
+        """Of an outline that was JSON on its way: a list, as its version spans are."""
+        *others, spans = row
+        return cls(*others, tuple(VersionSpan(*span) for span in spans))
 
 
-Known = Outline | Trajectory
+TrajectoryFacts = Outline | Trajectory
 """What a plan and the figures of a batch are made from."""
 
 
-def rows_of_column(column: Column, known: Known) -> int:
+def row_count(column: Column, trajectory: TrajectoryFacts) -> int:
     """Rows that the column has of a trajectory."""
-    return known.sampled if column.rows is Rows.SAMPLED else known.length - 1
+    return trajectory.sampled if column.rows is Rows.SAMPLED else trajectory.length - 1

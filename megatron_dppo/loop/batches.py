@@ -9,7 +9,7 @@ from megatron_dppo.algorithms.normalisation import AGGREGATIONS
 from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import PackedBatch, idle_share, pack, plan_mini_batch
-from megatron_dppo.data.trajectory import Known, Trajectory
+from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
 from megatron_dppo.model.shape import TOKENS, SequenceCost
 
 
@@ -57,13 +57,13 @@ class MiniBatch:
     denominator: float
 
 
-def trains(trajectory: Known, config: AlgorithmConfig) -> bool:
+def trains(trajectory: TrajectoryFacts, config: AlgorithmConfig) -> bool:
     """Whether the response has a gradient: all do, unless truncated ones are dropped by the configuration."""
     return not (trajectory.truncated and config.truncated_responses == "drop")
 
 
 def plan_mini_batches(
-    batch: Sequence[Known], config: TrainConfig, layout: BatchLayout
+    batch: Sequence[TrajectoryFacts], config: TrainConfig, layout: BatchLayout
 ) -> list[MiniBatchPlan]:
     """Cut a batch, groups adjacent, into optimiser steps. Reads no columns.
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.trajectory import Known, Trajectory
+from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.metrics.samples import TRAINING, Sample, shortened
@@ -16,14 +16,14 @@ from megatron_dppo.types import Problem
 
 KEPT = 4
 """Responses of a training step, and of an evaluation on one set; the most masked one comes on top."""
-_KINDS: tuple[Callable[[Known | Sample], bool], ...] = (
+_KINDS: tuple[Callable[[TrajectoryFacts | Sample], bool], ...] = (
     lambda t: t.reward > 0,
     lambda t: t.reward == 0 and not t.truncated,
     lambda t: t.truncated,
 )
 
 
-def chosen(responses: Sequence[Known | Sample], step: int) -> list[int]:
+def chosen(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int]:
     """Positions of at most ``KEPT`` responses: one that earned something, one that ended by itself and
     earned nothing, and a truncated one, where there are any; the others as they come.
 

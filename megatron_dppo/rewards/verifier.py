@@ -11,7 +11,7 @@ import os
 import signal
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -118,11 +118,17 @@ class Verifier:
                 raise ValueError("the verifier is not open; use it in a with statement")
             return self._threads.submit(self._score_in_worker, pair)
 
-    def check(self, pairs: Sequence[Pair]) -> list[Score]:
-        """As ``submit``, of one after the other."""
+    def check(
+        self, pairs: Sequence[Pair], on_score: Callable[[], None] = lambda: None
+    ) -> list[Score]:
+        """As ``submit``, of several in order. ``on_score``: called as each is there."""
         futures = [self.submit(pair) for pair in pairs]
+        scores = []
         try:
-            return [future.result() for future in futures]
+            for future in futures:
+                scores.append(future.result())
+                on_score()
+            return scores
         finally:
             for future in futures:
                 future.cancel()

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from megatron_dppo.data.__main__ import main
-from megatron_dppo.data.published import SETS, Prepared, bare_problem, prepare
+from megatron_dppo.data.published import SETS, Preparation, bare_problem, prepare
 from megatron_dppo.data.records import DataError
 
 DAPO_BEFORE = (
@@ -48,7 +48,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture
 def prepared(tmp_path):
-    def run(name: str, rows: list[dict], file: str = "set.parquet", **words) -> Prepared:
+    def run(name: str, rows: list[dict], file: str = "set.parquet", **words) -> Preparation:
         return prepare(name, str(write(tmp_path / file, rows)), tmp_path / "out.jsonl", **words)
 
     return run
@@ -71,7 +71,7 @@ def test_duplicates_and_conflicts_are_left_out_and_counted(prepared):
     assert found.answers == {"a": "1", "c": "3"}
     assert found.left_out == {"duplicates": 7, "with another answer elsewhere": 2}
     assert found.rows == len(found.answers) + sum(found.left_out.values()) == 11
-    assert found.instructed == 2
+    assert len(found.instructed) == 2
     assert next(found.report()) == "11 rows read, 2 problems kept"
 
 

@@ -14,7 +14,7 @@ from megatron_dppo.data.sampling import ProblemSampler
 def test_unshuffled_order_goes_round():
     sampler = ProblemSampler(3, seed=0, shuffle=False)
     assert [sampler.next(2) for _ in range(4)] == [[0, 1], [2, 0], [1, 2], [0, 1]]
-    assert sampler.epoch == 2
+    assert sampler.state_dict()["epoch"] == 2
 
 
 def test_a_batch_may_be_longer_than_an_epoch():
@@ -36,7 +36,7 @@ def test_every_epoch_holds_every_problem_once(count, seed, sizes):
     taken = [i for n in sizes for i in sampler.next(n)]
     for start in range(0, len(taken) - count + 1, count):
         assert sorted(taken[start : start + count]) == list(range(count))
-    assert sampler.epoch == len(taken) // count
+    assert sampler.state_dict()["epoch"] == len(taken) // count
 
 
 @settings(max_examples=50, deadline=None)
@@ -69,5 +69,3 @@ def test_a_foreign_state_is_refused(change, message):
 def test_impossible_counts():
     with pytest.raises(ValueError, match="at least one problem, got 0"):
         ProblemSampler(0, seed=1)
-    with pytest.raises(ValueError, match="cannot hand out -1"):
-        ProblemSampler(1, seed=1).next(-1)

@@ -11,7 +11,6 @@ import pytest
 from megatron_dppo.data.columns import (
     Column,
     Form,
-    Reach,
     ReadBy,
     Rows,
     discarded_rows,
@@ -50,7 +49,7 @@ def test_an_outline_tells_what_the_trajectory_does_and_survives_json():
         assert getattr(outline, name) == getattr(whole, name)
     assert (outline.truncated, outline.version_spans) == (True, whole.version_spans)
     assert str(outline) == str(whole) == "response 2 to problem 8"
-    assert Outline.from_json(json.loads(json.dumps(outline.to_json()))) == outline
+    assert Outline.from_json(json.loads(json.dumps(outline))) == outline
 
 
 def test_rows_that_are_discarded_are_counted_from_the_spans():
@@ -123,7 +122,7 @@ def test_a_column_says_which_stages_read_it():
     ):
         assert [read_by.includes(stage, 3) for stage in range(3)] == wanted
         assert read_by.includes(0, 1)
-    assert Column("made_up", ("uint8",), Rows.INPUT, Reach.TRAINING_REPLICA).read_by is ReadBy.ALL
+    assert Column("made_up", ("uint8",), Rows.INPUT).read_by is ReadBy.ALL
 
 
 def test_a_share_has_an_aligned_span_for_each_part():

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_dppo.data.batch_file import load_batch, save_batch
-from megatron_dppo.data.columns import COLUMNS, Column, Reach, Rows, declare
+from megatron_dppo.data.columns import COLUMNS, Column, Rows, declare
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory, forms_of
 from megatron_dppo.engine.protocol import (
@@ -38,9 +38,7 @@ WIDTH = 2
 
 def introduce() -> None:
     """The column ``hidden``: two numbers of each sampled token, for the replica that trains on it."""
-    declare(
-        Column("hidden", ("float16",), Rows.SAMPLED, Reach.TRAINING_REPLICA, ("width",), fill=-1)
-    )
+    declare(Column("hidden", ("float16",), Rows.SAMPLED, ("width",), fill=-1))
 
     def parse(meta: Any, answered: Answered, width: int) -> dict[str, np.ndarray]:
         shape = (len(answered.response_ids), width)

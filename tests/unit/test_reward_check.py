@@ -7,7 +7,7 @@ import json
 import pytest
 
 from megatron_dppo.data.__main__ import main
-from megatron_dppo.data.inspection import read_solutions
+from megatron_dppo.data.inspection import read_checks
 
 SOLUTIONS = [
     (r"$a + b = \boxed{7}$. Or: $7$ by symmetry, \framebox{7} minutes. -someone, 2024", "7"),
@@ -50,4 +50,4 @@ def test_unusable_files(tmp_path, capsys):
     ):
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
-            read_solutions(path)
+            read_checks(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_dppo.data.columns import check_recording, check_stored, is_unwritten, usable_rows
+from megatron_dppo.data.columns import check_recording, is_unwritten, usable_rows
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.protocol import RoutedShape
@@ -132,7 +132,7 @@ def test_a_token_of_qwen3_30b_a3b_takes_384_bytes():
 
 
 def test_a_stored_recording_may_name_every_expert_of_its_type():
-    check_stored(np.array([[[255, 254]]], np.uint8))
-    check_stored(np.array([[[65535, 0]]], np.uint16))
+    for routed in (np.array([[[255, 254]]], np.uint8), np.array([[[65535, 0]]], np.uint16)):
+        trajectory([1], [2], routed_experts=routed).check()
     with pytest.raises(ValueError, match="same expert twice"):
-        check_stored(np.array([[[255, 255]]], np.uint8))
+        trajectory([1], [2], routed_experts=np.array([[[255, 255]]], np.uint8)).check()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_dppo.data.columns import COLUMNS, LOSS_COLUMNS, Column, Reach, ReadBy, Rows, declared
+from megatron_dppo.data.columns import COLUMNS, LOSS_COLUMNS, Column, ReadBy, Rows, declared
 from megatron_dppo.data.trajectory import Trajectory, VersionSpan, check_complete, forms_of
 from tests.trajectories import same, trajectory
 
@@ -46,7 +46,7 @@ def test_a_list_becomes_an_array_of_the_usual_type():
 
 def test_a_column_has_gaps_where_some_lack_it_or_some_rows_do_not_hold():
     def gaps(**fields):
-        return Column("c", ("int8",), Rows.INPUT, Reach.SAVED, **fields).has_gaps
+        return Column("c", ("int8",), Rows.INPUT, **fields).has_gaps
 
     assert not gaps()
     assert gaps(complete=False)
@@ -88,8 +88,6 @@ def test_what_each_column_is():
     assert set(LOSS_COLUMNS) == loss
     assert where(lambda c: c.rows is Rows.INPUT) == {"routed_experts"}
     assert where(lambda c: c.rows is Rows.SAMPLED) == DTYPES.keys() - {"routed_experts"}
-    assert where(lambda c: c.reach is Reach.SAVED) == loss
-    assert where(lambda c: c.reach is Reach.TRAINING_REPLICA) == DTYPES.keys() - loss
     log_probs = {f"{of}_log_probs" for of in ("rollout", "recomputed", "reference")}
     assert where(lambda c: c.read_by is ReadBy.LAST) == log_probs | topk
     assert where(lambda c: c.read_by is ReadBy.ALL) == loss | {"weight_version", "routed_experts"}

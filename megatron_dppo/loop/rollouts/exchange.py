@@ -28,7 +28,7 @@ from megatron_dppo.data.trajectory import (
     Outline,
     Trajectory,
     check_complete,
-    rows_of_column,
+    row_count,
     sizes_of,
 )
 from megatron_dppo.system.errors import RunError
@@ -70,7 +70,7 @@ def announce(
     Groups are in the order of ``positions``: those of the groups in the batch as generated, which say
     who has them.
     """
-    rows_by_rank = all_gather_json([Outline.of(t).to_json() for t in trajectories])
+    rows_by_rank = all_gather_json([Outline.of(t) for t in trajectories])
     rows = {leader: iter(rows_by_rank[leader]) for leader in topology.leaders}
     remaining = iter(trajectories if topology.is_leader else ())
     outlines: list[Outline] = []
@@ -252,9 +252,7 @@ class PartDirectory:
     def shape(self, part: ColumnPart) -> tuple[int, ...]:
         """Of the part's array: the rows are known from the outline, the rest from ``forms``."""
         outline = self.outlines[part.position]
-        rows = (
-            outline.length if part.name in TOKENS else rows_of_column(declared(part.name), outline)
-        )
+        rows = outline.length if part.name in TOKENS else row_count(declared(part.name), outline)
         return (rows, *self.stages.form(part, self.forms).trailing)
 
     def share(self, parts: Sequence[ColumnPart]) -> Share:

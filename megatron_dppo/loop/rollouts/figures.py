@@ -12,7 +12,7 @@ import numpy as np
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import Form, discarded_rows
 from megatron_dppo.data.sampling import TrainingFiles
-from megatron_dppo.data.trajectory import Known
+from megatron_dppo.data.trajectory import TrajectoryFacts
 from megatron_dppo.loop.scoring import Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.normal_ranges import BY_METRIC
@@ -29,7 +29,7 @@ class GroupRow(NamedTuple):
     truncated: int
 
     @classmethod
-    def of(cls, group: Sequence[Known]) -> GroupRow:
+    def of(cls, group: Sequence[TrajectoryFacts]) -> GroupRow:
         """Of one group, once it is verified."""
         return cls(
             responses=len(group),
@@ -40,7 +40,7 @@ class GroupRow(NamedTuple):
         )
 
 
-def rows_of(batch: Sequence[Known], group_size: int) -> list[GroupRow]:
+def rows_of(batch: Sequence[TrajectoryFacts], group_size: int) -> list[GroupRow]:
     """A row for each group of a batch, groups adjacent."""
     return [GroupRow.of(batch[i : i + group_size]) for i in range(0, len(batch), group_size)]
 
@@ -57,7 +57,9 @@ def generated_figures(rows: Sequence[GroupRow]) -> dict[str, float]:
     }
 
 
-def file_figures(batch: Sequence[Known], files: TrainingFiles, group_size: int) -> dict[str, float]:
+def file_figures(
+    batch: Sequence[TrajectoryFacts], files: TrainingFiles, group_size: int
+) -> dict[str, float]:
     """The trained prompts of each training file and what they earned; nothing where there is one file.
 
     A file that no prompt of the batch is from has 0 prompts and no reward.
@@ -97,7 +99,7 @@ def speed_figures(tokens: float, seconds: float, waited: float) -> dict[str, flo
 
 
 def routing_figures(
-    batch: Sequence[Known], recorded: Collection[int], form: Form
+    batch: Sequence[TrajectoryFacts], recorded: Collection[int], form: Form
 ) -> dict[str, float]:
     """The recorded routing of a batch. ``recorded``: positions with a recording, wherever it lies."""
     with_routing = [batch[position] for position in recorded]
@@ -134,7 +136,7 @@ class StalenessError(RunError):
     """A response was sampled by weights that a batch of this step may not come from."""
 
 
-def staleness_figures(batch: Sequence[Known], step: int) -> dict[str, float]:
+def staleness_figures(batch: Sequence[TrajectoryFacts], step: int) -> dict[str, float]:
     """Mean and largest staleness over the response tokens of the batch of ``step``, in weight versions."""
     spans = [span for t in batch for span in t.version_spans]
     staleness = np.array([step - 1 - span.weight_version for span in spans])
@@ -143,7 +145,7 @@ def staleness_figures(batch: Sequence[Known], step: int) -> dict[str, float]:
     return {names.STALENESS: mean, names.STALENESS_MAX: int(staleness.max())}
 
 
-def check_staleness(batch: Sequence[Known], step: int, max_staleness: int) -> None:
+def check_staleness(batch: Sequence[TrajectoryFacts], step: int, max_staleness: int) -> None:
     """Raise StalenessError unless every token's staleness is from 0 to ``max_staleness``."""
     for trajectory in batch:
         for span in trajectory.version_spans:
