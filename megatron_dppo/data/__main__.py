@@ -14,9 +14,9 @@ from megatron_dppo.rewards import find_reward
 from megatron_dppo.system.errors import RunError
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Do what the words of the command line say; the exit code: 1 where a reward fails its check, 2 refused."""
-    options = _parser().parse_args(words)
+    options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
     except (RunError, OSError) as error:
@@ -37,7 +37,7 @@ def _inspect(options: argparse.Namespace) -> int:
     from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 
     _require_reward(options.reward)
-    asked = Inspection(
+    inspection = Inspection(
         options.file,
         keys=DataKeys(options.prompt_key, options.answer_key),
         form=PromptForm(not options.plain, options.system_prompt, options.prompt_template),
@@ -46,7 +46,7 @@ def _inspect(options: argparse.Namespace) -> int:
         against=options.against,
         similarity=options.similarity,
     )
-    for line in inspect(asked):
+    for line in inspect(inspection):
         print(line, flush=True)
     return 0
 

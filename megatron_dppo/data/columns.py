@@ -104,7 +104,7 @@ class Column:
             return int(np.count_nonzero(loss_mask))
         return len(loss_mask) - 1
 
-    def places(self, loss_mask: np.ndarray) -> np.ndarray:
+    def positions(self, loss_mask: np.ndarray) -> np.ndarray:
         """Position in the trajectory that each row stands at in a pack: int64 [rows].
 
         A sampled token's row stands at the token before it, which predicts it.

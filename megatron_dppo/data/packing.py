@@ -1,5 +1,5 @@
-"""Trajectories laid end to end as one thd micro-batch: no padding between them, and per-token
-columns beside the tokens.
+"""Micro-batches: who trains on which sequences, and these laid end to end in Megatron's thd format, without padding
+between them, and per-token columns beside the tokens.
 
 T = tokens in the pack, S = sequences in it.
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_dppo.data.columns import Column, Form, Rows, declared
 from megatron_dppo.data.trajectory import Trajectory, forms_of
 
-# Who trains on what: sequences spread over data-parallel ranks and over micro-batches.
+# --- who trains on what: sequences spread over data-parallel ranks and over micro-batches
+#
 # Memory bounds a micro-batch's tokens; time is balanced by cost, which grows faster than the
 # tokens (``model/flops.py``). Every function is a pure function of its arguments, so that ranks
 # which know the same lengths agree without talking.
@@ -31,11 +32,8 @@ def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
     differencing).
 
     Deterministic; indices ascend within a group. Groups are empty where there are fewer sequences
-    than ranks. Raises ValueError for ``ranks < 1`` or a cost that is not above 0.
+    than ranks.
     """
-    _check_positive(costs, "cost")
-    if ranks < 1:
-        raise ValueError(f"ranks must be at least 1, got {ranks}")
     # A partial partition is `ranks` pairs (sum, indices), the heaviest first. The two with the widest
     # spread are merged heaviest onto lightest until one is left; the first index breaks ties.
     heap = [
@@ -61,11 +59,8 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> Groups:
     first-fit-decreasing finds.
 
     A sequence longer than the budget has a group to itself. Deterministic: equal lengths keep
-    their order. Raises ValueError for a budget or a length below 1.
+    their order.
     """
-    _check_positive(lengths, "length")
-    if token_budget < 1:
-        raise ValueError(f"token_budget must be at least 1, got {token_budget}")
     sizes = np.asarray(lengths, dtype=np.int64)
     free = np.zeros(len(sizes), dtype=np.int64)  # of the groups that are open, in order of opening
     groups: Groups = []
@@ -97,9 +92,6 @@ def plan_mini_batch(
     first. None exceeds ``token_budget`` unless it is a single sequence. Micro-batches are empty only
     where a rank has too few sequences.
     """
-    if count_multiple < 1:
-        raise ValueError(f"count_multiple must be at least 1, got {count_multiple}")
-    _check_positive(lengths, "length")
     shares = partition_by_cost(costs, dp_size)
     share_lengths = [[lengths[i] for i in share] for share in shares]
     share_costs = [[costs[i] for i in share] for share in shares]
@@ -107,10 +99,10 @@ def plan_mini_batch(
     count = max(1, *(len(groups) for groups in fewest))
     count += -count % count_multiple
     plan = []
-    for share, own_lengths, own_costs, groups in zip(
+    for share, of_lengths, of_costs, groups in zip(
         shares, share_lengths, share_costs, fewest, strict=True
     ):
-        spread = _spread(own_lengths, own_costs, groups, token_budget, count)
+        spread = _spread(of_lengths, of_costs, groups, token_budget, count)
         plan.append([[share[i] for i in group] for group in spread])
     return plan
 
@@ -178,10 +170,7 @@ def _total(values: Sequence[float], group: Sequence[int]) -> float:
     return sum(values[i] for i in group)
 
 
-def _check_positive(values: Sequence[float], what: str) -> None:
-    for index, value in enumerate(values):
-        if not value > 0:
-            raise ValueError(f"sequence {index} has a {what} of {value}, expected more than 0")
+# --- the pack
 
 
 @dataclass(frozen=True)
@@ -228,8 +217,10 @@ class PackedBatch:
 
     def without(self, name: str) -> PackedBatch:
         """The same batch without that column."""
-        kept = {n: x for n, x in self.columns.items() if n != name}
-        return replace(self, columns=kept, valid={n: x for n, x in self.valid.items() if n != name})
+        columns, valid = (
+            {n: x for n, x in c.items() if n != name} for c in (self.columns, self.valid)
+        )
+        return replace(self, columns=columns, valid=valid)
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with every tensor on ``device``."""
@@ -289,9 +280,9 @@ def pack(
     starts = ends - lengths
     token_ids = np.zeros(tokens, dtype=np.int64)
     loss_mask, advantages = np.zeros(tokens, np.bool_), np.zeros(tokens, np.float32)
-    for t, start, own in zip(trajectories, starts, trains, strict=False):
+    for t, start, has_gradient in zip(trajectories, starts, trains, strict=False):
         token_ids[start : start + t.length] = t.token_ids
-        if own:
+        if has_gradient:
             predicting = slice(start, start + t.length - 1)
             loss_mask[predicting] = t.loss_mask[1:]
             advantages[predicting] = t.loss_mask[1:] * np.float32(t.advantage)
@@ -315,11 +306,11 @@ def pack(
 def unpack_sampled(trajectories: Sequence[Trajectory], values: Tensor) -> list[Tensor]:
     """Per-token ``values`` [T, ...] of ``pack(trajectories)``: for each the rows of its sampled tokens."""
     ends = np.cumsum([t.length for t in trajectories], dtype=np.int64)
-    places = [
+    positions = [
         end - t.length + np.flatnonzero(t.loss_mask) - 1
         for t, end in zip(trajectories, ends, strict=True)
     ]
-    rows = np.concatenate([np.zeros(0, np.int64), *places])
+    rows = np.concatenate([np.zeros(0, np.int64), *positions])
     picked = values[torch.from_numpy(rows).to(values.device)]
     return list(picked.split([t.sampled for t in trajectories]))
 
@@ -334,14 +325,14 @@ def _columns(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The pack's columns, and the validity of those with gaps."""
     if trajectories:
-        own: Mapping[str, Form] = forms_of(trajectories)
+        packed: Mapping[str, Form] = forms_of(trajectories)
     else:
-        own = {n: form for n, form in (forms or {}).items() if declared(n).complete}
+        packed = {n: form for n, form in (forms or {}).items() if declared(n).complete}
     for trajectory, has_gradient in zip(trajectories, trains, strict=True):
         if has_gradient:
             trajectory.check(Rows.SAMPLED)
     columns, valid = {}, {}
-    for name, form in own.items():
+    for name, form in packed.items():
         column = declared(name)
         if not column.packed:
             continue
@@ -367,11 +358,11 @@ def _lay_out(
     rows = trajectory.columns.get(column.name)
     if rows is None:
         return
-    places = column.places(trajectory.loss_mask) + start
-    within = slice(*np.searchsorted(places, (0, len(values))))  # they ascend
-    rows, places = rows[within], places[within]
+    positions = column.positions(trajectory.loss_mask) + start
+    within = slice(*np.searchsorted(positions, (0, len(values))))  # they ascend
+    rows, positions = rows[within], positions[within]
     if column.usable is not None:
         usable = column.usable(trajectory.loss_mask, trajectory.columns)[within]
-        rows, places = rows[usable], places[usable]
-    values[places] = rows
-    holds[places] = True
+        rows, positions = rows[usable], positions[usable]
+    values[positions] = rows
+    holds[positions] = True

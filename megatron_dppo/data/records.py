@@ -14,25 +14,74 @@ from typing import Any
 
 from megatron_dppo.system.errors import RunError
 
-# JSON Lines as they are read: one object a line, and one error that names file and line.
-# Which reader a file takes is ``records.read_records``'s choice.
+Record = dict[str, Any]
+PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
+"""The first four bytes of each format; ``datasets`` saves streams."""
+COLUMNAR = (PARQUET, ARROW_FILE, ARROW_STREAM)
+_BATCH = 4096
+"""Rows that are Python objects at one time."""
 
 
 class DataError(RunError, ValueError):
     """A data set cannot be used; the message names the file, the line (from 1) and the fault."""
 
 
-def parse_lines(path: Path, content: bytes) -> tuple[list[dict[str, Any]], list[str]]:
+def read_records(path: Path) -> tuple[list[Record], list[str], str]:
+    """The objects of a file, the place of each in words, and the SHA-256 of the file's bytes."""
+    if is_columnar(path):
+        records = list(_rows(path))
+        if not records:
+            raise DataError(f"{path}: the file is empty, expected at least one row")
+        locations = [f"{path}, row {number}" for number in range(1, len(records) + 1)]
+        with open(path, "rb") as file:
+            return records, locations, hashlib.file_digest(file, "sha256").hexdigest()
+    content = _content(path)
+    records, locations = _parse_lines(path, content)
+    return records, locations, hashlib.sha256(content).hexdigest()
+
+
+def columns_of(path: Path) -> list[str]:
+    """The names of a file's columns; of the first object where it is JSON."""
+    if not is_columnar(path):
+        return sorted(_objects(path)[0])
+    with _faults_named(path):
+        return list(_opened(path, None)[0])
+
+
+def stream_records(path: Path, columns: Sequence[str]) -> Iterator[Record]:
+    """The objects of a file one after the other, with ``columns`` at least.
+
+    Takes a JSON document too: a list of objects, or a single one, as MATH was first published.
+    """
+    return _rows(path, columns) if is_columnar(path) else iter(_objects(path))
+
+
+def is_columnar(path: Path) -> bool:
+    """Whether the file is Parquet or Arrow. Raises DataError where it can't be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) in COLUMNAR
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+# --- JSON
+
+
+def _parse_lines(path: Path, content: bytes) -> tuple[list[Record], list[str]]:
     """The objects of a JSONL file and the place of each in words."""
     lines = content.removeprefix(b"\xef\xbb\xbf").rstrip().split(b"\n")
     if lines == [b""]:
         raise DataError(f"{path}: the file is empty, expected one JSON object a line")
     locations = [f"{path}, line {number}" for number in range(1, len(lines) + 1)]
-    records = [_parse(line, where) for line, where in zip(lines, locations, strict=True)]
+    records = [_parse_text(line, where) for line, where in zip(lines, locations, strict=True)]
+    for record, where in zip(records, locations, strict=True):
+        if not isinstance(record, dict):
+            raise DataError(f"{where}: {type(record).__name__}, expected a JSON object")
     return records, locations
 
 
-def parse_text(text: bytes, where: str) -> Any:
+def _parse_text(text: bytes, where: str) -> Any:
     """A JSON value. Raises DataError beginning with ``where``, also for what can't be written back."""
     try:
         value = json.loads(text)
@@ -51,67 +100,38 @@ def parse_text(text: bytes, where: str) -> Any:
     return value
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
-    record = parse_text(line, where)
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: {type(record).__name__}, expected a JSON object")
-    return record
-
-
-def value_at(record: Mapping[str, Any], path: str) -> Any:
-    """The value under ``a``, or under ``a.b`` in a structure; None where it is not there."""
-    if path in record:
-        return record[path]
-    value: Any = record
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
-def keys(record: Mapping[str, Any]) -> str:
-    """The keys of a record, as many as one reads."""
-    names = sorted(record)
-    return str([_cut(name) for name in names[:12]]) + (" and more" if len(names) > 12 else "")
-
-
-def shorten(value: object) -> str:
-    """A JSON value in at most 60 characters."""
+def _objects(path: Path) -> list[Record]:
+    content = _content(path)
     try:
-        return _cut(json.dumps(value, ensure_ascii=False, default=str))
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"
+        return _parse_lines(path, content)[0]
+    except DataError:
+        if path.suffix != ".json":
+            raise
+        document = _parse_text(content, str(path))
+    records = document if isinstance(document, list) else [document]
+    if not records or not all(isinstance(record, dict) for record in records):
+        raise DataError(f"{path}: expected an object, or a list of objects")
+    return records
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
 
 
-# Parquet and Arrow files, row by row; pyarrow is imported on first use.
-
-PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
-"""The first four bytes of each format; ``datasets`` saves streams."""
-COLUMNAR = (PARQUET, ARROW_FILE, ARROW_STREAM)
-_BATCH = 4096
-"""Rows that are Python objects at one time."""
+# --- Parquet and Arrow
 
 
-def columnar_names(path: Path) -> list[str]:
-    """Names of the file's columns. Raises DataError where it can't be read."""
-    with _faults_named(path):
-        return list(_opened(path, None)[0])
-
-
-def columnar_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows as plain Python values, of ``columns`` alone where they are given.
-
-    Holds a few thousand rows at a time: published files have millions. Raises DataError where the
-    file can't be read.
-    """
+def _rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Record]:
+    """The rows as plain Python values, of ``columns`` alone where they are given."""
     with _faults_named(path):
         for batch in _opened(path, columns)[1]:
+            # A few thousand at a time: published files have millions of rows.
             for start in range(0, batch.num_rows, _BATCH):
-                part = batch.slice(start, _BATCH)
-                yield from (part if columns is None else part.select(list(columns))).to_pylist()
+                rows = batch.slice(start, _BATCH)
+                yield from (rows if columns is None else rows.select(list(columns))).to_pylist()
 
 
 def _opened(path: Path, columns: Sequence[str] | None) -> tuple[list[str], Iterator[Any]]:
@@ -147,64 +167,32 @@ def _faults_named(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: no readable Parquet or Arrow file: {error}") from error
 
 
-# Files of records in every format that is read: JSON Lines, JSON, Parquet, Arrow.
-# The first bytes decide, not the name: published files have many.
-
-Record = dict[str, Any]
+# --- values, and how messages show them
 
 
-def read_records(path: Path) -> tuple[list[Record], list[str], str]:
-    """The objects of a file, the place of each in words, and the SHA-256 of the file's bytes."""
-    if is_columnar(path):
-        records = list(columnar_rows(path))
-        if not records:
-            raise DataError(f"{path}: the file is empty, expected at least one row")
-        locations = [f"{path}, row {number}" for number in range(1, len(records) + 1)]
-        with open(path, "rb") as file:
-            return records, locations, hashlib.file_digest(file, "sha256").hexdigest()
-    content = _content(path)
-    records, locations = parse_lines(path, content)
-    return records, locations, hashlib.sha256(content).hexdigest()
+def value_at(record: Mapping[str, Any], path: str) -> Any:
+    """The value under ``a``, or under ``a.b`` in a structure; None where it is not there."""
+    if path in record:
+        return record[path]
+    value: Any = record
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
-def columns_of(path: Path) -> list[str]:
-    """The names of a file's columns; of the first object where it is JSON."""
-    return columnar_names(path) if is_columnar(path) else sorted(_objects(path)[0])
+def keys(record: Mapping[str, Any]) -> str:
+    """The keys of a record, as many as one reads."""
+    names = sorted(record)
+    return str([_cut(name) for name in names[:12]]) + (" and more" if len(names) > 12 else "")
 
 
-def stream_records(path: Path, columns: Sequence[str]) -> Iterator[Record]:
-    """The objects of a file one after the other, with ``columns`` at least.
-
-    Takes a JSON document too: a list of objects, or a single one, as MATH was first published.
-    """
-    return columnar_rows(path, columns) if is_columnar(path) else iter(_objects(path))
-
-
-def is_columnar(path: Path) -> bool:
-    """Whether the file is Parquet or Arrow. Raises DataError where it can't be read."""
+def shorten(value: object) -> str:
+    """A JSON value in at most 60 characters."""
     try:
-        with open(path, "rb") as file:
-            return file.read(4) in COLUMNAR
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        return _cut(json.dumps(value, ensure_ascii=False, default=str))
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
 
 
-def _objects(path: Path) -> list[Record]:
-    content = _content(path)
-    if path.suffix != ".json":
-        return parse_lines(path, content)[0]
-    try:
-        return parse_lines(path, content)[0]
-    except DataError:
-        document = parse_text(content, str(path))
-    records = document if isinstance(document, list) else [document]
-    if not records or not all(isinstance(record, dict) for record in records):
-        raise DataError(f"{path}: expected an object, or a list of objects")
-    return records
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.protocol import SamplingParams
-from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.rollouts.exchange import own_positions
-from megatron_dppo.loop.rollouts.sources import seeds_of
 from megatron_dppo.loop.samples import SampleMaker, chosen
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import names
@@ -56,7 +55,10 @@ def evaluate(
     for name, problems in sets.items():
         positions = own_positions(range(len(problems)), topology)
         own = [problems[p] for p in positions]
-        seeds = seeds_of(config, f"evaluation on {name} after step {step}", positions)
+        seeds = None
+        if config.engine.deterministic:
+            purpose = f"evaluation on {name} after step {step}"
+            seeds = SamplingSeeds(config.run.seed, purpose, positions)
         job = GenerationJob(own, settings.samples_per_prompt, sampling, seeds=seeds)
         generation = ScoredGeneration(engine, verifier, job, f"evaluate on {name}")
         generation.wait()

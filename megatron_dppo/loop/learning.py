@@ -26,7 +26,7 @@ from megatron_dppo.loop.batches import (
 )
 from megatron_dppo.loop.loss_record import LossColumns, LossRecord
 from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, ExchangeError, Stages
-from megatron_dppo.loop.rollouts.figures import GapGuard, routing_figures
+from megatron_dppo.loop.rollouts.figures import GapGuard, is_coarse, routing_figures
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.definitions import means
@@ -105,7 +105,12 @@ class Learner:
             cost=forward_flops(trainer.shape),
         )
         self._topk = topk
-        self._guard = GapGuard(config)
+        self._guard = GapGuard(
+            config.model.dtype,
+            config.rollout,
+            is_coarse=is_coarse(config.sglang, config.megatron),
+            has_dropout=bool(config.lora.dropout),
+        )
         shape = trainer.shape
         sizes = {"moe_layers": len(shape.moe_layers), "experts_per_token": shape.experts_per_token}
         self._exchange = ColumnExchange(
@@ -128,10 +133,10 @@ class Learner:
             for rank in range(self.layout.dp_size)
         ]
         delivery = self._exchange.deliver(
-            outlines, batch.own, needed, gather=self._config.rollout.save
+            outlines, batch.trajectories, needed, gather=self._config.rollout.save
         )
         is_stale = batch.figures.get(names.STALENESS_MAX, 0) > 0
-        batch.own.clear()
+        batch.trajectories.clear()
         check_carried_topk(delivery.forms, self._topk)
         if not self._config.router_replay:
             return PlannedBatch(delivery, plans, {}, is_stale)

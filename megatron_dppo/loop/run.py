@@ -287,7 +287,16 @@ class Run:
         )
         topology = self.trainer.topology
         return GeneratedRollouts(
-            self.config, topology, self.engine, self.verifier, job, feed, self.timer
+            rollout,
+            self.config.algorithm,
+            topology,
+            self.engine,
+            self.verifier,
+            job,
+            feed,
+            self.timer,
+            steps=self.config.run.steps,
+            seed=self.config.run.seed if self.config.engine.deterministic else None,
         )
 
     def _update_weights(self) -> dict[str, float]:

@@ -47,8 +47,8 @@ class SampleMaker:
 
     def take(self, step: int, batch: RolloutBatch) -> None:
         """Choose those of a batch before a learner empties it: what trains nothing goes nowhere else."""
-        positions = [p for p in chosen(batch.outlines, step) if p in batch.own]
-        self._taken = {p: self._trained(step, batch.own[p]) for p in positions}
+        positions = [p for p in chosen(batch.outlines, step) if p in batch.trajectories]
+        self._taken = {p: self._trained(step, batch.trajectories[p]) for p in positions}
 
     def of_step(
         self, step: int, trajectories: Mapping[int, Trajectory], masked: Mapping[int, int]

@@ -66,9 +66,9 @@ class ScoredGeneration:
         """From the start to the last response."""
         return self._generation.seconds
 
-    def wait(self, held: int | None = None) -> None:
-        """Return when all responses are there; as ``EngineSession.finish``. Collective."""
-        self._responses = self._engine.finish(self._generation, held)
+    def wait(self, version: int | None = None) -> None:
+        """Return when all responses are there. Collective. ``version``: as in ``EngineSession.finish``."""
+        self._responses = self._engine.finish(self._generation, version)
 
     def scored(self, algorithm: AlgorithmConfig) -> list[Trajectory]:
         """After ``wait``: the responses with rewards and advantages, groups in the order of the job's problems.
@@ -85,8 +85,9 @@ class ScoredGeneration:
 def _scoring(
     verifier: Verifier, job: GenerationJob, scores: dict[Hashable, Future[Score]]
 ) -> OnResponse:
-    """What fills ``scores``; no method, by which a generation would hold itself and its responses in memory."""
+    """What fills ``scores``."""
 
+    # No method, by which a generation would hold itself and its responses in memory.
     def arrived(key: Hashable, response: Trajectory) -> None:
         problem = job.problems[key[0]]  # type: ignore[index]
         scores[key] = verifier.submit((response.text, problem.answer))
@@ -104,13 +105,13 @@ def _scoring(
 
 @dataclass(frozen=True)
 class Selection:
-    """Positions of the candidates that make the batch, in order, and what became of the others.
+    """The candidates that make the batch, by ``positions`` in order, and what became of the others.
 
     ``filled``: zero-variance groups that were kept because the rounds were used up. ``dropped``: groups without
     spread. ``surplus``: groups with spread that no place was left for.
     """
 
-    kept: tuple[int, ...]
+    positions: tuple[int, ...]
     filled: int = 0
     dropped: int = 0
     surplus: int = 0
@@ -156,11 +157,11 @@ class GroupQuota:
             return Selection(tuple(range(len(flat))))
         useful = [i for i, is_flat in enumerate(flat) if not is_flat]
         useless = [i for i, is_flat in enumerate(flat) if is_flat]
-        kept = useful[: self.wanted]
-        filling = useless[: self.wanted - len(kept)]
+        chosen = useful[: self.wanted]
+        filling = useless[: self.wanted - len(chosen)]
         return Selection(
-            kept=tuple(sorted(kept + filling)),
+            positions=tuple(sorted(chosen + filling)),
             filled=len(filling),
             dropped=len(useless) - len(filling),
-            surplus=len(useful) - len(kept),
+            surplus=len(useful) - len(chosen),
         )

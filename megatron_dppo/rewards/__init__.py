@@ -126,11 +126,11 @@ def score_or_refusal(function: RewardFunction, response: str, answer: str) -> fl
     try:
         value: Any = function(response, answer)
     except ValueError as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         why = str(error)[:_LONGEST_REFUSAL]
-        if Path(place.filename).parent == Path(__file__).parent:
+        if Path(frame.filename).parent == Path(__file__).parent:
             return why
-        return f"{why} ({Path(place.filename).name}, line {place.lineno})"
+        return f"{why} ({Path(frame.filename).name}, line {frame.lineno})"
     if not isinstance(value, Real):
         return f"it returned a {type(value).__name__}, expected a number in [0, 1]"
     score: Any = value  # typeshed's Real can't be compared

@@ -34,8 +34,8 @@ def gold_answer(text: str) -> str:
     if _MARK in text:
         answer = text.rpartition(_MARK)[2].strip()
         return answer.replace(",", "") if _GROUPED_NUMBER.fullmatch(answer) else answer
-    found = [content for _, content in boxes(text)] or _UNBRACED_BOX.findall(text)
-    return found[-1].strip() if found else text
+    contents = [content for _, content in boxes(text)] or _UNBRACED_BOX.findall(text)
+    return contents[-1].strip() if contents else text
 
 
 def holds_answer(text: str) -> bool:
@@ -76,9 +76,9 @@ def final_answer(response: str) -> str:
 
 def _written_answer(response: str) -> str:
     stated = [(m.start(1), _first_answer_of(m[1])) for m in _STATED.finditer(response)]
-    found = [*boxes(response), *stated]
-    if found:
-        return max(found)[1]
+    answers = [*boxes(response), *stated]
+    if answers:
+        return max(answers)[1]
     last_line = response.strip().rpartition("\n")[2]
     formulas = _formulas(last_line)
     return formulas[-1] if formulas else last_line

@@ -89,14 +89,18 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
     tree["engine"] = {"deterministic": True}
     tree["rollout"] |= {"prompts_per_step": PROMPTS, "group_size": GROUP, **changes}
     problems = [Problem(i, "p", "1", (i, 1)) for i in range(64)]
+    config = TrainConfig.model_validate(tree)
     return GeneratedRollouts(
-        TrainConfig.model_validate(tree),
+        config.rollout,
+        config.algorithm,
         two_leaders(),
         engine,  # type: ignore[arg-type]
         verifier,
         GenerationJob((), GROUP, SamplingParams(4)),
         ProblemFeed(problems, sampler),
         PhaseTimer(),
+        steps=STEPS,
+        seed=config.run.seed,
     )
 
 
@@ -187,7 +191,10 @@ def replayed(folder: str) -> dict[str, Any]:
         try:
             got = source.collect(2)
             found[kind] = {
-                "own": {i: (t.token_ids.tolist(), sorted(t.columns)) for i, t in got.own.items()},
+                "own": {
+                    i: (t.token_ids.tolist(), sorted(t.columns))
+                    for i, t in got.trajectories.items()
+                },
                 "outlines": [
                     (t.problem_id, t.sample_index, t.length, t.reward) for t in got.outlines
                 ],

@@ -13,6 +13,7 @@ from megatron_dppo.loop.rollouts.figures import (
     StalenessError,
     check_staleness,
     generated_figures,
+    is_coarse,
     routing_figures,
     rows_of,
     selection_figures,
@@ -114,7 +115,13 @@ def guard(tmp_path, dtype="float32", **sections) -> GapGuard:
     tree["model"]["dtype"] = dtype
     for name, values in sections.items():
         tree[name] = {**tree.get(name, {}), **values}
-    return GapGuard(TrainConfig.model_validate(tree))
+    config = TrainConfig.model_validate(tree)
+    return GapGuard(
+        dtype,
+        config.rollout,
+        is_coarse=is_coarse(config.sglang, config.megatron),
+        has_dropout=bool(config.lora.dropout),
+    )
 
 
 @pytest.mark.parametrize(

@@ -56,8 +56,8 @@ def test_a_column_has_gaps_where_some_lack_it_or_some_rows_do_not_hold():
 def test_rows_stand_at_the_token_that_predicts_or_is_read():
     mask = np.array([False, True, False, True])
     sampled, read = declared("rollout_log_probs"), declared("routed_experts")
-    assert (sampled.places(mask).tolist(), sampled.count(mask)) == ([0, 2], 2)
-    assert (read.places(mask).tolist(), read.count(mask)) == ([0, 1, 2], 3)
+    assert (sampled.positions(mask).tolist(), sampled.count(mask)) == ([0, 2], 2)
+    assert (read.positions(mask).tolist(), read.count(mask)) == ([0, 1, 2], 3)
 
 
 DTYPES = {

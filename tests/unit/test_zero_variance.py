@@ -41,21 +41,21 @@ def test_a_round_asks_for_what_is_missing_times_the_oversampling(
 
 def test_groups_with_spread_are_kept_in_the_order_of_their_problems():
     chosen = filtering(3).choose([FLAT, GOOD, GOOD, FLAT, GOOD, GOOD])
-    assert chosen == Selection(kept=(1, 2, 4), dropped=2, surplus=1)
+    assert chosen == Selection(positions=(1, 2, 4), dropped=2, surplus=1)
 
 
 def test_used_up_rounds_fill_up_with_the_first_groups_without_spread():
     chosen = filtering(4).choose([FLAT, GOOD, FLAT, FLAT, GOOD, FLAT])
-    assert chosen == Selection(kept=(0, 1, 2, 4), filled=2, dropped=2)
+    assert chosen == Selection(positions=(0, 1, 2, 4), filled=2, dropped=2)
 
 
 def test_every_generated_group_is_kept_dropped_or_surplus():
     for pattern in range(2**8):
         flat = [bool(pattern >> i & 1) for i in range(8)]
         chosen = filtering(5).choose(flat)
-        assert len(chosen.kept) == 5
-        assert len(chosen.kept) + chosen.dropped + chosen.surplus == 8
-        assert sum(flat[i] for i in chosen.kept) == chosen.filled
+        assert len(chosen.positions) == 5
+        assert len(chosen.positions) + chosen.dropped + chosen.surplus == 8
+        assert sum(flat[i] for i in chosen.positions) == chosen.filled
         assert chosen.filled == 0 or chosen.surplus == 0
 
 

@@ -1,15 +1,17 @@
-"""A rollout batch in figures, from a row for each generated group: what one rank tells the others of it."""
+"""A rollout batch in figures, from a row for each generated group, and what a batch may not exceed: its staleness, and
+the gap between trainer and servers at equal weights.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.columns import Form, discarded_rows
 from megatron_dppo.data.sampling import TrainingFiles
 from megatron_dppo.data.trajectory import TrajectoryFacts
@@ -17,6 +19,17 @@ from megatron_dppo.loop.scoring import Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.normal_ranges import BY_METRIC
 from megatron_dppo.system.errors import RunError
+
+log = logging.getLogger(__name__)
+
+LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1}
+"""``rollout.largest_gap`` where it is not set, by the weights' type: 100 and 20 times the normal range's end. Where
+trainer and servers mean different models, sampled tokens of probability p differ by about p."""
+STALE_ANCHOR = (
+    "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
+    "rollout.max_staleness=1 are no longer those of the weights that sampled; see docs/staleness.md"
+)
+"""A warning: such a mask does not see the distance that lies between mu and the recomputed policy."""
 
 
 class GroupRow(NamedTuple):
@@ -69,8 +82,8 @@ def file_figures(
     rewards: dict[str, list[float]] = {name: [] for name in files.names}
     for trajectory in batch:
         rewards[files.of(trajectory.problem_id)].append(trajectory.reward)
-    figures = {names.file_prompts(name): len(own) / group_size for name, own in rewards.items()}
-    means = {names.file_reward(name): sum(own) / len(own) for name, own in rewards.items() if own}
+    figures = {names.file_prompts(name): len(of) / group_size for name, of in rewards.items()}
+    means = {names.file_reward(name): sum(of) / len(of) for name, of in rewards.items() if of}
     return figures | means
 
 
@@ -78,9 +91,9 @@ def selection_figures(
     rows: Sequence[GroupRow], selection: Selection, rounds: int
 ) -> dict[str, float]:
     """What the filter did, and the mean reward of what it left to train on."""
-    kept = [rows[i] for i in selection.kept]
+    chosen = [rows[i] for i in selection.positions]
     return {
-        names.REWARD_TRAINED: sum(r.reward for r in kept) / sum(r.responses for r in kept),
+        names.REWARD_TRAINED: sum(r.reward for r in chosen) / sum(r.responses for r in chosen),
         names.GENERATION_ROUNDS: rounds,
         names.GROUPS_GENERATED: len(rows),
         names.GROUPS_DROPPED: selection.dropped,
@@ -114,22 +127,12 @@ def routing_figures(
     }
 
 
-# How far behind the trainer the weights were that sampled a batch, token by token, and its bound.
+# --- how far behind the trainer the weights were that sampled a batch, token by token, and its bound
+#
 # A batch of step n is trained on from weight version n - 1. The staleness of a token is n - 1
 # less the version that sampled it: 0 in synchronous runs, up to 1 where generation runs one step
 # ahead. Without any, trainer and servers must agree about the tokens; the guard here looks after
 # that.
-
-log = logging.getLogger(__name__)
-
-LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1}
-"""``rollout.largest_gap`` where it is not set, by the weights' type: 100 and 20 times the normal range's end. Where
-trainer and servers mean different models, sampled tokens of probability p differ by about p."""
-STALE_ANCHOR = (
-    "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
-    "rollout.max_staleness=1 are no longer those of the weights that sampled; see docs/staleness.md"
-)
-"""A warning: such a mask does not see the distance that lies between mu and the recomputed policy."""
 
 
 class StalenessError(RunError):
@@ -183,34 +186,32 @@ class GapGuard:
     Where the weights may differ (a stale batch, a replayed one), or the pass has dropout, it only warns.
     """
 
-    def __init__(self, config: TrainConfig) -> None:
-        self._dtype = config.model.dtype
-        given = config.rollout.largest_gap
-        self._limit = given or LARGEST_GAP["bfloat16" if _is_coarse(config) else self._dtype]
-        self._stops = config.rollout.replay_from is None and not config.lora.dropout
+    def __init__(
+        self, dtype: str, rollout: RolloutConfig, *, is_coarse: bool, has_dropout: bool
+    ) -> None:
+        self._dtype = dtype
+        self._limit = rollout.largest_gap or LARGEST_GAP["bfloat16" if is_coarse else dtype]
+        self._stops = rollout.replay_from is None and not has_dropout
         self._warned = BY_METRIC[names.GAP_ON_POLICY].upper(self._dtype) / 2
 
     def check(self, gap: float, *, is_stale: bool) -> None:
         """Raise GapError, on every rank alike where ``gap`` is the same on all of them. NaN: no token was trained."""
         if is_stale or math.isnan(gap):
             return
-        told = (
+        message = (
             f"mean |pi - mu| of the first mini-batch is {gap:.3g} at equal weights in {self._dtype}"
         )
         if self._stops and gap > self._limit:
             raise GapError(
-                f"{told}, expected at most {self._limit:g} (rollout.largest_gap); it was not trained on. "
+                f"{message}, expected at most {self._limit:g} (rollout.largest_gap); it was not trained on. "
                 f"{BY_METRIC[names.GAP_ON_POLICY].why}"
             )
         if gap > 2 * self._warned:
             self._warned = gap
-            log.warning("%s; %s", told, BY_METRIC[names.GAP_ON_POLICY].why)
+            log.warning("%s; %s", message, BY_METRIC[names.GAP_ON_POLICY].why)
 
 
-def _is_coarse(config: TrainConfig) -> bool:
-    """Whether one of both computes with fewer bits than the weights' type has."""
-    tables = (
-        config.sglang.get("quantization"),
-        config.sglang.get("kv_cache_dtype", "auto") != "auto",
-    )
-    return any(tables) or config.megatron.get("fp8") is not None
+def is_coarse(sglang: Mapping[str, Any], megatron: Mapping[str, Any]) -> bool:
+    """Whether engine or trainer computes with fewer bits than the weights' type has."""
+    narrow_cache = sglang.get("kv_cache_dtype", "auto") != "auto"
+    return bool(sglang.get("quantization")) or narrow_cache or megatron.get("fp8") is not None

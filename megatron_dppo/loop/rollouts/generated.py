@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.rollouts.exchange import announce, own_positions, owner
 from megatron_dppo.loop.rollouts.figures import (
@@ -24,7 +24,6 @@ from megatron_dppo.loop.rollouts.figures import (
 from megatron_dppo.loop.rollouts.sources import (
     ProblemFeed,
     RolloutBatch,
-    seeds_of,
 )
 from megatron_dppo.loop.scoring import GroupQuota, ScoredGeneration, Selection
 from megatron_dppo.metrics import names
@@ -42,13 +41,13 @@ class _Draft:
     """A batch in the making. Groups are counted in the order in which their problems were drawn.
 
     ``problems``, ``rows``: of all leaders, the same on every rank; a row follows when its group is judged.
-    ``own``: this rank's groups by position. ``generation``: this rank's part of the round that runs.
+    ``groups``: this rank's by position. ``generation``: this rank's part of the round that runs.
     """
 
     step: int
     problems: list[Problem] = field(default_factory=list)
     rows: list[GroupRow] = field(default_factory=list)
-    own: dict[int, list[Trajectory]] = field(default_factory=dict)
+    groups: dict[int, list[Trajectory]] = field(default_factory=dict)
     rounds: int = 0
     generation: ScoredGeneration | None = None
     sampler: dict[str, Any] = field(default_factory=dict)
@@ -69,27 +68,35 @@ class _Draft:
 class GeneratedRollouts:
     """Batches from ``engine``. ``job``: a template that carries all but the problems.
 
-    With ``rollout.max_staleness: 1`` at most two batches are alive: one in hand, and the next on its way.
+    With ``rollout.max_staleness: 1`` at most two batches are alive: one in hand, and the next on its way. ``steps``:
+    of the run. ``seed``: of the responses; None: the engine draws its own.
     """
 
     def __init__(
         self,
-        config: TrainConfig,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
         topology: Topology,
         engine: EngineSession,
         verifier: Verifier,
         job: GenerationJob,
         feed: ProblemFeed,
         timer: PhaseTimer,
+        *,
+        steps: int,
+        seed: int | None = None,
     ) -> None:
-        self._config = config
+        self._rollout = rollout
+        self._algorithm = algorithm
+        self._steps = steps
+        self._seed = seed
         self._topology = topology
         self._engine = engine
         self._verifier = verifier
         self._job = job
         self._feed = feed
         self._timer = timer
-        self._quota = GroupQuota.of(config.rollout)
+        self._quota = GroupQuota.of(rollout)
         self._in_hand: _Draft | None = None
         self._on_its_way: _Draft | None = None
         self._begun = 0
@@ -127,7 +134,7 @@ class GeneratedRollouts:
 
     def run_ahead(self) -> None:
         """Begin the next batch, unless it runs already, the run is synchronous, or was the last step's."""
-        ahead = self._config.rollout.max_staleness > 0 and self._begun < self._config.run.steps
+        ahead = self._rollout.max_staleness > 0 and self._begun < self._steps
         if ahead and self._on_its_way is None:
             self._begin(self._begun + 1)
 
@@ -144,14 +151,15 @@ class GeneratedRollouts:
         draft.sampler = self._feed.position()
         draft.rounds += 1
         positions = own_positions(draft.unjudged, self._topology)
-        job = replace(
-            self._job,
-            problems=[draft.problems[p] for p in positions],
-            seeds=seeds_of(self._config, f"step {draft.step}", positions),
-        )
+        seeds = None
+        if self._seed is not None:
+            seeds = SamplingSeeds(self._seed, f"step {draft.step}", positions)
+        problems = [draft.problems[p] for p in positions]
+        job = replace(self._job, problems=problems, seeds=seeds)
         again = f", round {draft.rounds}" if draft.rounds > 1 else ""
-        what = f"step {draft.step}: generate{again}"
-        draft.generation = ScoredGeneration(self._engine, self._verifier, job, what)
+        draft.generation = ScoredGeneration(
+            self._engine, self._verifier, job, f"step {draft.step}: generate{again}"
+        )
 
     def _receive(self, draft: _Draft, version: int) -> None:
         """Wait for the round's responses. ``version``: of the weights that the trainer holds."""
@@ -166,30 +174,32 @@ class GeneratedRollouts:
         assert draft.generation is not None
         new = own_positions(draft.unjudged, self._topology)
         with self._timer("reward"):
-            scored = draft.generation.scored(self._config.algorithm)
-            draft.own |= dict(zip(new, self._groups(scored), strict=True))
-            told = all_gather_json(
-                [[GroupRow.of(draft.own[p]) for p in new], draft.generation.seconds]
+            scored = draft.generation.scored(self._algorithm)
+            draft.groups |= dict(zip(new, self._groups(scored), strict=True))
+            rows_by_rank = all_gather_json(
+                [[GroupRow.of(draft.groups[p]) for p in new], draft.generation.seconds]
             )
-        shares = [iter(told[leader][0]) for leader in self._topology.leaders]
+        shares = [iter(rows_by_rank[leader][0]) for leader in self._topology.leaders]
         draft.rows += [
             GroupRow(*next(shares[owner(p, self._topology)])) for p in list(draft.unjudged)
         ]
-        draft.seconds += max(seconds for _, seconds in told)
+        draft.seconds += max(seconds for _, seconds in rows_by_rank)
 
     def _hand_over(self, draft: _Draft) -> RolloutBatch:
-        """What the batch keeps, on every rank, and its figures."""
+        """The batch on every rank, and its figures."""
         selection = self._quota.choose(draft.flat)
-        kept = [t for p in selection.kept if p in draft.own for t in draft.own[p]]
+        chosen = [t for p in selection.positions if p in draft.groups for t in draft.groups[p]]
         with self._timer("exchange"):
-            batch, own = announce(kept, self._topology, self._job.group_size, selection.kept)
-        check_staleness(batch, draft.step, self._config.rollout.max_staleness)
+            batch, trajectories = announce(
+                chosen, self._topology, self._job.group_size, selection.positions
+            )
+        check_staleness(batch, draft.step, self._rollout.max_staleness)
         figures = generated_figures(draft.rows) | staleness_figures(batch, draft.step)
         figures |= speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
         if self._quota.filtering:
             figures |= selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
-        return RolloutBatch(batch, own, figures, draft.sampler)
+        return RolloutBatch(batch, trajectories, figures, draft.sampler)
 
     def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
         if selection.filled:

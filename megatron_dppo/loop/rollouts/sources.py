@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_dppo.config.schema import RolloutConfig, TrainConfig
+from megatron_dppo.config.schema import RolloutConfig
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_path
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.sampling import Sampler
 from megatron_dppo.data.trajectory import Outline, Trajectory
-from megatron_dppo.fleet.generation import SamplingSeeds
 from megatron_dppo.loop.rollouts.exchange import announce, own_positions
 from megatron_dppo.loop.rollouts.figures import generated_figures, rows_of, staleness_figures
 from megatron_dppo.trainer.collectives import on_every_rank
@@ -24,14 +23,14 @@ from megatron_dppo.types import Problem
 class RolloutBatch:
     """What a step trains on.
 
-    ``outlines``: of all trajectories, groups adjacent, the same on every rank. ``own``: by position, the
-    trajectories that this rank holds as a leader; a learner takes them out as it delivers them.
+    ``outlines``: of all trajectories, groups adjacent, the same on every rank. ``trajectories``: by position, those
+    that this rank holds as a leader; a learner takes them out as it delivers them.
     ``figures``: metrics of the batch and of how it came about.
     ``sampler``: the data's position right after this batch, where a run resumed after this step goes on.
     """
 
     outlines: list[Outline]
-    own: dict[int, Trajectory]
+    trajectories: dict[int, Trajectory]
     figures: dict[str, float]
     sampler: dict[str, Any]
 
@@ -65,16 +64,6 @@ class ProblemFeed:
         return self._sampler.state_dict()
 
 
-def seeds_of(config: TrainConfig, purpose: str, positions: Sequence[int]) -> SamplingSeeds | None:
-    """Seeds of the responses at ``positions`` of a batch, where the run wants its engine deterministic."""
-    if not config.engine.deterministic:
-        return None
-    return SamplingSeeds(config.run.seed, purpose, positions)
-
-
-# Rollout batches that an earlier run saved, in place of generating.
-
-
 class ReplayedRollouts:
     """The batches in the folder ``rollout.replay_from`` (``rollout.save`` of the run that generated them).
 
@@ -99,12 +88,12 @@ class ReplayedRollouts:
     def collect(self, step: int) -> RolloutBatch:
         """The saved batch of ``step``. Raises BatchFormatError, on all ranks, where it is not there or another's."""
         wanted, size = self._feed.next(self._rollout.prompts_per_step), self._rollout.group_size
-        own = on_every_rank(lambda: self._own(step, wanted), error=BatchFormatError)
-        outlines, held = announce(own, self._topology, size, range(len(wanted)))
+        trajectories = on_every_rank(lambda: self._read(step, wanted), error=BatchFormatError)
+        outlines, by_position = announce(trajectories, self._topology, size, range(len(wanted)))
         figures = generated_figures(rows_of(outlines, size)) | staleness_figures(outlines, step)
-        return RolloutBatch(outlines, held, figures, self._feed.position())
+        return RolloutBatch(outlines, by_position, figures, self._feed.position())
 
-    def _own(self, step: int, wanted: Sequence[Problem]) -> list[Trajectory]:
+    def _read(self, step: int, wanted: Sequence[Problem]) -> list[Trajectory]:
         """This rank's trajectories, of the checked batch."""
         try:
             saved = SavedBatch(self._folder, step)
@@ -124,9 +113,10 @@ class ReplayedRollouts:
             self._check_order(step, saved.problems, wanted)
         groups = own_positions(range(len(wanted)), self._topology)
         positions = (p * size + sample for p in groups for sample in range(size))
-        own = saved.read(positions, without=LOSS_COLUMNS)  # those are of the run that saved them
-        self._check_prompts(step, own)
-        return own
+        # What the loss saw is of the run that saved them.
+        trajectories = saved.read(positions, without=LOSS_COLUMNS)
+        self._check_prompts(step, trajectories)
+        return trajectories
 
     def settle(self, version: int) -> None:
         """Nothing generates."""
@@ -135,12 +125,12 @@ class ReplayedRollouts:
         """Nothing is to be generated."""
 
     def _check_order(self, step: int, problems: Sequence[int], wanted: Sequence[Problem]) -> None:
-        found = list(dict.fromkeys(problems))
+        answered = list(dict.fromkeys(problems))
         expected = list(dict.fromkeys(p.problem_id for p in wanted))
-        if found != expected:
+        if answered != expected:
             raise BatchFormatError(
                 f"rollout.replay_from: the batch of step {step} in {self._folder} answers problems "
-                f"{found[:5]}..., expected {expected[:5]}...: it was saved with other data or another seed, "
+                f"{answered[:5]}..., expected {expected[:5]}...: it was saved with other data or another seed, "
                 "or with rollout.drop_zero_variance_groups"
             )
 
