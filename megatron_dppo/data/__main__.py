@@ -78,54 +78,50 @@ def _at_least(least: float, kind: type) -> Callable[[str], float]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="megatron-dppo data", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="prepare|inspect|check-rewards")
-    _add_prepare(commands.add_parser("prepare", help="published problems as JSON Lines"))
-    _add_inspect(commands.add_parser("inspect", help="what a run would make of a file of problems"))
-    _add_check_rewards(
-        commands.add_parser(
-            "check-rewards",
-            help="a reward against worked solutions: right for the line's answer, wrong for another",
-        )
-    )
-    return parser
 
-
-def _add_prepare(parser: argparse.ArgumentParser) -> None:
+    preparing = commands.add_parser("prepare", help="published problems as JSON Lines")
+    preparing.set_defaults(run=_prepare)
     names = "; ".join(f"{name}: {s.title} ({s.hub})" for name, s in SETS.items())
-    parser.set_defaults(run=_prepare)
-    parser.add_argument("name", choices=SETS, metavar="NAME", help=names)
-    parser.add_argument(
+    preparing.add_argument("name", choices=SETS, metavar="NAME", help=names)
+    preparing.add_argument(
         "--from", dest="source", required=True, help="published file, folder, or name on the hub"
     )
-    parser.add_argument("--out", required=True, help="JSON Lines file to write")
-    parser.add_argument("--split", help="where files name several; by default the usual one")
+    preparing.add_argument("--out", required=True, help="JSON Lines file to write")
+    preparing.add_argument("--split", help="where files name several; by default the usual one")
 
-
-def _add_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_inspect)
-    parser.add_argument("file", help="JSON Lines or Parquet file of problems")
-    parser.add_argument("--tokenizer", help="folder; without it lengths are characters")
-    parser.add_argument(
+    inspecting = commands.add_parser("inspect", help="what a run would make of a file of problems")
+    inspecting.set_defaults(run=_inspect)
+    inspecting.add_argument("file", help="JSON Lines or Parquet file of problems")
+    inspecting.add_argument("--tokenizer", help="folder; without it lengths are characters")
+    inspecting.add_argument(
         "--against", nargs="+", default=[], metavar="FILE", help="evaluation files to compare with"
     )
-    parser.add_argument("--similarity", type=float, default=0.6, help="of near-duplicates, 0 to 1")
-    parser.add_argument("--reward", default="math_verify", help="that checks the answers")
-    parser.add_argument("--prompt-key", help="as data.train's prompt_key")
-    parser.add_argument("--answer-key", help="as data.train's answer_key")
-    parser.add_argument("--system-prompt", help="as data.system_prompt")
-    parser.add_argument("--prompt-template", help="as data.prompt_template")
-    parser.add_argument("--plain", action="store_true", help="as data.apply_chat_template=false")
+    inspecting.add_argument(
+        "--similarity", type=float, default=0.6, help="of near-duplicates, 0 to 1"
+    )
+    inspecting.add_argument("--reward", default="math_verify", help="that checks the answers")
+    inspecting.add_argument("--prompt-key", help="as data.train's prompt_key")
+    inspecting.add_argument("--answer-key", help="as data.train's answer_key")
+    inspecting.add_argument("--system-prompt", help="as data.system_prompt")
+    inspecting.add_argument("--prompt-template", help="as data.prompt_template")
+    inspecting.add_argument(
+        "--plain", action="store_true", help="as data.apply_chat_template=false"
+    )
 
-
-def _add_check_rewards(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(run=_check_rewards)
-    parser.add_argument("file", type=Path, help="JSON Lines with 'solution' and 'answer'")
-    parser.add_argument("--reward", default="math_verify", help="default %(default)s")
-    parser.add_argument(
+    checking = commands.add_parser(
+        "check-rewards",
+        help="a reward against worked solutions: right for the line's answer, wrong for another",
+    )
+    checking.set_defaults(run=_check_rewards)
+    checking.add_argument("file", type=Path, help="JSON Lines with 'solution' and 'answer'")
+    checking.add_argument("--reward", default="math_verify", help="default %(default)s")
+    checking.add_argument(
         "--timeout", type=_at_least(0.1, float), default=10.0, help="seconds for one check"
     )
-    parser.add_argument(
+    checking.add_argument(
         "--workers", type=_at_least(1, int), default=2, help="processes; default %(default)s"
     )
+    return parser
 
 
 if __name__ == "__main__":

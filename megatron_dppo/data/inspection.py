@@ -223,8 +223,7 @@ def check_rewards(path: Path, reward: str, timeout_s: float, workers: int) -> in
         progress("check solutions", len(checks)) as bar,
     ):
         pairs = [(check.solution, check.answer) for check in checks]
-        scores = verifier.check(pairs, lambda: bar.advance(1))
-        verifier.require(scores, pairs)
+        scores = verifier.score(pairs, lambda: bar.advance(1))
     return _report(checks, scores)
 
 

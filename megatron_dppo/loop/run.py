@@ -37,7 +37,7 @@ from megatron_dppo.loop.rollouts.figures import (
     with_gap_named,
 )
 from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
-from megatron_dppo.loop.rollouts.sources import ProblemFeed, ReplayedRollouts, RolloutSource
+from megatron_dppo.loop.rollouts.sources import ReplayedRollouts, RolloutSource
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.samples import SampleMaker
 from megatron_dppo.loop.state import FILES, ResumeError, RunState, identity_of
@@ -267,9 +267,8 @@ class Run:
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout
         problems = self.data.train.problems
-        feed = ProblemFeed(problems, self.sampler)
         if rollout.replay_from is not None:
-            return ReplayedRollouts(rollout, self.trainer.topology, feed, problems)
+            return ReplayedRollouts(rollout, self.trainer.topology, problems, self.sampler)
         assert self.engine is not None
         columns: dict[str, Any] = {"topk": self.topk} if self.topk else {}
         if rollout.router_replay:
@@ -293,7 +292,8 @@ class Run:
             self.engine,
             self.verifier,
             job,
-            feed,
+            problems,
+            self.sampler,
             self.timer,
             steps=self.config.run.steps,
             seed=self.config.run.seed if self.config.engine.deterministic else None,

@@ -14,36 +14,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-# Reward by exact match of one integer; used for the demo's arithmetic problems.
-
-INTEGER = re.compile(r"[+-]?[0-9]+")
-
-
-def exact_integer(response: str, answer: str) -> float:
-    """Score 1 if the text after the response's last ``=`` is the integer ``answer``, else 0.
-
-    Without ``=`` the whole response is compared. White space around the integer, a plus sign and
-    leading zeros are ignored; any other character scores 0. Raises ValueError if ``answer`` is not
-    an integer.
-    """
-    expected = answer.strip()
-    if not INTEGER.fullmatch(expected):
-        raise ValueError(f"the answer is {answer!r}, expected an integer")
-    given = stated_result(response)
-    return float(bool(INTEGER.fullmatch(given)) and _normalise(given) == _normalise(expected))
-
-
-def stated_result(response: str) -> str:
-    """The text after the response's last ``=``; without one, all of it."""
-    return response.rpartition("=")[2].strip()
-
-
-def _normalise(integer: str) -> str:
-    """``integer`` without plus sign and leading zeros; text, as int() takes quadratic time."""
-    digits = integer.lstrip("+-").lstrip("0")
-    return ("-" if integer.startswith("-") and digits else "") + digits
-
-
 _LONGEST_REFUSAL = 200
 _LONGEST_READ = 4000
 """Characters of a response's end that are read for a reason: the patterns take quadratic time."""
@@ -91,9 +61,6 @@ class Reward:
         if given == answer:
             return f"{given!r} is right, but the check ended without a score"
         return f"{given!r}, expected {answer!r}" if given else f"no answer, expected {answer!r}"
-
-    def __call__(self, response: str, answer: str) -> float:
-        return self.load()(response, answer)
 
 
 def _imported(target: str) -> Callable[..., Any]:
@@ -159,3 +126,33 @@ def find_reward(name: str) -> Reward:
             "or package.module:function"
         )
     return REWARDS[name]
+
+
+# --- exact match of one integer: the demo's arithmetic problems
+
+INTEGER = re.compile(r"[+-]?[0-9]+")
+
+
+def exact_integer(response: str, answer: str) -> float:
+    """Score 1 if the text after the response's last ``=`` is the integer ``answer``, else 0.
+
+    Without ``=`` the whole response is compared. White space around the integer, a plus sign and
+    leading zeros are ignored; any other character scores 0. Raises ValueError if ``answer`` is not
+    an integer.
+    """
+    expected = answer.strip()
+    if not INTEGER.fullmatch(expected):
+        raise ValueError(f"the answer is {answer!r}, expected an integer")
+    given = stated_result(response)
+    return float(bool(INTEGER.fullmatch(given)) and _normalise(given) == _normalise(expected))
+
+
+def stated_result(response: str) -> str:
+    """The text after the response's last ``=``; without one, all of it."""
+    return response.rpartition("=")[2].strip()
+
+
+def _normalise(integer: str) -> str:
+    """``integer`` without plus sign and leading zeros; text, as int() takes quadratic time."""
+    digits = integer.lstrip("+-").lstrip("0")
+    return ("-" if integer.startswith("-") and digits else "") + digits

@@ -25,6 +25,7 @@ START_LIMIT_S = 300.0
 """Longest time for a worker to import its reward; long, because machines start many at once."""
 Pair = tuple[str, str]
 """(response, answer)."""
+OnScore = Callable[[], None]
 
 
 class VerifierError(RunError):
@@ -118,9 +119,7 @@ class Verifier:
                 raise ValueError("the verifier is not open; use it in a with statement")
             return self._threads.submit(self._score_in_worker, pair)
 
-    def check(
-        self, pairs: Sequence[Pair], on_score: Callable[[], None] = lambda: None
-    ) -> list[Score]:
+    def check(self, pairs: Sequence[Pair], on_score: OnScore = lambda: None) -> list[Score]:
         """As ``submit``, of several in order. ``on_score``: called as each is there."""
         futures = [self.submit(pair) for pair in pairs]
         scores = []
@@ -133,18 +132,15 @@ class Verifier:
             for future in futures:
                 future.cancel()
 
-    def score(self, pairs: Sequence[Pair]) -> list[Score]:
-        """One ``Score`` for each ``(response, answer)``, in the same order.
-
-        Raises VerifierError where the reward function raises or returns anything but a number in
-        [0, 1]: that is a fault of the program or of the data, no wrong answer.
-        """
-        scores = self.check(pairs)
+    def score(self, pairs: Sequence[Pair], on_score: OnScore = lambda: None) -> list[Score]:
+        """As ``check``. Raises VerifierError where the reward function raises or returns anything but a
+        number in [0, 1]: that is a fault of the program or of the data, no wrong answer."""
+        scores = self.check(pairs, on_score)
         self.require(scores, pairs)
         return scores
 
     def require(self, scores: Sequence[Score], pairs: Sequence[Pair]) -> None:
-        """Raise VerifierError where a score is a refusal, as ``score`` does."""
+        """Raise VerifierError where a score is a refusal."""
         for score, (response, answer) in zip(scores, pairs, strict=True):
             if score.refusal is not None:
                 raise VerifierError(

@@ -78,7 +78,6 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
     from megatron_dppo.engine.protocol import SamplingParams
     from megatron_dppo.fleet.generation import GenerationJob
     from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
-    from megatron_dppo.loop.rollouts.sources import ProblemFeed
     from megatron_dppo.metrics.timing import PhaseTimer
     from megatron_dppo.types import Problem
 
@@ -97,7 +96,8 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
         engine,  # type: ignore[arg-type]
         verifier,
         GenerationJob((), GROUP, SamplingParams(4)),
-        ProblemFeed(problems, sampler),
+        problems,
+        sampler,
         PhaseTimer(),
         steps=STEPS,
         seed=config.run.seed,
@@ -162,7 +162,7 @@ def replayed(folder: str) -> dict[str, Any]:
     from megatron_dppo.data.batch_file import BatchFormatError, save_batch
     from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.data.trajectory import Trajectory
-    from megatron_dppo.loop.rollouts.sources import ProblemFeed, ReplayedRollouts
+    from megatron_dppo.loop.rollouts.sources import ReplayedRollouts
     from megatron_dppo.types import Problem
 
     drawn, saved = ProblemSampler(64, seed=3).next(3), Path(folder) / "saved"
@@ -186,8 +186,8 @@ def replayed(folder: str) -> dict[str, Any]:
         rollout = RolloutConfig(
             prompts_per_step=3, group_size=size, max_response_tokens=4, replay_from=str(saved)
         )
-        feed = ProblemFeed(problems, ProblemSampler(64, seed=3))
-        source = ReplayedRollouts(rollout, two_leaders(), feed, problems)
+        sampler = ProblemSampler(64, seed=3)
+        source = ReplayedRollouts(rollout, two_leaders(), problems, sampler)
         try:
             got = source.collect(2)
             found[kind] = {

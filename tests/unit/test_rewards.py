@@ -139,7 +139,7 @@ def test_math_verify_says_when_the_answer_itself_is_no_mathematics():
 
 def test_the_table():
     assert set(REWARDS) == {"exact_integer", "math_verify"}
-    assert find_reward("exact_integer")("1+1=2", "2") == 1.0
+    assert find_reward("exact_integer").load()("1+1=2", "2") == 1.0
     assert find_reward("exact_integer").runs_inline
     assert not find_reward("math_verify").runs_inline
     with pytest.raises(
@@ -150,7 +150,7 @@ def test_the_table():
 
 def test_the_table_imports_no_library():
     code = (
-        "import sys; import megatron_dppo.rewards as r; r.REWARDS['exact_integer']('1', '1'); "
+        "import sys; import megatron_dppo.rewards as r; r.REWARDS['exact_integer'].load()('1', '1'); "
         "print([m for m in ('torch', 'sympy', 'math_verify', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
+from megatron_dppo.data.sampling import Sampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.engine_session import EngineSession
@@ -21,10 +22,7 @@ from megatron_dppo.loop.rollouts.figures import (
     speed_figures,
     staleness_figures,
 )
-from megatron_dppo.loop.rollouts.sources import (
-    ProblemFeed,
-    RolloutBatch,
-)
+from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.loop.scoring import GroupQuota, ScoredGeneration, Selection
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.timing import PhaseTimer
@@ -80,7 +78,8 @@ class GeneratedRollouts:
         engine: EngineSession,
         verifier: Verifier,
         job: GenerationJob,
-        feed: ProblemFeed,
+        problems: Sequence[Problem],
+        sampler: Sampler,
         timer: PhaseTimer,
         *,
         steps: int,
@@ -94,7 +93,8 @@ class GeneratedRollouts:
         self._engine = engine
         self._verifier = verifier
         self._job = job
-        self._feed = feed
+        self._problems = problems
+        self._sampler = sampler
         self._timer = timer
         self._quota = GroupQuota.of(rollout)
         self._in_hand: _Draft | None = None
@@ -147,8 +147,8 @@ class GeneratedRollouts:
 
     def _ask(self, draft: _Draft, count: int) -> None:
         """Start a round: ``count`` further problems, answered in the background."""
-        draft.problems += self._feed.next(count)
-        draft.sampler = self._feed.position()
+        draft.problems += [self._problems[i] for i in self._sampler.next(count)]
+        draft.sampler = self._sampler.state_dict()
         draft.rounds += 1
         positions = own_positions(draft.unjudged, self._topology)
         seeds = None

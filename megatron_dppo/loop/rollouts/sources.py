@@ -48,50 +48,36 @@ class RolloutSource(Protocol):
         """Have the next batch generated in the background, where the configuration allows it."""
 
 
-class ProblemFeed:
-    """The training problems in the sampler's order; every rank draws the same."""
-
-    def __init__(self, problems: Sequence[Problem], sampler: Sampler) -> None:
-        self._problems = problems
-        self._sampler = sampler
-
-    def next(self, count: int) -> list[Problem]:
-        """The next ``count`` problems."""
-        return [self._problems[i] for i in self._sampler.next(count)]
-
-    def position(self) -> dict[str, Any]:
-        """Where to go on from (``Sampler.state_dict``)."""
-        return self._sampler.state_dict()
-
-
 class ReplayedRollouts:
     """The batches in the folder ``rollout.replay_from`` (``rollout.save`` of the run that generated them).
 
-    Each leader reads the trajectories that it would have generated, and no others. ``problems``: the training data,
-    which the batches are checked against.
+    Each leader reads the trajectories that it would have generated, and no others. The batches are checked against
+    the training ``problems`` that ``sampler`` draws.
     """
 
     def __init__(
         self,
         rollout: RolloutConfig,
         topology: Topology,
-        feed: ProblemFeed,
         problems: Sequence[Problem],
+        sampler: Sampler,
     ) -> None:
         assert rollout.replay_from is not None
         self._folder = Path(rollout.replay_from)
         self._rollout = rollout
         self._topology = topology
-        self._feed = feed
+        self._problems = problems
+        self._sampler = sampler
         self._prompts = {p.problem_id: list(p.prompt_ids) for p in problems}
 
     def collect(self, step: int) -> RolloutBatch:
         """The saved batch of ``step``. Raises BatchFormatError, on all ranks, where it is not there or another's."""
-        wanted, size = self._feed.next(self._rollout.prompts_per_step), self._rollout.group_size
+        drawn, size = self._sampler.next(self._rollout.prompts_per_step), self._rollout.group_size
+        wanted = [self._problems[i] for i in drawn]
         trajectories = on_every_rank(lambda: self._read(step, wanted), error=BatchFormatError)
         outlines, by_position = announce(trajectories, self._topology, size, range(len(wanted)))
         figures = generated_figures(rows_of(outlines, size)) | staleness_figures(outlines, step)
-        return RolloutBatch(outlines, by_position, figures, self._feed.position())
+        return RolloutBatch(outlines, by_position, figures, self._sampler.state_dict())
 
     def _read(self, step: int, wanted: Sequence[Problem]) -> list[Trajectory]:
         """This rank's trajectories, of the checked batch."""
