@@ -18,7 +18,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
-from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal, note_failure
 from megatron_dppo.loop.active import active_line
@@ -283,6 +283,9 @@ class Run:
                 stop=tuple(rollout.stop),
             ),
             columns,
+            SamplingSeeds(self.config.run.seed, "", ())
+            if self.config.engine.deterministic
+            else None,
         )
         topology = self.trainer.topology
         return GeneratedRollouts(
@@ -296,7 +299,6 @@ class Run:
             self.sampler,
             self.timer,
             steps=self.config.run.steps,
-            seed=self.config.run.seed if self.config.engine.deterministic else None,
         )
 
     def _update_weights(self) -> dict[str, float]:

@@ -76,7 +76,7 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
 
     from megatron_dppo.config.schema import TrainConfig
     from megatron_dppo.engine.protocol import SamplingParams
-    from megatron_dppo.fleet.generation import GenerationJob
+    from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
     from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
     from megatron_dppo.metrics.timing import PhaseTimer
     from megatron_dppo.types import Problem
@@ -95,12 +95,11 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
         two_leaders(),
         engine,  # type: ignore[arg-type]
         verifier,
-        GenerationJob((), GROUP, SamplingParams(4)),
+        GenerationJob((), GROUP, SamplingParams(4), seeds=SamplingSeeds(config.run.seed, "", ())),
         problems,
         sampler,
         PhaseTimer(),
         steps=STEPS,
-        seed=config.run.seed,
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.sampling import Sampler
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
+from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.rollouts.exchange import announce, own_positions, owner
 from megatron_dppo.loop.rollouts.figures import (
@@ -64,10 +64,10 @@ class _Draft:
 
 
 class GeneratedRollouts:
-    """Batches from ``engine``. ``job``: a template that carries all but the problems.
+    """Batches from ``engine``. ``job``: a template that carries all but the problems and what their seeds are for.
 
     With ``rollout.max_staleness: 1`` at most two batches are alive: one in hand, and the next on its way. ``steps``:
-    of the run. ``seed``: of the responses; None: the engine draws its own.
+    of the run.
     """
 
     def __init__(
@@ -83,12 +83,10 @@ class GeneratedRollouts:
         timer: PhaseTimer,
         *,
         steps: int,
-        seed: int | None = None,
     ) -> None:
         self._rollout = rollout
         self._algorithm = algorithm
         self._steps = steps
-        self._seed = seed
         self._topology = topology
         self._engine = engine
         self._verifier = verifier
@@ -151,9 +149,9 @@ class GeneratedRollouts:
         draft.sampler = self._sampler.state_dict()
         draft.rounds += 1
         positions = own_positions(draft.unjudged, self._topology)
-        seeds = None
-        if self._seed is not None:
-            seeds = SamplingSeeds(self._seed, f"step {draft.step}", positions)
+        seeds = self._job.seeds
+        if seeds is not None:
+            seeds = replace(seeds, purpose=f"step {draft.step}", positions=positions)
         problems = [draft.problems[p] for p in positions]
         job = replace(self._job, problems=problems, seeds=seeds)
         again = f", round {draft.rounds}" if draft.rounds > 1 else ""
