@@ -33,8 +33,7 @@ def _prepare(options: argparse.Namespace) -> int:
 def _inspect(options: argparse.Namespace) -> int:
     from megatron_dppo.config.schema import RewardConfig
     from megatron_dppo.data.inspection import Inspection, inspect
-    from megatron_dppo.data.problems import DataKeys
-    from megatron_dppo.data.prompts import PromptForm, load_tokenizer
+    from megatron_dppo.data.problems import DataKeys, PromptForm, load_tokenizer
 
     _require_reward(options.reward)
     inspection = Inspection(

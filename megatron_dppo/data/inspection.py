@@ -17,8 +17,18 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.schema import RewardConfig
-from megatron_dppo.data.problems import DataKeys, ProblemSet, bad_answers, extracted, read_problems
-from megatron_dppo.data.prompts import Prompt, PromptForm, rendered, text_of, token_counts
+from megatron_dppo.data.problems import (
+    DataKeys,
+    ProblemSet,
+    Prompt,
+    PromptForm,
+    bad_answers,
+    extracted,
+    read_problems,
+    rendered,
+    text_of,
+    token_counts,
+)
 from megatron_dppo.data.records import DataError, is_columnar, read_records
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.verifier import Score, Verifier

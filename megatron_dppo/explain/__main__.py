@@ -116,7 +116,7 @@ def as_trained(
     Raises ValueError where the batch does not say, or says what the run's records do not.
     """
     from megatron_dppo.algorithms.policy_loss import build_algorithm
-    from megatron_dppo.data.prompts import load_tokenizer
+    from megatron_dppo.data.problems import load_tokenizer
     from megatron_dppo.explain.explanation import TokenTexts
     from megatron_dppo.explain.seen import SeenStep, check_agreement, explain_seen
 
@@ -150,7 +150,7 @@ def under_policy(
     chosen: list[int],
 ) -> tuple[list[Response], str]:
     """As :func:`as_trained`, under the weights of ``--policy``."""
-    from megatron_dppo.data.prompts import load_tokenizer
+    from megatron_dppo.data.problems import load_tokenizer
     from megatron_dppo.explain.explanation import TokenTexts
     from megatron_dppo.explain.recomputed import Policy, explain_response
     from megatron_dppo.metrics.progress import progress

@@ -36,8 +36,7 @@ from megatron_dppo.loop.rollouts.figures import (
     file_figures,
     with_gap_named,
 )
-from megatron_dppo.loop.rollouts.generated import GeneratedRollouts
-from megatron_dppo.loop.rollouts.sources import ReplayedRollouts, RolloutSource
+from megatron_dppo.loop.rollouts.sources import GeneratedRollouts, ReplayedRollouts, RolloutSource
 from megatron_dppo.loop.run_data import RunData
 from megatron_dppo.loop.samples import SampleMaker
 from megatron_dppo.loop.state import FILES, ResumeError, RunState, identity_of

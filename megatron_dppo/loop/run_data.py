@@ -12,13 +12,14 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
+    PromptForm,
     bad_answers,
     extracted,
     load_problems,
+    load_tokenizer,
     refuse_bad_answers,
     without,
 )
-from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import (
     ProblemSampler,

@@ -11,8 +11,7 @@ import torch
 from megatron_dppo.algorithms.policy_loss import LossSums, negative_log_likelihood
 from megatron_dppo.config.schema import SupervisedConfig
 from megatron_dppo.data.packing import PackedBatch, pack, plan_mini_batch
-from megatron_dppo.data.problems import Pair, load_pairs
-from megatron_dppo.data.prompts import load_tokenizer
+from megatron_dppo.data.problems import Pair, load_pairs, load_tokenizer
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal

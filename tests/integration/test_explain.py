@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.columns import LOSS_COLUMNS
-from megatron_dppo.data.problems import load_problems
-from megatron_dppo.data.prompts import PromptForm, load_tokenizer
+from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain import __main__ as explain
 from megatron_dppo.metrics.samples import read_samples

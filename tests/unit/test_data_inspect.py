@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from megatron_dppo.data import prompts
+from megatron_dppo.data import problems
 from megatron_dppo.data.__main__ import main
 from megatron_dppo.data.inspection import histogram, near_duplicates, shingles
-from megatron_dppo.data.prompts import PromptForm, token_counts, tokenise
+from megatron_dppo.data.problems import PromptForm, token_counts, tokenise
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.test_bad_input_fuzz import resident
 
@@ -137,7 +137,7 @@ def test_many_prompts_are_tokenised_in_calls_of_bounded_size(monkeypatch):
     tokenizer, calls = tiny_tokenizer(), []
     texts = ["1+2" * n for n in (1, 50, 3, 3, 90, 200, 2)]
     expected = tokenise(tokenizer, texts, PLAIN, [""] * len(texts))
-    monkeypatch.setattr(prompts, "PIECE", 200)
+    monkeypatch.setattr(problems, "PIECE", 200)
     original = type(tokenizer).__call__
 
     def counting(self, texts, **kwargs):

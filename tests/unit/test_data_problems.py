@@ -12,11 +12,12 @@ import pytest
 from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
+    PromptForm,
     load_pairs,
     load_problems,
+    load_tokenizer,
     refuse_bad_answers,
 )
-from megatron_dppo.data.prompts import PromptForm, load_tokenizer
 from megatron_dppo.data.records import DataError
 from megatron_dppo.types import Problem
 from tests.tiny_models import tiny_tokenizer

@@ -172,7 +172,7 @@ def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tm
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     """pi = mu = pi': nothing is blocked, every weight is 1 and every divergence 0."""
-    from megatron_dppo.data.prompts import load_tokenizer
+    from megatron_dppo.data.problems import load_tokenizer
     from megatron_dppo.explain.explanation import TokenTexts
     from megatron_dppo.explain.recomputed import Policy
 

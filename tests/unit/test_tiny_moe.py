@@ -14,8 +14,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config import load_config
-from megatron_dppo.data.problems import load_problems
-from megatron_dppo.data.prompts import PromptForm, load_tokenizer
+from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.demo import material as prepare_module
 from megatron_dppo.demo.__main__ import judge, set_aside
 from megatron_dppo.demo.make_model import make_model, make_tokenizer

@@ -1,22 +1,42 @@
-"""What a rollout batch is, and where it comes from."""
+"""What a rollout batch is, and where it comes from: the engine, in the step that trains on it or one step ahead in the
+background; or batches that an earlier run saved.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_dppo.config.schema import RolloutConfig
+from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_path
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.sampling import Sampler
 from megatron_dppo.data.trajectory import Outline, Trajectory
-from megatron_dppo.loop.rollouts.exchange import announce, own_positions
-from megatron_dppo.loop.rollouts.figures import generated_figures, rows_of, staleness_figures
-from megatron_dppo.trainer.collectives import on_every_rank
+from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.loop.engine_session import EngineSession
+from megatron_dppo.loop.rollouts.exchange import announce, own_positions, owner
+from megatron_dppo.loop.rollouts.figures import (
+    GroupRow,
+    check_staleness,
+    generated_figures,
+    rows_of,
+    selection_figures,
+    speed_figures,
+    staleness_figures,
+)
+from megatron_dppo.loop.scoring import GroupQuota, ScoredGeneration, Selection
+from megatron_dppo.metrics import names
+from megatron_dppo.metrics.timing import PhaseTimer
+from megatron_dppo.rewards.verifier import Verifier
+from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.types import Problem
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +66,187 @@ class RolloutSource(Protocol):
 
     def run_ahead(self) -> None:
         """Have the next batch generated in the background, where the configuration allows it."""
+
+
+@dataclass
+class _Draft:
+    """A batch in the making. Groups are counted in the order in which their problems were drawn.
+
+    ``problems``, ``rows``: of all leaders, the same on every rank; a row follows when its group is judged.
+    ``groups``: this rank's by position. ``generation``: this rank's part of the round that runs.
+    """
+
+    step: int
+    problems: list[Problem] = field(default_factory=list)
+    rows: list[GroupRow] = field(default_factory=list)
+    groups: dict[int, list[Trajectory]] = field(default_factory=dict)
+    rounds: int = 0
+    generation: ScoredGeneration | None = None
+    sampler: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def flat(self) -> list[bool]:
+        """Whether each judged group has zero variance."""
+        return [row.flat for row in self.rows]
+
+    @property
+    def unjudged(self) -> range:
+        """Positions of the groups that no row tells of yet."""
+        return range(len(self.rows), len(self.problems))
+
+
+class GeneratedRollouts:
+    """Batches from ``engine``. ``job``: a template that carries all but the problems and what their seeds are for.
+
+    With ``rollout.max_staleness: 1`` at most two batches are alive: one in hand, and the next on its way. ``steps``:
+    of the run.
+    """
+
+    def __init__(
+        self,
+        rollout: RolloutConfig,
+        algorithm: AlgorithmConfig,
+        topology: Topology,
+        engine: EngineSession,
+        verifier: Verifier,
+        job: GenerationJob,
+        problems: Sequence[Problem],
+        sampler: Sampler,
+        timer: PhaseTimer,
+        *,
+        steps: int,
+    ) -> None:
+        self._rollout = rollout
+        self._algorithm = algorithm
+        self._steps = steps
+        self._topology = topology
+        self._engine = engine
+        self._verifier = verifier
+        self._job = job
+        self._problems = problems
+        self._sampler = sampler
+        self._timer = timer
+        self._quota = GroupQuota.of(rollout)
+        self._in_hand: _Draft | None = None
+        self._on_its_way: _Draft | None = None
+        self._begun = 0
+
+    def collect(self, step: int) -> RolloutBatch:
+        """The batch of ``step``, verified and with advantages; meanwhile the next one is generated.
+
+        Raises StalenessError, RunStoppedError and what an engine that can't be brought back raises.
+        """
+        if self._in_hand is None:
+            if self._on_its_way is None:
+                self._begin(step)
+            self.settle(step - 1)
+        draft, self._in_hand = self._in_hand, None
+        assert draft is not None
+        assert draft.step == step
+        self.run_ahead()
+        if draft.unjudged:
+            self._judge(draft)
+        return self._hand_over(draft)
+
+    def settle(self, version: int) -> None:
+        """Take the batch on its way in hand. Further rounds of a filter, which rewards decide on, run here."""
+        draft = self._on_its_way
+        if draft is None:
+            return
+        self._receive(draft, version)
+        if self._quota.filtering:
+            self._judge(draft)
+            while count := self._quota.ask(draft.flat, draft.rounds):
+                self._ask(draft, count)
+                self._receive(draft, version)
+                self._judge(draft)
+        self._in_hand, self._on_its_way = draft, None
+
+    def run_ahead(self) -> None:
+        """Begin the next batch, unless it runs already, the run is synchronous, or was the last step's."""
+        ahead = self._rollout.max_staleness > 0 and self._begun < self._steps
+        if ahead and self._on_its_way is None:
+            self._begin(self._begun + 1)
+
+    # --- a batch's parts
+
+    def _begin(self, step: int) -> None:
+        self._begun = step
+        self._on_its_way = draft = _Draft(step)
+        self._ask(draft, self._quota.ask((), 0))
+
+    def _ask(self, draft: _Draft, count: int) -> None:
+        """Start a round: ``count`` further problems, answered in the background."""
+        draft.problems += [self._problems[i] for i in self._sampler.next(count)]
+        draft.sampler = self._sampler.state_dict()
+        draft.rounds += 1
+        positions = own_positions(draft.unjudged, self._topology)
+        seeds = self._job.seeds
+        if seeds is not None:
+            seeds = replace(seeds, purpose=f"step {draft.step}", positions=positions)
+        problems = [draft.problems[p] for p in positions]
+        job = replace(self._job, problems=problems, seeds=seeds)
+        again = f", round {draft.rounds}" if draft.rounds > 1 else ""
+        draft.generation = ScoredGeneration(
+            self._engine, self._verifier, job, f"step {draft.step}: generate{again}"
+        )
+
+    def _receive(self, draft: _Draft, version: int) -> None:
+        """Wait for the round's responses. ``version``: of the weights that the trainer holds."""
+        assert draft.generation is not None
+        began = time.monotonic()
+        with self._timer("generate"):
+            draft.generation.wait(version)
+        draft.waited += time.monotonic() - began
+
+    def _judge(self, draft: _Draft) -> None:
+        """Verify this rank's new groups, and tell every rank how all of them did."""
+        assert draft.generation is not None
+        new = own_positions(draft.unjudged, self._topology)
+        with self._timer("reward"):
+            scored = draft.generation.scored(self._algorithm)
+            draft.groups |= dict(zip(new, self._groups(scored), strict=True))
+            rows_by_rank = all_gather_json(
+                [[GroupRow.of(draft.groups[p]) for p in new], draft.generation.seconds]
+            )
+        shares = [iter(rows_by_rank[leader][0]) for leader in self._topology.leaders]
+        draft.rows += [
+            GroupRow(*next(shares[owner(p, self._topology)])) for p in list(draft.unjudged)
+        ]
+        draft.seconds += max(seconds for _, seconds in rows_by_rank)
+
+    def _hand_over(self, draft: _Draft) -> RolloutBatch:
+        """The batch on every rank, and its figures."""
+        selection = self._quota.choose(draft.flat)
+        chosen = [t for p in selection.positions if p in draft.groups for t in draft.groups[p]]
+        with self._timer("exchange"):
+            batch, trajectories = announce(
+                chosen, self._topology, self._job.group_size, selection.positions
+            )
+        check_staleness(batch, draft.step, self._rollout.max_staleness)
+        figures = generated_figures(draft.rows) | staleness_figures(batch, draft.step)
+        figures |= speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
+        if self._quota.filtering:
+            figures |= selection_figures(draft.rows, selection, draft.rounds)
+            self._warn_of_filling(draft, selection)
+        return RolloutBatch(batch, trajectories, figures, draft.sampler)
+
+    def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
+        if selection.filled:
+            log.warning(
+                "step %d: %d of %d groups have zero variance: %d rounds of generation (%d groups) found no more",
+                draft.step,
+                selection.filled,
+                self._quota.wanted,
+                draft.rounds,
+                len(draft.rows),
+            )
+
+    def _groups(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
+        size = self._job.group_size
+        return [list(trajectories[i : i + size]) for i in range(0, len(trajectories), size)]
 
 
 class ReplayedRollouts:
