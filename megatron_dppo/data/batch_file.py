@@ -39,7 +39,8 @@ class BatchFormatError(RunError, ValueError):
 
 
 def digest(array: np.ndarray) -> str:
-    """A hash of the values, type and shape: XXH3 of 128 bits, in a tenth of the time of copying them."""
+    """A hash of the values, type and shape."""
+    # XXH3 of 128 bits takes a tenth of the time of copying them.
     hasher = xxhash.xxh3_128(f"{array.dtype.str}{array.shape}".encode())
     hasher.update(np.ascontiguousarray(array).data)
     return hasher.hexdigest()

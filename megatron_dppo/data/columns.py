@@ -167,8 +167,8 @@ def declared(name: str) -> Column:
 
 # --- what log-probabilities must be: the same that the engine's protocol asks of answers
 
+# A log-probability may exceed 0 by this much: what fp32 makes of a near-certain token.
 LOG_PROB_ROUNDING = 1e-6
-"""A log-probability may exceed 0 by this much: what fp32 makes of a near-certain token."""
 
 
 def check_log_probs(log_probs: Sequence[float] | np.ndarray, where: str) -> None:
@@ -206,16 +206,15 @@ def check_topk(ids: np.ndarray, log_probs: np.ndarray, where: str) -> None:
 # mixture-of-experts layer. The last token is never fed back to the engine, so it has none. S = tokens of the
 # trajectory, L = mixture-of-experts layers, E = experts a token.
 
+# Where one expert serves a token, zeros in every layer for more tokens than this were never written: no router
+# sends so many tokens to expert 0 of every layer.
 UNWRITTEN_TOKENS = 8
-"""Where one expert serves a token, zeros in every layer for more tokens than this were never
-written: no router sends so many tokens to expert 0 of every layer."""
 
 
 def check_recording(routed: np.ndarray, experts: int) -> None:
     """Raise ValueError unless each token goes to distinct experts of 0 .. ``experts`` - 1.
 
-    ``routed`` [rows, L, E] of any integer type. Repeated experts would break the dispatch of
-    tokens.
+    ``routed`` [rows, L, E] of any integer type.
     """
     if routed.size == 0:
         return
@@ -223,6 +222,7 @@ def check_recording(routed: np.ndarray, experts: int) -> None:
         raise ValueError(f"routed expert outside 0..{experts - 1}")
     if routed.shape[-1] > 1 and not routed.any():
         raise ValueError("routed experts are all 0: the engine recorded nothing")
+    # They would break the dispatch of tokens.
     if has_repeats(routed):
         raise ValueError("a token is routed to the same expert twice")
 

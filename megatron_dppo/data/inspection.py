@@ -37,8 +37,8 @@ from megatron_dppo.types import Problem
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
 _BARS, _WIDTH = 10, 40
 _SHOWN_CHARACTERS = 4000
+# Characters of a prompt that are looked through for near-duplicates: from its beginning.
 _COMPARED = 2**16
-"""Characters of a prompt that are looked through for near-duplicates: from its beginning."""
 _SHOWN_FAULTS, _SHOWN_PAIRS, _SHOWN_PROMPTS = 5, 10, 3
 
 

@@ -62,7 +62,8 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> Groups:
     their order.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
-    free = np.zeros(len(sizes), dtype=np.int64)  # of the groups that are open, in order of opening
+    # Of the groups that are open, in order of opening.
+    free = np.zeros(len(sizes), dtype=np.int64)
     groups: Groups = []
     for index in np.argsort(-sizes, kind="stable").tolist():
         fits = np.flatnonzero(free[: len(groups)] >= sizes[index])
@@ -71,7 +72,8 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> Groups:
             groups[group].append(index)
             free[group] -= sizes[index]
         else:
-            free[len(groups)] = token_budget - sizes[index]  # below zero: nothing joins it
+            # Below zero for a sequence above the budget: nothing joins it.
+            free[len(groups)] = token_budget - sizes[index]
             groups.append([index])
     return groups
 
@@ -87,15 +89,14 @@ def plan_mini_batch(
 
     Ranks share the cost evenly, and each rank's micro-batches do. Every rank gets the same number of
     micro-batches, a multiple of ``count_multiple`` (the interleaved pipeline schedule wants a
-    multiple of the pipeline's size), because expert parallelism makes the ranks take part in each
-    other's layers. The k-th micro-batches of all ranks run together, so each rank's come heaviest
-    first. None exceeds ``token_budget`` unless it is a single sequence. Micro-batches are empty only
-    where a rank has too few sequences.
+    multiple of the pipeline's size); each rank's come heaviest first. None exceeds ``token_budget``
+    unless it is a single sequence. Micro-batches are empty only where a rank has too few sequences.
     """
     shares = partition_by_cost(costs, dp_size)
     share_lengths = [[lengths[i] for i in share] for share in shares]
     share_costs = [[costs[i] for i in share] for share in shares]
     fewest = [plan_micro_batches(share, token_budget) for share in share_lengths]
+    # Expert parallelism makes the ranks take part in each other's layers, so all need the same number.
     count = max(1, *(len(groups) for groups in fewest))
     count += -count % count_multiple
     plan = []
@@ -132,6 +133,7 @@ def _spread(
         even = _cheapest_with_room(lengths, costs, token_budget, count)
     if even is None:
         even = _split(costs, groups, count)
+    # The k-th micro-batches of all ranks run together: the heaviest wait for the heaviest.
     return sorted(even, key=lambda g: (-_total(costs, g), g))
 
 
@@ -359,7 +361,8 @@ def _lay_out(
     if rows is None:
         return
     positions = column.positions(trajectory.loss_mask) + start
-    within = slice(*np.searchsorted(positions, (0, len(values))))  # they ascend
+    # Positions ascend, so what is within the share is one run of rows.
+    within = slice(*np.searchsorted(positions, (0, len(values))))
     rows, positions = rows[within], positions[within]
     if column.usable is not None:
         usable = column.usable(trajectory.loss_mask, trajectory.columns)[within]

@@ -22,8 +22,8 @@ from megatron_dppo.rewards.gold import gold_answer, holds_answer
 from megatron_dppo.rewards.verifier import Score, Verifier
 from megatron_dppo.types import Problem
 
+# Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.
 PIECE = 2**18
-"""Characters that are given to a tokenizer at one time."""
 Prompt = str | list[dict[str, str]]
 """Text, or chat messages."""
 PROMPT_KEYS = ("prompt", "problem", "question")
@@ -294,10 +294,8 @@ def text_of(prompt: Prompt) -> str:
 def short_enough(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt], max_prompt_tokens: int
 ) -> list[int]:
-    """Positions of the prompts that may be short enough: as characters, not as tokens.
-
-    Tokenising megabytes takes gigabytes, and no token stands for more than the vocabulary's longest.
-    """
+    """Positions of the prompts that may be short enough: as characters, not as tokens."""
+    # Tokenising megabytes takes gigabytes, and no token stands for more than the vocabulary's longest.
     longest = max(map(len, tokenizer.get_vocab()), default=1)
     return [i for i, p in enumerate(prompts) if len(text_of(p)) <= longest * max_prompt_tokens]
 
@@ -351,10 +349,10 @@ def token_counts(
     form: PromptForm,
     locations: Sequence[str],
 ) -> list[int]:
-    """Tokens of every prompt in ``form``. One of more than ``PIECE`` characters is counted in pieces, which
-    may count a token more at each cut, and does not take gigabytes."""
+    """Tokens of every prompt in ``form``; a token more at each cut of one that is longer than ``PIECE``."""
     counts = []
     for text, by_template in rendered(tokenizer, prompts, form, locations):
+        # In pieces, for a prompt of megabytes would take gigabytes.
         pieces = [text[start : start + PIECE] for start in range(0, len(text), PIECE)]
         encoded = _encoded(tokenizer, pieces, special=not by_template and len(pieces) == 1)
         counts.append(sum(map(len, encoded)))
@@ -364,8 +362,7 @@ def token_counts(
 def _encoded(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool
 ) -> Iterator[list[int]]:
-    """The ids of each text. Tokenizers takes 400 bytes and more for each character of a call, so a call gets
-    about ``PIECE`` characters, or one text."""
+    """The ids of each text, about ``PIECE`` characters a call, or one text."""
     start = 0
     while start < len(texts):
         end, size = start + 1, len(texts[start])

@@ -18,8 +18,8 @@ Record = dict[str, Any]
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARRO", b"\xff\xff\xff\xff"
 """The first four bytes of each format; ``datasets`` saves streams."""
 COLUMNAR = (PARQUET, ARROW_FILE, ARROW_STREAM)
+# Rows that are Python objects at one time: published files have millions.
 _BATCH = 4096
-"""Rows that are Python objects at one time."""
 
 
 class DataError(RunError, ValueError):
@@ -85,7 +85,8 @@ def _parse_text(text: bytes, where: str) -> Any:
     """A JSON value. Raises DataError beginning with ``where``, also for what can't be written back."""
     try:
         value = json.loads(text)
-        if b"\\ud" in text.lower():  # an escape that may be half of a pair
+        # An escape may be half of a surrogate pair, which json takes and no file can hold.
+        if b"\\ud" in text.lower():
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 at byte {error.start}: {error.reason}") from error
@@ -95,7 +96,8 @@ def _parse_text(text: bytes, where: str) -> Any:
         raise DataError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
     except RecursionError as error:
         raise DataError(f"{where}: nested too deeply") from error
-    except ValueError as error:  # an integer of more than 4300 digits
+    # Python reads no integer of more than 4300 digits.
+    except ValueError as error:
         raise DataError(f"{where}: {error}; write a long number as text") from error
     return value
 
@@ -128,7 +130,6 @@ def _rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Record]:
     """The rows as plain Python values, of ``columns`` alone where they are given."""
     with _faults_named(path):
         for batch in _opened(path, columns)[1]:
-            # A few thousand at a time: published files have millions of rows.
             for start in range(0, batch.num_rows, _BATCH):
                 rows = batch.slice(start, _BATCH)
                 yield from (rows if columns is None else rows.select(list(columns))).to_pylist()
@@ -163,7 +164,8 @@ def _faults_named(path: Path) -> Iterator[None]:
         ) from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, KeyError, NotImplementedError) as error:  # pyarrow's own derive from these
+    # pyarrow's own errors derive from these.
+    except (ValueError, KeyError, NotImplementedError) as error:
         raise DataError(f"{path}: no readable Parquet or Arrow file: {error}") from error
 
 

@@ -177,7 +177,8 @@ def reply_to(connection: Connection) -> None:
     try:
         shared = SharedBuffer(size)
         buffer, path = shared.array, str(shared.path)
-    except OSError:  # no room
+    # Shared memory has no room; the connection takes longer.
+    except OSError:
         buffer, path = np.zeros(size, np.uint8), None
     for start, view in zip(starts, flat, strict=True):
         buffer[start : start + view.nbytes] = view
@@ -188,7 +189,8 @@ def reply_to(connection: Connection) -> None:
 
 def main() -> None:
     """Answer until the parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    # Ctrl-C is the parent's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))
     try:
         while True:

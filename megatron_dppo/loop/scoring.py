@@ -95,8 +95,8 @@ def _scoring(
     return arrived
 
 
-# Which groups make a rollout batch when zero-variance groups are dropped and replaced (dynamic
-# sampling).
+# --- which groups make a rollout batch when zero-variance groups are dropped and replaced (dynamic sampling)
+#
 # A group whose responses all earn the same has no advantage: it costs a place in the batch and
 # teaches nothing. Candidates are judged in the order in which the sampler handed out their
 # problems, never in the order in which they were finished, so neither chance nor the length of
@@ -149,7 +149,8 @@ class GroupQuota:
         missing = self.wanted - (len(flat) - sum(flat))
         if missing <= 0 or rounds >= self.max_rounds:
             return 0
-        return math.ceil(round(missing * self.oversampling, 6))  # 10 x 1.1 is 11, not 12
+        # Rounded first, so that 10 x 1.1 is 11, not 12.
+        return math.ceil(round(missing * self.oversampling, 6))
 
     def choose(self, flat: Sequence[bool]) -> Selection:
         """The batch, once ``ask`` wants no more. ``flat`` as there, at least ``wanted`` groups."""

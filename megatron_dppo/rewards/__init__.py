@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 _LONGEST_REFUSAL = 200
+# Characters of a response's end that are read for a reason: the patterns take quadratic time.
 _LONGEST_READ = 4000
-"""Characters of a response's end that are read for a reason: the patterns take quadratic time."""
 _LONGEST_SHOWN = 80
 RewardFunction = Callable[[str, str], float]
 """``(response, answer) -> score``. Deterministic; the score lies in [0, 1]."""
@@ -100,7 +100,8 @@ def score_or_refusal(function: RewardFunction, response: str, answer: str) -> fl
         return f"{why} ({Path(frame.filename).name}, line {frame.lineno})"
     if not isinstance(value, Real):
         return f"it returned a {type(value).__name__}, expected a number in [0, 1]"
-    score: Any = value  # typeshed's Real can't be compared
+    # typeshed's Real can't be compared.
+    score: Any = value
     if not 0 <= score <= 1:
         return f"it returned {_shown(value)}, expected a number in [0, 1]"
     return float(value)
@@ -109,7 +110,8 @@ def score_or_refusal(function: RewardFunction, response: str, answer: str) -> fl
 def _shown(value: Any) -> str:
     try:
         return str(value)[:_LONGEST_REFUSAL]
-    except ValueError:  # Python writes out no integer of more than some thousand digits
+    # Python writes out no integer of more than some thousand digits.
+    except ValueError:
         return "a number of thousands of digits"
 
 
@@ -153,6 +155,7 @@ def stated_result(response: str) -> str:
 
 
 def _normalise(integer: str) -> str:
-    """``integer`` without plus sign and leading zeros; text, as int() takes quadratic time."""
+    """``integer`` without plus sign and leading zeros."""
+    # As text: int() takes quadratic time.
     digits = integer.lstrip("+-").lstrip("0")
     return ("-" if integer.startswith("-") and digits else "") + digits

@@ -38,6 +38,7 @@ def handed_over(scored: Mapping[str, str]) -> BadAnswers | None:
     """What the check of this start wrote of the same; None where it wrote nothing, or of something else."""
     try:
         content = json.loads(Path(os.environ[VARIABLE]).read_text(encoding="utf-8"))
-    except (KeyError, OSError, ValueError):  # a launcher started this rank, or on another machine
+    # A launcher started this rank, or on another machine.
+    except (KeyError, OSError, ValueError):
         return None
     return content["bad"] if content["scored"] == dict(scored) else None

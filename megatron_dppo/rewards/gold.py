@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+# Characters. Anything longer is a derivation, and costly to parse.
 LONGEST_ANSWER = 500
-"""Characters. Anything longer is a derivation, and costly to parse."""
 
 _BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s*\{")
 _UNBRACED_BOX = re.compile(r"\\(?:boxed|framebox|fbox)\s+([^${}]+?)\s*(?:\$|$)")

@@ -21,8 +21,8 @@ from megatron_dppo.rewards import find_reward, score_or_refusal
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import kill_families, start_connected
 
+# Longest time for a worker to import its reward; long, because machines start many at once.
 START_LIMIT_S = 300.0
-"""Longest time for a worker to import its reward; long, because machines start many at once."""
 Pair = tuple[str, str]
 """(response, answer)."""
 OnScore = Callable[[], None]

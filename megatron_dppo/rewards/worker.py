@@ -30,10 +30,10 @@ from megatron_dppo.system.processes import (
     kill_descendants,
 )
 
+# Address space of a worker: a number with 10^9 digits must not take the node's memory.
 MEMORY_BYTES = 4 << 30
-"""Address space of a worker: a number with 10^9 digits must not take the node's memory."""
+# How much later than the verifier the worker ends itself, should nobody be left to kill it.
 GRACE_S = 5.0
-"""How much later than the verifier the worker ends itself, should nobody be left to kill it."""
 
 
 def serve(connection: Connection, name: str, timeout_s: float) -> None:
@@ -41,7 +41,8 @@ def serve(connection: Connection, name: str, timeout_s: float) -> None:
     logging.disable(logging.WARNING)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the verifier's to handle
+    # Ctrl-C is the verifier's to handle.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     function = find_reward(name).load()
     helpers = child_ids()
@@ -51,7 +52,8 @@ def serve(connection: Connection, name: str, timeout_s: float) -> None:
             response, answer = connection.recv()
         except (EOFError, ConnectionResetError):
             return
-        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)  # SIGALRM's default action: die
+        # SIGALRM's default action ends the process, whatever the reward does.
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
         reply = score_or_refusal(function, response, answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
         kill_children(spared=helpers)
@@ -78,7 +80,8 @@ def main() -> None:
     """Serve in a child, under this process as its guard."""
     descriptor, name, timeout_s = sys.argv[1:]
     connection = Connection(int(descriptor))
-    os.set_inheritable(connection.fileno(), False)  # no process of the reward may answer
+    # No process that the reward starts may answer.
+    os.set_inheritable(connection.fileno(), False)
     guarding = os.getpid()
     adopt_orphans()
     if (child := os.fork()) != 0:

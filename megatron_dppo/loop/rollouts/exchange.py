@@ -41,8 +41,8 @@ TOKENS = {"token_ids": Form("int32", ()), "loss_mask": Form("bool", ())}
 """What a trajectory has beside columns; a row a token."""
 LAYERS = "moe_layers"
 """The trailing size of columns that are cut by pipeline stage."""
+# Arrays travel in pieces of at most this size, or of one: no device has room for a step's.
 PIECE_BYTES = 64 * 2**20
-"""Arrays travel in pieces of at most this size, or of one: no device has room for a step's."""
 
 
 class ExchangeError(RunError):
