@@ -227,7 +227,7 @@ class Outline(NamedTuple):
     @classmethod
     def of(cls, t: Trajectory) -> Self:
         """Of a trajectory."""
-        return cls(*(getattr(t, name) for name in cls._fields))
+        return cls._make(getattr(t, name) for name in cls._fields)
 
     def __str__(self) -> str:
         return f"response {self.sample_index} to problem {self.problem_id}"
@@ -241,7 +241,7 @@ class Outline(NamedTuple):
     def from_json(cls, row: Sequence[Any]) -> Self:
         """Of an outline that was JSON on its way: a list, as its version spans are."""
         *others, spans = row
-        return cls(*others, tuple(VersionSpan(*span) for span in spans))
+        return cls._make([*others, tuple(VersionSpan(*span) for span in spans)])
 
 
 TrajectoryFacts = Outline | Trajectory
