@@ -16,8 +16,7 @@ from megatron_dppo.config import (
     check_supervised_config,
     load_as,
 )
-from megatron_dppo.config.allocator import set_allocator
-from megatron_dppo.config.machine import this_machine
+from megatron_dppo.config.machine import set_allocator, this_machine
 from megatron_dppo.launch.library_checks import (
     CHECK,
     check_everything_supervised,

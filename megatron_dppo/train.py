@@ -24,9 +24,14 @@ from megatron_dppo.config import (
     load_config,
     resolved_yaml,
 )
-from megatron_dppo.config.allocator import allocator_problems, set_allocator
 from megatron_dppo.config.checkpoint_folder import missing_weights
-from megatron_dppo.config.machine import Machine, machine_problems, this_machine
+from megatron_dppo.config.machine import (
+    Machine,
+    allocator_problems,
+    machine_problems,
+    set_allocator,
+    this_machine,
+)
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.library_checks import CHECK, check_everything, check_in_child
 from megatron_dppo.launch.placement import PlacementError
@@ -96,7 +101,7 @@ def _missing_weights(config: TrainConfig) -> list[str]:
 def _checked(config: TrainConfig, words: argparse.Namespace) -> Plan:
     """What follows from the configuration. Raises ConfigError with what all checks say: of its values, of the
     libraries, of data and checkpoints, as far as those can be looked at then."""
-    from megatron_dppo.loop.start_checks import data_and_resume_problems
+    from megatron_dppo.loop.resuming import data_and_resume_problems
 
     plan: Plan | None = None
     problems: list[str] = []

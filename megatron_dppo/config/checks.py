@@ -7,24 +7,23 @@ libraries' own options) is checked by ``launch/library_checks.py`` before anythi
 
 from __future__ import annotations
 
+import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
-from megatron_dppo.config.data_checks import data_file_problems, prompt_form_problems
-from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.expectations import given
+from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.forwarded import (
     SGLANG,
     expert_kernel_problems,
     megatron_problems,
     replay_problems,
+    training_problems,
 )
-from megatron_dppo.config.forwarded_training import training_problems
-from megatron_dppo.config.layout import LAYOUT_CHECKS, Plan, world_problems
 from megatron_dppo.config.lora import (
     adapter_update_problems,
     engine_adapter_problems,
@@ -33,17 +32,282 @@ from megatron_dppo.config.lora import (
 from megatron_dppo.config.schema import (
     AlgorithmConfig,
     PolicyConfig,
+    Section,
     SupervisedConfig,
     TrainConfig,
 )
-from megatron_dppo.config.values import (
-    engine_split_problems,
-    length_problems,
-    refuse_unusable_values,
-    url_problems,
-    without_os_errors,
-)
+from megatron_dppo.model.layout import Layout, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.splits import padded_vocab_size
+from megatron_dppo.system.network import url_problem
+
+# Checks of the section ``data``: files that are there, weights, and how prompts are put.
+
+PLACEHOLDER = "{prompt}"
+"""What a prompt template holds where the problem goes."""
+
+MOST_STOPS = 32
+"""Stop texts that SGLang takes."""
+
+
+def data_file_problems(config: TrainConfig) -> Iterator[str]:
+    """Files that are not there, weights of some files alone, names that can't name metrics."""
+    data = config.data
+    listed = not isinstance(data.train, str)
+    files = {
+        f"data.train[{i}].path" if listed else "data.train": file.path
+        for i, file in enumerate(data.train_files)
+    }
+    files |= {f"data.evaluation.{name}": file.path for name, file in data.evaluation_files.items()}
+    for key, path in files.items():
+        if not Path(path).is_file():
+            yield (
+                f"{key}: got {path!r}, expected a JSONL or Parquet file, relative to {Path.cwd()}; "
+                "docs/data.md tells how published sets are prepared"
+            )
+    if not data.train_files:
+        yield "data.train: got an empty list, expected at least one file"
+    paths = [file.path for file in data.train_files]
+    if repeated := sorted({path for path in paths if paths.count(path) > 1}):
+        yield f"data.train: {repeated[0]!r} is there twice, expected each file once; see weight"
+    weighted = [file.weight is not None for file in data.train_files]
+    if any(weighted) and not all(weighted):
+        lacking = weighted.index(False)
+        yield f"data.train[{lacking}].weight: missing, expected one for each file, or for none"
+    for name in data.evaluation:
+        if not re.fullmatch(r"[\w.-]+", name):
+            yield (
+                f"data.evaluation: got the name {name!r}, expected letters, digits, '_', '-' and "
+                "'.' (it names metrics)"
+            )
+
+
+def prompt_form_problems(config: TrainConfig) -> Iterator[str]:
+    """Templates without a place for the problem, and prompts that nothing would carry."""
+    data = config.data
+    if data.prompt_template is not None and data.prompt_template.count(PLACEHOLDER) != 1:
+        yield (
+            f"data.prompt_template: got {data.prompt_template!r}, expected {PLACEHOLDER} in it once, "
+            "where the problem goes"
+        )
+    if data.system_prompt is not None and not data.apply_chat_template:
+        yield (
+            "data.system_prompt: got one with data.apply_chat_template false, expected null: only a "
+            "chat template carries a system message"
+        )
+    if len(config.rollout.stop) > MOST_STOPS:
+        yield f"rollout.stop: got {len(config.rollout.stop)} texts, expected at most {MOST_STOPS}"
+    if "" in config.rollout.stop:
+        yield "rollout.stop: got an empty text, expected texts that end a response"
+
+
+# What a configuration's layout comes to, and ``model.layout_checks`` in the configuration's own
+# words.
+
+Problems = Iterator[str]
+LayoutCheck = Callable[[PolicyConfig, ModelShape], Problems]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from a valid configuration. ``steps_per_batch``: optimiser steps in a rollout
+    batch."""
+
+    layout: Layout
+    sequence_parallel: bool
+    vocab: int
+    padded_vocab: int
+    steps_per_batch: int
+    responses_per_batch: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, model: ModelShape) -> Plan:
+        """Derive; ``config`` must have passed its checks."""
+        sizes, rollout = config.parallel.sizes, config.rollout
+        return cls(
+            layout=Layout.of(sizes),
+            sequence_parallel=sizes.sequence_parallel(model),
+            vocab=model.vocab_size,
+            padded_vocab=padded_vocab_size(model.vocab_size, sizes.tensor),
+            steps_per_batch=rollout.prompts_per_step // config.training.prompts_per_mini_batch,
+            responses_per_batch=rollout.prompts_per_step * rollout.group_size,
+        )
+
+    def summary(self) -> str:
+        """The layout, the vocabulary and the steps, in a line."""
+        at = self.layout
+        sizes = {"TP": at.tensor, "PP": at.pipeline, "VPP": at.chunks, "DP": at.data}
+        experts = {"EP": at.expert, "ETP": at.expert_tensor, "expert DP": at.expert_data}
+        sequence = ", sequence parallel" if self.sequence_parallel else ""
+        padding = f" (padded to {self.padded_vocab})" if self.padded_vocab != self.vocab else ""
+        return (
+            f"{at.world_size} ranks: {_product(sizes)}, experts {_product(experts)}{sequence}; "
+            f"vocabulary {self.vocab}{padding}; a rollout batch is {self.responses_per_batch} "
+            f"responses and {self.steps_per_batch} optimiser steps"
+        )
+
+
+def _product(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in sizes.items())
+
+
+def world_problems(config: PolicyConfig) -> Problems:
+    """What is wrong with the layout whatever the model is."""
+    yield from (problem.text("parallel.") for problem in size_faults(config.parallel.sizes))
+
+
+def _fits_the_model(config: PolicyConfig, model: ModelShape) -> Problems:
+    yield from (p.text("parallel.") for p in model_faults(config.parallel.sizes, model))
+
+
+def _dense_dispatches_nothing(config: PolicyConfig, model: ModelShape) -> Problems:
+    dispatcher = config.megatron.get("moe_token_dispatcher_type")
+    if dispatcher is not None and not model.is_moe:
+        yield (
+            f"megatron.moe_token_dispatcher_type: got {dispatcher!r}, expected nothing: "
+            f"{model.family} is a dense model"
+        )
+
+
+LAYOUT_CHECKS: tuple[LayoutCheck, ...] = (_fits_the_model, _dense_dispatches_nothing)
+
+
+# Values that are of the right type and can still not be used: text that is no path, ports,
+# shapes.
+
+LONGEST_TEXT = 4096
+"""Characters of a path, as Linux bounds it."""
+LONGEST_PROSE = 65536
+"""Characters of a text that is for the model."""
+PROSE = {"data.system_prompt", "data.prompt_template", "rollout.stop", "prologue"}
+"""Keys whose text is for the model, or a script: it may have lines."""
+LARGEST_NUMBER = 2**63 - 1
+SPARE_POSITIONS = 2
+"""Of its context and of its cache SGLang 0.5.23 fills two positions fewer: ``max_req_len`` is one less
+(``tp_worker.py``), and a response ends one before that (``scheduler.py``), as a truncated one."""
+PROMPT_SPARE_POSITIONS = 7
+"""A prompt must be this much shorter than the context, or SGLang refuses it (``max_req_input_len``)."""
+LONGEST_WAIT_S = 10**8
+"""Three years; ``threading`` takes a hundred times that, ``select`` and timers of C++ less."""
+
+
+def refuse_unusable_values(config: Section, source: str) -> None:
+    """Raise ConfigError naming ``source`` for :func:`unusable_values`. Comes before checks that open paths."""
+    if problems := unusable_values(config):
+        raise ConfigError(problems, source)
+
+
+def unusable_values(config: Section) -> list[str]:
+    """Texts that no path, name or URL may hold, and numbers that no library takes."""
+    return [
+        f"{key}: {complaint}"
+        for key, value in _leaves(config.model_dump(), "")
+        if (complaint := _complaint(key, value))
+    ]
+
+
+def without_os_errors(problems: Iterator[str]) -> Iterator[str]:
+    """``problems``; where the file system fails on a path (too long, no permission) that is one."""
+    try:
+        yield from problems
+    except OSError as error:
+        yield f"{given(error.filename)}: {error.strerror}"
+
+
+def url_problems(config: TrainConfig) -> Iterator[str]:
+    """``engine.urls`` that no server can have, or that name one server twice."""
+    urls = [url.rstrip("/") for url in config.engine.urls]
+    problems = [f"engine.urls: {problem}" for url in urls if (problem := url_problem(url))]
+    yield from problems
+    if not problems and len(set(urls)) < len(urls):
+        yield f"engine.urls: got {urls}, expected each server once"
+
+
+def engine_split_problems(config: TrainConfig, model: ModelShape) -> Iterator[str]:
+    """``sglang.tp_size`` against the model's attention heads and key-value heads."""
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    size = config.sglang.get("tp_size") or 1
+    if not isinstance(size, int) or isinstance(size, bool):
+        return  # the check against SGLang's own fields says so
+    if size < 1:
+        yield f"sglang.tp_size: got {size}, expected at least 1"
+    elif heads % size:
+        yield f"sglang.tp_size: got {size}, expected a divisor of the model's {heads} attention heads"
+    elif groups % size and size % groups:
+        yield (
+            f"sglang.tp_size: got {size}, expected a divisor or a multiple of the model's {groups} "
+            "key-value heads"
+        )
+
+
+def length_problems(config: TrainConfig, model: ModelShape) -> Iterator[str]:
+    """Prompts and responses against the model's positions, and what a server of them serves.
+
+    A run that replays rollouts asks no server: it has all of the model's positions.
+    """
+    generates = config.rollout.replay_from is None
+    spare, prompt_spare = (SPARE_POSITIONS, PROMPT_SPARE_POSITIONS) if generates else (0, 1)
+    limits: dict[str, Any] = {"model's": model.max_position_embeddings}
+    if generates:
+        for key in ("context_length", "max_total_tokens"):
+            limits[f"engine's sglang.{key} of"] = config.sglang.get(key)
+    prompt = config.data.max_prompt_tokens
+    responses = {"rollout": config.rollout.max_response_tokens}
+    if config.evaluation.max_response_tokens is not None:  # else it is the rollout's
+        responses["evaluation"] = config.evaluation.max_response_tokens
+    why = ", of which SGLang fills all but {}" if generates else ""
+    for whose, longest in limits.items():
+        if not isinstance(longest, int):
+            continue
+        if prompt > longest - prompt_spare:
+            yield (
+                f"data.max_prompt_tokens: got {prompt}, expected at most {longest - prompt_spare}: the "
+                f"{whose} {longest} positions{why.format(f'{prompt_spare} with a prompt')}"
+            )
+            continue
+        for section, response in responses.items():
+            if prompt + response > longest - spare:
+                yield (
+                    f"{section}.max_response_tokens: got {response}, with data.max_prompt_tokens {prompt} "
+                    f"that is {prompt + response}, expected at most {longest - spare - prompt}: the {whose} "
+                    f"{longest} positions{why.format(spare)}"
+                )
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Every value in a tree of tables and lists that is neither, with its dotted key."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            yield from _leaves(part, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for part in value:
+            yield from _leaves(part, key)
+    else:
+        yield key, value
+
+
+def _complaint(key: str, value: Any) -> str | None:
+    prose = key in PROSE
+    longest = LONGEST_PROSE if prose else LONGEST_TEXT
+    if isinstance(value, str):
+        text = value.translate(_LINES) if prose else value
+        if any(map(_unusable, text)):
+            return f"got {given(value)}, expected text without control characters"
+        if len(value) > longest:
+            return f"got {len(value)} characters, expected at most {longest}"
+    if isinstance(value, int) and abs(value) > LARGEST_NUMBER:
+        return f"got {given(value)}, expected at most {LARGEST_NUMBER}"
+    if isinstance(value, int | float) and key.endswith("_s") and value > LONGEST_WAIT_S:
+        return f"got {given(value)}, expected at most {LONGEST_WAIT_S} s: clocks can't wait longer"
+    return None
+
+
+_LINES = str.maketrans("\n\t", "  ")
+
+
+def _unusable(character: str) -> bool:
+    return ord(character) < 32 or character == "\x7f" or "\ud800" <= character <= "\udfff"
+
 
 MOST_RESPONSES = 2**24
 """Of a batch: every rank holds a line on each, and nobody has published a tenth of it."""
@@ -52,7 +316,6 @@ BATCH_FILES = "step_*.safetensors"
 """As ``data/batch_file.py`` names saved batches."""
 
 P = TypeVar("P", bound=PolicyConfig)
-Problems = Iterator[str]
 Check = Callable[[TrainConfig], Problems]
 ModelCheck = Callable[[TrainConfig, ModelShape], Problems]
 

@@ -1,10 +1,22 @@
-"""The one error of this package: everything that is wrong with a configuration, at once."""
+"""What is said of a configuration that can't be run: every fault at once, with what was given and what was expected."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections.abc
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, Tag
 
 from megatron_dppo.system.errors import RunError
+
+# The one error of this package: everything that is wrong with a configuration, at once.
 
 MOST_SHOWN = 14
 """Problems in a message: as many as a screen holds."""
@@ -21,3 +33,184 @@ class ConfigError(RunError, ValueError):
         shown = self.problems[:MOST_SHOWN]
         more = [f"and {len(problems) - len(shown)} more"] if len(shown) < len(problems) else []
         super().__init__("\n  ".join([f"{source}:{count}", *shown, *more]))
+
+
+# What a field of the schema expects, in words: the second half of every message about a value.
+
+_NAMES = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    tuple: "a list",
+    set: "a list",
+    dict: "a table",
+    type(None): "null",
+    Any: "anything",
+    collections.abc.Callable: "a Python function, which YAML can't hold",
+}
+_BOUNDS = ((Gt, "gt", ">"), (Ge, "ge", ">="), (Lt, "lt", "<"), (Le, "le", "<="))
+_LONGEST = 60
+
+
+@dataclass(frozen=True)
+class FieldExpectation:
+    """A key of the schema. ``path``: dotted; ``expected``: in words; ``summary``: its docstring's
+    first sentence."""
+
+    path: str
+    expected: str
+    summary: str
+
+
+def given(value: Any) -> str:
+    """A value as the user would recognise it, with its type: ``'x' (str)``."""
+    if value is None:
+        return "null"
+    text = repr(value)
+    if isinstance(value, bool):
+        text = text.lower()
+    if len(text) > _LONGEST:
+        text = text[: _LONGEST - 3] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """``annotation`` in words: ``a number > 0 and <= 1``, ``one of 'auto', 'never'``, ``text or
+    null``."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return expectation(arguments[0], (*arguments[1:], *metadata))
+    if origin in (Union, types.UnionType):
+        inner, nothing = [a for a in arguments if a is not type(None)], type(None) in arguments
+        words = [expectation(a, metadata) for a in inner] + ["null"] * nothing
+        covered = {_NAMES[int]} if _NAMES[float] in words else set()
+        return " or ".join(dict.fromkeys(word for word in words if word not in covered))
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, arguments))
+    if origin is dict and arguments:
+        return f"a table of name: {expectation(arguments[1])}"
+    if origin is list and arguments:
+        return f"a list, each item {expectation(arguments[0])}"
+    known = _NAMES.get(origin or annotation)
+    return known + _bounds(metadata) if known else _class_expectation(origin or annotation)
+
+
+def _class_expectation(kind: Any) -> str:
+    if dataclasses.is_dataclass(kind) or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return "a table"
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return "one of " + ", ".join(map(repr, kind.__members__))
+    return f"a Python {getattr(kind, '__name__', kind)}, which YAML can't hold"
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    known = [m for m in metadata if isinstance(m, Gt | Ge | Lt | Le)]
+    words = [
+        f"{sign} {getattr(m, a)}" for m in known for kind, a, sign in _BOUNDS if type(m) is kind
+    ]
+    return " " + " and ".join(words) if words else ""
+
+
+def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectation:
+    """The key that a pydantic error's ``location`` stands for. The branch of a union is no key; an
+    item of a list is one where it is a table."""
+    path: list[str] = []
+    annotation: Any = model
+    metadata: Sequence[Any] = ()
+    summary = ""
+    for part in location:
+        kind = _bare(annotation)
+        if _is_section(kind):
+            path.append(str(part))
+            field = kind.model_fields.get(str(part))
+            if field is None:
+                break
+            annotation, metadata = field.annotation, field.metadata
+            summary = (field.description or "").split(". ")[0].strip().rstrip(".")
+            continue
+        inner = _inside(kind, part)
+        if inner is None:
+            break
+        annotation, metadata = inner, ()
+        if get_origin(kind) is dict:
+            path.append(str(part))
+        elif get_origin(kind) is list:
+            path[-1] += f"[{part}]"
+    return FieldExpectation(".".join(path), expectation(annotation, metadata), summary)
+
+
+def section_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseModel]:
+    """The section that holds the key at ``location``."""
+    annotation: Any = model
+    for part in location[:-1]:
+        kind = _bare(annotation)
+        section = _is_section(kind)
+        annotation = kind.model_fields[str(part)].annotation if section else _inside(kind, part)
+    found = _bare(annotation)
+    assert _is_section(found)
+    return found
+
+
+def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections inside a list, a table of names or a union."""
+    for inner in get_args(annotation):
+        if _is_section(inner):
+            yield inner
+        else:
+            yield from sections_in(inner)
+
+
+def _bare(annotation: Any) -> Any:
+    """``annotation`` without what ``Annotated`` adds."""
+    return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def _inside(kind: Any, part: Any) -> Any:
+    """What is inside a table, a list of tables or a tagged union at ``part``.
+
+    None in anything else, and for a union's branch that is a plain value: the union says more of it.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is dict:
+        return arguments[1]
+    if origin is list:
+        return arguments[0] if _is_section(_bare(arguments[0])) else None
+    if origin in (Union, types.UnionType):
+        tagged = [a for a in arguments if Tag(str(part)) in get_args(a)[1:]]
+        return next((a for a in tagged if _is_section(_bare(a)) or get_args(_bare(a))), None)
+    return None
+
+
+def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every key of the schema."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from dotted_paths(field.annotation, f"{prefix}{name}.")
+
+
+def closest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
+    """The names that ``name`` was probably meant to be, best first."""
+    return difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.6)
+
+
+def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
+    """The key that an unknown one was probably meant to be: in its section, else of that name in
+    another."""
+    key = str(location[-1])
+    prefix = field_at(model, location[:-1]).path
+    prefix += "." if prefix else ""
+    near = closest(key, section_at(model, location).model_fields)
+    if near and difflib.SequenceMatcher(None, key, near[0]).ratio() >= 0.8:
+        return prefix + near[0]
+    leaves = {path.rsplit(".", 1)[-1]: path for path in dotted_paths(model)}
+    elsewhere = difflib.get_close_matches(key, list(leaves), n=1, cutoff=0.85)
+    if elsewhere:
+        return leaves[elsewhere[0]]
+    return prefix + near[0] if near else None

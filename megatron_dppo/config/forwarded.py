@@ -1,4 +1,4 @@
-"""The ``megatron:`` and ``sglang:`` tables: which of their keys other sections set, or nothing may.
+"""The tables that are forwarded to Megatron and SGLang: which of their keys other sections set, or nothing may.
 
 The other keys are the library's own; :mod:`megatron_dppo.launch.library_checks` compares those with
 the fields that the library declares.
@@ -6,12 +6,75 @@ the fields that the library declares.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from megatron_dppo.config.expectations import given
-from megatron_dppo.config.library_fields import LibraryFields, field_problem
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from megatron_dppo.config.errors import closest, expectation, given
+from megatron_dppo.config.schema import PolicyConfig
+
+# Options that a library declares, as plain data, and whether a configured value fits one of them.
+# The readers are :mod:`megatron_dppo.trainer.megatron_config` and
+# :mod:`megatron_dppo.engine.options`, which import their library; nothing here does.
+
+
+class LibraryMissingError(ImportError):
+    """The library can't be imported in this environment, so its options are not known."""
+
+
+@dataclass(frozen=True)
+class LibraryFields:
+    """The options of a library's class. ``title``: class, library and version, for messages.
+
+    ``types``: annotation by field; ``computed``: fields that the library sets itself and takes from
+    nobody.
+    """
+
+    title: str
+    types: Mapping[str, Any]
+    computed: frozenset[str] = frozenset()
+
+
+def field_problem(
+    fields: LibraryFields, key: str, value: Any, hidden: Collection[str] = ()
+) -> str | None:
+    """What is wrong with ``key: value``, in words; None where the library takes it.
+
+    ``hidden``: fields that are never suggested for an unknown key.
+    """
+    if key in fields.computed:
+        return f"expected nothing: {fields.title} computes it"
+    if key not in fields.types:
+        near = closest(key, fields.types.keys() - fields.computed - {*hidden}, count=3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        return f"not a field of {fields.title}{hint}"
+    try:
+        read_value(fields.types[key], value)
+    except ValueError as error:
+        return f"{error}, as {fields.title} declares"
+    return None
+
+
+def read_value(annotation: Any, value: Any) -> Any:
+    """``value``, which YAML gave, as the type that ``annotation`` asks for.
+
+    A list becomes a tuple where one is declared, a name a member of an enumeration. Raises
+    ValueError with what was expected.
+    """
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        if isinstance(value, str) and value in annotation.__members__:
+            return annotation[value]
+        raise ValueError(f"expected {expectation(annotation)}")
+    adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    try:  # as JSON, where strictness knows that a list may stand for a tuple
+        return adapter.validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise ValueError(f"expected {expectation(annotation)}") from error
+
 
 _CHECKPOINT = "model.hf_checkpoint's config.json"
 
@@ -183,3 +246,137 @@ def replay_problems(table: Mapping[str, Any]) -> Iterator[str]:
                 f"megatron.{key}: got {given(table[key])} with rollout.router_replay, expected "
                 f"nothing: {reason}"
             )
+
+
+# The ``megatron_ddp:`` and ``megatron_optimizer:`` tables: which of their keys other sections
+# set, or nothing may.
+
+_SUMS = "gradients are plain sums: the loss was divided by a global count"
+_FSDP = "weights are gathered from whole parameters of their ranks"
+_LATE = "weights are read between steps, before the forward pass that would gather them"
+
+DDP = ForwardedTable(
+    "megatron_ddp",
+    {"use_distributed_optimizer": "optimizer.distributed"},
+    {
+        "average_in_collective": _SUMS,
+        "align_param_gather": _LATE,
+        "fp8_param_gather": _LATE,
+        "reuse_grad_buf_for_mxfp8_param_ag": _LATE,
+        "num_distributed_optimizer_instances": "checkpoints know one instance",
+        **dict.fromkeys(
+            (
+                "use_megatron_fsdp",
+                "use_custom_fsdp",
+                "data_parallel_sharding_strategy",
+                "outer_dp_sharding_strategy",
+                "suggested_communication_unit_size",
+                "preserve_fp32_weights",
+                "keep_fp8_transpose_cache",
+                "fsdp_double_buffer",
+                "fsdp_manual_registration",
+            ),
+            _FSDP,
+        ),
+    },
+)
+"""Fields of megatron.core's DistributedDataParallelConfig."""
+
+_OTHER = "the optimizer is Adam"
+_SCALE = "bfloat16 needs no loss scale"
+_LOW = (
+    "Adam's state is fp32 in checkpoints; a scaled moment of TransformerEngine's FusedAdam is rounded anew when it "
+    "is restored (docs/checkpoints.md)"
+)
+_OFFLOADED = (
+    "checkpoints restore Adam's state where it lies; HybridDeviceOptimizer steps on copies of its own "
+    "(docs/checkpoints.md)"
+)
+OPTIMIZER = ForwardedTable(
+    "megatron_optimizer",
+    {
+        "lr": "optimizer.lr",
+        "min_lr": "optimizer.min_lr",
+        "weight_decay": "optimizer.weight_decay",
+        "adam_beta1": "optimizer.beta1",
+        "adam_beta2": "optimizer.beta2",
+        "adam_eps": "optimizer.eps",
+        "clip_grad": "optimizer.clip_grad",
+        "use_distributed_optimizer": "optimizer.distributed",
+        "overlap_param_gather": "megatron_ddp.overlap_param_gather",
+        "bf16": "model.dtype",
+        "fp16": "model.dtype",
+        "params_dtype": "model.dtype",
+    },
+    {
+        "optimizer": _OTHER,
+        "decoupled_weight_decay": "weight decay is decoupled",
+        **dict.fromkeys(("decoupled_lr", "decoupled_min_lr"), "all weights have one rate"),
+        **dict.fromkeys(
+            (
+                "loss_scale",
+                "initial_loss_scale",
+                "min_loss_scale",
+                "loss_scale_window",
+                "hysteresis",
+            ),
+            _SCALE,
+        ),
+        **dict.fromkeys(
+            (
+                "sgd_momentum",
+                "muon_momentum",
+                "muon_split_qkv",
+                "muon_use_nesterov",
+                "muon_scale_mode",
+                "muon_fp32_matmul_prec",
+                "muon_num_ns_steps",
+                "muon_tp_mode",
+                "muon_extra_scale_factor",
+            ),
+            _OTHER,
+        ),
+        **dict.fromkeys(
+            (
+                "overlap_param_gather_with_optimizer_step",
+                "reuse_grad_buf_for_mxfp8_param_ag",
+            ),
+            _LATE,
+        ),
+        **dict.fromkeys(
+            (
+                "use_precision_aware_optimizer",
+                "store_param_remainders",
+                "main_grads_dtype",
+                "main_params_dtype",
+                "exp_avg_dtype",
+                "exp_avg_sq_dtype",
+            ),
+            _LOW,
+        ),
+        **dict.fromkeys(
+            (
+                "optimizer_cpu_offload",
+                "optimizer_offload_fraction",
+                "use_torch_optimizer_for_cpu_offload",
+                "overlap_cpu_optimizer_d2h_h2d",
+                "pin_cpu_grads",
+                "pin_cpu_params",
+            ),
+            _OFFLOADED,
+        ),
+        "timers": "a Python function, which YAML can't hold",
+    },
+)
+"""Fields of megatron.core's OptimizerConfig."""
+
+
+def training_problems(config: PolicyConfig) -> Iterator[str]:
+    """What is wrong with both tables, as far as our own sections tell."""
+    yield from DDP.problems(config.megatron_ddp)
+    if config.megatron_ddp.get("overlap_param_gather") and not config.distributed_optimizer:
+        yield (
+            "megatron_ddp.overlap_param_gather: got true, expected optimizer.distributed: true with it: without "
+            "it every replica has all weights, and nothing is gathered"
+        )
+    yield from OPTIMIZER.problems(config.megatron_optimizer)

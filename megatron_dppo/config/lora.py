@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_dppo.config.expectations import given
+from megatron_dppo.config.errors import given
 from megatron_dppo.config.schema import LoraConfig, PolicyConfig, TrainConfig
 from megatron_dppo.model.adapters import (
     EXPERTS,

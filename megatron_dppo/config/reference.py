@@ -11,11 +11,10 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_dppo.config.expectations import expectation, sections_in
-from megatron_dppo.config.forwarded import MEGATRON, SGLANG, ForwardedTable
-from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
+from megatron_dppo.config.errors import expectation, sections_in
+from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, ForwardedTable
+from megatron_dppo.config.loading import dump_yaml
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
-from megatron_dppo.config.yaml_core import dump_yaml
 
 _INTRODUCTION = """\
 # Configuration

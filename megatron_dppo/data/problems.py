@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from megatron_dppo.config.data_checks import PLACEHOLDER
+from megatron_dppo.config.checks import PLACEHOLDER
 from megatron_dppo.config.schema import RewardConfig
 from megatron_dppo.data.records import DataError, is_columnar, keys, read_records, shorten, value_at
 from megatron_dppo.metrics.progress import progress

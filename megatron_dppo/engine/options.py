@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_type_hints
 
 import orjson
 
-from megatron_dppo.config.expectations import closest, given
-from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG
-from megatron_dppo.config.library_fields import LibraryFields, LibraryMissingError
+from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
+from megatron_dppo.config.errors import closest, given
+from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, LibraryFields, LibraryMissingError
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.schema import (
     DataConfig,
@@ -33,7 +33,6 @@ from megatron_dppo.config.schema import (
     RolloutConfig,
     TrainConfig,
 )
-from megatron_dppo.config.values import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.model.families import family_of, load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape

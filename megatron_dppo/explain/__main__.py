@@ -26,9 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_dppo.algorithms.table import Settings
-from megatron_dppo.config.loading import load_config
+from megatron_dppo.config.loading import load_config, parse_scalar
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.config.yaml_core import parse_scalar
 from megatron_dppo.system.errors import RunError
 
 if TYPE_CHECKING:
@@ -206,7 +205,7 @@ def chosen_algorithm(
 
 def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list[int], str]:
     """Indices of the first ``limit`` responses with a gradient, and a line about the others."""
-    from megatron_dppo.loop.batches import trains
+    from megatron_dppo.loop.learning import trains
 
     if limit < 0:
         raise ValueError(f"--limit {limit}: expected 0 (all) or more")

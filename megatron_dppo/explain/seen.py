@@ -25,7 +25,7 @@ from megatron_dppo.explain.explanation import (
     response_of,
     token_columns,
 )
-from megatron_dppo.loop.batches import trains
+from megatron_dppo.loop.learning import trains
 from megatron_dppo.metrics.definitions import means
 from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE
 from megatron_dppo.metrics.masked_tokens import MaskedTokenCounts, most_masked, read_masked_tokens

@@ -20,9 +20,7 @@ from megatron_dppo.config import (
     check_config,
     check_supervised_config,
 )
-from megatron_dppo.config.forwarded import MEGATRON, SGLANG
-from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
-from megatron_dppo.config.library_fields import LibraryMissingError
+from megatron_dppo.config.forwarded import DDP, MEGATRON, OPTIMIZER, SGLANG, LibraryMissingError
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import EngineConfig, LoraConfig
 from megatron_dppo.engine.options import ServerSections, engine_device

@@ -49,7 +49,7 @@ from megatron_dppo.fleet.membership import (
     member_to_json,
 )
 from megatron_dppo.fleet.record import FleetRecord, Keys
-from megatron_dppo.loop.stopping import RunStoppedError
+from megatron_dppo.loop.ending import RunStoppedError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.trainer.collectives import (

@@ -8,8 +8,8 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.engine_session import EngineSession
+from megatron_dppo.loop.recorder import SampleMaker, chosen
 from megatron_dppo.loop.rollouts.exchange import own_positions
-from megatron_dppo.loop.samples import SampleMaker, chosen
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.samples import Sample

@@ -5,26 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import torch
+from safetensors.numpy import load, save
+from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
+from megatron_dppo.algorithms.normalisation import AGGREGATIONS
 from megatron_dppo.algorithms.policy_loss import Algorithm, LossSums
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
-from megatron_dppo.data.packing import PackedBatch
-from megatron_dppo.data.trajectory import Trajectory, sizes_of
-from megatron_dppo.loop.batches import (
-    BatchLayout,
-    MiniBatch,
-    MiniBatchPlan,
-    pack_mini_batch,
-    plan_mini_batches,
-)
-from megatron_dppo.loop.loss_record import LossColumns, LossRecord
+from megatron_dppo.data.packing import PackedBatch, idle_share, pack, plan_mini_batch
+from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
 from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, ExchangeError, Stages
 from megatron_dppo.loop.rollouts.figures import GapGuard, is_coarse, routing_figures
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
@@ -36,13 +32,202 @@ from megatron_dppo.metrics.masked_tokens import (
     MaskedTokenCounts,
 )
 from megatron_dppo.metrics.sums import MetricSums
-from megatron_dppo.model.shape import BACKWARD_FORWARDS, FROZEN_BACKWARD_FORWARDS, forward_flops
+from megatron_dppo.model.shape import (
+    BACKWARD_FORWARDS,
+    FROZEN_BACKWARD_FORWARDS,
+    TOKENS,
+    SequenceCost,
+    forward_flops,
+)
 from megatron_dppo.trainer import platform
-from megatron_dppo.trainer.collectives import all_gather_json
+from megatron_dppo.trainer.collectives import all_gather_json, broadcast_bytes
 from megatron_dppo.trainer.router_replay import RECORDING
 from megatron_dppo.trainer.step import reduce_masked_tokens
 from megatron_dppo.trainer.token_loss import make_token_loss
+from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.trainer.trainer import Trainer
+
+# What the loss saw of each token of a step, for the saved batch: from the ranks that compute
+# logits to global rank 0.
+
+LossColumns = dict[int, dict[str, np.ndarray]]
+"""By position in the batch, the ``LOSS_COLUMNS`` of a response that trained."""
+
+
+class LossRecord:
+    """Keeps, on the device, what the loss of ``algorithm`` sees, until ``collect``: some 60 bytes a token."""
+
+    def __init__(self, algorithm: Algorithm) -> None:
+        self._algorithm = algorithm
+        self._parts: list[tuple[PackedBatch, dict[str, Tensor]]] = []
+
+    def add(self, batch: PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
+        """Keep a micro-batch's tokens. No device sync."""
+        assert sums.blocked is not None
+        seen = {
+            "loss_log_probs": inputs.log_probs.detach().float(),
+            "loss_recomputed_log_probs": inputs.recomputed_log_probs,
+            "loss_entropy": None if inputs.entropy is None else inputs.entropy.float(),
+            "loss_divergence": self._algorithm.divergence(inputs),
+            "loss_trains": inputs.loss_mask & ~sums.blocked,
+        }
+        light = replace(batch, columns={}, valid={})
+        self._parts.append((light, {name: x for name, x in seen.items() if x is not None}))
+
+    def collect(self, topology: Topology) -> LossColumns:
+        """Everything kept since the last call, of all replicas, on global rank 0; elsewhere empty.
+
+        Collective.
+        """
+        own: LossColumns = {}
+        for batch, seen in self._parts:
+            own |= by_response(batch, seen)
+        self._parts = []
+        is_source = topology.is_last_stage and topology.tp_rank == 0
+        found: LossColumns = {}
+        for rank, sends in enumerate(all_gather_json(is_source)):
+            if sends:
+                blob = broadcast_bytes(_encoded(own) if rank == topology.rank else b"", rank)
+                found |= _decoded(blob) if topology.rank == 0 else {}
+        return found
+
+
+def by_response(batch: PackedBatch, seen: Mapping[str, Tensor]) -> LossColumns:
+    """The rows of each response's sampled tokens. ``seen``: tensors [T] beside ``batch``."""
+    rows = torch.nonzero(batch.loss_mask).squeeze(1)
+    arrays = {name: x[rows].cpu().numpy() for name, x in seen.items()}
+    # Rows before each sequence's end: the rows of one sequence lie next to each other.
+    ends = torch.searchsorted(rows, batch.cu_seqlens[1:].to(rows)).cpu().numpy()
+    found: LossColumns = {}
+    for position, start, end in zip(
+        batch.sequence_index.tolist(), [0, *ends[:-1]], ends, strict=True
+    ):
+        if end > start:
+            found[position] = {name: x[start:end] for name, x in arrays.items()}
+    return found
+
+
+def _encoded(columns: LossColumns) -> bytes:
+    return save({f"{p}/{name}": rows for p, c in columns.items() for name, rows in c.items()})
+
+
+def _decoded(blob: bytes) -> LossColumns:
+    columns: LossColumns = {}
+    for key, rows in load(blob).items():
+        position, _, name = key.partition("/")
+        columns.setdefault(int(position), {})[name] = rows
+    return columns
+
+
+# From a batch of trajectories to packed micro-batches: one mini-batch is one optimiser step on
+# whole groups.
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How micro-batches must be cut for this trainer.
+
+    ``count_multiple``: the interleaved schedule takes micro-batches in rounds of the pipeline's size.
+    ``pad_multiple``: sequence parallelism splits a packed micro-batch evenly over tensor ranks. ``share``: number of
+    these parts, and this rank's. ``cost``: by which ranks and micro-batches are balanced.
+    """
+
+    dp_rank: int
+    dp_size: int
+    count_multiple: int = 1
+    pad_multiple: int = 1
+    share: tuple[int, int] = (1, 0)
+    cost: SequenceCost = TOKENS
+
+
+@dataclass(frozen=True)
+class MiniBatchPlan:
+    """Who trains on what in one optimiser step.
+
+    ``positions``: in the batch, by data-parallel rank and micro-batch. ``denominator``: as in MiniBatch. ``cost``:
+    of all sequences, as the layout counts it. ``idle``: share of the ranks' time in which they would wait for each
+    other if time were cost.
+    """
+
+    positions: list[list[list[int]]]
+    denominator: float
+    cost: float
+    idle: float
+
+    def of_rank(self, dp_rank: int) -> set[int]:
+        """Positions that the replica ``dp_rank`` trains on."""
+        return {position for rows in self.positions[dp_rank] for position in rows}
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """This rank's micro-batches of one optimiser step, and the global number that divides the summed loss."""
+
+    micro_batches: list[PackedBatch]
+    denominator: float
+
+
+def trains(trajectory: TrajectoryFacts, config: AlgorithmConfig) -> bool:
+    """Whether the response has a gradient: all do, unless truncated ones are dropped by the configuration."""
+    return not (trajectory.truncated and config.truncated_responses == "drop")
+
+
+def plan_mini_batches(
+    batch: Sequence[TrajectoryFacts], config: TrainConfig, layout: BatchLayout
+) -> list[MiniBatchPlan]:
+    """Cut a batch, groups adjacent, into optimiser steps. Reads no columns.
+
+    Every rank computes the same plan from the same trajectories; the denominator counts all ranks' samples, so the
+    gradient does not depend on the layout or on the packing. A mini-batch in which nothing trains is left out.
+    """
+    size = config.training.prompts_per_mini_batch * config.rollout.group_size
+    constant = config.algorithm.aggregation_constant or config.rollout.max_response_tokens
+    denominator_of = AGGREGATIONS[config.algorithm.aggregation].denominator
+    plans = []
+    for start in range(0, len(batch), size):
+        part = batch[start : start + size]
+        trained = [t.sampled for t in part if trains(t, config.algorithm)]
+        denominator = denominator_of(trained, constant)
+        if denominator == 0:
+            continue
+        lengths = [t.length for t in part]
+        costs = [layout.cost(length) for length in lengths]
+        plan = plan_mini_batch(
+            lengths,
+            costs,
+            layout.dp_size,
+            config.training.micro_batch_tokens,
+            layout.count_multiple,
+        )
+        positions = [[[start + i for i in rows] for rows in rank] for rank in plan]
+        plans.append(MiniBatchPlan(positions, denominator, sum(costs), idle_share(plan, costs)))
+    return plans
+
+
+def pack_mini_batch(
+    batch: Mapping[int, Trajectory] | Sequence[Trajectory],
+    plan: MiniBatchPlan,
+    layout: BatchLayout,
+    algorithm: AlgorithmConfig,
+    forms: Mapping[str, Form],
+) -> MiniBatch:
+    """This rank's share of ``plan``.
+
+    ``batch``: by position, at least this rank's. ``forms``: of the columns of all ranks' batch.
+    """
+    packed = [
+        pack(
+            [batch[i] for i in rows],
+            indices=rows,
+            trains=[trains(batch[i], algorithm) for i in rows],
+            pad_multiple=layout.pad_multiple,
+            forms=forms,
+            share=layout.share,
+        )
+        for rows in plan.positions[layout.dp_rank]
+    ]
+    return MiniBatch(packed, plan.denominator)
+
 
 Columns = dict[str, torch.Tensor]
 """Further columns of one micro-batch, by name."""

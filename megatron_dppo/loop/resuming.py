@@ -1,27 +1,244 @@
-"""Where a start continues: from a checkpoint, or at step 0 where nothing would be lost by it."""
+"""Where a start continues: from a checkpoint of this very run, or at step 0 where nothing would be lost by it."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.fresh_start import (
-    newer_unusable,
-    refuse_damage,
-    refuse_fresh_start,
-    refused_damage,
+from megatron_dppo.data.records import DataError
+from megatron_dppo.loop.inputs import (
+    InputError,
+    RunData,
+    check_input_hashes,
+    model_files,
+    sha256_of,
+    side_files,
 )
-from megatron_dppo.loop.state import RunState
-from megatron_dppo.metrics.history import History, keep_copy, read_history, set_aside
-from megatron_dppo.trainer.checkpoint.directory import DamagedCheckpointError
+from megatron_dppo.metrics.history import (
+    CHECKPOINTS_FOLDER,
+    History,
+    keep_copy,
+    read_history,
+    set_aside,
+)
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.rewards.checked_answers import hand_over
+from megatron_dppo.rewards.verifier import VerifierError
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.trainer.checkpoint.directory import (
+    CheckpointDirectory,
+    CheckpointSurvey,
+    DamagedCheckpointError,
+    StoredCheckpoint,
+    UnusableCheckpoint,
+    read_manifest,
+)
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 from megatron_dppo.trainer.collectives import on_rank_0
 from megatron_dppo.trainer.trainer import Trainer
 
+# State of the loop that each checkpoint holds beside weights and optimizer, as plain JSON.
+
 log = logging.getLogger(__name__)
+
+RECORDED_LATER = (
+    "algorithm.aggregation",
+    "algorithm.reference_estimator",
+    "algorithm.reference_importance_weights",
+    "algorithm.reference_kl",
+    "algorithm.truncated_responses",
+)
+"""Settings that every identity has now; a checkpoint without one was written before they were recorded."""
+
+
+class ResumeError(RunError, ValueError):
+    """A checkpoint does not belong to the run that it should continue."""
+
+
+FILES = "files (SHA-256)"
+"""Key of the identity: hashes of the files that the run started from, by their names."""
+_LATER_FIELDS = {"records"}
+"""What checkpoints of earlier versions lack."""
+
+
+@dataclass
+class RunState:
+    """Position and identity of a run.
+
+    Attributes:
+        step: rollout batches trained on; also the weight version of the policy.
+        sampler: position in the data (``Sampler.state_dict``).
+        identity: settings that must not change between starts, see :func:`identity_of`, and ``FILES``.
+        records: what was recorded until then (``metrics.records.RecordsMark``).
+    """
+
+    step: int = 0
+    sampler: dict[str, Any] = field(default_factory=dict)
+    identity: dict[str, Any] = field(default_factory=dict)
+    records: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunState:
+        """Inverse of :meth:`to_json`. Raises ResumeError for missing or unknown fields."""
+        expected = set(cls.__dataclass_fields__)
+        if set(values) | _LATER_FIELDS != expected:
+            raise ResumeError(
+                f"run state in the checkpoint has fields {sorted(values)}, expected {sorted(expected)}; "
+                "it was written by another version"
+            )
+        return cls(**values)
+
+    def check_identity(self, identity: dict[str, Any], checkpoint: str) -> None:
+        """Raise ResumeError, naming each difference, unless ``identity`` is this run's.
+
+        What the checkpoint's version did not record yet (``RECORDED_LATER``) is taken as it is now: a warning names
+        it, and the run's next checkpoints hold it.
+        """
+        unrecorded = {
+            key: identity[key]
+            for key in RECORDED_LATER
+            if key in identity and key not in self.identity
+        }
+        differences = [
+            f"{key}: {self.identity.get(key)!r} there, {identity.get(key)!r} now"
+            for key in sorted((self.identity.keys() | identity.keys()) - {FILES, *unrecorded})
+            if self.identity.get(key) != identity.get(key)
+        ]
+        if differences:
+            raise ResumeError(
+                f"{checkpoint} belongs to another run ({'; '.join(differences)}); give back these "
+                "values, or name another run.directory, or start anew with run.resume=never"
+            )
+        if unrecorded:
+            named = ", ".join(f"{key}={value}" for key, value in unrecorded.items())
+            log.warning(
+                "%s is of a version that did not record %s; make sure that it ran so",
+                checkpoint,
+                named,
+            )
+            self.identity |= unrecorded
+
+    def check_files(self, files: Mapping[str, str], checkpoint: str) -> None:
+        """Raise ResumeError, naming each file of ``files`` that is not as it was when the run began with it.
+
+        A checkpoint of an earlier version knows none. Files that are new, or gone, are another check's.
+        """
+        known = self.identity.get(FILES, {})
+        changed = sorted(name for name in files if known.get(name, files[name]) != files[name])
+        if changed:
+            told = "; ".join(
+                f"{name}: its SHA-256 is {files[name][:12]}..., was {known[name][:12]}..."
+                for name in changed
+            )
+            raise ResumeError(
+                f"{checkpoint} was begun with other files ({told}); give them back, or start anew with "
+                "run.resume=never"
+            )
+
+    def check_file_names(self, names: Set[str], checkpoint: str) -> None:
+        """Raise ResumeError where a model's folder has lost or got a file since the run began."""
+        known = self.identity.get(FILES)
+        if known is not None and (odd := {n for n in known if not n.startswith("data")} ^ names):
+            raise ResumeError(
+                f"{checkpoint} was begun with other files: {', '.join(sorted(odd))} came or went since"
+            )
+
+
+def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
+    """Settings that must not change between two starts of a run, with their values.
+
+    With another value the metrics after the resume would not continue those before it. Learning
+    rates, batch sizes, layouts, limits and schedules may change.
+    """
+    settings, data = config.algorithm.settings, config.data
+    keys = [[file.prompt_key, file.answer_key] for file in data.train_files]
+    later = {  # left out where nothing is set: a checkpoint without them was written so
+        "data.system_prompt": data.system_prompt,
+        "data.prompt_template": data.prompt_template,
+        "data.train (keys)": keys if any(map(any, keys)) else None,
+        "rollout.stop": list(config.rollout.stop) or None,
+    }
+    return {
+        **{key: value for key, value in later.items() if value is not None},
+        "algorithm.name": config.algorithm.name,
+        **{
+            key: getattr(config.algorithm, key.removeprefix("algorithm.")) for key in RECORDED_LATER
+        },
+        # Left out where it is the default: a checkpoint without it was written by that.
+        **({"algorithm.settings": settings} if settings != "stability" else {}),
+        "algorithm.options": dict(config.algorithm.options),
+        "data.train (SHA-256)": data_sha256,
+        "data.max_prompt_tokens": config.data.max_prompt_tokens,
+        "data.shuffle": config.data.shuffle,
+        "reward.name": config.reward.name,
+        "rollout.temperature": config.rollout.temperature,
+        "run.seed": config.run.seed,
+    }
+
+
+# When a run may begin at step 0, and when that would lose what earlier starts trained.
+
+_SHOWN = 3
+
+
+def newer_unusable(survey: CheckpointSurvey) -> list[UnusableCheckpoint]:
+    """Unusable checkpoints of later steps than the last written usable one's."""
+    last = survey.complete[-1].step if survey.complete else -1
+    return [unusable for unusable in survey.unusable if unusable.step > last]
+
+
+def refuse_damage(config: TrainConfig, survey: CheckpointSurvey) -> None:
+    """Let a run fall back past an unusable newest checkpoint only where the configuration says so.
+
+    Raises DamagedCheckpointError otherwise. Without any usable one see :func:`refuse_fresh_start`.
+    """
+    newer = newer_unusable(survey)
+    if survey.complete and newer and config.checkpoint.on_damage == "refuse":
+        raise refused_damage(newer[0].reason, survey.complete)
+
+
+def refused_damage(reason: str, older: Sequence[StoredCheckpoint]) -> DamagedCheckpointError:
+    """The error for a damaged newest checkpoint. ``older``: usable ones before it, the last at the end."""
+    back = f"checkpoint.on_damage=previous goes on from {older[-1].path.name}, " if older else ""
+    return DamagedCheckpointError(f"{reason}; {back}run.resume=never begins anew")
+
+
+def refuse_fresh_start(config: TrainConfig, unusable: Sequence[str], history: History) -> None:
+    """Raise ResumeError where a start at step 0 would begin a trained run anew.
+
+    A run that ended before its first checkpoint was due has nothing to go on from and may begin
+    anew. ``unusable``: what is wrong with each checkpoint that is there.
+    """
+    directory = config.run.directory
+    found = []
+    if unusable:
+        shown = "; ".join(unusable[:_SHOWN]) + ("; ..." if len(unusable) > _SHOWN else "")
+        found.append(f"{len(unusable)} checkpoint(s) that can't be used ({shown})")
+    elif history.saved is not None:
+        found.append(f"no checkpoint, though one of step {history.saved} was written")
+    elif (history.recorded or 0) >= config.checkpoint.every:
+        found.append("no checkpoint, though one was due")
+    if history.damage is not None:
+        found.append(f"records that can't be read ({history.damage})")
+    if not found and config.run.resume == "required":
+        found.append("no checkpoint")
+    if not found:
+        return
+    if history.recorded is not None:
+        found.append(f"records up to step {history.recorded}")
+    raise ResumeError(
+        f"{directory} holds {' and '.join(found)}; run.resume: {config.run.resume} would begin anew "
+        f"at step 0. Bring the checkpoints back (is {directory}/{CHECKPOINTS_FOLDER} mounted?), or "
+        "begin anew with run.resume=never, which sets aside what is there"
+    )
 
 
 def resume(
@@ -83,3 +300,68 @@ def _set_aside(config: TrainConfig) -> None:
     folder = on_rank_0(act)
     if folder is not None:
         log.info("beginning anew; what earlier starts left is in %s", folder)
+
+
+# What a start would stumble over after its first seconds: inputs, data, answers, checkpoints.
+
+_NEEDED_FOR_DATA = ("data", "model.hf_checkpoint", "reward")
+"""Keys without which the data can't be read and scored."""
+
+
+def data_and_resume_problems(
+    config: TrainConfig, refused: Sequence[str] = (), answers: str | None = None
+) -> list[str]:
+    """Compare inputs with their hashes where a list has them, open the data, score every gold answer with
+    the reward, and see where the run would resume.
+
+    Loads no weights, starts nothing but reward workers, writes nothing but ``answers``: a file for the
+    run that follows, which then need not score them again. ``refused``: what other checks have refused; what can't
+    be looked at for one of these is left out.
+    """
+    data: list[RunData] = []
+    problems = []
+    if (listed := config.run.sha256_list) is not None:
+        problems += _problem("run.sha256_list", lambda: check_input_hashes(listed))
+    if not any(problem.startswith(_NEEDED_FOR_DATA) for problem in refused):
+        problems += _problem("data", lambda: data.append(_checked_data(config, answers)))
+    if data:
+        sha256 = data[0].train.sha256
+        problems += _problem("run.resume", lambda: check_resume(config, sha256))
+    return problems
+
+
+def check_resume(config: TrainConfig, data_sha256: str) -> None:
+    """Raise ResumeError or CheckpointError where a start would refuse the run's checkpoints."""
+    if config.run.resume == "never":
+        return
+    directory = Path(config.run.directory)
+    folders = CheckpointDirectory(directory / CHECKPOINTS_FOLDER, config.checkpoint.keep)
+    survey = folders.survey()
+    refuse_damage(config, survey)
+    if survey.complete:
+        last = survey.complete[-1].path
+        state = RunState.from_json(read_manifest(last)["state"])
+        state.check_identity(identity_of(config, data_sha256), str(last))
+        state.check_file_names(model_files(config).keys(), str(last))
+        sides = side_files(config).items()
+        state.check_files({name: sha256_of(path) for name, path in sides}, str(last))
+    else:
+        reasons = [unusable.reason for unusable in survey.unusable]
+        refuse_fresh_start(config, reasons, read_history(directory))
+
+
+def _checked_data(config: TrainConfig, answers: str | None) -> RunData:
+    data = RunData(config)
+    bad = data.bad_answers()
+    if answers is not None:
+        hand_over(Path(answers), data.scored, bad)
+    data.settle(bad)
+    return data
+
+
+def _problem(key: str, check: Callable[[], None]) -> list[str]:
+    try:
+        check()
+    except (CheckpointError, DataError, InputError, ResumeError, VerifierError, OSError) as error:
+        return [f"{key}: {error}"]
+    return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.policy_loss import Algorithm, build_algorithm
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
@@ -21,26 +22,20 @@ from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.logging import fatal, note_failure
-from megatron_dppo.loop.active import active_line
+from megatron_dppo.loop.ending import RunFence, RunStoppedError, StopFlag, run_fence
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.exporting import Example, examples_of, export, gathered_examples
-from megatron_dppo.loop.fencing import RunFence, run_fence
-from megatron_dppo.loop.input_hashes import BackgroundHashes, model_files
+from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
 from megatron_dppo.loop.learning import Learner
-from megatron_dppo.loop.profiling import StepProfiler
-from megatron_dppo.loop.recorder import Recorder, RecordingError
-from megatron_dppo.loop.resuming import resume
+from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
+from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, identity_of, resume
 from megatron_dppo.loop.rollouts.figures import (
     STALE_ANCHOR,
     file_figures,
     with_gap_named,
 )
 from megatron_dppo.loop.rollouts.sources import GeneratedRollouts, ReplayedRollouts, RolloutSource
-from megatron_dppo.loop.run_data import RunData
-from megatron_dppo.loop.samples import SampleMaker
-from megatron_dppo.loop.state import FILES, ResumeError, RunState, identity_of
-from megatron_dppo.loop.stopping import RunStoppedError, StopFlag
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.history import (
     CHECKPOINTS_FOLDER,
@@ -49,6 +44,7 @@ from megatron_dppo.metrics.history import (
 )
 from megatron_dppo.metrics.timing import PhaseTimer
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.layout import Layout
 from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint.store import CheckpointStore
@@ -56,6 +52,32 @@ from megatron_dppo.trainer.collectives import any_rank, on_rank_0
 from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
+
+# What is active in a run, in a line: its algorithm with its numbers, replay, filter, staleness,
+# layout.
+
+
+def active_line(config: TrainConfig, algorithm: Algorithm, layout: Layout) -> str:
+    """``active: dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2, float32``."""
+    rollout = config.rollout
+    numbers = ", ".join(
+        f"{name} {value:g}" for name, value in algorithm.numbers.items() if math.isfinite(value)
+    )
+    parts = [
+        f"{algorithm.name} ({numbers})" if numbers else algorithm.name,
+        f"R3 {_switch(rollout.router_replay)}",
+        f"filter {_switch(rollout.drop_zero_variance_groups)}",
+        f"staleness {rollout.max_staleness}",
+        f"replaying {rollout.replay_from}" if rollout.replay_from is not None else "",
+        layout.describe(),
+        config.model.dtype,
+    ]
+    return "active: " + ", ".join(part for part in parts if part)
+
+
+def _switch(active: bool) -> str:
+    return "on" if active else "off"
+
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from megatron_dppo.data.problems import Pair, load_pairs, load_tokenizer
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
-from megatron_dppo.loop.fencing import RunFence, run_fence
+from megatron_dppo.loop.ending import RunFence, run_fence
 from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from megatron_dppo.config.checks import batch_problems
-from megatron_dppo.config.layout import LAYOUT_CHECKS, world_problems
+from megatron_dppo.config.checks import LAYOUT_CHECKS, batch_problems, world_problems
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape

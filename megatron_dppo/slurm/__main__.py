@@ -62,8 +62,7 @@ def _status(words: argparse.Namespace) -> int:
 
 def _watch(words: argparse.Namespace) -> int:
     """Shows the status until the run has ended."""
-    from megatron_dppo.slurm.following import watch
-    from megatron_dppo.slurm.status import require_run
+    from megatron_dppo.slurm.status import require_run, watch
 
     watch(require_run(words.run), words.every)
     return 0
@@ -71,8 +70,7 @@ def _watch(words: argparse.Namespace) -> int:
 
 def _stop(words: argparse.Namespace) -> int:
     """Has a run save a checkpoint and end."""
-    from megatron_dppo.slurm.following import stop
-    from megatron_dppo.slurm.status import require_run
+    from megatron_dppo.slurm.status import require_run, stop
 
     print(stop(require_run(words.run)))
     return 0
@@ -80,8 +78,7 @@ def _stop(words: argparse.Namespace) -> int:
 
 def _logs(words: argparse.Namespace) -> int:
     """Shows the end of a run's logs."""
-    from megatron_dppo.slurm.run_logs import log_lines
-    from megatron_dppo.slurm.status import require_run
+    from megatron_dppo.slurm.status import log_lines, require_run
 
     print("\n".join(log_lines(require_run(words.run), words.name, words.lines)))
     return 0

@@ -1,4 +1,4 @@
-"""What became of each start of a run on Slurm: ``<run.directory>/attempts/<job>-<n>.json``.
+"""What became of each start of a run on Slurm, ``<run.directory>/attempts/<job>-<n>.json``, and what follows from it.
 
 An exit code is no evidence: Slurm may give 0 for a step whose node died. Written by the supervisor when
 a start begins and again when it ends; one that is still ``running`` when the next begins, or whose job
@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+from megatron_dppo.launch.supervisor import Outcome
 from megatron_dppo.metrics.history import read_history
 from megatron_dppo.system.files import write_atomically
 
+JOB_FILE = "job"
+"""Holds the id of the job that was submitted last."""
 RUNNING = "running"
 VANISHED = "vanished"
 
@@ -126,3 +129,54 @@ def one_line(text: str, longest: int = 300) -> str:
     """The text's lines as one, cut."""
     flat = re.sub(r"\s+", " ", text).strip()
     return flat if len(flat) <= longest else flat[: longest - 3] + "..."
+
+
+# What follows from how a start ended: is the run over, and does its job start again? Pure.
+
+CANCELLED_CODE = 143
+_STOPPED_FOR_GOOD = {"asked": 0, "cancelled": CANCELLED_CODE}
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``why`` and ``detail`` as an Attempt has them; ``code``: the job's exit code unless it is
+    requeued; ``exclude``: nodes that its next start keeps off."""
+
+    why: str
+    detail: str
+    code: int
+    requeue: bool
+    exclude: tuple[str, ...] = ()
+
+
+def decide(
+    outcome: Outcome, *, finished: bool, cancelled: bool, fruitless: int, max_failures: int
+) -> Decision:
+    """What to do after a start.
+
+    Args:
+        outcome: how the supervisor saw it end; its word on success does not count alone.
+        finished: whether the run's folder says that it has nothing left to do.
+        cancelled: whether Slurm ended the job (scancel, its own requeue). It ends the steps at the
+            same time, so that their end may be seen first and look like a failure.
+        fruitless: starts in a row without a newer checkpoint, this one included.
+        max_failures: how many of those are too many.
+    """
+    if finished:
+        return Decision("done", "", 0, requeue=False)
+    if outcome.ending in ("succeeded", "refused"):
+        return Decision(outcome.ending, outcome.detail, outcome.code, requeue=False)
+    if cancelled:
+        return Decision("cancelled", "", CANCELLED_CODE, requeue=False)
+    if outcome.ending == "stopped" and outcome.detail in _STOPPED_FOR_GOOD:
+        code = _STOPPED_FOR_GOOD[outcome.detail]
+        return Decision(outcome.detail, "", code, requeue=False)
+    why, detail = "failed", outcome.detail
+    if outcome.ending == "stopped":
+        why, detail = outcome.detail, ""
+    elif outcome.ending == "ended":
+        detail = "the ranks ended without an error, and the run is not finished: a node was lost"
+    if fruitless >= max_failures:
+        end = f"gave up after {fruitless} starts without a new checkpoint (max_failures)"
+        return Decision(why, f"{detail}\n{end}".strip(), outcome.code or 1, requeue=False)
+    return Decision(why, detail, outcome.code or 1, requeue=True)

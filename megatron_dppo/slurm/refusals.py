@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.config.allocator import allocator_problems
-from megatron_dppo.config.forwarded import SGLANG
-from megatron_dppo.config.library_fields import LibraryMissingError
+from megatron_dppo.config.forwarded import SGLANG, LibraryMissingError
+from megatron_dppo.config.machine import allocator_problems
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import table_problems_elsewhere
 from megatron_dppo.logging import say

@@ -1,14 +1,17 @@
-"""``status``: where a run is, told from its folder, and from Slurm's queue or its own process."""
+"""``status``, ``watch``, ``logs``, ``stop``: where a run is, by its folder, the queue or its process, and its end."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.expectations import given
+from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.loading import load_config
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.placement import LaunchError
@@ -22,11 +25,74 @@ from megatron_dppo.metrics.records import (
     step_of,
 )
 from megatron_dppo.metrics.summary import SUMMARY_FILE
-from megatron_dppo.slurm.attempts import RUNNING, VANISHED, Attempt, AttemptBook, one_line
+from megatron_dppo.slurm.attempts import JOB_FILE, RUNNING, VANISHED, Attempt, AttemptBook, one_line
 from megatron_dppo.slurm.commands import SlurmError, slurm
-from megatron_dppo.slurm.run_logs import important_lines
-from megatron_dppo.slurm.submission import JOB_FILE
 from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFiles
+from megatron_dppo.system.processes import tail
+
+# The logs of a run: which there are, and the lines in them that matter.
+
+_LOOK_BACK = 400
+_LINE = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \[\w+\] (\w+) ")
+_MATTERS = {"WARNING", "ERROR", "CRITICAL"}
+_FOR_AUTHORS = re.compile(r" py\.warnings: .*(Deprecation|Future)Warning")
+_TOLD = ("supervisor.log", "rank0.log")
+
+
+def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
+    """The last lines of a log.
+
+    Args:
+        directory: of the run.
+        name: such as ``rank3`` or ``engine0``: the newest file whose name begins so; None: those of
+            supervisor and rank 0, by their times.
+        count: how many.
+
+    Raises:
+        LaunchError: there is no such log; it names those that there are.
+    """
+    folder = directory / "logs"
+    if name is None:
+        return merged([folder / file for file in _TOLD], count)
+    named = re.compile(rf"{re.escape(name)}(?!\d)")  # rank1 is not rank12
+    paths = (path for path in folder.glob("*") if named.match(path.name))
+    found = sorted(paths, key=lambda path: path.stat().st_mtime)
+    if not found:
+        known = ", ".join(sorted(path.name for path in folder.glob("*"))) or "none"
+        raise LaunchError(f"{folder}: no log begins with {name!r}; there are: {known}")
+    return [f"# {found[-1]}", *tail(found[-1], count).splitlines()]
+
+
+def important_lines(directory: Path, count: int) -> list[str]:
+    """The last warnings and errors of supervisor and rank 0, each with its further lines left out; without
+    what Python tells the authors of libraries."""
+    lines = merged([directory / "logs" / file for file in _TOLD], _LOOK_BACK)
+    return [line for line in lines if _matters(line)][-count:]
+
+
+def _matters(line: str) -> bool:
+    match = _LINE.match(line)
+    return match is not None and match[1] in _MATTERS and not _FOR_AUTHORS.search(line)
+
+
+def merged(paths: Sequence[Path], count: int) -> list[str]:
+    """The last ``count`` lines of several logs together, records in the order of their times."""
+    records = [record for path in paths for record in _records(path)]
+    lines = [line for record in sorted(records, key=lambda record: record[0]) for line in record]
+    return lines[-count:]
+
+
+def _records(path: Path) -> Iterator[list[str]]:
+    """Records of a log, each with the lines that belong to it."""
+    record: list[str] = []
+    for line in tail(path, _LOOK_BACK).splitlines():
+        if _LINE.match(line) and record:
+            yield record
+            record = []
+        record.append(line)
+    if record:
+        yield record
+
 
 UNKNOWN = "UNKNOWN"
 """State of a job of which Slurm can't be asked now."""
@@ -230,3 +296,56 @@ def _attempts(attempts: Sequence[Attempt], *, alive: bool) -> Iterator[str]:
         parts += [f"left out {node} ({reason})" for node, reason in attempt.excluded]
         parts += [one_line(attempt.detail, 160)] * bool(attempt.detail)
         yield ", ".join(parts)
+
+
+# ``watch`` and ``stop``: a run looked at, and ended, from a login node or another terminal.
+
+_CLEAR = "\033[H\033[2J"
+
+
+def watch(directory: Path, every_s: float) -> None:
+    """Show the status again and again until it has ended. On no terminal, only when it changes."""
+    shown = ""
+    while True:
+        text = "\n".join(status_lines(directory))
+        if sys.stdout.isatty():
+            print(f"{_CLEAR}{text}", flush=True)
+        elif text != shown:
+            print(f"{text}\n", flush=True)
+        shown = text
+        if not run_state(directory).alive:
+            return
+        time.sleep(every_s)
+
+
+def stop(directory: Path) -> str:
+    """Have a running job save a checkpoint and end, and a waiting one leave the queue; what was done.
+
+    Raises LaunchError where nothing is there to be ended, or only on another machine.
+    """
+    run = run_state(directory)
+    if isinstance(run, LocalRun):
+        return _stop_here(run, directory)
+    if run.job is None or not run.alive:
+        raise LaunchError(f"{directory}: no job of this run runs or waits")
+    if run.state == "PENDING":
+        slurm("scancel", run.job)
+        return f"job {run.job} is out of the queue; its checkpoints stay"
+    slurm("scancel", "--batch", "--signal=USR2", run.job)
+    return (
+        f"job {run.job} was asked to end its step and save a checkpoint; "
+        f"scancel {run.job} ends it within half a minute"
+    )
+
+
+def _stop_here(run: LocalRun, directory: Path) -> str:
+    """As Ctrl-C in its own terminal."""
+    if run.state == UNKNOWN:
+        raise LaunchError(f"{directory}: {run.holder.describe()} can be stopped there alone")
+    if not run.alive:
+        raise LaunchError(f"{directory}: no process of this run is left")
+    os.kill(run.holder.pid, signal.SIGINT)
+    return (
+        f"{run.holder.describe()} was asked to end its step and save a checkpoint; a second stop ends it at "
+        "once"
+    )

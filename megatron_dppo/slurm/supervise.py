@@ -1,5 +1,5 @@
-"""The batch process of a run: reads the allocation, has one start of the run supervised, and has the job
-start again where that was decided.
+"""The batch process of a run: reads the allocation, inspects its nodes, has one start of the run supervised, and
+has the job start again where that was decided.
 
 Signals: USR1, the time limit is near (Slurm's, beside our own clock): checkpoint, start again.
 USR2: checkpoint, then end. TERM (scancel): the same, in the half minute that Slurm gives.
@@ -9,20 +9,472 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import socket
+import threading
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
-from megatron_dppo.config.loading import load_config
-from megatron_dppo.launch.run_directory import RunDirectory
-from megatron_dppo.logging import configure_logging
+from megatron_dppo.config.loading import load_config, resolved_yaml
+from megatron_dppo.config.machine import allocator_problems
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.engine.process import Runtime
+from megatron_dppo.launch.library_checks import CHECK
+from megatron_dppo.launch.local import rank_command
+from megatron_dppo.launch.placement import (
+    Allocation,
+    Host,
+    LaunchError,
+    Placement,
+    PlacementError,
+    Roles,
+    place,
+)
+from megatron_dppo.launch.run_directory import RunDirectory, is_finished
+from megatron_dppo.launch.servers import Grounds, supervised_fleet
+from megatron_dppo.launch.srun import (
+    SrunLauncher,
+    SrunProcess,
+    SrunRanks,
+    StepForm,
+    hostnames,
+    literal,
+    port_base,
+    step_environment,
+)
+from megatron_dppo.launch.supervisor import OVERTIME, TIME, Outcome, Stop, StopRequests, Supervisor
+from megatron_dppo.logging import REFUSED, configure_logging
+from megatron_dppo.preflight import EVERYWHERE, Verdict, judge, needs_of, read_evidence
+from megatron_dppo.preflight.table import table
 from megatron_dppo.slurm import commands
+from megatron_dppo.slurm.attempts import (
+    CANCELLED_CODE,
+    Attempt,
+    AttemptBook,
+    Decision,
+    decide,
+    fruitless,
+)
 from megatron_dppo.slurm.commands import SlurmError
-from megatron_dppo.slurm.decisions import Decision
-from megatron_dppo.slurm.job import Job
-from megatron_dppo.slurm.site import load_site, site_path
-from megatron_dppo.slurm.start import Start
+from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
+from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.lease import NONCE_VARIABLE
+from megatron_dppo.system.processes import (
+    HEARTBEAT_VARIABLE,
+    PATIENCE_VARIABLE,
+    quote,
+    start_process,
+    tail,
+)
+
+# The job that this process is the batch process of.
 
 log = logging.getLogger(__name__)
+
+_LEAST_TO_END_S = 60.0
+_ASK_EVERY_S = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """The job that this process is the batch process of.
+
+    ``attempt``: how often Slurm has started it before. ``ends``: epoch seconds, None without a limit.
+    ``gpus``: of a node.
+    """
+
+    id: str
+    attempt: int
+    hosts: tuple[Host, ...]
+    ends: float | None
+    gpus: int
+
+    @classmethod
+    def of_environment(cls, site: SiteConfig) -> Job:
+        """Raises SlurmError outside of a job."""
+        job, attempt = commands.job_environment(os.environ)
+        groups = job_groups(os.environ)
+        names = [name for nodes in groups.values() for name in hostnames(nodes)]
+        group_of = {name: g for g, nodes in groups.items() for name in hostnames(nodes)}
+        devices = site.devices(os.environ)
+        places = zip(names, commands.addresses(names), strict=True)
+        hosts = tuple(Host(name, at, devices, group_of[name]) for name, at in places)
+        return cls(
+            job, attempt, hosts, commands.end_time(job), devices if site.gpus_per_node else 0
+        )
+
+    def stops(self, margin_s: float) -> StopRequests:
+        """What asks this start to end."""
+        signals: dict[int, Stop] = {
+            signal.SIGUSR1: TIME,
+            signal.SIGUSR2: Stop("asked", 0),
+            signal.SIGTERM: Stop("cancelled", CANCELLED_CODE, insists=True),
+        }
+        return StopRequests(signals, deadlines(self.ends, margin_s))
+
+    def follow_time_limit(self, stops: StopRequests, margin_s: float) -> None:
+        """Ask Slurm now and then when the job ends, which an operator may change; from a thread."""
+
+        def follow() -> None:
+            while True:
+                time.sleep(_ASK_EVERY_S)
+                try:
+                    stops.move_deadlines(deadlines(commands.end_time(self.id), margin_s))
+                except SlurmError as error:
+                    log.warning("the job's time limit is not known anew: %s", error)
+
+        threading.Thread(target=follow, name="time limit", daemon=True).start()
+
+
+def job_groups(environment: Mapping[str, str]) -> dict[int | None, str]:
+    """Slurm's lists of nodes by group of a heterogeneous job; under None that of any other job."""
+    count = int(environment.get("SLURM_HET_SIZE", "0"))
+    if not count:
+        return {None: environment["SLURM_JOB_NODELIST"]}
+    return {g: environment[f"SLURM_JOB_NODELIST_HET_GROUP_{g}"] for g in range(count)}
+
+
+def deadlines(ends: float | None, margin_s: float) -> dict[Stop, float]:
+    """When a job that ends at ``ends`` is to save a checkpoint, and when it is too late for one."""
+    if ends is None:
+        return {}
+    return {TIME: ends - margin_s, OVERTIME: ends - min(_LEAST_TO_END_S, margin_s / 3)}
+
+
+# Servers whose node has died move to a node that no role takes.
+
+
+def bad_nodes(names: Sequence[str]) -> dict[str, str]:
+    """Nodes that Slurm can't use any more, with their state; none where it can't be asked."""
+    try:
+        return commands.bad_nodes(names)
+    except SlurmError as error:
+        log.warning("%s", error)
+        return {}
+
+
+class Spares:
+    """Hosts that no role takes, given to the servers of hosts that died.
+
+    All servers of one host move together: a spare has as many devices.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        ask: Callable[[Sequence[str]], dict[str, str]] = bad_nodes,
+    ) -> None:
+        self._left = list(hosts)
+        self._moved: dict[Host, Host] = {}
+        self._ask = ask
+
+    def host_now(self, host: Host) -> Host:
+        """Where a server of ``host`` starts again: there, or on the spare that stands for it."""
+        now = self._moved.get(host, host)
+        while (state := self._ask([now.name]).get(now.name)) is not None:
+            if not self._left:
+                log.error("node %s is %s, and there is no spare for its servers", now.name, state)
+                return now
+            spare = self._left.pop(0)
+            log.warning("node %s is %s: its servers move to %s", now.name, state, spare.name)
+            now = self._moved[host] = spare
+        return now
+
+
+# Steps before a run: every node's preflight, and the check that needs the libraries.
+
+MODULE = "megatron_dppo.train"
+_POLL_S = 0.1
+_PREFLIGHT_S = 900.0
+
+
+class PreflightError(RunError):
+    """Too few nodes can do the run's work; the message says which can't, and why."""
+
+
+class Steps:
+    """Runs such steps in the allocation.
+
+    Args:
+        directory: of the run, whose ``config.yaml`` is written.
+        form: of the steps.
+        python: that they run.
+        stops: what ends one early.
+    """
+
+    def __init__(
+        self, directory: RunDirectory, form: StepForm, python: str, stops: StopRequests
+    ) -> None:
+        self._directory = directory
+        self._form = form
+        self._python = python
+        self._stops = stops
+
+    def check(self, host: Host) -> Outcome | None:
+        """Have ``host`` check everything that needs the libraries; why it refused, None where it did
+        not."""
+        path = self._directory.path / "logs" / "check.out"
+        command = [*rank_command(MODULE, self._directory, self._python), CHECK]
+        code = self._run("check", command, [host], path, tolerant=False)
+        if code == 0:
+            return None
+        if stopped := self._stops.came():
+            return Outcome(stopped[0].code, "stopped", stopped[0].why)
+        text = path.read_text(errors="replace")
+        log.error("the check on %s refused:\n%s", host.name, quote(text.strip()))
+        return Outcome(code or 1, "refused" if code == REFUSED else "failed", text)
+
+    def preflight(
+        self, config: TrainConfig, job: Job, placement: Placement, skipped: Sequence[str]
+    ) -> dict[str, str]:
+        """Nodes that must be left out, each with the reason.
+
+        Raises LaunchError for a fault that no node is to blame for: other nodes would have it too.
+        """
+        folder = self._directory.path / "preflight" / f"{job.id}-{job.attempt}"
+        gpus = 0 if config.engine.device == "cpu" else job.gpus
+        ports = sorted(_ports(placement))
+        words = [self._python, "-m", "megatron_dppo.preflight", str(self._directory.config)]
+        words += [f"--evidence={folder}", f"--gpus={gpus}", f"--nodes={len(job.hosts)}"]
+        words += [f"--port={port}" for port in ports] + [f"--skip={name}" for name in skipped]
+        output = self._directory.path / "logs" / "preflight.out"
+        log.info("preflight on %d nodes", len(job.hosts))
+        self._run("preflight", words, job.hosts, output, tolerant=True)
+        if self._stops.came():  # nodes that were ended before they answered are not ill
+            return {}
+        names = [host.name for host in job.hosts]
+        evidence = read_evidence(folder, names)
+        needs = needs_of(config, gpus=gpus, ports=ports)
+        verdict = Verdict(judge(evidence, needs, names))
+        folder.mkdir(parents=True, exist_ok=True)
+        verdict.write(folder)
+        log.info("%s", table(evidence, verdict.findings))
+        reasons = defaultdict(list)
+        for finding in verdict.findings:
+            reasons[finding.host].append(str(finding))
+        if EVERYWHERE in reasons:
+            raise LaunchError(f"preflight: {'; '.join(reasons[EVERYWHERE])}; see {output}")
+        return {host: "; ".join(found) for host, found in reasons.items()}
+
+    def _run(
+        self,
+        name: str,
+        command: Sequence[str],
+        hosts: Sequence[Host],
+        output: Path,
+        *,
+        tolerant: bool,
+    ) -> int | None:
+        """The highest exit code of the step, one in each group of hosts; None where a stop came, or its time was up."""
+        output.unlink(missing_ok=True)
+        with open(output, "ab") as file:
+            processes = [
+                start_process(
+                    self._form.command(
+                        command,
+                        name=name,
+                        hosts=group,
+                        tasks_per_host=1,
+                        output=literal(output),
+                        stdin=False,
+                        tolerant=tolerant,
+                    ),
+                    environment=step_environment(os.environ),
+                    output=file.fileno(),
+                )
+                for group in Allocation(tuple(hosts)).groups
+            ]
+        deadline = time.monotonic() + _PREFLIGHT_S
+        while None in (codes := [process.poll() for process in processes]):
+            if self._stops.came() or time.monotonic() > deadline:
+                for process in processes:
+                    SrunProcess(process, self._form.fence).kill()
+                log.warning("the step %s was ended: %s", name, tail(output, 1))
+                return None
+            time.sleep(_POLL_S)
+        return max(code for code in codes if code is not None)
+
+
+def _ports(placement: Placement) -> set[int]:
+    """Every port that the run listens on first."""
+    router = placement.router
+    ports = [placement.master_port, *(server.port for server in placement.servers)]
+    ports += [server.meeting_port for server in placement.servers]
+    ports += [] if router is None else [router.port, router.metrics_port]
+    return {port for port in ports if port is not None}
+
+
+# One start of a run inside its job: placed, inspected, checked, supervised, written down.
+
+
+class Start:
+    """One start of the run inside its job."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        job: Job,
+        site: SiteConfig,
+        directory: RunDirectory,
+        stops: StopRequests,
+    ) -> None:
+        self._config = config
+        self._sections = ServerSections.where_generated(config)
+        self._job = job
+        self._site = site
+        self._directory = directory
+        self._stops = stops
+        self._book = AttemptBook(directory.path)
+        self._left_out: dict[str, str] = {}
+
+    def run(self) -> Decision:
+        """Supervise it and write down how it ended."""
+        job, names = self._job, tuple(host.name for host in self._job.hosts)
+        node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+        attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
+        outcome = self._outcome()
+        ended = self._book.reached(replace(attempt, why="failed", ended=time.time()))
+        before = [a for a in self._book.all() if (a.job, a.attempt) != (job.id, job.attempt)]
+        decision = decide(
+            outcome,
+            finished=is_finished(self._config),
+            cancelled=any(stop.why == "cancelled" for stop in self._stops.came()),
+            fruitless=fruitless([*before, ended]),
+            max_failures=self._site.max_failures,
+        )
+        if decision.why == "cancelled" and (lost := bad_nodes(names)):
+            told = ", ".join(f"{name} is {state}" for name, state in lost.items())
+            decision = replace(decision, detail=f"by Slurm, which lost a node: {told}")
+        bad = {**bad_nodes(names), **self._left_out} if decision.requeue else {}
+        ended = replace(
+            ended,
+            why=decision.why,
+            detail=decision.detail,
+            requeued=decision.requeue,
+            excluded=tuple(bad.items()),
+        )
+        self._book.end(ended)
+        log.info(
+            "attempt %d of job %s: %s, checkpoint of step %d%s",
+            job.attempt,
+            job.id,
+            decision.why,
+            ended.saved,
+            "; the job starts again" if decision.requeue else "",
+        )
+        return replace(decision, exclude=tuple(bad))
+
+    def _outcome(self) -> Outcome:
+        """Place and check everything, then run; why nothing was started, where that is so."""
+        if is_finished(self._config):
+            return Outcome(0, "ended")
+        base = port_base(self._job.id)
+        self._directory.write_config(resolved_yaml(self._config))
+        try:
+            self._require_environment()
+            roles = Roles.of(self._config.parallel.world_size, self._sections)
+            placement = place(roles, Allocation(self._job.hosts, base))
+            if self._site.preflight and (bad := self._preflight(placement)):
+                self._left_out = bad
+                sound = tuple(host for host in self._job.hosts if host.name not in bad)
+                placement = _place_again(roles, Allocation(sound, base), bad)
+        except PreflightError as error:
+            return Outcome(1, "failed", str(error))
+        except LaunchError as error:
+            log.error("refused: %s", error)
+            return Outcome(2, "refused", str(error))
+        if stopped := self._stops.came():
+            return Outcome(stopped[0].code, "stopped", stopped[0].why)
+        log.info("attempt %d of job %s\n%s", self._job.attempt, self._job.id, placement.table())
+        refused = self._check(placement)
+        return self._supervise(placement) if refused is None else refused
+
+    def _supervise(self, placement: Placement) -> Outcome:
+        try:
+            supervisor = self._supervisor(placement)
+        except LaunchError as error:  # its endpoint can't listen
+            return Outcome(1, "failed", str(error))
+        return supervisor.run()
+
+    def _require_environment(self) -> None:
+        """What this process has, every step gets. Raises LaunchError for what the run can't work with."""
+        if problems := list(allocator_problems(self._config, os.environ)) if self._job.gpus else []:
+            raise LaunchError("; ".join(problems))
+
+    def _preflight(self, placement: Placement) -> dict[str, str]:
+        """Nodes that must be left out, with the reason. Raises LaunchError where none is to blame."""
+        return self._steps().preflight(
+            self._config, self._job, placement, self._site.preflight_skip
+        )
+
+    def _check(self, placement: Placement) -> Outcome | None:
+        return self._steps().check(placement.ranks[0].host)
+
+    def _steps(self) -> Steps:
+        python = self._site.container.interpreter
+        return Steps(self._directory, self._form(server=False), python, self._stops)
+
+    def _supervisor(self, placement: Placement) -> Supervisor:
+        config, directory = self._config, self._directory
+        fleet = None
+        if self._sections is not None:
+            spares = Spares(placement.unused)
+            own = self._job.hosts[0].address  # Slurm starts the batch process on the first node
+            grounds = Grounds(self._runtime_at, own, spares.host_now)
+            fleet = supervised_fleet(
+                self._sections,
+                directory,
+                placement,
+                grounds,
+                seed=config.run.seed,
+                interface=config.parallel.interface,
+            )
+        lease = directory.lease
+        variables = {} if fleet is None else fleet.rank_variables
+        ranks = SrunRanks(
+            rank_command(MODULE, directory, self._site.container.interpreter),
+            directory,
+            placement,
+            self._form(server=False),
+            {NONCE_VARIABLE: lease.fence.nonce, **variables},
+        )
+        return Supervisor(ranks, fleet, lambda: lease.taken_over, self._stops)
+
+    def _runtime_at(self, hosts: Sequence[Host]) -> Runtime:
+        launcher = SrunLauncher(hosts, "server", self._form(server=True))
+        variables = {}
+        if self._site.spares_servers:
+            variables[HEARTBEAT_VARIABLE] = str(self._directory.lease.heartbeat)
+            variables[PATIENCE_VARIABLE] = str(self._site.supervisor_patience_s)
+        python = self._config.engine.python or self._site.container.interpreter
+        return Runtime(launcher, python, variables)
+
+    def _form(self, *, server: bool) -> StepForm:
+        form = self._site.form(str(Path.cwd()), server=server)
+        return replace(form, fence=self._directory.lease.fence.check)
+
+
+def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Placement:
+    """The roles on the nodes that are left.
+
+    Raises PreflightError where they are too few, LaunchError where of several none is left: then what the
+    run asks for is at fault, and other nodes would not help.
+    """
+    told = "; ".join(f"{name}: {why}" for name, why in bad.items())
+    log.warning("preflight leaves out %s", told)
+    try:
+        if sound.hosts:
+            return place(roles, sound)
+    except PlacementError as error:
+        raise PreflightError(f"preflight left out {told}; {error}") from error
+    if len(bad) > 1:
+        raise LaunchError(f"preflight: no node is fit: {told}")
+    raise PreflightError(f"preflight left out the only node: {told}")
+
 
 _EXCLUDE_TRIES = 20
 _EXCLUDE_EVERY_S = 0.5

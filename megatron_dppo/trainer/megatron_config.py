@@ -14,9 +14,15 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dppo.config.forwarded import MEGATRON, ForwardedTable, megatron_problems
-from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
-from megatron_dppo.config.library_fields import LibraryFields, read_value
+from megatron_dppo.config.forwarded import (
+    DDP,
+    MEGATRON,
+    OPTIMIZER,
+    ForwardedTable,
+    LibraryFields,
+    megatron_problems,
+    read_value,
+)
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import Layout

@@ -132,7 +132,7 @@ def run_config():
 def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
     """Deliver by the plan of a real step; what is wrong on this rank."""
     from megatron_dppo.data.columns import Form
-    from megatron_dppo.loop.batches import BatchLayout, pack_mini_batch, plan_mini_batches
+    from megatron_dppo.loop.learning import BatchLayout, pack_mini_batch, plan_mini_batches
     from megatron_dppo.loop.rollouts.exchange import ColumnExchange
     from megatron_dppo.loop.rollouts.figures import routing_figures
 

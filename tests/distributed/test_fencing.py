@@ -18,7 +18,7 @@ def fenced_worker(folder: str) -> dict[str, Any]:
     """One save; another start takes over while the second save is written; a third save is tried."""
     import torch.distributed as dist
 
-    from megatron_dppo.loop.fencing import run_fence
+    from megatron_dppo.loop.ending import run_fence
     from megatron_dppo.system.lease import FencedError, Holder, LeaseFiles
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from tests.distributed.test_checkpoint import make_trainer, names_in, train

@@ -28,9 +28,8 @@ def resume_worker(folder: str) -> dict[str, Any]:
     """Checkpoints of steps 1 and 2; then starts with the last one damaged, and with all of them gone."""
     import torch.distributed as dist
 
-    from megatron_dppo.loop.input_hashes import BackgroundHashes, model_files
-    from megatron_dppo.loop.resuming import resume
-    from megatron_dppo.loop.state import RunState, identity_of
+    from megatron_dppo.loop.inputs import BackgroundHashes, model_files
+    from megatron_dppo.loop.resuming import RunState, identity_of, resume
     from megatron_dppo.metrics.history import remember_checkpoint
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
     from tests.distributed.test_checkpoint import make_trainer, names_in, train

@@ -26,8 +26,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, length_problems
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.config.values import PROMPT_SPARE_POSITIONS, length_problems
 from megatron_dppo.data.trajectory import Trajectory, VersionSpan
 from megatron_dppo.engine import recordings
 from megatron_dppo.engine.client import EngineClient

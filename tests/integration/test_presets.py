@@ -136,9 +136,8 @@ def batches(recorded) -> dict[str, str]:
 def worker(config: dict[str, Any], batches: dict[str, str]) -> dict[str, Any]:
     """What each preset did in one step: calls of log_probs, and every mini-batch's figures."""
     from megatron_dppo.config.schema import TrainConfig
-    from megatron_dppo.loop.fencing import run_fence
+    from megatron_dppo.loop.ending import StopFlag, run_fence
     from megatron_dppo.loop.run import Run, RunData
-    from megatron_dppo.loop.stopping import StopFlag
     from megatron_dppo.trainer.trainer import Trainer
 
     torch.set_num_threads(1)

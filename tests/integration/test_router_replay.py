@@ -23,7 +23,7 @@ from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, GenerationLimits, generate_many
-from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port

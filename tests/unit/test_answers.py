@@ -14,7 +14,7 @@ from megatron_dppo.config.schema import RewardConfig, TrainConfig
 from megatron_dppo.data.problems import bad_answers
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import ProblemSampler
-from megatron_dppo.loop.run_data import RunData
+from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.rewards.checked_answers import checked_answers_file, hand_over, handed_over
 from megatron_dppo.rewards.gold import gold_answer
 from tests.tiny_models import tiny_tokenizer
@@ -172,7 +172,7 @@ def test_a_start_s_check_tells_the_ranks_what_it_found(run_data, monkeypatch):
     with checked_answers_file() as path:
         assert handed_over(data.scored) is None  # nothing is there yet
         hand_over(Path(path), data.scored, bad)
-        monkeypatch.setattr("megatron_dppo.loop.run_data.bad_answers", None)
+        monkeypatch.setattr("megatron_dppo.loop.inputs.bad_answers", None)
         assert run_data(GOOD + BAD).bad_answers() == bad
         with pytest.raises(TypeError):  # scored anew
             run_data(GOOD).bad_answers()

@@ -10,13 +10,14 @@ from pydantic import ConfigDict, TypeAdapter
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config import ConfigError, check_config, load_config
 from megatron_dppo.config.forwarded import (
+    DDP,
     MEGATRON_FIXED,
     MEGATRON_OWNED,
+    OPTIMIZER,
     SGLANG_FIXED,
     SGLANG_OWNED,
+    read_value,
 )
-from megatron_dppo.config.forwarded_training import DDP, OPTIMIZER
-from megatron_dppo.config.library_fields import read_value
 from megatron_dppo.engine.options import ServerSections, server_args_fields
 from megatron_dppo.launch.library_checks import library_faults, server_faults
 from megatron_dppo.trainer.megatron_config import (

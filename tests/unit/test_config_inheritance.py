@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_dppo.config import ConfigError, load_config
-from megatron_dppo.config.inheritance import merged, read_with_bases
+from megatron_dppo.config.loading import merged, read_with_bases
 
 TREES = {
     "top.yaml": {"base": "middle.yaml", "run": {"steps": 3}, "sglang": None},

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from megatron_dppo.config import ConfigError, load_config, resolved_yaml
-from megatron_dppo.config.yaml_core import MAX_VALUES, dump_yaml, parse_scalar, parse_yaml
+from megatron_dppo.config.loading import MAX_VALUES, dump_yaml, parse_scalar, parse_yaml
 from tests.unit.config_files import minimal, write_config
 
 VALUES = [

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_dppo.config.expectations import dotted_paths
+from megatron_dppo.config.errors import dotted_paths
 from megatron_dppo.config.reference import reference
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
 

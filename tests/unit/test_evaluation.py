@@ -18,7 +18,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.evaluation import evaluate
-from megatron_dppo.loop.samples import SampleMaker
+from megatron_dppo.loop.recorder import SampleMaker
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
 from megatron_dppo.types import Problem

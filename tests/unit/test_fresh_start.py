@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.fresh_start import newer_unusable, refuse_damage, refuse_fresh_start
-from megatron_dppo.loop.state import ResumeError
+from megatron_dppo.loop.resuming import (
+    ResumeError,
+    newer_unusable,
+    refuse_damage,
+    refuse_fresh_start,
+)
 from megatron_dppo.metrics.history import (
     History,
     keep_copy,

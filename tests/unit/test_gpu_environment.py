@@ -5,9 +5,8 @@ from contextlib import nullcontext
 import pytest
 
 from megatron_dppo import train
-from megatron_dppo.config.allocator import allocator_problems, expandable_segments
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.machine import Machine
+from megatron_dppo.config.machine import Machine, allocator_problems, expandable_segments
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.trainer.platform import complete
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.loop.input_hashes import model_files, sha256_of
+from megatron_dppo.loop.inputs import model_files, sha256_of
 from megatron_dppo.loop.recorder import Recorder, RecordingError
-from megatron_dppo.loop.start_checks import check_resume
-from megatron_dppo.loop.state import FILES, ResumeError, RunState, identity_of
+from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, check_resume, identity_of
 from megatron_dppo.metrics import names
 from megatron_dppo.metrics.records import RecordsError
 from megatron_dppo.system.lease import FencedError

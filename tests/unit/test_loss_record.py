@@ -10,7 +10,7 @@ from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.packing import pack
-from megatron_dppo.loop.loss_record import LossRecord, _decoded, _encoded, by_response
+from megatron_dppo.loop.learning import LossRecord, _decoded, _encoded, by_response
 from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.vocab_parallel import policy_stats
 from tests.trajectories import trajectory

@@ -13,13 +13,13 @@ from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.loop.batches import (
+from megatron_dppo.loop.learning import (
     BatchLayout,
     MiniBatchPlan,
+    check_carried_topk,
     pack_mini_batch,
     plan_mini_batches,
 )
-from megatron_dppo.loop.learning import check_carried_topk
 from megatron_dppo.loop.scoring import with_rewards
 from megatron_dppo.model.shape import SequenceCost
 from megatron_dppo.rewards.verifier import Score

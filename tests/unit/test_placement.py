@@ -9,7 +9,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.local import local_placement
 from megatron_dppo.launch.placement import Allocation, Host, PlacementError, Roles, place
-from megatron_dppo.slurm.spares import Spares
+from megatron_dppo.slurm.supervise import Spares
 from tests.unit.config_files import minimal
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Outline, Trajectory
+from megatron_dppo.loop.recorder import KEPT, SampleMaker, chosen
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
-from megatron_dppo.loop.samples import KEPT, SampleMaker, chosen
 from megatron_dppo.metrics.samples import Sample, console_lines, one_line, shortened
 from megatron_dppo.metrics.step_lines import StepLines
 from megatron_dppo.rewards import find_reward

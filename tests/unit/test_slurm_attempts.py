@@ -9,9 +9,8 @@ import pytest
 
 from megatron_dppo.launch.supervisor import Outcome
 from megatron_dppo.metrics.history import remember_checkpoint
-from megatron_dppo.slurm.attempts import Attempt, AttemptBook, fruitless
+from megatron_dppo.slurm.attempts import Attempt, AttemptBook, decide, fruitless
 from megatron_dppo.slurm.commands import fields
-from megatron_dppo.slurm.decisions import decide
 
 FIRST = Attempt("7", 0, "n1", ("n1", "n2"), started=100.0)
 

@@ -16,15 +16,16 @@ from megatron_dppo.metrics.history import remember_checkpoint
 from megatron_dppo.metrics.records import RECORDS_FILE, encode_record
 from megatron_dppo.slurm.__main__ import main
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook
-from megatron_dppo.slurm.following import stop
-from megatron_dppo.slurm.run_logs import important_lines, log_lines
 from megatron_dppo.slurm.status import (
     UNKNOWN,
     JobState,
+    important_lines,
     job_state,
+    log_lines,
     require_run,
     state_of,
     status_lines,
+    stop,
 )
 
 FIRST = Attempt("7", 0, "n1", ("n1", "n2"), started=100.0)

@@ -21,7 +21,7 @@ from megatron_dppo.launch.srun import (
     step_environment,
     tasks_per_node,
 )
-from megatron_dppo.loop.stopping import StopFlag
+from megatron_dppo.loop.ending import StopFlag
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.processes import (
     STOP_FILE_VARIABLE,
@@ -144,7 +144,7 @@ def test_whose_end_srun_saw_in_which_order():
 def test_a_stop_file_stops_as_the_signal_does(tmp_path: Path, monkeypatch):
     path = tmp_path / "stop"
     monkeypatch.setenv(STOP_FILE_VARIABLE, str(path))
-    monkeypatch.setattr("megatron_dppo.system.processes._LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr("megatron_dppo.system.processes._STOP_LOOK_S", 0.0)
     flag = StopFlag()
     assert not flag()
     withdraw_stop(path)

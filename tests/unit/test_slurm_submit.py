@@ -12,8 +12,6 @@ import pytest
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.slurm.__main__ import main
-from megatron_dppo.slurm.job import job_groups
-from megatron_dppo.slurm.memory import memory_verdict
 from megatron_dppo.slurm.refusals import (
     SBATCH,
     SRUN,
@@ -24,7 +22,8 @@ from megatron_dppo.slurm.refusals import (
     time_problems,
 )
 from megatron_dppo.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
-from megatron_dppo.slurm.submission import Submission
+from megatron_dppo.slurm.submit import Submission, memory_verdict
+from megatron_dppo.slurm.supervise import job_groups
 from tests.unit.config_files import minimal, write_config
 
 SITE = {"gpus_per_node": 2, "start_s": 60, "checkpoint_margin_s": 60, "time": "10"}

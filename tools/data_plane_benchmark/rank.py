@@ -21,7 +21,7 @@ from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.fleet.generation import GenerationLimits, generate_many
-from megatron_dppo.loop.batches import (
+from megatron_dppo.loop.learning import (
     BatchLayout,
     MiniBatchPlan,
     pack_mini_batch,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import megatron_dppo.slurm.__main__ as slurm
-from megatron_dppo.slurm import start, steps
+from megatron_dppo.slurm import supervise
 
 if __name__ == "__main__":
-    start.MODULE = steps.MODULE = "tests.slurm.stand_in.trainer"
+    supervise.MODULE = supervise.MODULE = "tests.slurm.stand_in.trainer"
     sys.exit(slurm.main(["supervise", *sys.argv[1:]]))
