@@ -142,7 +142,8 @@ class FleetClient:
         return await self._directly(requests, rid)
 
     async def abort(self, rid: str, count: int) -> None:
-        """End a call on every server: the HTTP router does not forward aborts."""
+        """End a call, on whatever server it is."""
+        # The HTTP router does not forward aborts, and doesn't tell which server has a call.
         aborts = (active.client.abort(rid, count) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineLostError):
@@ -178,6 +179,7 @@ class FleetClient:
         live = self._live()
         if not live:
             raise self._nobody()
+        # This client's own calls alone: nobody without a router sees those of other ranks.
         active = min(live, key=lambda p: p.in_flight)
         active.in_flight += len(requests)
         try:
@@ -286,11 +288,9 @@ class FleetClient:
     async def _break_routed(
         self, active: ActiveServer, calls: frozenset[asyncio.Task[Any]]
     ) -> None:
-        """Repeat the calls that a hung server may have: the router doesn't tell which server has a call.
-
-        By then the supervisor has killed its own, by which just that server's calls failed. So this
-        is for one that nobody can kill; calls that others still work on are asked again with its own.
-        """
+        """Repeat the calls that a hung server may have: the router doesn't tell which server has a call."""
+        # By then the supervisor has killed its own, by which just that server's calls failed. So this is for
+        # one that nobody can kill; calls that others still work on are asked again with its own.
         await asyncio.sleep(_REPLACED_SECONDS)
         if active not in self._servers:
             # The generation it had calls of has ended, and its client is closed.

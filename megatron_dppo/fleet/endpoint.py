@@ -62,11 +62,6 @@ class EndpointAddress:
     host: str
     key_file: str
 
-    @staticmethod
-    def file(run_directory: str | Path) -> Path:
-        """Where the address is written."""
-        return Path(run_directory) / "engine" / "endpoint.json"
-
     @classmethod
     def read(cls, path: Path) -> EndpointAddress | None:
         """The address in ``path``; None where no process offers the record."""
@@ -126,6 +121,7 @@ class FleetEndpoint:
         self._thread.start()
         write_private(self._private / "key", self._key)
         write_private(self._file, json.dumps(asdict(self._address)))
+        # From here on commands ask; what they wrote before may be newer than the record.
         self._record.read_attached()
 
     def stop(self) -> None:
@@ -199,7 +195,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Questions come every second; only refusals are worth a line."""
+        """Log what was refused."""
+        # Questions come every second: the others are not worth a line.
         if str(args[1:2]) != "('200',)":
             log.info("fleet endpoint, asked by %s: %s", self.client_address[0], format % args)
 
@@ -256,7 +253,8 @@ class RecordClient:
         return [Server(**server) for server in self._ask("servers")]
 
     def router(self) -> Server | None:
-        """None too where the record can't be asked: callers look again in a second."""
+        """As FleetRecord's; None too where the record can't be asked."""
+        # Callers look again in a second, so one attempt is enough.
         try:
             router = self._ask("router", attempts=1)
         except RecordLostError as error:
@@ -335,7 +333,7 @@ def record_of_command(run_directory: str) -> FleetRecord | RecordClient:
 
     Raises ValueError where it runs and can't be asked from here.
     """
-    endpoint = EndpointAddress.read(EndpointAddress.file(run_directory))
+    endpoint = EndpointAddress.read(Path(run_directory) / "engine" / "endpoint.json")
     if endpoint is None:
         return FleetRecord(run_directory)
     address = urlsplit(endpoint.url)

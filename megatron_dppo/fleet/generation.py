@@ -395,7 +395,8 @@ class _Generation:
         return GenerationProgress(len(self._results), len(self._requests), self._tokens, seconds)
 
     async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
-        """Cancel the calls in flight, and abort them on the servers, which would go on with them."""
+        """Cancel the calls in flight, and abort them on the servers."""
+        # A server goes on with what nobody waits for, and would keep the next weight update waiting.
         calls = dict(self._in_flight)
         for task in tasks:
             task.cancel()

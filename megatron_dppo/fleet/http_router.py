@@ -10,15 +10,17 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from megatron_dppo.config.schema import EngineConfig
-from megatron_dppo.engine.client import Answer, HttpClient, Method
 from megatron_dppo.engine.errors import EngineLostError, EngineRequestError
 from megatron_dppo.engine.process import ChildServer, Runtime
 from megatron_dppo.fleet.record import Keys, Server
+
+if TYPE_CHECKING:
+    from megatron_dppo.engine.client import Answer, Method
 
 OPEN_PATHS = (
     "/health",
@@ -83,11 +85,9 @@ class HttpRouterProcess(ChildServer):
 
 
 def http_router_options(host: str, port: int, metrics_port: int, policy: str) -> dict[str, Any]:
-    """Fields of smg's RouterArgs.
-
-    Retries, deadlines and health are the client's business: it knows which weights a server has, and
-    counts a response once. So the router tries once, waits, and judges nobody.
-    """
+    """Fields of smg's RouterArgs."""
+    # Retries, deadlines and health are the client's business: it knows which weights a server has, and
+    # counts a response once. So the router tries once, waits, and judges nobody.
     return {
         "host": host,
         "port": port,
@@ -126,6 +126,9 @@ class HttpRouterClient:
     where it doesn't answer."""
 
     def __init__(self, url: str, keys: Keys) -> None:
+        # The supervisor, which starts the router, needs none of numpy, which this module loads.
+        from megatron_dppo.engine.client import HttpClient
+
         self.url = url
         self._client = HttpClient(url, keys.api, keys.admin)
 

@@ -140,28 +140,17 @@ class ServerState:
         return "joins at the next weight update" if server.replaceable else NOT_EXAMINED
 
 
-class ServerStates:
+class ServerStates(dict[Server, ServerState]):
     """The state of every published server; from any thread."""
 
-    def __init__(self) -> None:
-        self._states: dict[Server, ServerState] = {}
-
-    def __getitem__(self, server: Server) -> ServerState:
-        return self._states.setdefault(server, ServerState())
-
-    def servers(self) -> list[Server]:
-        """Those that have one."""
-        return list(self._states)
-
-    def all(self) -> list[tuple[Server, ServerState]]:
-        """Servers with their states."""
-        return list(self._states.items())
+    def __missing__(self, server: Server) -> ServerState:
+        # In one step: another thread may look at the same newcomer.
+        return self.setdefault(server, ServerState())
 
     def keep(self, published: Collection[Server]) -> None:
         """Forget every other server."""
-        for server in self.servers():
-            if server not in published:
-                self._states.pop(server, None)
+        for server in set(self) - set(published):
+            self.pop(server, None)
 
 
 class Examiner:
@@ -230,7 +219,7 @@ class Examiner:
             return await asyncio.to_thread(self._record.servers)
         except EngineError as error:
             log.warning("%s", error)
-            return self._states.servers()
+            return list(self._states)
 
     @staticmethod
     def _is_recent(examination: Examination, at_once: bool) -> bool:
@@ -311,7 +300,7 @@ class FleetMembership:
                 return None
             members = waited
         chosen = {member.server for member in members}
-        for server, state in self._states.all():
+        for server, state in list(self._states.items()):
             state.is_member = server in chosen
         return members
 
@@ -362,10 +351,10 @@ class FleetMembership:
         serving = {member.server for member in members}
         for server in serving:
             self._states[server].strikes = 0
-        for server, state in self._states.all():
+        for server, state in list(self._states.items()):
             state.serves = server in serving
         self._publish()
-        for _, state in self._states.all():
+        for state in list(self._states.values()):
             if state.strikes < _STRIKES:
                 state.quarantined = ""
 
@@ -459,7 +448,7 @@ class FleetMembership:
     # --- questions to a server
 
     def _answers(self, member: Member) -> bool:
-        """A server elsewhere may be stock, whose /health generates, so that a paused one fails it."""
+        # A server elsewhere may be stock, whose /health generates, so that a paused one fails it.
         if member.server.replaceable:
             return self._with_client(member, lambda client: client.health(_ANSWER_S))
         return self._with_client(member, lambda client: client.answers(_ANSWER_S))
@@ -468,7 +457,7 @@ class FleetMembership:
         return self._with_client(member, lambda client: client.schedules(_ANSWER_S))
 
     def _generates_again(self, member: Member) -> bool:
-        """The server is paused, as a failed update leaves it."""
+        # It is paused, as a failed update leaves it.
         return self._with_client(member, lambda client: client.generates_again(_GENERATE_S))
 
     def _generates(self, member: Member) -> bool:

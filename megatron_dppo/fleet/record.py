@@ -150,6 +150,7 @@ class FleetRecord:
     def attach(self, url: str, origin: Origin = "command") -> Server:
         """Add a server that runs elsewhere. Raises ValueError for what is no URL, or is a member
         already."""
+        # Another attachment of one URL is another server: what was made of the first is forgotten.
         number = time.time_ns() // 1_000_000 if origin == "command" else 0
         server = Server(attached_name(url), url.rstrip("/"), number, origin=origin)
         with self._lock:
@@ -224,6 +225,7 @@ class FleetRecord:
             return {}, {}
 
     def _write(self) -> None:
+        # The file is the successor's; the memory serves this start's ranks until they end.
         try:
             self._fence()
         except FencedError:

@@ -193,6 +193,7 @@ class SupervisedServer:
 
     def stop(self, *, at_once: bool) -> None:
         """End the server, by force where ``at_once``, and withdraw it."""
+        # A server that is starting has no request to finish.
         at_once = at_once or isinstance(self._state, _Starting)
         self._withdraw()
         if self._process is not None:
@@ -203,7 +204,7 @@ class SupervisedServer:
         self._waiter.shutdown()
 
     def _started(self, healthy: Future[float]) -> None:
-        """A start has come to its end: the state that follows."""
+        """A start has come to its end: go over to the state that follows."""
         assert self._process is not None
         process, error = self._process, healthy.exception()
         if error is None:
@@ -217,6 +218,7 @@ class SupervisedServer:
         elif isinstance(error, PortHeldError):
             self._wait_for_port(error)
         elif self.incarnation == 1:
+            # The configuration may be at fault: only the fleet sees whether it works elsewhere.
             self._state = _Failed(FirstStartError(f"{self.title} did not start: {error}"))
         else:
             self._restart(f"{self.title} did not start again: {error}")

@@ -161,16 +161,27 @@ class RankGroup:
     ) -> None:
         self._command = command
         self._outputs = outputs
-        self._master_port = master_port
-        self._variables = {"MASTER_ADDR": master_host, **(variables or {})}
+        rendezvous = {"MASTER_ADDR": master_host, "MASTER_PORT": str(master_port)}
+        self._variables = {**rendezvous, **(variables or {})}
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
         """Start every rank; call from the main thread."""
+        size = len(self._outputs)
+        # Threads share the cores fairly.
+        threads = max(1, len(os.sched_getaffinity(0)) // size)
         for rank, path in enumerate(self._outputs):
             keep_previous(path)
-            torch_variables = rank_environment(rank, len(self._outputs), self._master_port)
-            environment = {**torch_variables, **self._variables}
+            environment = {
+                "OMP_NUM_THREADS": str(threads),
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_WORLD_SIZE": str(size),
+                "PYTHONUNBUFFERED": "1",
+                **self._variables,
+            }
             with path.open("wb") as file, _terminal_of(rank) as terminal:
                 if terminal is not None:
                     environment[TERMINAL_VARIABLE] = str(terminal)
@@ -189,12 +200,12 @@ class RankGroup:
     def failures(self, grace_s: float) -> list[RankFailure]:
         """Ranks that ended with an error, the likely cause first; empty while there is none.
 
-        A rank's end makes the others fail in their collectives, and they may be faster to exit. So
-        the others have ``grace_s`` to fail too, those that have failed already have longer to end, and
-        the cause is the one that failed first.
+        Others that fail because of it have ``grace_s`` seconds to do so.
         """
         if not any(self.codes()):
             return []
+        # A rank's end makes the others fail in their collectives, and they may be faster to exit. So those that
+        # have failed already have longer to end, and the cause is the one that failed first.
         deadline = time.monotonic() + grace_s
         while None in self.codes() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -239,19 +250,3 @@ def _terminal_of(rank: int) -> Iterator[int | None]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def rank_environment(rank: int, world_size: int, master_port: int) -> dict[str, str]:
-    """This process's environment plus what torch.distributed reads; threads share the cores
-    fairly."""
-    fixed: Mapping[str, str] = {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(master_port),
-        "PYTHONUNBUFFERED": "1",
-    }
-    threads = max(1, len(os.sched_getaffinity(0)) // world_size)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, **fixed}

@@ -162,11 +162,9 @@ class SrunProcess(StartedProcess):
         self.kill()
 
     def kill(self) -> None:
-        """Have Slurm kill the tasks; returns when srun is gone.
-
-        Where another start has taken over the run, this job's steps of these numbers are that start's: the tasks are
-        left to Slurm, which ended this attempt, and to their own fences.
-        """
+        """Have Slurm kill the tasks; returns when srun is gone."""
+        # Where another start has taken over the run, this job's steps of these numbers are that start's: the tasks
+        # are left to Slurm, which ended this attempt, and to their own fences.
         try:
             self._fence()
         except FencedError:
@@ -295,7 +293,8 @@ class SrunRanks:
             )
 
     def ended(self) -> bool:
-        """See Ranks. Slurm may give 0 for a step whose node died: what the run left behind tells."""
+        """See Ranks."""
+        # Slurm may give 0 for a step whose node died: what the run left behind tells.
         return self._code() == 0
 
     def failures(self, grace_s: float) -> list[RankFailure]:
@@ -314,7 +313,8 @@ class SrunRanks:
         return [*by_itself, *others] or [unknown]
 
     def ask_to_stop(self) -> None:
-        """By a file, which rank 0 reads: a signal through srun reaches their child processes too."""
+        """See Ranks."""
+        # By a file, which rank 0 reads: a signal through srun reaches their child processes too.
         ask_to_stop(self._directory.stop_file)
 
     def kill(self) -> None:

@@ -363,7 +363,8 @@ class Lease:
         return self._stands_still(holder, beat)
 
     def _stands_still(self, holder: Holder, first: Beat | None) -> bool:
-        """Watch a counter on this machine's clock alone; the last look is after the time is up."""
+        """Whether a counter does not change for so long."""
+        # By this machine's clock alone, for clocks differ; the last look is after the time is up.
         self._announce(
             f"{self._files.path} is held by {holder.describe()}, which can't be asked from here: "
             f"taking it over if its heartbeat ({first.count if first else 'none yet'}) does not change "

@@ -93,9 +93,9 @@ def start_connected(
 def die_with_parent(parent: int) -> None:
     """Have the kernel SIGKILL this process when the thread of ``parent`` that started it ends.
 
-    Exits at once where ``parent`` is dead already. Makes system calls only, so that it may run
-    between fork and exec, where locks that other threads held are lost.
+    Exits at once where ``parent`` is dead already.
     """
+    # System calls only: it runs between fork and exec, where locks that other threads held are lost.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # It died before prctl took effect.
     if os.getppid() != parent:
@@ -115,9 +115,9 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
     """SIGKILL everything below this process and reap it; the ids of what would not go in time.
 
     For a process that adopts orphans, at its own end: it takes over the exit codes of all children.
-    Repeated until nothing is left, because a process may fork while it is being looked for.
     """
     deadline = time.monotonic() + timeout_s
+    # Again and again until nothing is left: a process may fork while it is being looked for.
     while True:
         family = psutil.Process().children(recursive=True)
         _kill(family)
@@ -307,9 +307,10 @@ def held_back() -> Iterator[None]:
     """Have those signals wait until the block's end, also for the programs that it starts; what is ignored stays
     ignored (nohup). Main thread only.
 
-    Programs inherit the mask. It holds for this thread alone, and another one, of a library, may take a signal
-    that is meant for the process: so the handlers only note it until the end.
+    Programs inherit the mask.
     """
+    # The mask holds for this thread alone, and another one, of a library, may take a signal that is meant for
+    # the process: so the handlers only note it until the end.
     came: list[int] = []
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     handlers = {
@@ -330,10 +331,10 @@ def held_back() -> Iterator[None]:
 def end_now(code: int) -> NoReturn:
     """Run the exit handlers, flush the logs and both standard streams, and end without the interpreter's shutdown.
 
-    As ``multiprocessing`` ends its children. A daemon thread that is in native code while the interpreter
-    shuts down, such as what watches the collectives, aborts the process when it comes back to Python.
     Whatever a ``with`` block must close is closed before.
     """
+    # As multiprocessing ends its children: a daemon thread that is in native code while the interpreter shuts
+    # down, such as what watches the collectives, aborts the process when it comes back to Python.
     atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

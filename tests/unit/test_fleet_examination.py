@@ -163,4 +163,4 @@ def test_the_watch_leaves_members_alone_and_examines_who_is_attached_anew(bench)
     other = next(s for s in bench.record.servers() if s.url.endswith(":9"))
     bench.watch_until(lambda: bench.states[other].examination)
     assert bench.states[second].examination is None
-    assert first not in bench.states.servers()
+    assert first not in bench.states
