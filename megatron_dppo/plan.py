@@ -162,7 +162,7 @@ def _meta_problems(
     for layout_config in [*configs, *(p.config for p in shown)]:
         comparison = compare(layout_config, shape)
         print(comparison.summary(), file=sys.stderr)
-        found += comparison.problems
+        found += comparison.faults
     return found
 
 

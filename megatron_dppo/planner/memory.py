@@ -440,7 +440,7 @@ COPIES = 2
 class HostBytes:
     """Of one node, which may train, serve or do both.
 
-    ``checkpoint``: pinned copies of what the ranks write (``trainer/host_copy.py``), 0 without the background.
+    ``checkpoint``: pinned copies of what the ranks write (``trainer/checkpoint/saving.py``), 0 without the background.
     """
 
     processes: int

@@ -106,8 +106,8 @@ def gather_buckets(
 
 def shared_digest(folder: str | Path, topology: Topology) -> str:
     """SHA-256 (hex) over all tensors of ``folder``, of which each rank reads its share. Collective."""
-    own = tensor_digests(folder, topology.rank, topology.world_size)
-    return combined_digest(all_gather_json(own))
+    digests = tensor_digests(folder, topology.rank, topology.world_size)
+    return combined_digest(all_gather_json(digests))
 
 
 def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: str) -> None:
@@ -121,7 +121,8 @@ def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: s
             write()
         except (OSError, CheckpointError) as error:
             failure = str(error)
-    for _ in buckets:  # the other ranks still send
+    # Where rank 0 failed, the other ranks still send: without this they would wait for ever.
+    for _ in buckets:
         pass
     if (first := first_failure(failure)) is not None:
         raise CheckpointError(f"{failed}: {first}")
@@ -129,8 +130,9 @@ def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: s
 
 BUCKET_BYTES = 256 * 2**20
 """Gathered at a time; a rank holds up to three: one that is gathered, one that waits, one that is written."""
+# How many times longer a byte takes to the disk than between ranks. Assumption; it only spreads
+# the files.
 _WRITE_OVER_GATHER = 4
-"""How many times longer a byte takes to the disk than between ranks. Assumption; it only spreads the files."""
 
 Files = Mapping[str, Mapping[str, TensorSpec]]
 
@@ -165,12 +167,12 @@ def export_hf(
     plan, writer_of = export_plan(files, shape, layout, dtype.itemsize)
     try:
         with _staged(out_dir, rank, specs) as folder:
-            own = {file: files[file] for file, writer in writer_of.items() if writer == rank}
-            digests = all_gather_json(_write(folder, own, plan, rank, values))
-            found = {name: digest for share in digests for name, digest in share.items()}
+            share = {file: files[file] for file, writer in writer_of.items() if writer == rank}
+            shares = all_gather_json(_write(folder, share, plan, rank, values))
+            digests = {name: digest for part in shares for name, digest in part.items()}
             name = str(dtype).removeprefix("torch.")
             certificate = Certificate(
-                "huggingface", shape, name, name, {n: found[n] for n in specs}
+                "huggingface", shape, name, name, {n: digests[n] for n in specs}
             )
             on_rank_0(
                 lambda: complete_folder(folder, files, side_files_from), error=CheckpointError
@@ -194,12 +196,12 @@ def export_plan(
     writer_of: dict[str, int] = {}
     tensors: dict[int, list[TensorSources]] = {}
     for file, specs in files.items():
-        held = [0] * layout.world_size
+        held_bytes = [0] * layout.world_size
         for name in specs:
             for rank, elements in elements_held(sources[name]).items():
-                held[rank] += elements * item_bytes
+                held_bytes[rank] += elements * item_bytes
         size = sum(spec.bytes for spec in specs.values())
-        cost = [load[r] + (size - held[r]) // _WRITE_OVER_GATHER for r in range(len(load))]
+        cost = [load[r] + (size - held_bytes[r]) // _WRITE_OVER_GATHER for r in range(len(load))]
         writer = writer_of[file] = cost.index(min(cost))
         load[writer] += size
         tensors.setdefault(writer, []).extend(sources[name] for name in specs)
@@ -212,20 +214,21 @@ def _staged(out_dir: str | Path, rank: int, specs: Mapping[str, TensorSpec]) -> 
     staged = StagedFolder(out_dir, sum(spec.bytes for spec in specs.values()))
     with ExitStack() as stack:
         yield Path(on_rank_0(lambda: str(stack.enter_context(staged)), error=CheckpointError))
-        on_rank_0(stack.close, error=CheckpointError)  # publishes
+        # Closing it publishes the folder.
+        on_rank_0(stack.close, error=CheckpointError)
 
 
 def _write(
     folder: Path,
-    own: Files,
+    share: Files,
     plan: list[Bucket],
     rank: int,
     values: Mapping[ParameterKey, Tensor],
 ) -> dict[str, str]:
-    """Gather all tensors and write this rank's ``own`` files; SHA-256 of their tensors. Collective."""
+    """Gather all tensors and write this rank's ``share`` of the files; SHA-256 of their tensors. Collective."""
     with ExitStack() as stack:
         writer = on_every_rank(
-            lambda: stack.enter_context(_FileWriter(folder, own)), error=CheckpointError
+            lambda: stack.enter_context(_FileWriter(folder, share)), error=CheckpointError
         )
         total, done = sum(bucket.elements for bucket in plan), 0
         with progress("export, millions of weights", total // 10**6) as bar:
@@ -279,7 +282,8 @@ class _FileWriter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._end()
         if kind is not None or self._error is not None:
-            self._stack.__exit__(OSError, OSError(), None)  # incomplete files must not open
+            # Incomplete files must not open.
+            self._stack.__exit__(OSError, OSError(), None)
 
     def _end(self) -> None:
         if self._thread.is_alive():
@@ -294,5 +298,6 @@ class _FileWriter:
                         rows = tensor.cpu().contiguous()
                         self._writer_of[name].write_rows(name, 0, rows)
                         self.digests[name] = hashlib.sha256(byte_view(rows)).hexdigest()
-            except BaseException as error:  # raised by finish
+            except BaseException as error:
+                # Raised by finish: the ranks must go through all buckets together.
                 self._error = error

@@ -87,9 +87,9 @@ class LinearAdapter(torch.nn.Module):
 
     def matrices(self, name: str) -> LowRank:
         """A and B of the matrix ``name``."""
-        found = getattr(self, name)
-        assert isinstance(found, LowRank)
-        return found
+        matrices = getattr(self, name)
+        assert isinstance(matrices, LowRank)
+        return matrices
 
     def delta(self, x: Tensor, *sizes: Any) -> Tensor:
         """What is added to the linear's output for its input ``x``."""
@@ -120,26 +120,28 @@ class LinearAdapter(torch.nn.Module):
     def _mark_parameters(self) -> None:
         raise NotImplementedError
 
-    def _own(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
+    def _local(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
         """A and B of one matrix as this rank uses them."""
         return self.matrices(part.name).pair
 
     def _stacked(self) -> tuple[Tensor, Tensor]:
         """A [.., P R, in] and B [.., rows, P R] of the fused linear: the product is the sum over its matrices."""
         parts = self.linear.parts
-        own = [self._own(part) for part in parts]
-        first_a, first_b = own[0]
+        pairs = [self._local(part) for part in parts]
+        first_a, first_b = pairs[0]
         if self.linear.axis == 1:
             return first_a, first_b
         rank = self.options.adapters.rank
-        a = torch.cat([pair[0] for pair in own], -2)
+        a = torch.cat([pair[0] for pair in pairs], -2)
         b = first_b.new_zeros(*first_b.shape[:-2], self.linear.rows, len(parts) * rank)
-        for i, (part, (_, rows)) in enumerate(zip(parts, own, strict=True)):
-            at = 0
+        for i, (part, (_, rows)) in enumerate(zip(parts, pairs, strict=True)):
+            first = 0
             for block in part.blocks:
-                place = slice(block.local_start, block.local_start + block.length)
-                b[..., place, i * rank : (i + 1) * rank] = rows[..., at : at + block.length, :]
-                at += block.length
+                target = slice(block.local_start, block.local_start + block.length)
+                b[..., target, i * rank : (i + 1) * rank] = rows[
+                    ..., first : first + block.length, :
+                ]
+                first += block.length
         return a, b
 
     def _dropped(self, x: Tensor, generator: AbstractContextManager) -> Tensor:
@@ -195,8 +197,8 @@ class ExpertAdapter(LinearAdapter):
         a, b = self._stacked()
         x = self._dropped(x, get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()))
         pieces = x.split(list(map(int, sizes[0])))
-        found = [F.linear(F.linear(piece, a[i]), b[i]) for i, piece in enumerate(pieces)]
-        return self.options.adapters.scale * torch.cat(found)
+        outputs = [F.linear(F.linear(piece, a[i]), b[i]) for i, piece in enumerate(pieces)]
+        return self.options.adapters.scale * torch.cat(outputs)
 
     def _shape(self, part: AdapterPart, which: str) -> list[int]:
         return [len(self.linear.experts), *super()._shape(part, which)]
@@ -230,11 +232,11 @@ class SharedExpertAdapter(LinearAdapter):
     def _shape(self, part: AdapterPart, which: str) -> list[int]:
         return list(part.whole(which, self.options.adapters.rank))
 
-    def _own(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
+    def _local(self, part: AdapterPart) -> tuple[Tensor, Tensor]:
         """This rank's columns of A, or its rows of B."""
-        a, b = super()._own(part)
-        place = slice(part.start, part.start + part.length)
-        return (a[:, place], b) if part.axis == 1 else (a, b[place])
+        a, b = super()._local(part)
+        local = slice(part.start, part.start + part.length)
+        return (a[:, local], b) if part.axis == 1 else (a, b[local])
 
     def _mark_parameters(self) -> None:
         for parameter in self.parameters():
@@ -265,14 +267,14 @@ def attach(
     chunks: list[GPTModel], linears: list[AdaptedLinear], options: AdapterOptions
 ) -> list[LinearAdapter]:
     """Give each of ``linears`` its adapters: zero, as a child that its forward hook adds to the output."""
-    made = []
+    adapters = []
     for linear in linears:
         module = chunks[linear.chunk].get_submodule(linear.path)
         adapter = adapter_of(linear, options)
         module.add_module(CHILD, adapter)
         module.register_forward_hook(adapter.after_forward)
-        made.append(adapter)
-    return made
+        adapters.append(adapter)
+    return adapters
 
 
 def sum_expert_tensor_grads(chunks: list[Any]) -> None:

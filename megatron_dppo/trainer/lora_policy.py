@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from megatron_dppo.checkpoint_conversion.gathering import gather
 from megatron_dppo.checkpoint_conversion.peft import PeftReader, write_peft
 from megatron_dppo.config.lora import adapters_of
-from megatron_dppo.config.schema import PolicyConfig
+from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.model.adapters import (
     ANY_EXPERT,
     CHECKPOINT_PREFIX,
@@ -52,25 +52,25 @@ from megatron_dppo.trainer.lora_modules import (
 )
 from megatron_dppo.trainer.topology import Topology
 
+# Merged parameters that are kept: a bucket's queries, keys and values are read off one.
 _KEPT = 4
-"""Merged parameters that are kept: a bucket's queries, keys and values are read off one."""
 
 
 def adapter_values(adapters: list[LinearAdapter]) -> dict[ParameterKey, Tensor]:
     """This rank's A and B, under the names of ``adapter_parameters``; views."""
-    found = {}
+    values = {}
     for adapter in adapters:
         linear = adapter.linear
         for part in linear.parts:
             for which in (LORA_A, LORA_B):
-                held = getattr(adapter.matrices(part.name), which).data
+                tensor = getattr(adapter.matrices(part.name), which).data
                 name = f"{linear.path}.{CHILD}.{part.name}.{which}"
                 if linear.experts:
-                    slices = {f"{name}.{i}": held[i] for i in range(len(linear.experts))}
+                    for i in range(len(linear.experts)):
+                        values[linear.chunk, f"{name}.{i}"] = tensor[i]
                 else:
-                    slices = {name: held}
-                found.update({(linear.chunk, n): value for n, value in slices.items()})
-    return found
+                    values[linear.chunk, name] = tensor
+    return values
 
 
 @torch.no_grad()
@@ -145,15 +145,15 @@ def sharded_routers(
     chunks: list[GPTModel], shape: ModelShape, layout: Layout, rank: int
 ) -> dict[str, dict[str, ShardedTensor]]:
     """The routers' weights likewise, whole on every rank of a stage."""
-    at = layout.coordinates(rank)
+    coordinates = layout.coordinates(rank)
     out: dict[str, dict[str, ShardedTensor]] = {}
     for i, chunk in enumerate(chunks):
-        layers = local_layers(shape, layout, at.pp, i)
+        layers = local_layers(shape, layout, coordinates.pp, i)
         out[f"model{i}"] = {
             name: ShardedTensor.from_rank_offsets(
                 f"adapters.router.{layers[int(name.split('.')[2])]}",
                 parameter,
-                replica_id=(0, at.tp, at.dp),
+                replica_id=(0, coordinates.tp, coordinates.dp),
             )
             for name, parameter in chunk.named_parameters()
             if name.endswith(ROUTER)
@@ -216,39 +216,44 @@ class AdaptedPolicy:
 
     def __init__(
         self,
-        config: PolicyConfig,
+        lora: LoraConfig,
+        hf_checkpoint: str,
+        seed: int,
         shape: ModelShape,
         topology: Topology,
         layout: Layout,
         transformer: TransformerConfig,
         chunks: list[GPTModel],
     ) -> None:
-        """Freeze ``chunks``, whose weights are loaded, and attach what ``config.lora`` asks for. Collective.
+        """Freeze ``chunks``, whose weights are loaded, and attach what ``lora`` asks for. Collective.
+
+        ``hf_checkpoint``: what the frozen weights were loaded from. ``seed``: of A's start.
+
 
         Raises ValueError where the section doesn't fit the model or the layout, CheckpointError where
         ``lora.start_from`` holds other adapters.
         """
-        found = adapters_of(config.lora, shape)
-        if found is None:
+        adapters = adapters_of(lora, shape)
+        if adapters is None:
             raise ValueError("lora.rank is 0: there are no adapters")
-        if problems := list(adapter_faults(found, shape, layout)):
-            raise ValueError("; ".join(problems))
-        self.adapters: Adapters = found
+        if faults := list(adapter_faults(adapters, shape, layout)):
+            raise ValueError("; ".join(faults))
+        self.adapters: Adapters = adapters
         self._shape, self._layout, self._rank = shape, layout, topology.rank
         self._chunks = chunks
-        self._train_router = config.lora.train_router
-        freeze(chunks, train_router=config.lora.train_router)
+        self._train_router = lora.train_router
+        freeze(chunks, train_router=lora.train_router)
         options = AdapterOptions(
-            found,
-            config.lora.dropout,
+            adapters,
+            lora.dropout,
             transformer.sequence_parallel,
             transformer.params_dtype,
             platform.current().device,
         )
-        linears = adapted_linears(found, shape, layout, topology.rank)
+        linears = adapted_linears(adapters, shape, layout, topology.rank)
         self.modules = attach(chunks, linears, options)
-        self._start(config)
-        self.base_sha256 = shared_digest(config.model.hf_checkpoint, topology)
+        self._start(lora, seed)
+        self.base_sha256 = shared_digest(hf_checkpoint, topology)
         reduce_grads = transformer.finalize_model_grads_func
 
         def reduce_all_grads(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
@@ -313,12 +318,12 @@ class AdaptedPolicy:
             "base_sha256": self.base_sha256,
         }
 
-    def _start(self, config: PolicyConfig) -> None:
-        lora, rank = config.lora, self.adapters.rank
+    def _start(self, lora: LoraConfig, seed: int) -> None:
+        rank = self.adapters.rank
         dims = adapter_tensors(self.adapters, self._shape)
         table = adapter_parameters(self.adapters, self._shape, self._layout, self._rank)
         if lora.start_from is None:
-            start = partial(initial_tensor, rank=rank, seed=config.run.seed, init=lora.init)
+            start = partial(initial_tensor, rank=rank, seed=seed, init=lora.init)
             fill(self.modules, table, start, dims)
             return
         with PeftReader(Path(lora.start_from), self.adapters, self._shape) as reader:

@@ -52,7 +52,7 @@ def transformer_config(
     """
     options = {
         **_model_options(shape),
-        **(_moe_options(shape, config) if shape.is_moe else {}),
+        **(_moe_options(shape, replay=config.router_replay) if shape.is_moe else {}),
         **family_of(shape).megatron,
         **_layout_options(layout, sequence_parallel=config.parallel.sizes.sequence_parallel(shape)),
         **_precision_options(DTYPES[config.model.dtype]),
@@ -95,7 +95,7 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
     }
 
 
-def _moe_options(shape: ModelShape, config: PolicyConfig) -> dict[str, Any]:
+def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
     return {
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.experts_per_token,
@@ -106,7 +106,7 @@ def _moe_options(shape: ModelShape, config: PolicyConfig) -> dict[str, Any]:
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_grouped_gemm": True,
-        "moe_enable_routing_replay": config.router_replay,
+        "moe_enable_routing_replay": replay,
     }
 
 

@@ -6,6 +6,7 @@ no memory is taken and no other process is needed, for torch's fake process grou
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -45,8 +46,8 @@ def build_chunks(
 
     ``spec``: its layers; None: the platform's.
     """
-    made = make_chunks(transformer, shape, spec)
-    return [chunk.to(platform.current().device) for chunk in made]
+    chunks = make_chunks(transformer, shape, spec)
+    return [chunk.to(platform.current().device) for chunk in chunks]
 
 
 def make_chunks(
@@ -76,7 +77,8 @@ def wrap_chunks(
     for i, chunk in enumerate(chunks):
         module = Float16Module(transformer, chunk) if transformer.bf16 else chunk
         wrapped.append(DistributedDataParallel(transformer, ddp, module, disable_bucketing=i > 0))
-    if ddp.overlap_grad_reduce:  # gradients of all micro-batches but the last only add up
+    # Gradients of all micro-batches but the last only add up: reducing each would send them all.
+    if ddp.overlap_grad_reduce:
         without = [chunk.no_sync for chunk in wrapped]
         transformer.no_sync_func = without if len(without) > 1 else without[0]
     return wrapped
@@ -113,18 +115,18 @@ def _build_chunk(
 
 @dataclass(frozen=True)
 class MetaComparison:
-    """What was found in the modules of some ranks. ``problems``: a line for each parameter that the rules lack, that
+    """What was found in the modules of some ranks. ``faults``: a line for each parameter that the rules lack, that
     the modules lack, or whose shape differs."""
 
     layout: str
     ranks: tuple[int, ...]
     parameters: int
     elements: int
-    problems: tuple[str, ...]
+    faults: tuple[str, ...]
 
     def summary(self) -> str:
         """In a line."""
-        verdict = f"{len(self.problems)} differ" if self.problems else "all as the rules say"
+        verdict = f"{len(self.faults)} differ" if self.faults else "all as the rules say"
         return (
             f"{self.layout}: Megatron's modules of ranks {', '.join(map(str, self.ranks))}, {self.parameters:,} "
             f"parameters of {self.elements / 1e9:.2f} B elements: {verdict}"
@@ -136,24 +138,24 @@ def compare(config: PolicyConfig, shape: ModelShape) -> MetaComparison:
     ``model.mapping.local_parameters``. The process must be in no process group."""
     layout = Layout.of(config.parallel.sizes)
     ranks = tuple(sorted({0, layout.world_size - 1}))
-    problems: list[str] = []
+    transformer = transformer_config(config, shape, layout)
+    faults: list[str] = []
     count = elements = 0
     for rank in ranks:
-        made = meta_parameters(config, shape, layout, rank)
+        shapes = meta_parameters(transformer, shape, layout, rank)
         expected = {(p.chunk, p.name): p.shape for p in local_parameters(shape, layout, rank)}
-        problems += [
-            f"rank {rank} of {layout.describe()}: {text}" for text in differences(made, expected)
+        faults += [
+            f"rank {rank} of {layout.describe()}: {text}" for text in differences(shapes, expected)
         ]
-        count += len(made)
-        elements += sum(torch.Size(dims).numel() for dims in made.values())
-    return MetaComparison(layout.describe(), ranks, count, elements, tuple(problems))
+        count += len(shapes)
+        elements += sum(math.prod(dims) for dims in shapes.values())
+    return MetaComparison(layout.describe(), ranks, count, elements, tuple(faults))
 
 
 def meta_parameters(
-    config: PolicyConfig, shape: ModelShape, layout: Layout, rank: int
+    transformer: TransformerConfig, shape: ModelShape, layout: Layout, rank: int
 ) -> dict[tuple[int, str], tuple[int, ...]]:
     """(chunk, name) -> shape of every parameter of ``rank``'s GPTModels."""
-    transformer = transformer_config(config, shape, layout)
     transformer = replace(transformer, perform_initialization=False)
     with _fake_world(layout, rank), torch.device("meta"):
         chunks = make_chunks(transformer, shape)
@@ -165,13 +167,13 @@ def meta_parameters(
 
 
 def differences(
-    made: dict[tuple[int, str], tuple[int, ...]], expected: dict[tuple[int, str], tuple[int, ...]]
+    shapes: dict[tuple[int, str], tuple[int, ...]], expected: dict[tuple[int, str], tuple[int, ...]]
 ) -> Iterator[str]:
     """A line for each parameter whose shape is not the expected one, or that only one side has."""
-    for key in sorted(made.keys() | expected.keys()):
-        if made.get(key) != expected.get(key):
+    for key in sorted(shapes.keys() | expected.keys()):
+        if shapes.get(key) != expected.get(key):
             yield (
-                f"chunk {key[0]}, {key[1]}: Megatron has {made.get(key, 'none')}, expected "
+                f"chunk {key[0]}, {key[1]}: Megatron has {shapes.get(key, 'none')}, expected "
                 f"{expected.get(key, 'none')} by the rules"
             )
 

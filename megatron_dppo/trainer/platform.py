@@ -53,12 +53,12 @@ def complete(environment: MutableMapping[str, str]) -> list[str]:
     """
     lines = []
     for variable in NEEDED:
-        found = environment.setdefault(variable.name, variable.value)
-        if found == variable.value:
-            lines.append(f"{variable.name}={found}")
+        value = environment.setdefault(variable.name, variable.value)
+        if value == variable.value:
+            lines.append(f"{variable.name}={value}")
         else:
             lines.append(
-                f"{variable.name}={found}, as you set it; {variable.value} is usual: {variable.why}"
+                f"{variable.name}={value}, as you set it; {variable.value} is usual: {variable.why}"
             )
     return lines
 
@@ -111,9 +111,8 @@ def gpu_problem() -> str | None:
 
 def prepare() -> None:
     """Prepare ``import megatron.core`` on this machine. Call once, before the first import."""
-    if any(
-        compute.DEVICES.glob("nvidia[0-9]*")
-    ):  # before CUDA is asked, which reads some of it once
+    # Before CUDA is asked, which reads some of it once.
+    if any(compute.DEVICES.glob("nvidia[0-9]*")):
         _environment.extend(complete(os.environ))
         _environment.extend(compute.offer_tools(os.environ))
     if has_cuda():
@@ -131,7 +130,8 @@ def has_fused_weight_gradients() -> bool:
     """
     try:
         importlib.import_module("fused_weight_gradient_mlp_cuda")
-    except ImportError:  # not built, or for another torch
+    except ImportError:
+        # Not built, or for another torch.
         return False
     return True
 
@@ -150,9 +150,8 @@ def current() -> Platform:
     problem = gpu_problem()
     if problem is not None and torch.version.cuda is not None:
         raise UnusableGpuError(problem)
-    if (
-        problem is not None
-    ):  # a torch for CPUs was installed on purpose, and a start was not refused
+    if problem is not None:
+        # A torch for CPUs was installed on purpose, and a start was not refused.
         log.warning("training on CPUs: %s", problem)
     return _cuda() if has_cuda() else _cpu()
 
@@ -198,8 +197,8 @@ def wait_for_copies() -> None:
 
 def profiled_activities() -> list[torch.profiler.ProfilerActivity]:
     """What torch.profiler can see here."""
-    found = [torch.profiler.ProfilerActivity.CPU]
-    return [*found, torch.profiler.ProfilerActivity.CUDA] if has_cuda() else found
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    return [*activities, torch.profiler.ProfilerActivity.CUDA] if has_cuda() else activities
 
 
 @contextmanager

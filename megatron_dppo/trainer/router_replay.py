@@ -201,10 +201,10 @@ class ModelReplay:
             return
         recorded = batch.columns[RECORDING]
         expected = (len(self._shape.moe_layers), self._shape.experts_per_token)
-        found = tuple(recorded.shape[1:])
-        if found not in (expected, (len(self.layers), expected[1])):
+        dims = tuple(recorded.shape[1:])
+        if dims not in (expected, (len(self.layers), expected[1])):
             raise ValueError(
-                f"recorded routing of {found} layers x experts a token, expected {expected}: "
+                f"recorded routing of {dims} layers x experts a token, expected {expected}: "
                 "it is another model's"
             )
         largest = int(recorded.numpy().max(initial=0))

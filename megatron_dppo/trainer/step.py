@@ -175,13 +175,13 @@ class MicroBatchResults:
         Sequences: those with a trained token whose log-probability is not finite; where there is
         none (the loss itself made it), all that train.
         """
-        found = []
+        sequences = []
         for i, loss in enumerate(self.losses):
             if not torch.isfinite(loss):
                 bad = ~torch.isfinite(self.log_probs[i]) & batches[i].loss_mask
                 tokens = bad if bool(bad.any()) else batches[i].loss_mask
-                found.append((i, _sequences_of(batches[i], tokens)))
-        return found
+                sequences.append((i, _sequences_of(batches[i], tokens)))
+        return sequences
 
 
 def forward_backward(

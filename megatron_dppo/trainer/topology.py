@@ -35,7 +35,6 @@ class Topology:
 
     Attributes:
         leaders: global rank of each replica's leader (TP 0, PP 0), by data-parallel rank.
-        model_group: the ranks of one replica of the model (TP x PP).
     """
 
     rank: int
@@ -50,7 +49,6 @@ class Topology:
     data_group: ProcessGroup = field(repr=False)
     tensor_group: ProcessGroup = field(repr=False)
     pipeline_group: ProcessGroup = field(repr=False)
-    model_group: ProcessGroup = field(repr=False)
 
     @property
     def is_leader(self) -> bool:
@@ -100,8 +98,8 @@ def init_distributed(
             backend, store=store, rank=rank, world_size=given, timeout=COLLECTIVE_TIMEOUT
         )
         if given > 1:
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            Watchdog(rank, limit_s, client_of(*place, _CONNECT)).start()
+            address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            Watchdog(rank, limit_s, client_of(*address, _CONNECT)).start()
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
 
@@ -124,7 +122,8 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
     if os.environ["RANK"] != "0" or hosted:
         return dist.TCPStore(host, port, world_size, False, COLLECTIVE_TIMEOUT)
     where = host if interface is None else interface_address(interface)
-    if is_loopback(where) and not _on_one_host():  # as many machines call themselves
+    # Many machines call themselves by an address that only they can reach.
+    if is_loopback(where) and not _on_one_host():
         log.warning(
             "the ranks' rendezvous listens on every interface: MASTER_ADDR, %s, is loopback here; "
             "name a network interface in parallel.interface",
@@ -157,21 +156,20 @@ def init_topology(layout: Layout) -> Topology:
         create_gloo_process_groups=False,
     )
     every = [layout.coordinates(r) for r in range(layout.world_size)]
-    own = every[dist.get_rank()]
+    coordinates = every[dist.get_rank()]
     return Topology(
-        rank=own.rank,
+        rank=coordinates.rank,
         world_size=layout.world_size,
-        dp_rank=own.dp,
+        dp_rank=coordinates.dp,
         dp_size=layout.data,
-        tp_rank=own.tp,
+        tp_rank=coordinates.tp,
         tp_size=layout.tensor,
-        pp_rank=own.pp,
+        pp_rank=coordinates.pp,
         pp_size=layout.pipeline,
         leaders=tuple(c.rank for c in every if c.tp == 0 and c.pp == 0),
         data_group=parallel_state.get_data_parallel_group(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
-        model_group=parallel_state.get_model_parallel_group(),
     )
 
 

@@ -63,7 +63,6 @@ from megatron_dppo.trainer.step import (
     reduce_metrics,
 )
 from megatron_dppo.trainer.topology import (
-    Topology,
     destroy_topology,
     init_distributed,
     init_topology,
@@ -98,12 +97,11 @@ class ReferenceWeights:
                 p.data = data
 
 
-def start_digest(config: PolicyConfig, topology: Topology, adapted: AdaptedPolicy | None) -> str:
-    """SHA-256 (hex) over the tensors of ``model.hf_checkpoint`` and the bytes of ``lora.start_from``. Collective."""
-    model = adapted.base_sha256 if adapted else shared_digest(config.model.hf_checkpoint, topology)
-    if config.lora.start_from is None:
+def start_digest(model: str, start_from: str | None) -> str:
+    """SHA-256 (hex) of the model's digest and the bytes of ``lora.start_from``."""
+    if start_from is None:
         return model
-    with (Path(config.lora.start_from) / PEFT_WEIGHTS).open("rb") as content:
+    with (Path(start_from) / PEFT_WEIGHTS).open("rb") as content:
         adapters = hashlib.file_digest(content, "sha256").hexdigest()
     return hashlib.sha256(f"{model} {adapters}".encode()).hexdigest()
 
@@ -167,14 +165,27 @@ class Trainer:
         self.adapted: AdaptedPolicy | None = None
         if config.lora.rank:
             self.adapted = AdaptedPolicy(
-                config, self.shape, self.topology, self.layout, transformer, self.chunks
+                config.lora,
+                config.model.hf_checkpoint,
+                config.run.seed,
+                self.shape,
+                self.topology,
+                self.layout,
+                transformer,
+                self.chunks,
             )
         self._reference = None
         self.reference_sha256: str | None = None
         self._starts_adapted = config.lora.start_from is not None
         if config.keeps_reference:
             self._reference = ReferenceWeights(self.chunks, with_adapters=self._starts_adapted)
-            self.reference_sha256 = start_digest(config, self.topology, self.adapted)
+            checkpoint = config.model.hf_checkpoint
+            self.reference_sha256 = start_digest(
+                self.adapted.base_sha256
+                if self.adapted
+                else shared_digest(checkpoint, self.topology),
+                config.lora.start_from,
+            )
         is_sequence_parallel = sizes.sequence_parallel(self.shape)
         parts = self.topology.tp_size, self.topology.tp_rank
         self.share = parts if is_sequence_parallel else (1, 0)
@@ -297,15 +308,17 @@ class Trainer:
         stats = (
             self._stats if temperature is None else replace(self._stats, temperature=temperature)
         )
-        found, faults = forward_log_probs(self.ddp_chunks, batches, stats, self._replay, topk=topk)
+        log_probs, faults = forward_log_probs(
+            self.ddp_chunks, batches, stats, self._replay, topk=topk
+        )
         self._check_faults(faults)
         if self.topology.pp_size > 1:
             sizes = [b.num_tokens for b in batches]
             shape = (sum(sizes), *(batches[0].column("topk_ids").shape[1:] if topk else ()))
-            flat = torch.cat(found) if found else torch.empty(shape, device=self.device)
+            flat = torch.cat(log_probs) if log_probs else torch.empty(shape, device=self.device)
             dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
-            found = list(flat.split(sizes))
-        return [x[: b.num_tokens] for x, b in zip(found, micro_batches, strict=True)]
+            log_probs = list(flat.split(sizes))
+        return [x[: b.num_tokens] for x, b in zip(log_probs, micro_batches, strict=True)]
 
     def _check_faults(self, faults: list[Tensor]) -> None:
         """Raise on every rank where any rank's statistics have faults. Collective."""
@@ -314,8 +327,8 @@ class Trainer:
             counts += torch.stack(faults).sum(0)
         dist.all_reduce(counts, dist.ReduceOp.MAX)
         *bad_ids, bad_rows = counts.cpu()
-        if problem := describe(bad_ids):
-            raise ValueError(problem)
+        if fault := describe(bad_ids):
+            raise ValueError(fault)
         if bad_rows:
             raise NonFiniteLogProbsError(f"{describe(counts.cpu())}; nothing was trained on them")
 
@@ -413,13 +426,15 @@ class Trainer:
         reduced = reduce_metrics(metrics, self.topology)
         sums = dict(reduced.sums)
         *bad_ids, bad_rows = (sums.pop(name) for name in _FAULTS)
-        if problem := describe(bad_ids):
-            raise ValueError(problem)
+        if fault := describe(bad_ids):
+            raise ValueError(fault)
         bad_losses = bool(sums.pop(_NONFINITE) + bad_rows > 0)
         return MetricSums(sums, reduced.maxima, reduced.minima), bad_losses
 
     def _culprits(self, results: MicroBatchResults, batches: list[PackedBatch]) -> list[dict]:
-        at = self.topology
-        own = results.nonfinite(batches) if at.tp_rank == 0 else []
-        entries = [{"dp_rank": at.dp_rank, "micro_batch": i, "sequences": s} for i, s in own]
+        topology = self.topology
+        nonfinite = results.nonfinite(batches) if topology.tp_rank == 0 else []
+        entries = [
+            {"dp_rank": topology.dp_rank, "micro_batch": i, "sequences": s} for i, s in nonfinite
+        ]
         return [entry for rank in all_gather_json(entries) for entry in rank]

@@ -80,13 +80,14 @@ def pending(*, callers: bool) -> list[Pending]:
     ranks = {
         str(group.group_name): tuple(members)
         for group, members in groups
-        if isinstance(group, ProcessGroup)  # torch keeps a number for groups without this rank
+        # Torch keeps a number for groups without this rank.
+        if isinstance(group, ProcessGroup)
     }
     dumps: list[Any] = [getattr(_distributed_c10d, name, None) for name in DUMPS]
     # All entries, the ended ones too: a batch of NCCL is known by the one that closes it.
     traces = [pickle.loads(dump(True, callers, False)) for dump in dumps if dump is not None]
-    found = [each for trace in traces for each in read_trace(trace, ranks)]
-    return sorted(found, key=lambda each: each.since_ns)
+    waiting = [each for trace in traces for each in read_trace(trace, ranks)]
+    return sorted(waiting, key=lambda each: each.since_ns)
 
 
 def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -> list[Pending]:
@@ -100,14 +101,15 @@ def read_trace(trace: Mapping[str, Any], ranks: Mapping[str, tuple[int, ...]]) -
     """
     entries = trace.get("entries", ())
     closed = {_batch(e) for e in entries if e["profiling_name"].endswith("coalesced")}
-    found = [
+    waiting = [
         _pending(entry, ranks)
         for entry in entries
         if not entry["retired"]
-        and entry["state"] != "completed"  # seen by the device, not yet by torch's watchdog
+        # Seen by the device, not yet by torch's watchdog.
+        and entry["state"] != "completed"
         and (entry["profiling_name"].endswith("coalesced") or _batch(entry) not in closed)
     ]
-    return sorted(found, key=lambda each: each.since_ns)
+    return sorted(waiting, key=lambda each: each.since_ns)
 
 
 def _batch(entry: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -158,9 +160,9 @@ _patience: list[tuple[str, float]] = []
 
 
 @contextmanager
-def patience(what: str, limit_s: float = LONGEST_WAIT_S) -> Iterator[None]:
-    """Collectives of this block, of the process's main thread, may take ``limit_s``: others do ``what``."""
-    _patience.append((what, limit_s))
+def patience(reason: str, limit_s: float = LONGEST_WAIT_S) -> Iterator[None]:
+    """Collectives of this block, of the process's main thread, may take ``limit_s``: ``reason``: what the others do."""
+    _patience.append((reason, limit_s))
     try:
         yield
     finally:
@@ -227,14 +229,14 @@ class Watchdog:
                 return
 
     def _report(self, hung: Pending) -> str:
-        what, limit = self._limit
+        reason, limit = self._limit
         named = self._pending(callers=True)
         hung = next((p for p in named if p.is_same(hung)), hung)
         heard = self._hear(hung.ranks)
         others = [rank for rank in hung.ranks if rank != self._rank]
         where = [describe(rank, hung, heard) for rank in others] if heard is not None else []
         lines = [
-            f"rank {self._rank} has waited for {limit:.0f} s{f' ({what})' if what else ''} in {hung}",
+            f"rank {self._rank} has waited for {limit:.0f} s{f' ({reason})' if reason else ''} in {hung}",
             f"asked for at {hung.caller}",
             *([_NO_RENDEZVOUS] if heard is None else where),
         ]
@@ -247,13 +249,14 @@ class Watchdog:
 
         def exchange() -> None:
             store = self._open_store()
-            own = json.dumps([p.to_json() for p in self._pending(callers=True)])
-            store.set(_key(self._rank), own)
-            time.sleep(2 * self._poll_s)  # those that wait for the same rank see it one poll later
+            waits = json.dumps([p.to_json() for p in self._pending(callers=True)])
+            store.set(_key(self._rank), waits)
+            # Those that wait for the same rank see it one poll later.
+            time.sleep(2 * self._poll_s)
             for rank in ranks:
                 if store.check([_key(rank)]):
-                    found = json.loads(store.get(_key(rank)))
-                    heard[rank] = [Pending.from_json(each) for each in found]
+                    values = json.loads(store.get(_key(rank)))
+                    heard[rank] = [Pending.from_json(each) for each in values]
             answered.set()
 
         threading.Thread(target=exchange, daemon=True).start()

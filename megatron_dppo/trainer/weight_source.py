@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -32,11 +32,18 @@ from megatron_dppo.trainer.trainer import Trainer
 class TrainerWeights:
     """``weight_sync``'s source of weights over a Trainer; see ``WeightSource`` there.
 
-    ``ranks_per_sender``: one rank of each run of so many sends what these hold most of.
+    ``ranks_per_sender``: one rank of each run of so many sends what these hold most of. ``values``: this
+    rank's present tensors; default: the trainer's weights.
     """
 
-    def __init__(self, trainer: Trainer, ranks_per_sender: int = 1) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        ranks_per_sender: int = 1,
+        values: Callable[[], Mapping[ParameterKey, Tensor]] | None = None,
+    ) -> None:
         self._trainer = trainer
+        self._values = trainer.weights if values is None else values
         self._ranks_per_sender = ranks_per_sender
         self._buffers = Buffers()
 
@@ -103,16 +110,6 @@ class TrainerWeights:
         rows = iter(trained)
         return [list(islice(rows, len(prompt) - 1)) for prompt in prompts]
 
-    def _values(self) -> Mapping[ParameterKey, Tensor]:
-        return self._trainer.weights()
-
-
-class BaseWeights(TrainerWeights):
-    """The same of the weights without adapters."""
-
-    def _values(self) -> Mapping[ParameterKey, Tensor]:
-        return self._trainer.base_weights()
-
 
 class AdapterWeights(TrainerWeights):
     """The same of the adapters alone, under the names of ``model.adapters``. Raises ValueError where there are none.
@@ -121,11 +118,10 @@ class AdapterWeights(TrainerWeights):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
         if trainer.adapted is None:
             raise ValueError("lora.rank is 0: there are no adapters")
-        self._adapted = trainer.adapted
-        self.base = BaseWeights(trainer)
+        super().__init__(trainer, values=trainer.adapted.values)
+        self.base = TrainerWeights(trainer, values=trainer.base_weights)
         self.folder = AdapterFolder(
             trainer.adapted.adapters, trainer.shape, trainer.config.model.hf_checkpoint
         )
@@ -140,9 +136,6 @@ class AdapterWeights(TrainerWeights):
         (whole,) = self.plan(sys.maxsize, spread=False)
         elements = sum(gathered_elements(t, best_receiver(t)) for t in whole.tensors)
         return elements * self._trainer.dtype.itemsize
-
-    def _values(self) -> Mapping[ParameterKey, Tensor]:
-        return self._adapted.values()
 
 
 def ranks_per_sender(senders: str | None) -> int:

@@ -30,7 +30,7 @@ def worker() -> dict[str, Any]:
     out: dict[str, Any] = {}
     for name, (changes, _) in CASES.items():
         found = compare(load_config(recipe, changes), shape)
-        out[name] = [list(found.ranks), found.parameters, list(found.problems)]
+        out[name] = [list(found.ranks), found.parameters, list(found.faults)]
     made = {(0, "a.weight"): (2, 3), (0, "b.weight"): (4,)}
     out["differences"] = list(differences(made, {(0, "a.weight"): (3, 2), (1, "c.weight"): (5,)}))
     return out

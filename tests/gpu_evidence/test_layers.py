@@ -49,7 +49,7 @@ def compared() -> dict[str, list[Any]]:
             key = repr((shape, config.parallel, config.megatron))
             if key not in of_shape:
                 done = compare(config, shape)
-                of_shape[key] = [done.layout, done.parameters, list(done.problems)]
+                of_shape[key] = [done.layout, done.parameters, list(done.faults)]
             found[name] = of_shape[key]
     return found
 
@@ -78,7 +78,7 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
         from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
         from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory
-        from megatron_dppo.trainer.checkpoint.state import held_state, model_state
+        from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
         from megatron_dppo.trainer.checkpoint.store import CheckpointStore
         from tests.distributed.test_checkpoint import hf_weights, make_trainer
 
@@ -88,7 +88,7 @@ def saved_and_loaded(folder: str) -> dict[str, Any]:
             return make_trainer(f"{folder}/hf", parallel, True, "bfloat16", 2)
 
         def blocks(trainer: Any) -> list[Any]:
-            return held_state(model_state(trainer.chunks), trainer.optimizer).blocks
+            return rank_state(model_state(trainer.chunks), trainer.optimizer).blocks
 
         trainer = trainer_of(CHECKPOINTED)
         for held in blocks(trainer):  # replicas alike

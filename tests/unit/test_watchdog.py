@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from megatron_dppo.trainer import watchdog as flight_recorder
+from megatron_dppo.trainer import watchdog
 from megatron_dppo.trainer.watchdog import (
     BACKGROUND,
     LONGEST_WAIT_S,
@@ -100,9 +100,9 @@ def test_the_recorders_of_gloo_and_of_nccl_are_both_read(monkeypatch):
     traces = {"_dump_nccl_trace": [entry(retired=True), hung], "_dump_fr_trace": [older]}
     for name, entries in traces.items():
         dump = pickle.dumps({"version": "2.10", "entries": entries})
-        module = flight_recorder._distributed_c10d
+        module = watchdog._distributed_c10d
         monkeypatch.setattr(module, name, lambda *asked, dump=dump: dump, raising=False)
-    found = flight_recorder.pending(callers=False)
+    found = watchdog.pending(callers=False)
     assert [each.name for each in found] == ["gloo:all_reduce", "nccl:_all_gather_base"]
 
 
@@ -121,12 +121,12 @@ def pending(callers: bool):
     return [HUNG if callers else replace(HUNG, caller="unknown")]
 
 
-def watchdog(reports, limit_s=2.0, store=None):
+def make_watchdog(reports, limit_s=2.0, store=None):
     return Watchdog(0, limit_s, lambda: store, reports.append, pending)
 
 
 def test_a_collective_is_overdue_beyond_the_limit_of_the_moment():
-    dog = watchdog([])
+    dog = make_watchdog([])
     assert dog.overdue(7 * SECOND) is None
     assert dog.overdue(7 * SECOND + 1) == replace(HUNG, caller="unknown")
     with patience("others generate", 10.0):
@@ -153,7 +153,7 @@ def wait_for(reports):
 
 def test_the_report_names_the_collective_its_caller_and_who_is_missing():
     reports = []
-    watchdog(reports, 0.05, dist.HashStore()).start()
+    make_watchdog(reports, 0.05, dist.HashStore()).start()
     (report,) = wait_for(reports)
     assert report == (
         "rank 0 has waited for 0 s in gloo:all_reduce, number 41 of group 3 (DATA_PARALLEL) (ranks 0, 2); "

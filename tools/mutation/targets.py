@@ -27,7 +27,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "loop/batches.py": DATA,
     "loop/evaluation.py": ("evaluation",),
     "loop/loss_record.py": ("loss_record",),
-    "trainer/checkpoint/state.py": ("held_blocks",),
+    "trainer/checkpoint/state.py": ("checkpoint_state",),
     "trainer/lora_modules.py": ("adapters", *LONE),
     "trainer/lora_policy.py": LONE,
     "trainer/megatron_config.py": ("trainer_config",),

@@ -192,44 +192,47 @@ def file_record(path: Path) -> dict[str, Any]:
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write ``content`` with the format version and a checksum of itself."""
-    content = json.loads(json.dumps({"format": FORMAT, **content}))  # as a reader will see it
+    # As a reader will see it.
+    content = json.loads(json.dumps({"format": FORMAT, **content}))
     text = json.dumps({**content, "sha256": _digest(content)}, indent=1, sort_keys=True)
     write_synced(folder / MANIFEST, text + "\n")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a published folder. Raises CheckpointError if it is missing or damaged."""
+    """The manifest of a published folder. Raises DamagedCheckpointError if it is missing or altered."""
     path = folder / MANIFEST
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: there is none, so the save never ended") from None
+        raise DamagedCheckpointError(f"{path}: there is none, so the save never ended") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: damaged: {error}") from None
+        raise DamagedCheckpointError(f"{path}: damaged: {error}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         given = content.get("format") if isinstance(content, dict) else content
-        raise CheckpointError(f"{path}: format is {given!r}, this version reads {FORMAT}")
+        raise DamagedCheckpointError(f"{path}: format is {given!r}, this version reads {FORMAT}")
     if content.pop("sha256", None) != _digest(content):
-        raise CheckpointError(f"{path}: altered: its content does not match its own checksum")
+        raise DamagedCheckpointError(
+            f"{path}: altered: its content does not match its own checksum"
+        )
     return content
 
 
 def check_sizes(folder: Path, manifest: dict[str, Any]) -> None:
-    """Raise CheckpointError for the first file that is missing or has another size than recorded."""
+    """Raise DamagedCheckpointError for the first file that is missing or has another size than recorded."""
     for name, record in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing")
+            raise DamagedCheckpointError(f"{path}: missing")
         if (size := path.stat().st_size) != record["bytes"]:
-            raise CheckpointError(f"{path}: has {size} bytes, expected {record['bytes']}")
+            raise DamagedCheckpointError(f"{path}: has {size} bytes, expected {record['bytes']}")
 
 
 def check_content(folder: Path, files: dict[str, dict[str, Any]]) -> None:
-    """Raise CheckpointError for the first of ``files`` whose SHA-256 is not the recorded one."""
+    """Raise DamagedCheckpointError for the first of ``files`` whose SHA-256 is not the recorded one."""
     for name, record in files.items():
         with open(folder / name, "rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != record["sha256"]:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{folder / name}: altered: its content does not match the manifest's checksum"
                 )
 

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class RankPart:
     ``blocks``: elements on the CPU, or wherever the trainer holds them. ``written``: bytes of blocks so far.
     """
 
-    blocks: list[tuple[Block, Tensor]]
+    blocks: Sequence[tuple[Block, Tensor]]
     objects: dict[str, Any]
     generators: str
     written: int = field(default=0)
@@ -77,7 +77,7 @@ class Saved:
 
 
 @dataclass(frozen=True)
-class Place:
+class SaveTarget:
     """Where a save goes, and how much room it needs and had, bytes."""
 
     folders: CheckpointDirectory
@@ -90,7 +90,7 @@ class SaveTask:
     """One save of one rank. ``run`` is collective over ``group``.
 
     Args:
-        place: the unfinished folder.
+        target: the unfinished folder.
         part: what this rank writes.
         manifest: all but the files; of global rank 0.
         group: gloo, of all ranks, in their order.
@@ -100,14 +100,14 @@ class SaveTask:
 
     def __init__(
         self,
-        place: Place,
+        target: SaveTarget,
         part: RankPart,
         manifest: dict[str, Any],
         group: ProcessGroup,
         fence: Fence,
         published: Callable[[int], None],
     ) -> None:
-        self.place = place
+        self.target = target
         self.part = part
         self._manifest = manifest
         self._group = group
@@ -120,7 +120,7 @@ class SaveTask:
         Raises CheckpointError on every rank where one could not write; FencedError where another start took over.
         """
         began = time.perf_counter()
-        partial, folders = self.place.partial, self.place.folders
+        partial, folders = self.target.partial, self.target.folders
         try:
             path, size = self._write_and_publish()
         except CheckpointError as error:
@@ -128,7 +128,7 @@ class SaveTask:
                 folders.discard(partial)
             raise CheckpointError(
                 f"can't save step {partial.step} in {folders.directory}: {error}; it needs about "
-                f"{self.place.needed / MIB:.1f} MiB, {self.place.free / MIB:.1f} MiB were free; older "
+                f"{self.target.needed / MIB:.1f} MiB, {self.target.free / MIB:.1f} MiB were free; older "
                 "checkpoints are as they were"
             ) from error
         self._fence(self._group)
@@ -136,11 +136,13 @@ class SaveTask:
         return Saved(path, partial.step, size, time.perf_counter() - began)
 
     def _write_and_publish(self) -> tuple[Path, int]:
-        folder = self.place.partial.path
-        if self.place.free < self.place.needed:
+        folder = self.target.partial.path
+        if self.target.free < self.target.needed:
             raise CheckpointError(os.strerror(errno.ENOSPC))
-        own, items = on_every_rank(lambda: self._write(folder), self._group, error=CheckpointError)
-        parts = all_gather_json(own, self._group)
+        records, items = on_every_rank(
+            lambda: self._write(folder), self._group, error=CheckpointError
+        )
+        parts = all_gather_json(records, self._group)
         every = gather_json(items, self._group)
         headers = on_rank_0(
             lambda: self._write_headers(folder, every), self._group, error=CheckpointError
@@ -166,16 +168,16 @@ class SaveTask:
     def _write_headers(self, folder: Path, every: list[list[StoredItem]] | None) -> dict[str, Any]:
         assert every is not None, "global rank 0 has all ranks' items"
         items = (item for rank in every for item in rank)
-        return write_headers(folder, items, self.place.partial.step)
+        return write_headers(folder, items, self.target.partial.step)
 
     def _publish(self, files: dict[str, Any]) -> str:
-        path = self.place.folders.publish(self.place.partial, {**self._manifest, "files": files})
-        self._published(self.place.partial.step)
+        path = self.target.folders.publish(self.target.partial, {**self._manifest, "files": files})
+        self._published(self.target.partial.step)
         return str(path)
 
     def _prune(self) -> None:
         try:
-            self.place.folders.prune()
+            self.target.folders.prune()
         except OSError as error:
             log.warning("can't delete old checkpoints: %s", error)
 
@@ -187,8 +189,8 @@ def rng_file(rank: int) -> str:
 
 _SHOWN_AFTER_S = 1.0
 _POLL_S = 0.2
+# For this rank's thread to end once another rank's has failed.
 _END_S = 10.0
-"""For this rank's thread to end once another rank's has failed."""
 
 
 class PendingSave:
@@ -211,9 +213,12 @@ class PendingSave:
     def report(self) -> dict[str, Any] | None:
         """For the other ranks, as JSON: None while it is being written, else whether and why it failed."""
         if self._error is not None:
-            known = isinstance(self._error, (CheckpointError, FencedError))
-            text = str(self._error) if known else f"{type(self._error).__name__}: {self._error}"
-            return {"error": text, "fenced": isinstance(self._error, FencedError)}
+            expected = isinstance(self._error, (CheckpointError, FencedError))
+            kind = "" if expected else f"{type(self._error).__name__}: "
+            return {
+                "error": f"{kind}{self._error}",
+                "fenced": isinstance(self._error, FencedError),
+            }
         return None if self._saved is None else {"error": None, "fenced": False}
 
     def settle(self, reports: list[dict[str, Any] | None]) -> Saved | None:
@@ -233,7 +238,7 @@ class PendingSave:
         self._thread.join(_SHOWN_AFTER_S)
         if not self._thread.is_alive():
             return
-        part, step = self._task.part, self._task.place.partial.step
+        part, step = self._task.part, self._task.target.partial.step
         with progress(f"checkpoint of step {step}, MiB of this rank", part.bytes // MIB) as bar:
             while self._thread.is_alive():
                 self._thread.join(_POLL_S)
@@ -256,16 +261,16 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, blocks: list[tuple[Block, Tensor]]) -> list[tuple[Block, Tensor]]:
+    def take(self, blocks: Sequence[tuple[Block, Tensor]]) -> list[tuple[Block, Tensor]]:
         """``blocks`` with their elements copied into the buffer. What an earlier call returned is overwritten."""
         starts, end = aligned([block.bytes for block, _ in blocks])
         if self._buffer.numel() < end:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # never two
+            # The old one is let go of first: two would double the memory.
+            self._buffer = torch.empty(0, dtype=torch.uint8)
             self._buffer = platform.host_buffer(end)
         copies = []
         for start, (block, values) in zip(starts, blocks, strict=True):
-            place = self._buffer[start : start + block.bytes].view(block.dtype)
-            copy = place.view(block.box.sizes)
+            copy = self._buffer[start : start + block.bytes].view(block.dtype).view(block.box.sizes)
             copy.copy_(values, non_blocking=True)
             copies.append((block, copy))
         platform.wait_for_copies()

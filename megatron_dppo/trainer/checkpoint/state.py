@@ -1,4 +1,4 @@
-"""What a rank holds of a checkpoint's tensors (weights, and Adam's state by parameter), and what of it it writes.
+"""What a rank holds of a checkpoint's tensors (weights, and Adam's state by parameter), and its share of writing them.
 
 Replicas hold the same weights (and with the plain optimizer the same state): each writes a share, so
 that every element is written once. With the distributed optimizer each writes the slices that it
@@ -15,8 +15,8 @@ Megatron-Core's own optimizer state dicts (0.16.1) are not used; docs/checkpoint
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -38,11 +38,12 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, Dims, flat_boxes
+from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, flat_boxes
 from megatron_dppo.data.packing import partition_by_cost
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "fp32_param"
+STATE_PREFIX = "optimizer.state."
 
 
 @dataclass(frozen=True)
@@ -64,38 +65,42 @@ def state_slices(optimizer: ChainedOptimizer) -> list[StateSlice]:
     """
     slices = []
     for part in _parts(optimizer):
-        _make_state(part)
-        for held in _shards(part):
-            tensors = _tensors(part, held)
+        for shard in _shards(part):
+            state = part.optimizer.state[shard.main]
+            if not state:
+                state.update({name: torch.zeros_like(shard.main.data) for name in MOMENTS})
+                if _counts_per_parameter(part):
+                    state["step"] = torch.tensor(0.0)
+            tensors = {name: state[name] for name in MOMENTS}
+            if shard.parameter.dtype is not torch.float32:
+                tensors[MASTER] = shard.main
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
-            slices.append(StateSlice(held.parameter, held.start, flat))
+            slices.append(StateSlice(shard.parameter, shard.start, flat))
     return slices
-
-
-def is_distributed(optimizer: ChainedOptimizer) -> bool:
-    """Whether each replica updates a part of every parameter, instead of all of it."""
-    return any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
 
 
 def set_steps(optimizer: ChainedOptimizer, steps: int) -> None:
     """Set Adam's step count of every parameter."""
     for part in _parts(optimizer):
-        _set_steps(part, steps)
+        if _counts_per_parameter(part):
+            for shard in _shards(part):
+                part.optimizer.state[shard.main]["step"] = torch.tensor(float(steps))
+        else:
+            for group in part.optimizer.param_groups:
+                group["step"] = steps
 
 
 def optimizer_steps(optimizer: ChainedOptimizer) -> set[int]:
     """The step counts of this rank's parameters (or parameter groups); one element if they agree."""
-    found = set()
+    counts: list[Any] = []
     for part in _parts(optimizer):
         inner = part.optimizer
-        counts = [g["step"] for g in inner.param_groups if "step" in g]
+        counts += [g["step"] for g in inner.param_groups if "step" in g]
         counts += [state["step"] for state in inner.state.values() if "step" in state]
-        found |= {int(count) for count in counts}
-    return found
+    return {int(count) for count in counts}
 
 
-@dataclass(frozen=True)
-class _Shard:
+class _Shard(NamedTuple):
     """The part of one parameter that one optimizer on this rank updates.
 
     ``main``: the tensor that it updates: the parameter, its fp32 copy, or (distributed optimizer) a
@@ -109,15 +114,6 @@ class _Shard:
 
 def _parts(optimizer: ChainedOptimizer) -> list[MegatronOptimizer]:
     return [p for p in optimizer.chained_optimizers if not getattr(p, "is_stub_optimizer", False)]
-
-
-def _names(parameter: Parameter) -> tuple[str, ...]:
-    return MOMENTS if parameter.dtype is torch.float32 else (*MOMENTS, MASTER)
-
-
-def _tensors(part: MegatronOptimizer, held: _Shard) -> dict[str, Tensor]:
-    state = part.optimizer.state[held.main]
-    return {n: held.main if n == MASTER else state[n] for n in _names(held.parameter)}
 
 
 def _shards_fp32(part: FP32Optimizer) -> Iterator[_Shard]:
@@ -150,33 +146,11 @@ def _shards(part: MegatronOptimizer) -> Iterator[_Shard]:
 
 
 def _counts_per_parameter(part: MegatronOptimizer) -> bool:
-    """Whether Adam counts steps by parameter (torch) or by group (Transformer Engine)."""
+    # torch's Adam counts steps by parameter, Transformer Engine's by group.
     return isinstance(part.optimizer, torch.optim.Adam)
 
 
-def _make_state(part: MegatronOptimizer) -> None:
-    for held in _shards(part):
-        state = part.optimizer.state[held.main]
-        if not state:
-            state.update({name: torch.zeros_like(held.main.data) for name in MOMENTS})
-            if _counts_per_parameter(part):
-                state["step"] = torch.tensor(0.0)
-
-
-def _set_steps(part: MegatronOptimizer, steps: int) -> None:
-    if _counts_per_parameter(part):
-        for held in _shards(part):
-            part.optimizer.state[held.main]["step"] = torch.tensor(float(steps))
-    else:
-        for group in part.optimizer.param_groups:
-            group["step"] = steps
-
-
-STATE_PREFIX = "optimizer.state."
-
-
-@dataclass(frozen=True)
-class HeldBlock:
+class LocalBlock(NamedTuple):
     """A block and its elements on this rank: contiguous, of the box's shape, as they lie in the trainer."""
 
     block: Block
@@ -184,43 +158,26 @@ class HeldBlock:
 
 
 @dataclass(frozen=True)
-class HeldState:
-    """``blocks``: all that this rank holds. ``own``: the part that it writes; ``objects``: what else, by key."""
+class RankState:
+    """``blocks``: all that this rank holds. ``share``: those that it writes; ``objects``: what else, by key."""
 
-    blocks: list[HeldBlock]
-    own: list[HeldBlock]
+    blocks: list[LocalBlock]
+    share: list[LocalBlock]
     objects: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Elements ``start ..`` of a local tensor: the box at ``offsets`` of the checkpoint's tensor ``key``."""
-
-    key: str
-    dims: Dims
-    offsets: Dims
-    sizes: Dims
-    start: int
-    elements: int
-    resizable: bool
-
-
-@dataclass(frozen=True)
-class _Held:
+class _LocalTensor:
     """A local tensor with all that a checkpoint holds of it.
 
     ``is_main``: no rank outside its replicas writes it. ``replica``: which of them this rank is.
     """
 
-    weight: list[HeldBlock]
-    state: list[HeldBlock]
+    weight: list[LocalBlock]
+    state: list[LocalBlock]
     is_main: bool
     is_expert: bool
     replica: int
-
-    @property
-    def bytes(self) -> int:
-        return sum(held.block.bytes for held in (*self.weight, *self.state))
 
 
 def named_chunks(chunks: list[GPTModel]) -> list[tuple[str, GPTModel]]:
@@ -234,111 +191,103 @@ def model_state(chunks: list[GPTModel]) -> dict[str, Any]:
     return {name: c.sharded_state_dict(metadata=metadata) for name, c in named_chunks(chunks)}
 
 
-def held_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> HeldState:
+def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
     """What this rank holds of weights and optimizer. ``model``: Megatron's sharded state dict, of live tensors.
 
-    Replicas must call it alike: each finds its share on its own.
+    Replicas must call it alike: each finds its share by itself.
     """
     slices: dict[int, list[StateSlice]] = {}
-    for found in state_slices(optimizer):
-        slices.setdefault(id(found.parameter), []).append(found)
+    for state in state_slices(optimizer):
+        slices.setdefault(id(state.parameter), []).append(state)
     tensors, objects = [], {}
     for sharded in nested_values(model):
         if isinstance(sharded, ShardedObject):
             if is_main_replica(sharded.replica_id):
                 objects[sharded.unique_key] = sharded.data
         elif isinstance(sharded, (ShardedTensor, ShardedTensorFactory)):
-            tensors.append(_held(sharded, slices.get(id(sharded.data), ())))
+            tensors.append(_local_tensor(sharded, slices.get(id(sharded.data), ())))
         else:
             raise TypeError(f"Megatron's state dict holds {type(sharded)}, expected sharded ones")
-    return HeldState(
-        blocks=[block for held in tensors for block in (*held.weight, *held.state)],
-        own=list(_own(tensors, split_state=not is_distributed(optimizer))),
+    # Replicas of the plain optimizer hold the same state.
+    split_state = not any(isinstance(part, DistributedOptimizer) for part in _parts(optimizer))
+    return RankState(
+        blocks=[block for tensor in tensors for block in (*tensor.weight, *tensor.state)],
+        share=list(_share(tensors, split_state=split_state)),
         objects=objects,
     )
 
 
-def _held(sharded: ShardedTensor | ShardedTensorFactory, slices: Iterable[StateSlice]) -> _Held:
-    parts, tensor = _local_boxes(sharded), sharded.data.detach()
+def _local_tensor(
+    sharded: ShardedTensor | ShardedTensorFactory, slices: Iterable[StateSlice]
+) -> _LocalTensor:
+    regions = _regions(sharded)
     state = [
         block
-        for found in slices
-        for name, values in found.tensors.items()
-        for block in _blocks(parts, f"{STATE_PREFIX}{name}.", values, found.start)
+        for one in slices
+        for name, values in one.tensors.items()
+        for block in _blocks(regions, f"{STATE_PREFIX}{name}.", values, one.start)
     ]
-    whose = sharded.replica_id if isinstance(sharded.replica_id, tuple) else (sharded.replica_id,)
-    return _Held(
-        weight=list(_blocks(parts, "", tensor.view(-1), 0)),
+    replica = sharded.replica_id if isinstance(sharded.replica_id, tuple) else (sharded.replica_id,)
+    return _LocalTensor(
+        weight=list(_blocks(regions, "", sharded.data.detach().view(-1), 0)),
         state=state,
-        is_main=not any(whose[:-1]),
+        is_main=not any(replica[:-1]),
         is_expert=not getattr(sharded.data, "allreduce", True),
-        replica=whose[-1],
+        replica=replica[-1],
     )
 
 
-def _local_boxes(sharded: ShardedTensor | ShardedTensorFactory) -> list[_Part]:
-    """The boxes that a local tensor fills: one, or one for each tensor that is fused in it."""
+def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, Block]]:
+    """(first element, block) of what a local tensor fills: one, or one for each tensor that is fused in it."""
     base = sharded.data
     is_one = isinstance(sharded, ShardedTensor)
-    built = [sharded] if is_one else list(nested_values({"": sharded.build()}))
-    parts = []
-    for one in built:
+    regions = []
+    for one in [sharded] if is_one else nested_values({"": sharded.build()}):
         start, rest = divmod(one.data.data_ptr() - base.data_ptr(), base.dtype.itemsize)
         if rest or not one.data.is_contiguous():
             raise TypeError(f"{one.key}: not rows of the parameter that holds it")
-        lead = (1,) * one.prepend_axis_num
-        parts.append(
-            _Part(
-                key=one.key,
-                dims=tuple(one.global_shape),
-                offsets=tuple(one.global_offset),
-                sizes=(*lead, *one.local_shape),
-                start=start,
-                elements=one.data.numel(),
-                resizable=one.allow_shape_mismatch,
-            )
-        )
-    return parts
+        sizes = (*(1,) * one.prepend_axis_num, *one.local_shape)
+        box = Box(tuple(one.global_offset), sizes)
+        dims = tuple(one.global_shape)
+        regions.append((start, Block(one.key, dims, box, base.dtype, one.allow_shape_mismatch)))
+    return regions
 
 
-def _blocks(parts: list[_Part], prefix: str, values: Tensor, start: int) -> Iterator[HeldBlock]:
+def _blocks(
+    regions: list[tuple[int, Block]], prefix: str, values: Tensor, start: int
+) -> Iterator[LocalBlock]:
     """``values`` (1-D), which are elements ``start ..`` of the local tensor, as blocks."""
-    for part in parts:
-        low = max(start, part.start)
-        high = min(start + values.numel(), part.start + part.elements)
-        at = low - start
-        for box in flat_boxes(part.sizes, low - part.start, high - part.start):
-            moved = tuple(a + b for a, b in zip(part.offsets, box.offsets, strict=True))
-            block = Block(
-                f"{prefix}{part.key}",
-                part.dims,
-                Box(moved, box.sizes),
-                values.dtype,
-                part.resizable,
+    for first, region in regions:
+        low = max(start, first)
+        high = min(start + values.numel(), first + region.box.elements)
+        offset = low - start
+        for box in flat_boxes(region.box.sizes, low - first, high - first):
+            moved = tuple(a + b for a, b in zip(region.box.offsets, box.offsets, strict=True))
+            block = replace(
+                region, key=prefix + region.key, box=Box(moved, box.sizes), dtype=values.dtype
             )
-            yield HeldBlock(block, values[at : at + box.elements].view(box.sizes))
-            at += box.elements
+            yield LocalBlock(block, values[offset : offset + box.elements].view(box.sizes))
+            offset += box.elements
 
 
-def _own(tensors: list[_Held], *, split_state: bool) -> Iterator[HeldBlock]:
-    """What this rank writes. ``split_state``: replicas hold the same state, and share it out with the weights."""
-    main = [held for held in tensors if held.is_main and held.bytes]
+def _share(tensors: list[_LocalTensor], *, split_state: bool) -> Iterator[LocalBlock]:
+    """What this rank writes. ``split_state``: replicas share out the state with the weights."""
+    main = [tensor for tensor in tensors if tensor.is_main and tensor.weight]
     if not split_state:
-        yield from (block for held in main for block in held.state)
+        yield from (block for tensor in main for block in tensor.state)
     replicas_of = {
         False: parallel_state.get_data_parallel_world_size(with_context_parallel=True),
         True: parallel_state.get_expert_data_parallel_world_size(),
     }
-    for is_expert, replicas in replicas_of.items():  # apart: their replicas are other ranks
-        alike = [held for held in main if held.is_expert == is_expert]
-        sizes = [held.bytes if split_state else _weight_bytes(held) for held in alike]
+    # Apart, because the replicas of experts are other ranks.
+    for is_expert, replicas in replicas_of.items():
+        alike = [
+            (tensor, [*tensor.weight, *tensor.state] if split_state else tensor.weight)
+            for tensor in main
+            if tensor.is_expert == is_expert
+        ]
+        sizes = [sum(block.bytes for block, _ in blocks) for _, blocks in alike]
         for replica, indices in enumerate(partition_by_cost(sizes, replicas)):
-            for held in (alike[i] for i in indices):
-                if held.replica == replica:
-                    yield from held.weight
-                    if split_state:
-                        yield from held.state
-
-
-def _weight_bytes(held: _Held) -> int:
-    return sum(block.block.bytes for block in held.weight)
+            for tensor, blocks in (alike[i] for i in indices):
+                if tensor.replica == replica:
+                    yield from blocks

@@ -17,8 +17,7 @@ import json
 import logging
 import random
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -30,7 +29,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as megatron_random
-from torch.distributed import ProcessGroup
 
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.metrics import names
@@ -51,18 +49,18 @@ from megatron_dppo.trainer.checkpoint.saving import (
     Fence,
     HostCopy,
     PendingSave,
-    Place,
     RankPart,
     Saved,
+    SaveTarget,
     SaveTask,
     rng_file,
 )
 from megatron_dppo.trainer.checkpoint.state import (
-    HeldState,
-    held_state,
+    RankState,
     model_state,
     named_chunks,
     optimizer_steps,
+    rank_state,
     set_steps,
 )
 from megatron_dppo.trainer.collectives import (
@@ -79,136 +77,11 @@ if TYPE_CHECKING:
     from megatron_dppo.trainer.trainer import Trainer
 
 
-def rng_state() -> dict[str, Any]:
-    """States of Python's, numpy's, torch's and the device's generators, and of Megatron's streams."""
-    version, words, gauss = random.getstate()
-    legacy = np.random.get_state(legacy=False)
-    streams = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return {
-        "python": [version, list(words), gauss],
-        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
-        "torch": _text(torch.get_rng_state()),
-        "device": _text(megatron_random._get_cuda_rng_state()),
-        "streams": {name: _text(state) for name, state in streams.items()},
-    }
-
-
-def restore_rng_state(state: dict[str, Any]) -> None:
-    """Inverse of :func:`rng_state`: every generator continues bit for bit from ``state``."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    legacy = state["numpy"]
-    words32 = np.array(legacy["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**legacy, "state": {**legacy["state"], "key": words32}})
-    # Without CUDA the device's generator is torch's CPU generator.
-    megatron_random._set_cuda_rng_state(_tensor(state["device"]))
-    torch.set_rng_state(_tensor(state["torch"]))
-    streams = {name: _tensor(text) for name, text in state["streams"].items()}
-    tensor_parallel.get_cuda_rng_tracker().set_states(streams)
-
-
-def _text(state: torch.Tensor) -> str:
-    return state.cpu().numpy().tobytes().hex()
-
-
-def _tensor(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()
-
-
 log = logging.getLogger(__name__)
 
-_SEED_STRIDE = 1_000_003
-
-
-def facts(trainer: Trainer) -> dict[str, Any]:
-    """Of a manifest: the trainer's counts, model, layout and settings."""
-    return {
-        "step_count": trainer.step_count,
-        "scheduler_steps": trainer.scheduler.num_steps,
-        "model": _model_facts(trainer),
-        "reference_sha256": trainer.reference_sha256,
-        "layout": asdict(trainer.layout),
-        "optimizer": trainer.config.optimizer.model_dump(),
-        "versions": {name: version(name) for name in ("torch", "megatron-core")},
-    }
-
-
-def check_step_count(trainer: Trainer) -> None:
-    """Raise CheckpointError unless optimizer and trainer count the same steps."""
-    counted = optimizer_steps(trainer.optimizer)
-    if counted - {trainer.step_count}:
-        raise CheckpointError(
-            f"the optimizer counts {sorted(counted)} steps, the trainer {trainer.step_count}"
-        )
-
-
-def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
-    """Raise CheckpointError for another model; log other optimizer settings, which are allowed."""
-    if different := _differences(manifest["model"], _model_facts(trainer)):
-        raise CheckpointError(f"{folder} holds another model: {'; '.join(different)}")
-    _check_reference(trainer, manifest.get("reference_sha256"), folder)
-    changed = _differences(manifest["optimizer"], trainer.config.optimizer.model_dump())
-    if changed and trainer.topology.rank == 0:
-        log.warning("resuming with other optimizer settings: %s", "; ".join(changed))
-
-
-def _check_reference(trainer: Trainer, saved: str | None, folder: Path) -> None:
-    """Raise CheckpointError where the run would go on with another reference policy.
-
-    One that only one of both has is a difference of the configuration, which ``RunState.check_identity`` names.
-    """
-    present = trainer.reference_sha256
-    if saved is not None and present is not None and saved != present:
-        raise CheckpointError(
-            f"{folder} was trained with another reference policy: the SHA-256 of what the run started from "
-            f"(model.hf_checkpoint, lora.start_from) is {present} here and {saved} in the checkpoint"
-        )
-
-
-def restore_generators(
-    trainer: Trainer, manifest: dict[str, Any], folder: Path, saved_state: Callable[[], Any]
-) -> None:
-    """Set this rank's random generators to ``saved_state()``; under another layout than the saved one, seed them
-    from the run's seed and the step count."""
-    saved = Layout(**manifest["layout"])
-    if saved == trainer.layout:
-        restore_rng_state(saved_state())
-        return
-    seed = (trainer.config.run.seed + _SEED_STRIDE * trainer.step_count) % 2**31
-    platform.seed_everything(seed)
-    if trainer.topology.rank == 0:
-        log.info(
-            "%s was written under the layout %s, this run has %s: random generators start from "
-            "seed %d",
-            folder,
-            saved.describe(),
-            trainer.layout.describe(),
-            seed,
-        )
-
-
-def _model_facts(trainer: Trainer) -> dict[str, Any]:
-    """Properties of the model that a resumed run must not change."""
-    shape = json.loads(json.dumps(asdict(trainer.shape)))
-    adapters = {} if trainer.adapted is None else trainer.adapted.facts()
-    return {**shape, "dtype": str(trainer.dtype).removeprefix("torch."), **adapters}
-
-
-def _differences(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
-    names = sorted(saved.keys() | present.keys())
-    return [
-        f"{name} is {present.get(name)!r} here and {saved.get(name)!r} in the checkpoint"
-        for name in names
-        if saved.get(name) != present.get(name)
-    ]
-
-
+# Estimate for indices, generators and the manifest.
 _SLACK_BYTES = MIB
-"""Estimate for indices, generators and the manifest."""
-
-
-def _unfenced(group: ProcessGroup | None) -> None:
-    """No other start is expected."""
+_SEED_STRIDE = 1_000_003
 
 
 class CheckpointStore:
@@ -219,7 +92,7 @@ class CheckpointStore:
     Args:
         directory: the checkpoints' folder.
         keep: complete checkpoints that are kept.
-        fence: called before each change in the directory; see ``checkpoint_task.Fence``.
+        fence: called before each change in the directory; see ``saving.Fence``.
         background: whether ``save`` returns when the state is copied to host memory; else when it is published.
         published: called with the step on global rank 0, in any thread, once a checkpoint has its name.
     """
@@ -228,7 +101,7 @@ class CheckpointStore:
         self,
         directory: str | Path,
         keep: int,
-        fence: Fence = _unfenced,
+        fence: Fence = lambda group: None,
         *,
         background: bool = False,
         published: Callable[[int], None] = lambda step: None,
@@ -276,18 +149,18 @@ class CheckpointStore:
         self._fence(None)
         begun = on_rank_0(lambda: self._folders.begin(step).to_json(), error=CheckpointError)
         partial = StoredCheckpoint.from_json(begun)
-        held = held_state(_model_state(trainer), trainer.optimizer)
-        own = sum(one.block.bytes for one in held.own)
-        place = Place(
+        state_of_rank = rank_state(_model_state(trainer), trainer.optimizer)
+        share_bytes = sum(block.bytes for block, _ in state_of_rank.share)
+        target = SaveTarget(
             self._folders,
             partial,
-            needed=sum(all_gather_json(own)) + _SLACK_BYTES,
+            needed=sum(all_gather_json(share_bytes)) + _SLACK_BYTES,
             free=on_rank_0(lambda: shutil.disk_usage(partial.path).free, error=CheckpointError),
         )
         self._pending = PendingSave(
             SaveTask(
-                place,
-                self._part(held, copied=self._background and place.free >= place.needed),
+                target,
+                self._part(state_of_rank, copied=self._background and target.free >= target.needed),
                 {**facts(trainer), "state": state},
                 self._group,
                 self._fence,
@@ -355,52 +228,32 @@ class CheckpointStore:
             CheckpointError: the model differs.
         """
         folder = checkpoint.path
-        with _finding_damage():
-            manifest = on_rank_0(lambda: _checked_manifest(folder), error=CheckpointError)
+        manifest = on_rank_0(lambda: _checked_manifest(folder), error=DamagedCheckpointError)
         check_model(trainer, manifest, folder)
         files = manifest["files"]
-        own = sorted(files)[trainer.topology.rank :: trainer.topology.world_size]
-        with _finding_damage():
-            on_every_rank(
-                lambda: check_content(folder, {name: files[name] for name in own}),
-                error=CheckpointError,
-            )
+        share = sorted(files)[trainer.topology.rank :: trainer.topology.world_size]
+        on_every_rank(
+            lambda: check_content(folder, {name: files[name] for name in share}),
+            error=DamagedCheckpointError,
+        )
 
         model = _model_state(trainer)
-        held = held_state(model, trainer.optimizer)
-        on_every_rank(lambda: _fill(held, folder), error=CheckpointError)
+        state = rank_state(model, trainer.optimizer)
+        on_every_rank(lambda: _fill(state, folder), error=CheckpointError)
         _load_objects(trainer, model, folder)
         set_steps(trainer.optimizer, manifest["step_count"])
         trainer.step_count = manifest["step_count"]
         trainer.scheduler.num_steps = 0
         trainer.scheduler.step(increment=manifest["scheduler_steps"])
-        path = folder / rng_file(trainer.topology.rank)
-        restore_generators(
-            trainer,
-            manifest,
-            folder,
-            lambda: on_every_rank(
-                lambda: json.loads(path.read_text(encoding="utf-8")), error=CheckpointError
-            ),
-        )
+        _restore_generators(trainer, manifest, folder)
         return manifest["state"]
 
-    def _part(self, held: HeldState, *, copied: bool) -> RankPart:
-        blocks = [(one.block, one.values) for one in held.own]
+    def _part(self, state: RankState, *, copied: bool) -> RankPart:
         return RankPart(
-            blocks=self._copy.take(blocks) if copied else blocks,
-            objects=held.objects,
+            blocks=self._copy.take(state.share) if copied else state.share,
+            objects=state.objects,
             generators=json.dumps(rng_state()),
         )
-
-
-@contextmanager
-def _finding_damage() -> Iterator[None]:
-    """Where it fails, the files are not those that were written."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise DamagedCheckpointError(str(error)) from error
 
 
 def _checked_manifest(folder: Path) -> dict[str, Any]:
@@ -409,10 +262,10 @@ def _checked_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def _fill(held: HeldState, folder: Path) -> None:
+def _fill(state: RankState, folder: Path) -> None:
     with StoredBlocks(folder) as stored:
-        for one in held.blocks:
-            stored.fill(one.block, one.values)
+        for block, values in state.blocks:
+            stored.fill(block, values)
 
 
 def _load_objects(trainer: Trainer, model: dict[str, Any], folder: Path) -> None:
@@ -432,3 +285,117 @@ def _model_state(trainer: Trainer) -> dict[str, Any]:
     if trainer.adapted is not None:
         return trainer.adapted.sharded()
     return model_state(trainer.chunks)
+
+
+def rng_state() -> dict[str, Any]:
+    """States of Python's, numpy's, torch's and the device's generators, and of Megatron's streams."""
+    version, state, gauss = random.getstate()
+    legacy = np.random.get_state(legacy=False)
+    streams = tensor_parallel.get_cuda_rng_tracker().get_states()
+    return {
+        "python": [version, list(state), gauss],
+        "numpy": {**legacy, "state": {**legacy["state"], "key": legacy["state"]["key"].tolist()}},
+        "torch": _text(torch.get_rng_state()),
+        "device": _text(megatron_random._get_cuda_rng_state()),
+        "streams": {name: _text(state) for name, state in streams.items()},
+    }
+
+
+def restore_rng_state(state: dict[str, Any]) -> None:
+    """Inverse of :func:`rng_state`: every generator continues bit for bit from ``state``."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    legacy = state["numpy"]
+    key = np.array(legacy["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**legacy, "state": {**legacy["state"], "key": key}})
+    # Without CUDA the device's generator is torch's CPU generator.
+    megatron_random._set_cuda_rng_state(_tensor(state["device"]))
+    torch.set_rng_state(_tensor(state["torch"]))
+    streams = {name: _tensor(text) for name, text in state["streams"].items()}
+    tensor_parallel.get_cuda_rng_tracker().set_states(streams)
+
+
+def _text(state: torch.Tensor) -> str:
+    return state.cpu().numpy().tobytes().hex()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8).clone()
+
+
+def facts(trainer: Trainer) -> dict[str, Any]:
+    """Of a manifest: the trainer's counts, model, layout and settings."""
+    return {
+        "step_count": trainer.step_count,
+        "scheduler_steps": trainer.scheduler.num_steps,
+        "model": _model_facts(trainer),
+        "reference_sha256": trainer.reference_sha256,
+        "layout": asdict(trainer.layout),
+        "optimizer": trainer.config.optimizer.model_dump(),
+        "versions": {name: version(name) for name in ("torch", "megatron-core")},
+    }
+
+
+def check_step_count(trainer: Trainer) -> None:
+    """Raise CheckpointError unless optimizer and trainer count the same steps."""
+    counted = optimizer_steps(trainer.optimizer)
+    if counted - {trainer.step_count}:
+        raise CheckpointError(
+            f"the optimizer counts {sorted(counted)} steps, the trainer {trainer.step_count}"
+        )
+
+
+def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for another model or reference policy; log other optimizer settings, which are allowed."""
+    if different := _differences(manifest["model"], _model_facts(trainer)):
+        raise CheckpointError(f"{folder} holds another model: {'; '.join(different)}")
+    saved, present = manifest.get("reference_sha256"), trainer.reference_sha256
+    # One that only one of both has is a difference of the configuration, which RunState.check_identity names.
+    if saved is not None and present is not None and saved != present:
+        raise CheckpointError(
+            f"{folder} was trained with another reference policy: the SHA-256 of what the run started from "
+            f"(model.hf_checkpoint, lora.start_from) is {present} here and {saved} in the checkpoint"
+        )
+    changed = _differences(manifest["optimizer"], trainer.config.optimizer.model_dump())
+    if changed and trainer.topology.rank == 0:
+        log.warning("resuming with other optimizer settings: %s", "; ".join(changed))
+
+
+def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> None:
+    """Set this rank's random generators to the saved state; under another layout than the saved one, seed them
+    from the run's seed and the step count. Collective."""
+    saved, topology = Layout(**manifest["layout"]), trainer.topology
+    if saved == trainer.layout:
+        path = folder / rng_file(topology.rank)
+        restore_rng_state(
+            on_every_rank(
+                lambda: json.loads(path.read_text(encoding="utf-8")), error=CheckpointError
+            )
+        )
+        return
+    seed = (trainer.config.run.seed + _SEED_STRIDE * trainer.step_count) % 2**31
+    platform.seed_everything(seed)
+    if topology.rank == 0:
+        log.info(
+            "%s was written under the layout %s, this run has %s: random generators start from seed %d",
+            folder,
+            saved.describe(),
+            trainer.layout.describe(),
+            seed,
+        )
+
+
+def _model_facts(trainer: Trainer) -> dict[str, Any]:
+    """Properties of the model that a resumed run must not change."""
+    shape = json.loads(json.dumps(asdict(trainer.shape)))
+    adapters = {} if trainer.adapted is None else trainer.adapted.facts()
+    return {**shape, "dtype": str(trainer.dtype).removeprefix("torch."), **adapters}
+
+
+def _differences(saved: dict[str, Any], present: dict[str, Any]) -> list[str]:
+    names = sorted(saved.keys() | present.keys())
+    return [
+        f"{name} is {present.get(name)!r} here and {saved.get(name)!r} in the checkpoint"
+        for name in names
+        if saved.get(name) != present.get(name)
+    ]

@@ -45,8 +45,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 # Attention. T packed tokens, S sequences, H query heads and G key/value heads of this rank, D head size.
 
+# Tokens; shorter sequences share one batch, however much padded: a call costs more than padding.
 _SHORT = 32
-"""Tokens; shorter sequences share one batch, however much padded: a call costs more than padding."""
 
 
 class PaddedBatch(NamedTuple):

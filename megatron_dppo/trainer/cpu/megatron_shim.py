@@ -47,7 +47,8 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         super().exec_module(module)
         if module.__name__ == "megatron.core.jit":
-            module.disable_jit_fuser()  # torch.compile: minutes of C++ builds, no gain at these sizes
+            # It compiles with torch.compile: minutes of C++ builds, no gain at these sizes.
+            module.disable_jit_fuser()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -111,7 +112,8 @@ def _replace_torch_cuda() -> None:
     """Give the torch.cuda functions that megatron.core calls a CPU implementation."""
     stream = _Stream()
     replacements = {
-        "current_device": lambda: CPU,  # megatron uses it only as a `device=`
+        # Megatron uses it only as a `device=`.
+        "current_device": lambda: CPU,
         "synchronize": lambda *a: None,
         "empty_cache": lambda *a: None,
         "Stream": _Stream,

@@ -47,7 +47,7 @@ def rank_of(layout: Any, rank: int) -> Iterator[None]:
 
 def held_by(config: Any, shape: Any, layout: Any, rank: int) -> Any:
     """What ``rank`` holds and writes, of a model that no step has trained."""
-    from megatron_dppo.trainer.checkpoint.state import held_state, model_state
+    from megatron_dppo.trainer.checkpoint.state import model_state, rank_state
     from megatron_dppo.trainer.megatron_config import DTYPES, transformer_config
     from megatron_dppo.trainer.model import build_chunks, build_optimizer, wrap_chunks
 
@@ -60,7 +60,7 @@ def held_by(config: Any, shape: Any, layout: Any, rank: int) -> Any:
         optimizer, _ = build_optimizer(
             config.optimizer, wrapped, dtype, {}, distributed=distributed
         )
-        return held_state(model_state(chunks), optimizer)
+        return rank_state(model_state(chunks), optimizer)
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +90,16 @@ def test_every_element_is_written_once(material: Path, name: str, distributed: b
     shares = []
     for rank in range(world):
         held = held_by(config, shape, layout, rank)
-        assert {id(one) for one in held.own} <= {id(one) for one in held.blocks}
-        for one in held.own:
-            block = one.block
+        assert {id(one) for one in held.share} <= {id(one) for one in held.blocks}
+        for block, values in held.share:
             count = written.setdefault(block.key, np.zeros(block.dims, np.int8))
             box = tuple(
                 slice(o, o + n) for o, n in zip(block.box.offsets, block.box.sizes, strict=True)
             )
             count[box] += 1
-            assert one.values.shape == block.box.sizes
-            assert one.values.is_contiguous()
-        shares.append(sum(one.block.bytes for one in held.own))
+            assert values.shape == block.box.sizes
+            assert values.is_contiguous()
+        shares.append(sum(block.bytes for block, _ in held.share))
     prefixes = {key.rsplit(".", 1)[0].split(".decoder")[0] for key in written if "optimizer" in key}
     assert len(prefixes) > 2
     weights = [key for key in written if not key.startswith("optimizer.")]
