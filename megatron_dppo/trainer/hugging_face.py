@@ -95,15 +95,6 @@ def load_hf(
                 segment.of_local(parameter).copy_(part)
 
 
-def gather_buckets(
-    plan: list[Bucket],
-    rank: int,
-    values: Mapping[ParameterKey, Tensor],
-) -> Iterator[list[tuple[str, Tensor]]]:
-    """Collective: each bucket's full tensors on its receiver, an empty list elsewhere; see ``gather``."""
-    return (gathered.tensors for gathered in gather(plan, rank, values))
-
-
 def shared_digest(folder: str | Path, topology: Topology) -> str:
     """SHA-256 (hex) over all tensors of ``folder``, of which each rank reads its share. Collective."""
     digests = tensor_digests(folder, topology.rank, topology.world_size)

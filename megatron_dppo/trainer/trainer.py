@@ -22,13 +22,12 @@ from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.gather_plan import ParameterKey, hf_buckets_plan
+from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout, check_layout
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.hugging_face import (
     export_hf,
-    gather_buckets,
     load_hf,
     named_parameters,
     shared_digest,
@@ -343,15 +342,6 @@ class Trainer:
         Collective.
         """
         return self._replay.agreement() if self._replay else MetricSums()
-
-    def hf_buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, Tensor]]]:
-        """Iterate over the current weights by Hugging Face name: full tensors of the model's dtype.
-
-        A bucket holds at most ``bucket_bytes``, or one tensor. Global rank 0 gets the tensors, other
-        ranks get the same number of empty lists. All ranks must exhaust the iterator.
-        """
-        plan = hf_buckets_plan(self.shape, self.layout, bucket_bytes, self.dtype.itemsize)
-        return gather_buckets(plan, self.topology.rank, self.weights())
 
     def weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's present weights by (chunk, name), adapters merged into them. Not collective."""

@@ -29,6 +29,7 @@ from tests.distributed.test_trainer_parity import (
     samples,
 )
 from tests.ranks import RankFailedError, run_ranks
+from tests.whole_tensors import gather_buckets, hf_buckets
 
 HERE = "tests.distributed.test_checkpoint"
 STATE = {"step": 2, "sampler": {"epoch": 1, "order": [3, 1, 2]}, "share": 0.1}
@@ -91,13 +92,13 @@ def raw_state(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def hf_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    return {name: t.clone() for bucket in trainer.hf_buckets(50_000) for name, t in bucket}
+    return {name: t.clone() for bucket in hf_buckets(trainer, 50_000) for name, t in bucket}
 
 
 def plain_state(trainer: Any) -> dict[str, torch.Tensor]:
     """Moments and masters as full tensors on global rank 0; of a plain optimizer."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hugging_face import gather_buckets, named_parameters
+    from megatron_dppo.trainer.hugging_face import named_parameters
 
     out = {}
     of_model = {

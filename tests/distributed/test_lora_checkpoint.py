@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.whole_tensors import hf_buckets
 
 MOE, DENSE = "qwen3_moe", "qwen3"
 SECTION = {"rank": 4, "alpha": 6.0}
@@ -115,7 +116,7 @@ def export_worker(folder: str, world_size: int) -> dict[str, Any]:
     step(trainer)
     trainer.export_hf(Path(folder) / "merged")
     trainer.export_peft(Path(folder) / "peft")
-    buckets = trainer.hf_buckets(50_000)
+    buckets = hf_buckets(trainer, 50_000)
     moved = {name: tensor.clone() for bucket in buckets for name, tensor in bucket}
     batch = pack([Trajectory.of_response(PROMPT[:1], PROMPT[1:])], pad_multiple=2)
     log_probs = trainer.log_probs([batch])[0][batch.loss_mask]

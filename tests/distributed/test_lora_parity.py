@@ -24,6 +24,7 @@ from tests.distributed.test_trainer_parity import (
     samples,
 )
 from tests.ranks import run_ranks
+from tests.whole_tensors import hf_buckets
 
 TOLERANCE = 1e-5
 EVERYTHING = {"rank": 4, "alpha": 6.0}
@@ -106,7 +107,7 @@ def train(folder: str, kind: str, parallel: dict[str, Any], changes: dict[str, A
             if step == 0 and not changes.get("distributed"):
                 out["gradients"] = whole_gradients(trainer)
         out["parameters"] = named_tensors(trainer.adapted.tensors())
-        merged = named_tensors(trainer.hf_buckets(50_000))
+        merged = named_tensors(hf_buckets(trainer, 50_000))
         out["parameters"] |= {f"merged {n}": t for n, t in merged.items()}
         return out
     finally:

@@ -25,6 +25,7 @@ from tests.distributed.test_trainer_parity import (
     samples,
 )
 from tests.ranks import run_ranks
+from tests.whole_tensors import gather_buckets, hf_buckets
 
 MODULE = "tests.distributed.test_router_replay"
 LAYERS, EXPERTS, TOP_K = 4, 8, 2
@@ -127,7 +128,7 @@ def train(
 ) -> tuple[dict[str, Any], list[str]]:
     """Two steps under replay; on rank 0 also gradients and parameters; and what routers did wrong."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hugging_face import gather_buckets, named_parameters
+    from megatron_dppo.trainer.hugging_face import named_parameters
 
     trainer = make_trainer(hf_dir, parallel, changes, replay=True)
     try:
@@ -153,7 +154,7 @@ def train(
                     for bucket in gather_buckets(buckets, trainer.topology.rank, grads)
                     for pair in bucket
                 )
-        out["parameters"] = dict(pair for bucket in trainer.hf_buckets(50_000) for pair in bucket)
+        out["parameters"] = dict(pair for bucket in hf_buckets(trainer, 50_000) for pair in bucket)
         return out, wrong
     finally:
         trainer.close()

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.whole_tensors import gather_buckets, hf_buckets
 
 TOLERANCE = 1e-5
 VOCABULARY = 515  # no multiple of 2: padded under tensor parallelism
@@ -200,7 +201,7 @@ def policy_token_loss(stats, batch):
 def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Three steps; on global rank 0 also gradients and parameters as Hugging Face tensors."""
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hugging_face import gather_buckets, named_parameters
+    from megatron_dppo.trainer.hugging_face import named_parameters
     from megatron_dppo.trainer.trainer import Trainer
 
     trainer = Trainer(run_config(hf_dir, parallel, changes))
@@ -221,7 +222,7 @@ def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dic
                     for bucket in gather_buckets(buckets, trainer.topology.rank, grads)
                     for pair in bucket
                 )
-        out["parameters"] = dict(pair for bucket in trainer.hf_buckets(50_000) for pair in bucket)
+        out["parameters"] = dict(pair for bucket in hf_buckets(trainer, 50_000) for pair in bucket)
         out["lr"] = result.lr
         return out
     finally:

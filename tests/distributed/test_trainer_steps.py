@@ -20,6 +20,7 @@ from tests.distributed.test_trainer_parity import (
     samples,
 )
 from tests.ranks import run_ranks
+from tests.whole_tensors import gather_buckets, hf_buckets
 
 MODULE = "tests.distributed.test_trainer_steps"
 
@@ -120,7 +121,7 @@ def gradient_worker(folder: str) -> dict[str, Any]:
 
     from megatron_dppo.metrics.sums import MetricSums
     from megatron_dppo.model.gather_plan import hf_buckets_plan
-    from megatron_dppo.trainer.hugging_face import gather_buckets, named_parameters
+    from megatron_dppo.trainer.hugging_face import named_parameters
     from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
     from tests.tiny_models import save_tiny_model
 
@@ -336,7 +337,7 @@ def pipeline_worker(hf_dir: str, out_dir: str) -> dict[str, Any]:
     batches = own_micro_batches(trainer, samples())
     trainer.train_mini_batch(batches, policy_token_loss, 200.0)
     log_probs = trainer.log_probs(batches)
-    sizes = [[t.numel() * 4 for _, t in bucket] for bucket in trainer.hf_buckets(40_000)]
+    sizes = [[t.numel() * 4 for _, t in bucket] for bucket in hf_buckets(trainer, 40_000)]
     trainer.export_hf(out_dir)
     again = error_of(lambda: trainer.export_hf(out_dir))
     few = error_of(lambda: trainer.train_mini_batch(batches[:1], policy_token_loss, 1.0))

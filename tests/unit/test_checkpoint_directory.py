@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
+from megatron_dppo.checkpoint_conversion.dist_writing import write_hashed
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.system.files import write_synced
 from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointDirectory,
     check_content,
     check_sizes,
-    file_record,
     read_manifest,
 )
 
@@ -27,9 +26,10 @@ from megatron_dppo.trainer.checkpoint.directory import (
 def save(directory: CheckpointDirectory, step: int) -> Path:
     """A checkpoint of two files that say which step they are of."""
     partial = directory.begin(step)
-    for name in ("a", "b"):
-        write_synced(partial.path / name, f"{name} of step {step}")
-    files = {name: file_record(partial.path / name) for name in ("a", "b")}
+    files = {
+        name: write_hashed(partial.path / name, f"{name} of step {step}".encode())
+        for name in ("a", "b")
+    }
     path = directory.publish(partial, {"files": files, "state": {1: [0.1, None]}})
     directory.prune()
     return path

@@ -182,14 +182,6 @@ class CheckpointDirectory:
         return sorted(path for path in self.directory.iterdir() if path.is_dir())
 
 
-def file_record(path: Path) -> dict[str, Any]:
-    """Sync a file to the disk and return its manifest entry: {"bytes", "sha256"}."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest}
-
-
 def write_manifest(folder: Path, content: dict[str, Any]) -> None:
     """Write ``content`` with the format version and a checksum of itself."""
     # As a reader will see it.
