@@ -47,11 +47,11 @@ class EnginePart:
 
     def cut(self, hf_tensor: Tensor) -> Tensor:
         """The part, out of the whole Hugging Face tensor; a view where nothing is padded."""
-        held = self.block.of_hf(hf_tensor)
+        cut = self.block.of_hf(hf_tensor)
         missing = self.width - self.block.length
         if missing == 0:
-            return held
-        return F.pad(held, (*(0, 0) * (held.dim() - 1 - self.block.dim), 0, missing))
+            return cut
+        return F.pad(cut, (*(0, 0) * (cut.dim() - 1 - self.block.dim), 0, missing))
 
 
 class EngineTensors:
@@ -93,6 +93,8 @@ def _with_ends(parameter: LocalParameter) -> list[tuple[Segment, int]]:
 
 class IncompleteWeightsError(EngineError, ValueError):
     """The streams of buckets left out, repeated or misshaped a tensor of the model."""
+
+    attempts = 1
 
 
 class ExpectedChecksums:

@@ -1,7 +1,8 @@
-"""Client of one SGLang server: generation, and questions about the server's state.
+"""Asynchronous HTTP clients: of any server, and of one SGLang server's generation and state.
 
 EngineRequestError (4xx): the request is wrong; EngineLostError (5xx, a broken connection, no answer
-in time): the server is; AbortedError: only this response is. Nothing is retried here.
+in time): the server is; AbortedError: only this response is. Nothing is retried here. Code that blocks calls it
+through ``system.async_runner.AsyncRunner``. Loads neither torch nor sglang.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Self
 
@@ -23,16 +25,12 @@ from megatron_dppo.engine.errors import EngineAnswerError, EngineLostError, Engi
 from megatron_dppo.engine.protocol import GenerationRequest, request_body, request_ids
 from megatron_dppo.engine.recordings import ROUTE, Notice, Way, gone_error
 
-# Asynchronous HTTP client of an SGLang server, or of the HTTP router before several.
-# It keeps connections open between calls, bounds each call in time, and retries nothing. Code
-# that blocks calls it through ``system.async_runner.AsyncRunner``. Loads neither torch nor
-# sglang.
-
 Method = Literal["GET", "POST", "DELETE"]
 
 CONTROL_TIMEOUT_S = 60.0
 """Longest wait for an answer that needs neither weights nor generation."""
-_KEEP_ALIVE_SECONDS = 3.0  # below the 5 s after which a stock SGLang closes an idle connection
+# Below the 5 s after which a stock SGLang closes an idle connection.
+_KEEP_ALIVE_SECONDS = 3.0
 _CONNECT_SECONDS = 30.0
 _PIECE_BYTES = 1 << 20
 _JSON = {"Content-Type": "application/json"}
@@ -118,16 +116,31 @@ class HttpClient:
         none comes in time.
         """
         headers = self._admin_headers if admin else self._api_headers
+        headers = headers | _JSON if body is not None else headers
+        async with self._open(method, path, headers, timeout_s, body) as answer:
+            return Answer(answer.status, answer.headers, await answer.read())
+
+    @asynccontextmanager
+    async def _open(
+        self,
+        method: Method,
+        path: str,
+        headers: Mapping[str, str],
+        timeout_s: float | None,
+        body: bytes | None = None,
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The beginning of an answer. Raises EngineLostError for what breaks until the block ends."""
+        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SECONDS)
         try:
             async with self._open_session().request(
                 method,
                 self.url + path,
                 data=body,
-                headers=headers | _JSON if body is not None else headers,
-                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SECONDS),
+                headers=headers,
+                timeout=limits,
                 allow_redirects=False,
             ) as answer:
-                return Answer(answer.status, answer.headers, await answer.read())
+                yield answer
         except TimeoutError as error:
             limit = _CONNECT_SECONDS if timeout_s is None else timeout_s
             raise EngineLostError(f"{self.url}{path}: no answer within {limit} s") from error
@@ -159,34 +172,26 @@ class HttpClient:
 
         Raises what ``request`` raises, and EngineAnswerError for another number of bytes.
         """
-        limits = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_SECONDS)
-        try:
-            async with self._open_session().get(
-                self.url + path, headers=self._api_headers, timeout=limits, allow_redirects=False
-            ) as answer:
-                if answer.status >= 300:
-                    reason = Answer(answer.status, answer.headers, await answer.read())
-                    self._raise(path, reason)
-                content = bytearray()
-                async for piece in answer.content.iter_chunked(_PIECE_BYTES):
-                    content += piece
-                    if len(content) > size:
-                        break
-        except TimeoutError as error:
-            raise EngineLostError(f"{self.url}{path}: no answer within {timeout_s} s") from error
-        except (aiohttp.ClientError, ConnectionError) as error:
-            raise EngineLostError(f"{self.url}{path}: {error or type(error).__name__}") from error
+        async with self._open("GET", path, self._api_headers, timeout_s) as answer:
+            if answer.status >= 300:
+                reason = Answer(answer.status, answer.headers, await answer.read())
+                self._raise(path, reason)
+            content = bytearray()
+            async for piece in answer.content.iter_chunked(_PIECE_BYTES):
+                content += piece
+                if len(content) > size:
+                    break
         if len(content) != size:
-            found = "more" if len(content) > size else str(len(content))
-            raise EngineAnswerError(f"{self.url}{path}: {found} bytes, expected {size}")
+            count = "more" if len(content) > size else str(len(content))
+            raise EngineAnswerError(f"{self.url}{path}: {count} bytes, expected {size}")
         return bytes(content)
 
     def _raise(self, path: str, answer: Answer) -> NoReturn:
         """The error for an answer that is no 2xx."""
-        what = f"{self.url}{path} answered {answer.status}: {answer.reason}"
+        message = f"{self.url}{path} answered {answer.status}: {answer.reason}"
         if answer.status >= 500:
-            raise EngineLostError(what)
-        raise EngineRequestError(answer.status, what)
+            raise EngineLostError(message)
+        raise EngineRequestError(answer.status, message)
 
     async def get_json(self, path: str, *, timeout_s: float = CONTROL_TIMEOUT_S) -> dict[str, Any]:
         """The JSON object that an information endpoint answers.
@@ -222,24 +227,20 @@ class HttpClient:
 
         A stock server's ``/health`` generates a token, so that a paused one fails it.
         """
-        try:
-            await self.request("GET", "/model_info", timeout_s=timeout_s)
-        except EngineRequestError:
-            return True
-        except EngineLostError:
-            return False
-        return True
+        return await self._is_answered("/model_info", timeout_s)
 
     async def schedules(self, timeout_s: float = 10.0) -> bool:
         """Whether a server's scheduler answers in time, which ``answers`` can't tell: the process that
         speaks HTTP answers it by itself. A paused scheduler does, a stopped or hung one doesn't.
         """
-        try:
-            await self.request("GET", "/server_info", timeout_s=timeout_s)
-        except EngineRequestError:
-            return True
-        except EngineLostError:
-            return False
+        return await self._is_answered("/server_info", timeout_s)
+
+    async def _is_answered(self, path: str, timeout_s: float) -> bool:
+        with contextlib.suppress(EngineRequestError):
+            try:
+                await self.request("GET", path, timeout_s=timeout_s)
+            except EngineLostError:
+                return False
         return True
 
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
@@ -359,11 +360,7 @@ class EngineClient(HttpClient):
 
     async def health(self, timeout_s: float = 10.0) -> bool:
         """Whether the server answers ``/health`` with 200 in time; it needs no key."""
-        try:
-            await self.request("GET", "/health", timeout_s=timeout_s)
-        except (EngineLostError, EngineRequestError):
-            return False
-        return True
+        return await self._is_ok("/health", timeout_s)
 
     async def generates(self, timeout_s: float = 30.0) -> bool:
         """Whether a token was generated in time, by whatever request; a server that is idle draws one.
@@ -371,8 +368,11 @@ class EngineClient(HttpClient):
         ``/health`` is answered by the process that speaks HTTP: it can't see that the scheduler
         behind it hangs. A paused server fails this.
         """
+        return await self._is_ok("/health_generate", timeout_s)
+
+    async def _is_ok(self, path: str, timeout_s: float) -> bool:
         try:
-            await self.request("GET", "/health_generate", timeout_s=timeout_s)
+            await self.request("GET", path, timeout_s=timeout_s)
         except (EngineLostError, EngineRequestError):
             return False
         return True
@@ -390,20 +390,18 @@ class EngineClient(HttpClient):
         """Raises EngineLostError when nothing was generated for ``hang_timeout_s``, or, before the first
         answer, for ``first_answer_s`` where that is longer.
 
-        A stopped process keeps its connections open, so requests to it would wait for ever. Time in
-        which this process was stopped itself tells nothing of the server: it begins anew then.
+        A stopped process keeps its connections open, so requests to it would wait for ever.
         """
         pause = min(_WATCH_SECONDS, hang_timeout_s / 4)
         late = max(pause, _LATE_SECONDS)
         clock = asyncio.get_running_loop().time
         self._last_life = clock()
         while True:
-            limit = hang_timeout_s
-            if not self._answered:
-                limit = max(limit, self.first_answer_s)
+            limit = max(hang_timeout_s, 0 if self._answered else self.first_answer_s)
             asleep = clock()
             nap = min(pause, max(self._last_life + limit - asleep, 0))
             await asyncio.sleep(nap)
+            # This process was stopped itself, which tells nothing of the server.
             if clock() > asleep + nap + late:
                 self.note_life()
                 continue
@@ -411,8 +409,8 @@ class EngineClient(HttpClient):
             if left <= 0:
                 raise EngineLostError(f"{self.url}: nothing generated for {limit - left:.0f} s")
             if left < limit - pause:
-                asked, patience = clock(), min(left, hang_timeout_s)
-                if await self.generates(patience) or clock() > asked + patience + late:
+                since, patience = clock(), min(left, hang_timeout_s)
+                if await self.generates(patience) or clock() > since + patience + late:
                     self.note_life()
 
     async def generates_again(self, timeout_s: float) -> bool:

@@ -50,12 +50,6 @@ from megatron_dppo.system.scratch import (
     use_as_temporary,
 )
 
-# What keeps a server's insides from other users of its machine: sockets, files, listeners.
-# SGLang's processes send each other pickles over sockets in the temporary folder, leave files
-# there and in shared memory, and meet over a store of torch.distributed, which listens on every
-# interface. Here all of it lies in a folder and under names of this process alone, and the store
-# listens on one address.
-
 _NAME_VARIABLE = "MEGATRON_DPPO_PRIVATE_NAME"
 _PRIVATE_UMASK = 0o077
 
@@ -63,6 +57,8 @@ _PRIVATE_UMASK = 0o077
 @contextmanager
 def private_place() -> Iterator[Path]:
     """A runtime directory for this process and those that it spawns; enter before importing SGLang."""
+    # SGLang's processes send each other pickles over sockets in the temporary folder, and leave files there and in
+    # shared memory: all of it lies in a folder and under names of this process alone.
     os.umask(_PRIVATE_UMASK)
     remove_left_behind()
     directory = make_runtime_directory()
@@ -75,10 +71,8 @@ def private_place() -> Iterator[Path]:
 
 
 def name_shared_memory() -> None:
-    """Have this process's shared memory and semaphores begin with the server's name.
-
-    Whoever ends the server then knows what to remove. Python has no public setting for it.
-    """
+    """Have this process's shared memory and semaphores begin with the server's name."""
+    # Whoever ends the server then knows what to remove. Python has no public setting for it.
     prefix = f"/{os.environ[_NAME_VARIABLE]}"
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
     config["semprefix"] = prefix.rstrip("-")
@@ -87,10 +81,10 @@ def name_shared_memory() -> None:
 
 
 def keep_snapshots_private() -> None:
-    """Put SGLang's file of load snapshots into the runtime directory in place of ``/dev/shm``, where it
-    would be left behind."""
+    """Put SGLang's file of load snapshots into the runtime directory."""
     from sglang.srt.managers import load_snapshot
 
+    # In /dev/shm it would be left behind.
     def private_path(ipc_name: str) -> str:
         return os.path.join(os.environ["TMPDIR"], os.path.basename(public_path(ipc_name)))
 
@@ -100,7 +94,8 @@ def keep_snapshots_private() -> None:
 
 def listen_where(host: str, *, several: bool = False) -> None:
     """Name to gloo and to SGLang's queues the interface of the server's ``host``, where that is loopback or
-    the server runs on ``several`` hosts; else they listen where the machine's name leads."""
+    the server runs on ``several`` hosts."""
+    # Else they listen where the machine's name leads.
     if not (several or is_loopback(host)):
         return
     address = resolve(host)
@@ -125,12 +120,7 @@ def bind_stores() -> None:
     vars(importlib.import_module("torch.distributed.rendezvous"))["TCPStore"] = bound
 
 
-# SGLang's side of verified adapters: every load is answered with the SHA-256 of each tensor that
-# was loaded.
-# SGLang's own check of adapters belongs to a route that unpickles. This one hashes what the
-# scheduler holds after it has read a folder and fused its matrices. Nothing happens in a server
-# that was not started by ``engine.launch_server`` with ``--enable-lora``. Seen to work on a CPU
-# with one and two ranks, whose digests must agree. Not yet run on a GPU.
+# --- verified adapters: every load is answered with the SHA-256 of each tensor that was loaded
 
 VARIABLE = "MEGATRON_DPPO_ADAPTER_DIGESTS"
 """In the environment of the processes of a server that has LoRA enabled."""
@@ -138,7 +128,9 @@ LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
 
 
 def register_digests() -> None:
-    """In each process of a server, before SGLang applies its plugins' hooks."""
+    """In each process of a server with ``--enable-lora``, before SGLang applies its hooks. Not yet run on a GPU."""
+    # SGLang's own check of adapters belongs to a route that unpickles. This one hashes what the scheduler holds after
+    # it has read a folder and fused its matrices.
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     HookRegistry.register(LOADED, report_digests, HookType.AFTER)
@@ -148,17 +140,16 @@ def report_digests(result: Any, manager: Any, adapter: Any) -> Any:
     """After a load: add the digests of the adapter's tensors, or refuse it where ranks hold different ones."""
     from sglang.srt.runtime_context import get_parallel
 
-    own = _digests(manager.loras[adapter.lora_id]) if result.success else {}
+    digests = _digests(manager.loras[adapter.lora_id]) if result.success else {}
     parallel = get_parallel()
     if parallel.tp_size > 1:
-        everyone = parallel.tp_group.all_gather_object([result.success, own])
+        everyone = parallel.tp_group.all_gather_object([result.success, digests])
         if any(other != everyone[0] for other in everyone):
             result.success = False
-            result.error_message = (
-                f"{result.error_message} the engine's ranks read different adapters"
-            )
+            reason = "the engine's ranks read different adapters"
+            result.error_message = f"{result.error_message} {reason}"
     if result.success:
-        result.loaded_adapters[ADAPTER_DIGESTS] = json.dumps(own)
+        result.loaded_adapters[ADAPTER_DIGESTS] = json.dumps(digests)
     return result
 
 
@@ -186,10 +177,8 @@ def redact_keys(configuration: dict[str, Any]) -> dict[str, Any]:
 
 
 def redact_server_args() -> None:
-    """Hide the keys in ``resolved_dict``, from which SGLang logs and answers its configuration.
-
-    Needed in the scheduler's process too, which answers ``/server_info`` in part.
-    """
+    """Hide the keys in ``resolved_dict``, from which SGLang logs and answers its configuration."""
+    # Needed in the scheduler's process too, which answers /server_info in part.
     from sglang.srt.server_args import ServerArgs
 
     resolved_dict = ServerArgs.resolved_dict
@@ -197,10 +186,8 @@ def redact_server_args() -> None:
 
 
 def refuse_repacked_experts() -> None:
-    """Exit where the environment has SGLang interleave the rows of the experts' weights as it loads them.
-
-    It does so once: a weight update would put rows in the order of the checkpoint among them.
-    """
+    """Exit where the environment has SGLang interleave the rows of the experts' weights as it loads them."""
+    # It does so once: a weight update would put rows in the order of the checkpoint among them.
     from sglang.srt.environ import envs
 
     if envs.SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED.get():
@@ -211,10 +198,8 @@ def refuse_repacked_experts() -> None:
 
 
 def hold_own_port(host: str, port: int) -> socket.socket:
-    """Keep the port from others while the model is loaded; exit where somebody has it already.
-
-    SGLang binds it at the end, and what it then says of a failure is lost among other errors.
-    """
+    """Keep the port from others while the model is loaded; exit where somebody has it already."""
+    # SGLang binds it at the end, and what it then says of a failure is lost among other errors.
     try:
         return hold_port(host, port)
     except PortTakenError as error:
@@ -232,11 +217,10 @@ def _change_sglang() -> None:
 
 
 def watch_supervisor(kill: Callable[..., None]) -> None:
-    """End this server, and have its Slurm job requeued, once the run's supervisor gives no sign of life.
-
-    Only where the environment names its heartbeat: a job that outlives its batch process (``--no-kill``)
-    would keep its nodes until its time limit.
+    """End this server, and have its Slurm job requeued, once the run's supervisor gives no sign of life, where the
+    environment names its heartbeat.
     """
+    # A job that outlives its batch process (--no-kill) would keep its nodes until its time limit.
     path = os.environ.get(HEARTBEAT_VARIABLE)
     if path is None:
         return
@@ -256,16 +240,18 @@ def host_flags(environment: Mapping[str, str]) -> list[str]:
     if HOSTS_VARIABLE not in environment:
         return []
     addresses = json.loads(environment[HOSTS_VARIABLE])
-    own = environment[_HOST_VARIABLE]
-    return ["--node-rank", str(list(addresses).index(own)), "--host", addresses[own]]
+    host = environment[_HOST_VARIABLE]
+    return ["--node-rank", str(list(addresses).index(host)), "--host", addresses[host]]
 
 
 def main() -> None:
     """Read the keys, parse SGLang's flags, run its server until it is told to stop."""
     start = json.load(sys.stdin)
-    if has_visible_gpu():  # here, on the server's own machine, before SGLang looks for its compiler
+    # On the server's own machine, before SGLang looks for its compiler.
+    if has_visible_gpu():
         print(*offer_tools(os.environ), sep="\n", flush=True)
-    os.environ[_PARENT_VARIABLE] = str(os.getpid())  # for the processes that this one spawns
+    # For the processes that this one spawns.
+    os.environ[_PARENT_VARIABLE] = str(os.getpid())
     with private_place(), recordings.recordings_folders() as folders:
         _run(start, folders)
 
@@ -289,13 +275,14 @@ def _run(start: dict[str, Any], folders: list[Path]) -> None:
         os.environ[VARIABLE] = "1"
     _change_sglang()
     recordings.offer(folders)
-    held = hold_own_port(server_args.host, server_args.port)
+    port = hold_own_port(server_args.host, server_args.port)
     try:
         run_server(server_args)
     finally:
-        held.close()
+        port.close()
         kill_process_tree(os.getpid(), include_parent=False)
-    if server_args.node_rank:  # without this host's ranks the others wait for ever
+    # Without this host's ranks the others wait for ever.
+    if server_args.node_rank:
         sys.exit("this host's part of the server has ended")
 
 

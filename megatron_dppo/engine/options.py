@@ -1,6 +1,9 @@
-"""A server's configuration file and environment, from a run's configuration.
+"""What a run's SGLang servers must be: the options of those that it starts, SGLang's own word on an ``sglang:`` table,
+and whether a server that runs already fits.
 
-Light: imports neither torch nor sglang.
+``python -m megatron_dppo.engine.options`` with the ``sglang:`` table as JSON on standard input prints SGLang's faults
+as a JSON list: for whoever asks another interpreter, or will not import SGLang. Loads neither torch nor sglang by
+itself.
 """
 
 from __future__ import annotations
@@ -69,9 +72,8 @@ HOSTS_VARIABLE = "MEGATRON_DPPO_SERVER_HOSTS"
 class ServerHosts:
     """The hosts of a server that runs over several.
 
-    Attributes:
-        addresses: by the name that the launcher knows a host by; the first answers clients.
-        port: of the first, where the server's ranks meet.
+    ``addresses``: by the name that the launcher knows a host by; the first answers clients. ``port``: of the first,
+    where the server's ranks meet.
     """
 
     addresses: Mapping[str, str]
@@ -81,8 +83,8 @@ class ServerHosts:
     def options(self) -> dict[str, Any]:
         """SGLang's, which are alike on all hosts."""
         first = next(iter(self.addresses.values()))
-        place = f"[{first}]:{self.port}" if ":" in first else f"{first}:{self.port}"
-        return {"nnodes": len(self.addresses), "dist_init_addr": place}
+        host = f"[{first}]" if ":" in first else first
+        return {"nnodes": len(self.addresses), "dist_init_addr": f"{host}:{self.port}"}
 
     @property
     def variable(self) -> str:
@@ -105,15 +107,7 @@ class ServerSections:
     @classmethod
     def of(cls, config: TrainConfig) -> ServerSections:
         """Those of a whole configuration."""
-        return cls(
-            config.model,
-            config.data,
-            config.rollout,
-            config.engine,
-            config.sglang,
-            config.lora,
-            config.evaluation,
-        )
+        return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
     @classmethod
     def where_generated(cls, config: TrainConfig) -> ServerSections | None:
@@ -145,13 +139,8 @@ def server_options(
 ) -> dict[str, Any]:
     """SGLang's ServerArgs fields for one server; the ``sglang:`` table overrides our defaults.
 
-    Args:
-        config: the run's sections.
-        host: address where it listens.
-        port: where it listens.
-        seed: of its sampling.
-        first_device: the first of its GPUs on its host, or on each of them.
-        hosts: of a server over several.
+    ``host``, ``port``: where it listens. ``seed``: of its sampling. ``first_device``: the first of its GPUs on its
+    host, or on each of its ``hosts``.
     """
     device = engine_device(config.engine)
     options: dict[str, Any] = {
@@ -226,10 +215,7 @@ def write_options(options: Mapping[str, Any], path: Path) -> None:
 
 
 def server_environment(config: ServerSections, hosts: ServerHosts | None = None) -> dict[str, str]:
-    """This process's environment, less what names a trainer rank, plus what SGLang reads.
-
-    ``hosts``: as in :func:`server_options`.
-    """
+    """This process's environment, less what names a trainer rank, plus what SGLang reads."""
     env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     env |= {
         "PYTHONUNBUFFERED": "1",
@@ -267,11 +253,7 @@ def bind_cores(ranks: int) -> str:
     return "|".join(",".join(map(str, group)) for group in groups)
 
 
-# The fields of SGLang's ServerArgs that a configuration may set, and what SGLang's own parser
-# says of values.
-# ``python -m megatron_dppo.engine.options`` with the ``sglang:`` table as JSON on standard
-# input prints the problems as a JSON list: for whoever asks another interpreter, or will not
-# import SGLang.
+# --- SGLang's own word on an ``sglang:`` table
 
 _PLAIN_PARSERS = (None, str, int, float)
 _PATIENCE_S = 300.0
@@ -297,22 +279,22 @@ def server_args_fields() -> LibraryFields:
     return LibraryFields(f"ServerArgs (sglang {version})", types, frozenset(types) - flags.keys())
 
 
-def table_problems(table: Mapping[str, Any]) -> list[str]:
+def table_faults(table: Mapping[str, Any]) -> list[str]:
     """A line for each key of an ``sglang:`` table that SGLang does not declare, or not with such a value, and
     for each value that its command line refuses.
 
     Raises LibraryMissingError where SGLang can't be imported.
     """
-    problems = list(SGLANG.library_problems(table, server_args_fields()))
-    told = {problem.partition(":")[0] for problem in problems}
+    faults = list(SGLANG.library_problems(table, server_args_fields()))
+    undeclared = {fault.partition(":")[0] for fault in faults}
     for key, value in SGLANG.free(table).items():
-        if value is not None and f"{SGLANG.name}.{key}" not in told:
-            problems += _refusals(key, value)
-    return problems
+        if value is not None and f"{SGLANG.name}.{key}" not in undeclared:
+            faults += _refusals(key, value)
+    return faults
 
 
-def table_problems_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
-    """``table_problems`` as the interpreter ``python`` finds them, whose SGLang will serve.
+def table_faults_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
+    """``table_faults`` as the interpreter ``python`` finds them, whose SGLang will serve.
 
     Raises LibraryMissingError where it can't say.
     """
@@ -327,7 +309,7 @@ def table_problems_elsewhere(table: Mapping[str, Any], python: str) -> list[str]
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip() or "no word").splitlines()[-1]
         raise LibraryMissingError(f"{python} says: {last}", name="sglang") from error
-    return [str(problem) for problem in json.loads(done.stdout.splitlines()[-1])]
+    return [str(fault) for fault in json.loads(done.stdout.splitlines()[-1])]
 
 
 class _RefusedError(ValueError):
@@ -357,11 +339,11 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
     parser = _parser()
     merger = ConfigArgumentMerger(parser)
     try:
-        words = merger._convert_config_to_args({key.replace("_", "-"): value})
-        parser.parse_args(["--model-path=any", *words])  # the one flag that it demands
-    except (
-        ValueError
-    ) as error:  # _RefusedError, and the merger's for an action that it does not know
+        flags = merger._convert_config_to_args({key.replace("_", "-"): value})
+        # The model's path is the one flag that it demands.
+        parser.parse_args(["--model-path=any", *flags])
+    # _RefusedError, and the merger's own for an action that it does not know.
+    except ValueError as error:
         choices = (a.choices for a in parser._actions if a.dest == key and a.choices)
         near = closest(str(value), map(str, next(choices, ())))
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -370,19 +352,19 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
 
 def main() -> None:
     """Print the problems of the table on standard input."""
-    print(json.dumps(table_problems(json.load(sys.stdin))))
+    print(json.dumps(table_faults(json.load(sys.stdin))))
 
 
-# Refuse a server that does not serve what the run trains, before anything is generated on it.
+# --- whether a server that runs already fits
 
 log = logging.getLogger(__name__)
 
 _SINGLE = ("pp_size", "dp_size", "ep_size", "moe_dp_size")
 
+# What must be in an answer, by its type; ``object``: anything, null included.
 _SERVER_INFO = {"version": str, "dtype": str, "quantization": object, "max_total_num_tokens": int}
 _MODEL_INFO = {"model_type": str, "architectures": list}
 _LAYOUT = {"dtype": str, "tp_size": int, "device": str}
-"""What must be in an answer, by its type; ``object``: anything, null included."""
 
 SGLANG_VERSION = "0.5.23"
 """The release whose protocol this package speaks; requirements pin it."""
@@ -391,9 +373,7 @@ SGLANG_VERSION = "0.5.23"
 async def check_engine(config: ServerSections, client: EngineClient) -> None:
     """Compare the server's release, model, vocabulary, type, room and switches with the run's.
 
-    Needed for a server that was started elsewhere (``engine.urls``), harmless for our own. A paused one,
-    which a failed weight update leaves, would hold the request that tells the vocabulary: there
-    that comparison is left to the weight update, which a wrong vocabulary makes fail. Raises
+    Needed for a server that was started elsewhere (``engine.urls``), harmless for our own. Raises
     EngineMismatchError with every difference, and the client's errors.
     """
     info, model_info = await client.get_json("/server_info"), await client.get_json("/model_info")
@@ -402,6 +382,8 @@ async def check_engine(config: ServerSections, client: EngineClient) -> None:
     _require(f"{client.url}/model_info", model_info, _MODEL_INFO)
     differences = compare_server(config, info, model_info)
     size = load_model_shape(config.model.hf_checkpoint).vocab_size
+    # A paused one, which a failed weight update leaves, would hold the request that tells the vocabulary. A wrong
+    # vocabulary makes the next weight update fail there.
     if not differences and not await client.ready():
         log.info("the engine at %s is paused; its vocabulary is not compared", client.url)
     elif not differences and not await _serves_vocabulary(client, size):
@@ -429,9 +411,7 @@ def required_switches(config: ServerSections) -> list[str]:
 def compare_server(
     config: ServerSections, info: dict[str, Any], model_info: dict[str, Any]
 ) -> list[str]:
-    """One line for each thing that ``/server_info`` and ``/model_info`` say and the run does not
-    expect.
-    """
+    """One line for each thing that ``/server_info`` and ``/model_info`` say and the run does not expect."""
     family = family_of(load_model_shape(config.model.hf_checkpoint))
     wanted: dict[str, tuple[Any, Any]] = {
         "sglang version": (info["version"], SGLANG_VERSION),
@@ -446,9 +426,9 @@ def compare_server(
     for switch in required_switches(config):
         wanted[f"--{switch.replace('_', '-')}"] = (info[switch], True)
     differences = [
-        f"{what}: {found!r}, expected {expected!r}"
-        for what, (found, expected) in wanted.items()
-        if found != expected
+        f"{name}: {actual!r}, expected {expected!r}"
+        for name, (actual, expected) in wanted.items()
+        if actual != expected
     ]
     room = config.sequence_tokens + SPARE_POSITIONS * info.get("page_size", 1)
     if info["max_total_num_tokens"] < room:

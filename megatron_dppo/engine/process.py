@@ -1,6 +1,6 @@
-"""The SGLang server as a child process.
+"""Servers as child processes: start one, wait until it is healthy, end it, quote its log; the SGLang server.
 
-Light: imports neither torch nor sglang.
+The supervisor imports this: it loads neither torch nor sglang, and the HTTP client only to wait.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ if TYPE_CHECKING:
     from megatron_dppo.engine.client import Answer, HttpClient
 
 
-# An HTTP server as a child process: start it, wait until it is healthy, end it, quote its log.
-# The supervisor imports this: it loads neither torch nor sglang, and the HTTP client only to
-# wait.
-
 ProgressCallback = Callable[[float, str], None]
 """Called with the seconds waited and what the server does now, in words."""
 
@@ -69,7 +65,7 @@ class ChildServer(ABC):
     Start it from the main thread: on this machine it dies with the *thread* that called ``start``.
     """
 
-    what = "the server"
+    title = "the server"
     """Its name in messages."""
     port_key = "port"
     """The key of the configuration that sets ``port``."""
@@ -127,13 +123,13 @@ class ChildServer(ABC):
     def pid(self) -> int:
         """Process id of the server, or of what runs it elsewhere."""
         if self._process is None:
-            raise ValueError(f"{self.what} was not started")
+            raise ValueError(f"{self.title} was not started")
         return self._process.pid
 
     def start(self) -> None:
         """Start the process and return at once. Raises PortHeldError where the port is taken."""
         if self._process is not None:
-            raise ValueError(f"{self.what} was started already, as process {self._process.pid}")
+            raise ValueError(f"{self.title} was started already, as process {self._process.pid}")
         try:
             self._runtime.launcher.require_free_port(self.host, self.port)
         except PortTakenError as error:
@@ -154,18 +150,11 @@ class ChildServer(ABC):
         self._started_at = time.monotonic()
 
     def wait_healthy(self, on_progress: ProgressCallback | None = None) -> float:
-        """Wait until the server answers; blocks, and may be called from any thread.
+        """Wait until the server answers; the seconds since ``start``. Blocks, and may be called from any thread.
 
-        Args:
-            on_progress: called about once a second.
-
-        Returns:
-            Seconds since ``start``.
-
-        Raises:
-            EngineStartError: with the log's end, where the server exits first or the time to start
-                passes; the process is killed then.
-            PortHeldError: another server answers on its port; likewise.
+        ``on_progress`` is called about once a second. Raises, after the process was killed, EngineStartError with the
+        log's end where the server exits first or the time to start passes, and PortHeldError where another server
+        answers on its port.
         """
         return asyncio.run(self._wait_healthy(on_progress))
 
@@ -180,8 +169,8 @@ class ChildServer(ABC):
             while True:
                 waited = time.monotonic() - self._started_at
                 code = self.poll()
-                if code is not None and not stranger.seen:
-                    self._give_up(f"{self.what} {describe_exit(code)} after {waited:.0f} s")
+                if code is not None and not stranger.answered:
+                    self._give_up(f"{self.title} {describe_exit(code)} after {waited:.0f} s")
                 if warming is None:
                     with contextlib.suppress(EngineLostError):
                         answer = await client.exchange("GET", path, timeout_s=_PROBE_SECONDS)
@@ -192,12 +181,12 @@ class ChildServer(ABC):
                 elif warming.done():
                     if (error := warming.exception()) is None:
                         return waited
-                    self._give_up(f"{self.what} does not answer its first request: {error}")
-                if stranger.seen and (code is not None or stranger.stays(waited)):
+                    self._give_up(f"{self.title} does not answer its first request: {error}")
+                if stranger.answered and (code is not None or stranger.stays(waited)):
                     self.kill()
-                    raise PortHeldError(stranger.seen)
+                    raise PortHeldError(stranger.answered)
                 if waited > self._start_timeout:
-                    self._give_up(f"{self.what} was not healthy after {self._start_timeout:.0f} s")
+                    self._give_up(f"{self.title} was not healthy after {self._start_timeout:.0f} s")
                 if on_progress is not None and waited >= next_progress:
                     on_progress(waited, self._stage() if warming is None else _WARMING)
                     next_progress = waited + _PROGRESS_SECONDS
@@ -232,28 +221,28 @@ class ChildServer(ABC):
 
 
 class _Stranger:
-    """A server that answers where ours should be; ``seen`` says what it answered."""
+    """A server that answers where ours should be; ``answered`` says what."""
 
     def __init__(self, where: str) -> None:
         self._where = where
         self._since = 0.0
-        self.seen = ""
+        self.answered = ""
 
     def note(self, answer: Answer, now: float) -> None:
         """It refused the probe. A 5xx may come from our own, on its way up."""
         if answer.status >= 500:
             return
-        if not self.seen:
+        if not self.answered:
             self._since = now
         program = answer.headers.get("Server", "unnamed")
-        self.seen = (
+        self.answered = (
             f"{self._where} is answered by another server ({program}, status {answer.status}); "
             "end that one, or take another port"
         )
 
     def stays(self, now: float) -> bool:
         """Whether it has been there for too long to be our own."""
-        return bool(self.seen) and now > self._since + _FOREIGN_SECONDS
+        return bool(self.answered) and now > self._since + _FOREIGN_SECONDS
 
 
 _STAGE_LINES = 400
@@ -271,19 +260,17 @@ class EngineProcess(ChildServer):
 
     Args:
         config: the run's sections.
-        port: where it listens.
+        port: where it listens, at ``host`` (``engine.host`` by default).
         log_path: its output is appended there; its options go beside it.
         seed: of its sampling. Give each server and each restart another one, or it repeats the
             samples of the other.
         api_key: opens generation and information; None leaves them open.
         admin_api_key: opens whatever changes the server.
-        host: address where it listens; ``engine.host`` by default.
         first_device: the first of its GPUs on its host, or on each of them.
         hosts: where it runs over several; ``runtime`` then starts one task on each.
-        runtime: where it runs, and with which Python.
     """
 
-    what = "the engine"
+    title = "the engine"
     port_key = "engine.port"
 
     def __init__(
@@ -319,7 +306,7 @@ class EngineProcess(ChildServer):
 
     def _stage(self) -> str:
         log = self.log_tail(_STAGE_LINES)
-        reached = [words for said, words in _STAGES if said in log]
+        reached = [stage for line, stage in _STAGES if line in log]
         return reached[-1] if reached else super()._stage()
 
     def _command(self) -> Sequence[str]:
@@ -336,11 +323,9 @@ class EngineProcess(ChildServer):
         return "/model_info", self._keys["api_key"]
 
     async def _warm_up(self, client: HttpClient) -> None:
-        """Draw two tokens with training's sampling and two with evaluation's.
-
-        On GPUs the first request of a kind compiles its kernels (flashinfer's for top_p < 1), minutes in
-        which the scheduler stands still: later that would look like a hang.
-        """
+        """Draw two tokens with training's sampling and two with evaluation's."""
+        # On GPUs the first request of a kind compiles its kernels (flashinfer's for top_p < 1), minutes in which the
+        # scheduler stands still: later that would look like a hang.
         from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams, request_body
 
         rollout, evaluation = self._config.rollout, self._config.evaluation
@@ -350,8 +335,8 @@ class EngineProcess(ChildServer):
         columns = {"topk": rollout.topk_log_probs} if rollout.topk_log_probs else {}
         for number, (temperature, top_p) in enumerate(sorted(temperatures)):
             sampling = SamplingParams(2, temperature, top_p, ignore_eos=True)
-            asked = GenerationRequest(number, _WARM_UP_PROMPT, sampling, columns)
-            body = request_body([asked], f"warm-up-{number}")
+            request = GenerationRequest(number, _WARM_UP_PROMPT, sampling, columns)
+            body = request_body([request], f"warm-up-{number}")
             await client.request("POST", "/generate", body, timeout_s=None)
 
     def _accepts(self, answer: Answer) -> bool:
@@ -359,7 +344,8 @@ class EngineProcess(ChildServer):
         if answer.status != 200:
             return False
         try:
-            said = json.loads(answer.body)
-        except (ValueError, RecursionError):  # no server of SGLang
+            info = json.loads(answer.body)
+        # No server of SGLang.
+        except (ValueError, RecursionError):
             return False
-        return isinstance(said, dict) and said.get("model_path") == self._options["model_path"]
+        return isinstance(info, dict) and info.get("model_path") == self._options["model_path"]

@@ -1,9 +1,7 @@
-"""SGLang 0.5.23's ``/generate``, both ways: the body of a request, and its answer as trajectories,
-checked.
+"""SGLang 0.5.23's ``/generate``, both ways: what is asked, the body of a request, and its answer as trajectories,
+checked. Pure functions: no network.
 
-Pure functions: no network. ``column_sources`` holds what is said of each token. A response that ends
-by an end-of-sequence token includes that token in ``output_ids``, with its log-probability: the
-decision to stop is trained like any other. ``text`` leaves it out.
+Shapes: R = response tokens, K = Top-K log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,8 +21,6 @@ from megatron_dppo.data.trajectory import FinishReason, Trajectory
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.types import UNVERIFIED_VERSION
-
-# What is asked of an engine, in this project's words.
 
 
 @dataclass(frozen=True)
@@ -112,16 +108,7 @@ class GenerationRequest:
     sample_index: int = 0
 
 
-# Where SGLang 0.5.23 says each column of a trajectory: the fields of a request that ask for it,
-# and of an answer's ``meta_info`` that hold it.
-# What the fields mean, as measured on the real server:
-# * ``output_token_logprobs`` are log_softmax(logits / temperature) *before* top-p and top-k cut
-# the distribution, so training samples with top_p = 1 and top_k = -1. * ``weight_versions`` are
-# spans over the output tokens. * ``routed_experts`` is int32 ``[prompt + output - 1, hidden
-# layers, top-k]`` (the last token is never fed back), in base64; of a server with this project's
-# plugin, an array that was fetched (``recordings/fetching.py``). With one expert a token, zeros
-# alone count as no recording.
-# Shapes: R = response tokens, K = Top-K log-probabilities.
+# --- where each column of a trajectory is said: fields of the request, and of the answer's ``meta_info``
 
 Meta = Mapping[str, Any]
 """``meta_info`` of an answer."""
@@ -192,7 +179,9 @@ def _log_probs(meta: Meta, answered: Answered, _: None) -> dict[str, np.ndarray]
         raise ValueError(
             f"{len(entries)} log-probabilities, not those of the {len(expected)} output tokens"
         )
-    values = np.array([entry[0] for entry in entries], np.float64)  # None becomes NaN
+    # log_softmax(logits / temperature) before top-p and top-k cut the distribution, so training samples with top_p = 1
+    # and top_k = -1. None becomes NaN.
+    values = np.array([entry[0] for entry in entries], np.float64)
     right = (values > -np.inf) & (values <= LOG_PROB_ROUNDING)
     if not right.all():
         position = int(right.argmin())
@@ -248,6 +237,7 @@ def _topk(meta: Meta, answered: Answered, k: int) -> dict[str, np.ndarray]:
 
 
 def _routed_experts(meta: Meta, answered: Answered, shape: RoutedShape) -> dict[str, np.ndarray]:
+    # [prompt + output - 1, hidden layers, top-k]: the last token is never fed back. Fetched by ``recordings``.
     captured = meta["routed_experts"]
     if not isinstance(captured, np.ndarray):
         raise ValueError(f"routed_experts is no recording but {type(captured).__name__}")
@@ -284,13 +274,12 @@ def request_body(
     model: str | None = None,
     adapter: str | None = None,
 ) -> bytes:
-    """The JSON body that asks for ``requests`` in one call. They must agree on the sampling and on
-    the columns.
+    """The JSON body that asks for ``requests``, which must agree on the sampling and the columns, in one call.
 
-    One id and one sampling for the call: the router takes no lists of them. ``model``: its name
-    there; SGLang's own server needs none. ``adapter``: name of the engine's adapters that answer; None:
-    the model without any.
+    ``model``: its name at the router; SGLang's own server needs none. ``adapter``: name of the engine's adapters that
+    answer; None: the model without any.
     """
+    # One id and one sampling for the call: the router takes no lists of them.
     first = requests[0]
     if any((r.sampling, r.columns) != (first.sampling, first.columns) for r in requests):
         raise ValueError("requests of one call must ask for the same sampling and the same columns")
@@ -347,14 +336,14 @@ def read_answers(
 
 def _check_version(meta: dict[str, Any], request: GenerationRequest, version: int) -> None:
     try:
-        found = {str(span["version"]) for span in meta.get("weight_versions", ())}
+        versions = {str(span["version"]) for span in meta.get("weight_versions", ())}
     except (KeyError, TypeError, IndexError) as error:
         raise EngineAnswerError(
             f"request {request.key}: weight_versions is not a list of objects with a version"
         ) from error
-    if found - {str(version)}:
+    if versions - {str(version)}:
         raise StaleWeightsError(
-            f"request {request.key}: drawn from weights {', '.join(sorted(found))}, "
+            f"request {request.key}: drawn from weights {', '.join(sorted(versions))}, "
             f"expected the committed version {version}"
         )
 
@@ -368,6 +357,8 @@ def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajecto
     meta = answer.get("meta_info", {})
     try:
         reason = _finish_reason(meta["finish_reason"])
+        # An end-of-sequence token is among them, with its log-probability: the decision to stop is trained like any
+        # other. ``text`` leaves it out.
         response_ids = np.array(answer["output_ids"], np.int32)
         _check_length(len(response_ids), reason, request)
         answered = Answered(len(request.prompt_ids), response_ids)
@@ -401,9 +392,7 @@ def _finish_reason(reason: dict[str, Any]) -> FinishReason:
 
 
 def _check_length(tokens: int, reason: FinishReason, request: GenerationRequest) -> None:
-    """SGLang shortens max_new_tokens silently to what its context and cache hold; that would pass
-    as a truncation.
-    """
+    # SGLang shortens max_new_tokens silently to what its context and cache hold: that would pass as a truncation.
     limit = request.sampling.max_new_tokens
     if not 0 < tokens <= limit:
         raise ValueError(f"{tokens} output tokens, expected 1 to {limit}")

@@ -71,6 +71,13 @@ class WordRun:
         return self.data.numel() // WORD
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """What the kernels read of it: address, words, words of a row, from one row to the next, first, total."""
+        rows = self.data
+        width, stride = rows.shape[1] // WORD, rows.stride(0) // WORD
+        return rows.data_ptr(), self.words, width, stride, self.first, self.total
+
+    @property
     def edges(self) -> list[tuple[int, int]]:
         """Tiles that these words share with others; 0 beside the one where they begin, 2 beside a later."""
         end = self.first + self.words
@@ -105,8 +112,8 @@ def start_sums(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
         from megatron_dppo.engine.kernels.tile_sums_triton import start
 
         return start(runs)
-    found = sums_on_cpu(runs)
-    return lambda: found
+    sums = sums_on_cpu(runs)
+    return lambda: sums
 
 
 def sums_on_cpu(runs: Sequence[WordRun]) -> list[PartSums]:
@@ -114,20 +121,7 @@ def sums_on_cpu(runs: Sequence[WordRun]) -> list[PartSums]:
     kernel = _kernel() if runs else None
     if kernel is None:
         return [sums_by_torch(run) for run in runs]
-    shapes = np.array(
-        [
-            (
-                r.data.data_ptr(),
-                r.words,
-                r.data.shape[1] // WORD,
-                r.data.stride(0) // WORD,
-                r.first,
-                r.total,
-            )
-            for r in runs
-        ],
-        dtype=np.int64,
-    )
+    shapes = np.array([run.shape for run in runs], dtype=np.int64)
     closed, sums = np.zeros(len(runs), dtype=np.uint64), np.zeros((len(runs), 4), dtype=np.uint32)
     kernel(len(runs), *(array.ctypes.data for array in (shapes, closed, sums)))
     return collect([run.edges for run in runs], closed.tolist(), sums.tolist())
@@ -138,22 +132,22 @@ def collect(
 ) -> list[PartSums]:
     """A kernel's results by part: ``sums`` [parts, 4], two words for the first tile and two for the last."""
     return [
-        (whole, [(tile, own[at], own[at + 1]) for tile, at in shared])
-        for shared, whole, own in zip(edges, closed, sums, strict=True)
+        (whole, [(tile, words[i], words[i + 1]) for tile, i in shared])
+        for shared, whole, words in zip(edges, closed, sums, strict=True)
     ]
 
 
 def sums_by_torch(run: WordRun) -> PartSums:
     """On any device, in blocks of BLOCK_TILES tiles (memory: a few times 64 MiB)."""
-    words = run.data.contiguous().reshape(-1).view(torch.int32)
-    blocks, at = [], run.first
-    while words.numel():
-        step = TILE - at % TILE
-        if step == TILE and words.numel() > TILE:
-            step = min(words.numel() // TILE, BLOCK_TILES) * TILE
-        blocks.append(_mix(words[:step], at))
-        at += min(step, words.numel())
-        words = words[step:]
+    rest = run.data.contiguous().reshape(-1).view(torch.int32)
+    blocks, first = [], run.first
+    while rest.numel():
+        step = TILE - first % TILE
+        if step == TILE and rest.numel() > TILE:
+            step = min(rest.numel() // TILE, BLOCK_TILES) * TILE
+        blocks.append(_mix(rest[:step], first))
+        first += min(step, rest.numel())
+        rest = rest[step:]
     sums = torch.cat(blocks, dim=1)
     begin = run.first // TILE
     shared = {tile - begin for tile, _ in run.edges}
@@ -170,22 +164,19 @@ def closed_sum(sums: Tensor, total: int) -> int:
 
 def _rows(part: Tensor) -> Tensor | None:
     """``part`` as ``uint8`` rows of whole words without a copy; None where it does not lie so."""
-    inner, at = 1, part.dim()
-    while at and (part.shape[at - 1] == 1 or part.stride(at - 1) == inner):
-        at -= 1
-        inner *= part.shape[at]
-    outer = [
-        (size, step)
-        for size, step in zip(part.shape[:at], part.stride()[:at], strict=True)
-        if size > 1
-    ]
+    inner, dim = 1, part.dim()
+    while dim and (part.shape[dim - 1] == 1 or part.stride(dim - 1) == inner):
+        dim -= 1
+        inner *= part.shape[dim]
+    pairs = zip(part.shape[:dim], part.stride()[:dim], strict=True)
+    outer = [(size, step) for size, step in pairs if size > 1]
     for (_, above), (size, below) in itertools.pairwise(outer):
         if above != size * below:
             return None
     step = outer[-1][1] if outer else inner
     rows = part.as_strided((part.numel() // inner, inner), (step, 1)).view(torch.uint8)
-    places = (rows.data_ptr(), rows.shape[1], rows.stride(0))
-    return None if any(place % WORD for place in places) else rows
+    measures = (rows.data_ptr(), rows.shape[1], rows.stride(0))
+    return None if any(measure % WORD for measure in measures) else rows
 
 
 def _mix(words: Tensor, first: int) -> Tensor:
@@ -255,8 +246,8 @@ def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
     sums = start_sums([run for _, run in filled])
 
     def finish() -> None:
-        for (whole, _), found in zip(filled, sums(), strict=True):
-            whole.take(found)
+        for (whole, _), part_sums in zip(filled, sums(), strict=True):
+            whole.take(part_sums)
 
     return finish
 
@@ -303,8 +294,7 @@ class TiledHash:
 
     def merge(self, state: list[Any]) -> None:
         """Add what another hash of the same tensor took."""
-        total, tiles = state
-        self.take((total, tiles))
+        self.take((state[0], state[1]))
 
     def hexdigest(self) -> str:
         """16 hexadecimal digits of all that was taken; 0 for an empty tensor."""

@@ -1,4 +1,4 @@
-"""The engine's half of a weight update: SGLang's control endpoints and its bucket format."""
+"""The engine's half of a weight update: SGLang's control endpoints, its bucket format, its own LoRA."""
 
 from __future__ import annotations
 
@@ -20,112 +20,24 @@ from torch.multiprocessing import reductions
 
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.client import CONTROL_TIMEOUT_S, HttpClient
-from megatron_dppo.engine.errors import (
-    EngineAnswerError,
-    EngineMismatchError,
-    EngineRequestError,
-)
+from megatron_dppo.engine.errors import EngineAnswerError, EngineMismatchError, EngineRequestError
 from megatron_dppo.engine.options import ADAPTER_DIGESTS, check_layout
+from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.mapping import engine_inputs
 from megatron_dppo.model.shape import ModelShape
 
-# A bucket handed to an engine on the same host as a handle of memory, not as bytes.
-# SGLang unpickles what it is given; this side only pickles, and imports nothing of SGLang. On a
-# CPU the handle names a file in shared memory (torch's ``file_system`` strategy: file descriptors
-# can't cross to a process that is no child, and kill the server). On a GPU it is a CUDA IPC
-# handle: written after SGLang's and torch's sources, not yet run on a GPU.
-
-_DEVICE_ARGUMENT = 6
-"""Of ``rebuild_cuda_tensor``'s arguments: the device's index, in whose place SGLang takes its UUID
-(``sglang.srt.utils.patch_torch``)."""
-
-
-def shared_empty(size: int, device: torch.device | str) -> Tensor:
-    """``size`` bytes that another process can open; on a CPU in a file under ``/dev/shm``."""
-    if torch.device(device).type != "cpu":
-        return torch.empty(size, dtype=torch.uint8, device=device)
-    with _file_system_sharing():
-        return torch.empty(size, dtype=torch.uint8).share_memory_()
-
-
-def shared_payloads(
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-    data: Tensor,
-    ranks: int,
-) -> list[str]:
-    """One serialised handle of ``data`` for each engine rank, in base64.
-
-    A handle counts as one holder of the memory until its rank has opened and dropped it, so each
-    rank gets its own.
-    """
-    bucket = {"flattened_tensor": data, "metadata": _metadata(names, shapes, dtype)}
-    with _file_system_sharing():
-        return [base64.b64encode(_pickled(bucket)).decode() for _ in range(ranks)]
-
-
-def named_by_uuid(
-    rebuild: Callable[..., Any], arguments: tuple[Any, ...], uuid_of: Callable[[int], str]
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """torch's recipe for a tensor in another process, with a CUDA device named by its UUID.
-
-    An index means another device to a process with another ``CUDA_VISIBLE_DEVICES``.
-    """
-    if rebuild is not reductions.rebuild_cuda_tensor:
-        return rebuild, arguments
-    changed = list(arguments)
-    changed[_DEVICE_ARGUMENT] = uuid_of(changed[_DEVICE_ARGUMENT])
-    return rebuild, tuple(changed)
-
-
-def _metadata(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-) -> list[SimpleNamespace]:
-    """What SGLang reads of its ``FlattenedTensorMetadata``, in a type that its unpickler admits."""
-    entries, end = [], 0
-    for name, dims in zip(names, shapes, strict=True):
-        shape = torch.Size(dims)
-        size = shape.numel() * dtype.itemsize
-        start, end = end, end + size
-        place = {"start_idx": start, "end_idx": end, "numel": size}
-        entries.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **place))
-    return entries
-
-
-class _Pickler(ForkingPickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.is_cuda:
-            rebuild, arguments = reductions.reduce_tensor(value)
-            return named_by_uuid(rebuild, arguments, _uuid)
-        return NotImplemented
-
-
-def _uuid(device: int) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
-
-
-@contextmanager
-def _file_system_sharing() -> Iterator[None]:
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
-
-
 PROBE = "rotary_emb.inv_freq"
 """A tensor that no model has and that SGLang's models take and drop: older checkpoints carry it."""
+FUSED: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Matrix of the engine -> matrices of the checkpoint whose rows it holds one after another."""
 _IDLE_WAIT_S = 5.0
 _LEAVE_S = 5.0
 _SLACK_S = 10.0
+_DEVICE_ARGUMENT = 6
+"""Of ``rebuild_cuda_tensor``'s arguments: the device's index."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +54,8 @@ class EngineWeights:
     """Weight control of one SGLang server (0.5.23), which must be up; made by ``connect``.
 
     Coroutines speak to the server, each in bounded time; they raise EngineLostError where it does not
-    answer and EngineRequestError where it refuses. Methods that are not coroutines are local.
+    answer, EngineRequestError where it refuses, and EngineAnswerError where its answer is another than SGLang's.
+    Methods that are not coroutines are local.
 
     Args:
         client: opens the server; closed by ``close``.
@@ -195,6 +108,9 @@ class EngineWeights:
             info = await client.get_json("/server_info", timeout_s=patience_s)
             check_layout(client.url, info, dtype, shape)
             tensors = EngineTensors(shape, int(info["tp_size"]), str(info["device"]))
+        except LayoutError as error:
+            await client.close()
+            raise EngineMismatchError(f"{client.url}: {error}") from error
         except BaseException:
             await client.close()
             raise
@@ -244,7 +160,8 @@ class EngineWeights:
             left = deadline - time.monotonic()
             if left <= 0:
                 return False
-            await self._flush(min(left, _IDLE_WAIT_S))  # waits for the running requests
+            # SGLang's flush waits for the running requests.
+            await self._flush(min(left, _IDLE_WAIT_S))
 
     async def pause(self) -> None:
         """Hold back every request, running ones too."""
@@ -259,14 +176,16 @@ class EngineWeights:
         await self._order(
             "/update_weight_version", {"new_version": label, "abort_all_requests": False}
         )
-        if (got := await self.version()) != label:
+        if (version := await self.version()) != label:
             raise EngineAnswerError(
-                f"{self.url}: weight_version is {got!r} after it was set to {label!r}"
+                f"{self.url}: weight_version is {version!r} after it was set to {label!r}"
             )
 
     async def version(self) -> str:
         """The ``weight_version`` that answers carry."""
-        return str((await self.client.get_json("/model_info"))["weight_version"])
+        info = await self.client.get_json("/model_info")
+        with self._reading("/model_info"):
+            return str(info["weight_version"])
 
     async def flush(self) -> None:
         """Drop the cached keys and values of the old weights. Raises EngineAnswerError if it can't."""
@@ -291,27 +210,21 @@ class EngineWeights:
         answer = await self.client.request(
             "POST", "/generate", orjson.dumps(body), timeout_s=self._timeout
         )
-        scored = [each["meta_info"]["input_token_logprobs"][1:] for each in orjson.loads(answer)]
-        for prompt, entries in zip(prompts, scored, strict=True):
-            if [entry[1] for entry in entries] != list(prompt[1:]):
-                raise EngineAnswerError(
-                    f"{self.url}/generate: log-probs of other tokens than asked"
-                )
-        return [[entry[0] for entry in entries] for entries in scored]
+        with self._reading("/generate"):
+            scored = [a["meta_info"]["input_token_logprobs"][1:] for a in orjson.loads(answer)]
+            tokens = [[entry[1] for entry in entries] for entries in scored]
+            log_probs = [[float(entry[0]) for entry in entries] for entries in scored]
+        if tokens != [list(prompt[1:]) for prompt in prompts]:
+            raise EngineAnswerError(f"{self.url}/generate: log-probs of other tokens than asked")
+        return log_probs
 
     # --- the broadcast group
 
     async def open_group(
         self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
     ) -> None:
-        """Have the engine's ranks join a broadcast group; returns when all of the group have joined.
-
-        Args:
-            address: of the rendezvous, with ``port``.
-            name: of the group.
-            backend: of torch.distributed.
-            first_rank: the engine's ranks are this one and those after it.
-            size: ranks of the whole group.
+        """Have the engine's ranks, from ``first_rank`` of ``size`` on, join the broadcast group ``name`` of
+        torch.distributed's ``backend`` whose rendezvous is at ``address``; returns when all of it have joined.
         """
         body = {
             "master_address": address,
@@ -321,7 +234,7 @@ class EngineWeights:
             "group_name": name,
             "backend": backend,
         }
-        await self.move("/init_weights_update_group", body)
+        await self._move("/init_weights_update_group", body)
 
     async def close_group(self, name: str) -> None:
         """Have every engine rank leave the broadcast group ``name``; not waited for long."""
@@ -349,7 +262,7 @@ class EngineWeights:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        await self.move("/update_weights_from_distributed", body)
+        await self._move("/update_weights_from_distributed", body)
 
     async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
         """Have the engine load a bucket from memory that it shares with this process."""
@@ -359,23 +272,25 @@ class EngineWeights:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        await self.move("/update_weights_from_tensor", body)
+        await self._move("/update_weights_from_tensor", body)
 
     async def load_folder(self, folder: str) -> None:
         """Have the engine load the safetensors of ``folder``, which must hold every weight."""
         body = {"model_path": folder, "load_format": "safetensors", "flush_cache": False}
-        await self.move("/update_weights_from_disk", body)
+        await self._move("/update_weights_from_disk", body)
 
     async def end(self) -> None:
         """Close the update session."""
-        await self.move("/end_weight_update", {})
+        await self._move("/end_weight_update", {})
 
     async def checksums(self) -> list[dict[str, str]]:
         """Checksum by engine tensor, for each engine rank, of what the engine holds now."""
-        answer = await self.move("/weights_checker", {"action": "checksum"})
-        by_rank = {
-            rank["parallelism_info"][0]["tp_rank"]: rank["checksums"] for rank in answer["ranks"]
-        }
+        answer = await self._move("/weights_checker", {"action": "checksum"})
+        with self._reading("/weights_checker"):
+            by_rank = {
+                rank["parallelism_info"][0]["tp_rank"]: dict(rank["checksums"])
+                for rank in answer["ranks"]
+            }
         if sorted(by_rank) != list(range(self.ranks)):
             raise EngineAnswerError(
                 f"{self.url}: checksums of ranks {sorted(by_rank)}, expected 0 to {self.ranks - 1}"
@@ -384,16 +299,46 @@ class EngineWeights:
 
     async def check_tensors(self) -> None:
         """Raise EngineMismatchError where the server holds tensors of other names than the run's model."""
-        for rank, (held, sizes) in enumerate(
-            zip(await self.checksums(), self.tensors.sizes, strict=True)
-        ):
-            lacks, has = sorted(sizes.keys() - held.keys()), sorted(held.keys() - sizes.keys())
+        pairs = zip(await self.checksums(), self.tensors.sizes, strict=True)
+        for rank, (actual, sizes) in enumerate(pairs):
+            lacks, has = sorted(sizes.keys() - actual.keys()), sorted(actual.keys() - sizes.keys())
             if lacks or has:
                 raise EngineMismatchError(
                     f"{self.url}: engine rank {rank} holds another model: it lacks "
                     f"{len(lacks)} tensors ({', '.join(lacks[:2])}), and has {len(has)} that are not the "
                     f"run's ({', '.join(has[:2])})"
                 )
+
+    # --- adapters, loaded and dropped by name while the engine serves the frozen model
+
+    async def load_adapter(self, name: str, folder: str) -> dict[str, str]:
+        """Have the engine load ``folder``, in PEFT's format, as ``name``; SHA-256 by tensor of what it then holds.
+
+        A request names the adapters that it wants; one that names adapters that are not there is refused, never
+        answered without them. Raises EngineAnswerError where the server can't tell the digests.
+        """
+        # SGLang's other route takes tensors over HTTP and unpickles them, so it is not used.
+        answer = await self._move("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
+        loaded = answer.get("loaded_adapters") or {}
+        if ADAPTER_DIGESTS not in loaded:
+            raise EngineAnswerError(
+                f"{self.url}/load_lora_adapter does not say the digests of what it loaded, expected a server that "
+                "was started by megatron_dppo.engine.launch_server"
+            )
+        with self._reading("/load_lora_adapter"):
+            return dict(json.loads(loaded[ADAPTER_DIGESTS]))
+
+    async def drop_adapters(self, keep: str | None = None) -> None:
+        """Have the engine drop all adapters but ``keep``."""
+        for name in await self.adapter_names():
+            if name != keep:
+                await self._move("/unload_lora_adapter", {"lora_name": name})
+
+    async def adapter_names(self) -> list[str]:
+        """Names of the adapters that the engine has."""
+        models = await self.client.get_json("/v1/models")
+        with self._reading("/v1/models"):
+            return [model["id"] for model in models["data"] if model["parent"] is not None]
 
     # --- the bytes of a bucket, and their checksums
 
@@ -406,15 +351,14 @@ class EngineWeights:
         inputs = [(n, tuple(dims)) for name, dims in tensors for n in self.inputs(name)]
         return WireHeader(
             tuple(name for name, _ in inputs),
-            (str(self._dtype).removeprefix("torch."),) * len(inputs),
+            (self._dtype_name,) * len(inputs),
             tuple(dims for _, dims in inputs),
             sum(torch.Size(dims).numel() for _, dims in inputs) * self._dtype.itemsize,
         )
 
     def probe_header(self) -> WireHeader:
         """Of a bucket that changes nothing, with which a group's first connections are made."""
-        dtype = str(self._dtype).removeprefix("torch.")
-        return WireHeader((PROBE,), (dtype,), ((1,),), self._dtype.itemsize)
+        return WireHeader((PROBE,), (self._dtype_name,), ((1,),), self._dtype.itemsize)
 
     def pieces(self, bucket: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
         """The pieces, 1-D ``uint8``, that make a bucket's flat bytes as its ``header`` says."""
@@ -425,12 +369,16 @@ class EngineWeights:
         """An empty accumulator of what ``checksums`` must say after the next complete update."""
         return ExpectedChecksums(self.tensors, self._dtype)
 
+    @property
+    def _dtype_name(self) -> str:
+        return str(self._dtype).removeprefix("torch.")
+
     async def _order(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """A call that neither moves weights nor generates."""
         await self.client.control_json(path, body, timeout_s=self._patience)
 
-    async def move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """A call that moves or hashes weights. Whoever waits for several keeps the time itself."""
+    async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        # Whoever waits for several calls keeps the time itself, and says more.
         limit = self._timeout + _SLACK_S
         return await self.client.control_json(path, body, timeout_s=limit)
 
@@ -443,55 +391,105 @@ class EngineWeights:
             return False
         return True
 
-
-# The engine's own LoRA: adapters of the frozen model, loaded and dropped by name while it serves.
-# SGLang (0.5.23) reads them from a folder in PEFT's format that it sees under the same path. Its
-# other route takes tensors over HTTP and unpickles them, so it is not used. A request names the
-# adapters that it wants; one that names adapters that are not there is refused, never answered
-# without them.
-
-FUSED: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Matrix of the engine -> matrices of the checkpoint whose rows it holds one after another."""
+    @contextmanager
+    def _reading(self, path: str) -> Iterator[None]:
+        """An answer of another form is the engine's fault, where the same error elsewhere would be ours."""
+        try:
+            yield
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            form = f"{type(error).__name__}: {error}"
+            raise EngineAnswerError(f"{self.url}{path}: an unexpected answer ({form})") from error
 
 
-async def load_adapter(engine: EngineWeights, name: str, folder: str) -> dict[str, str]:
-    """Have the engine load ``folder`` as ``name``; SHA-256 by tensor of what it then holds.
-
-    Raises EngineRequestError with the engine's reason where it refuses, EngineAnswerError where it can't tell the
-    digests.
-    """
-    body = {"lora_name": name, "lora_path": folder}
-    answer = await engine.move("/load_lora_adapter", body)
-    loaded = answer.get("loaded_adapters") or {}
-    if ADAPTER_DIGESTS not in loaded:
-        raise EngineAnswerError(
-            f"{engine.url}/load_lora_adapter does not say the digests of what it loaded, expected a server that was "
-            "started by megatron_dppo.engine.launch_server"
-        )
-    found: dict[str, str] = json.loads(loaded[ADAPTER_DIGESTS])
-    return found
-
-
-async def drop_adapters(engine: EngineWeights, keep: str | None = None) -> None:
-    """Have the engine drop all adapters but ``keep``."""
-    for name in await adapters_held(engine):
-        if name != keep:
-            await engine.move("/unload_lora_adapter", {"lora_name": name})
-
-
-async def adapters_held(engine: EngineWeights) -> Sequence[str]:
-    """Names of the adapters that the engine has."""
-    models = (await engine.client.get_json("/v1/models"))["data"]
-    return [model["id"] for model in models if model["parent"] is not None]
-
-
-def engine_place(module: str) -> tuple[str, int]:
+def fused_module(module: str) -> tuple[str, int]:
     """The engine's module that holds the rows of the checkpoint's ``module``, and which of its parts they are."""
     parent, _, last = module.rpartition(".")
     for fused, members in FUSED.items():
         if last in members:
             return f"{parent}.{fused}", members.index(last)
     return module, 0
+
+
+# --- a bucket handed to an engine on the same host as a handle of memory, not as bytes
+
+# SGLang unpickles what it is given; this side only pickles, and imports nothing of SGLang. On a GPU the handle is
+# one of CUDA IPC: written after SGLang's and torch's sources, not yet run on a GPU.
+
+
+def shared_empty(size: int, device: torch.device | str) -> Tensor:
+    """``size`` bytes that another process can open; on a CPU in a file under ``/dev/shm``."""
+    if torch.device(device).type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    with _file_system_sharing():
+        return torch.empty(size, dtype=torch.uint8).share_memory_()
+
+
+def shared_payloads(
+    names: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    dtype: torch.dtype,
+    data: Tensor,
+    ranks: int,
+) -> list[str]:
+    """One serialised handle of ``data`` for each engine rank, in base64."""
+    bucket = {"flattened_tensor": data, "metadata": _metadata(names, shapes, dtype)}
+    # A handle counts as one holder of the memory until its rank has opened and dropped it: each needs its own.
+    with _file_system_sharing():
+        return [base64.b64encode(_pickled(bucket)).decode() for _ in range(ranks)]
+
+
+def named_by_uuid(
+    rebuild: Callable[..., Any], arguments: tuple[Any, ...], uuid_of: Callable[[int], str]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """torch's recipe for a tensor in another process, with a CUDA device named by its UUID."""
+    if rebuild is not reductions.rebuild_cuda_tensor:
+        return rebuild, arguments
+    # An index means another device to a process with another CUDA_VISIBLE_DEVICES; SGLang takes a UUID in its place
+    # (sglang.srt.utils.patch_torch).
+    changed = list(arguments)
+    changed[_DEVICE_ARGUMENT] = uuid_of(changed[_DEVICE_ARGUMENT])
+    return rebuild, tuple(changed)
+
+
+def _metadata(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
+) -> list[SimpleNamespace]:
+    """What SGLang reads of its ``FlattenedTensorMetadata``, in a type that its unpickler admits."""
+    entries, end = [], 0
+    for name, dims in zip(names, shapes, strict=True):
+        shape = torch.Size(dims)
+        size = shape.numel() * dtype.itemsize
+        start, end = end, end + size
+        span = {"start_idx": start, "end_idx": end, "numel": size}
+        entries.append(SimpleNamespace(name=name, shape=shape, dtype=dtype, **span))
+    return entries
+
+
+class _Pickler(ForkingPickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_cuda:
+            rebuild, arguments = reductions.reduce_tensor(value)
+            return named_by_uuid(rebuild, arguments, _uuid)
+        return NotImplemented
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _pickled(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer).dump(value)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _file_system_sharing() -> Iterator[None]:
+    # torch's other strategy sends file descriptors, which can't cross to a process that is no child: they kill the
+    # server.
+    before = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        yield
+    finally:
+        torch.multiprocessing.set_sharing_strategy(before)

@@ -46,7 +46,7 @@ class HttpRouterProcess(ChildServer):
     listens, ``engine.host`` by default. ``runtime``: where it runs, and with which Python.
     """
 
-    what = "the router"
+    title = "the router"
 
     def __init__(
         self,

@@ -172,14 +172,14 @@ def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator
     """
     if not SGLANG.free(sections.sglang):
         return
-    from megatron_dppo.engine.options import table_problems, table_problems_elsewhere
+    from megatron_dppo.engine.options import table_faults, table_faults_elsewhere
 
     python = sections.engine.python
     try:
         if python is None:
-            yield from table_problems(sections.sglang)
+            yield from table_faults(sections.sglang)
         else:
-            yield from table_problems_elsewhere(sections.sglang, python)
+            yield from table_faults_elsewhere(sections.sglang, python)
     except LibraryMissingError as error:
         if starts_servers:
             yield f"{SGLANG.name}: can't be checked: {error}"

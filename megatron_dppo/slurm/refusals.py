@@ -12,7 +12,7 @@ from pathlib import Path
 from megatron_dppo.config.forwarded import SGLANG, LibraryMissingError
 from megatron_dppo.config.machine import allocator_problems
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.options import table_problems_elsewhere
+from megatron_dppo.engine.options import table_faults_elsewhere
 from megatron_dppo.logging import say
 from megatron_dppo.preflight.checks import CHECKS
 from megatron_dppo.slurm.commands import SlurmError, fields, slurm
@@ -241,7 +241,7 @@ def server_option_problems(config: TrainConfig, site: SiteConfig) -> Iterator[st
     python = config.engine.python or container.interpreter
     say(f"sglang: {python} is asked whether SGLang takes the table's values (seconds)")
     try:
-        yield from table_problems_elsewhere(config.sglang, python)
+        yield from table_faults_elsewhere(config.sglang, python)
     except LibraryMissingError as error:
         say(f"sglang: checked in the job alone: {error}")
 

@@ -38,11 +38,6 @@
       RankError                         what one rank failed with, on all of them
       WeightUpdateError                 an update failed on all ranks alike
         WeightUpdateRefusedError
-      EngineFaultError                  the engines at fault in a step of an update
-      ChecksumMismatchError
-      CanaryError
-      TransferTimeoutError
-      CalledOffError
       EngineUnavailableError            no server is left, or could be had
       EngineGivenUpError                a server failed for good
         FirstStartError
@@ -57,6 +52,12 @@
         EngineAnswerError
         EngineMismatchError
         IncompleteWeightsError
+        EngineFaultError                the engines at fault in a step of an update
+        ChecksumMismatchError
+        CanaryError
+        TransferTimeoutError
+        ConnectionBrokenError
+        CalledOffError
         StopRequestedError
         GenerationInterruptedError
         ParserLostError

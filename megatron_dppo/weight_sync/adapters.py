@@ -1,7 +1,8 @@
-"""Adapters alone, as a folder in PEFT's format that the engines' own LoRA reads; what they loaded is hashed there.
+"""Weight updates that send adapters alone: the same transaction, with the engines' own LoRA.
 
-Of strategy ``disk``, where ``lora.update`` is ``adapters``. The engines keep the adapters of the version before: they
-answer with either, by name, until the update is committed.
+The engines hold the frozen model, compared tensor by tensor at an engine's first update. The adapters of each version
+are a folder in PEFT's format that they load under a name of its own; what they loaded is hashed there. Until the
+commit those of the version before are there, too: an update that fails leaves them in service.
 """
 
 from __future__ import annotations
@@ -9,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import shutil
-import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,15 +21,8 @@ from torch import Tensor
 from megatron_dppo.checkpoint_conversion.peft import AdapterFolder, peft_names
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.protocol import adapter_name
-from megatron_dppo.engine.weights import (
-    EngineWeights,
-    adapters_held,
-    drop_adapters,
-    engine_place,
-    load_adapter,
-)
+from megatron_dppo.engine.weights import EngineWeights, fused_module
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.scratch import private_name
 from megatron_dppo.types import UNVERIFIED_VERSION
 from megatron_dppo.weight_sync.engines import (
     GRACE_S,
@@ -41,7 +33,7 @@ from megatron_dppo.weight_sync.engines import (
     Strategy,
     Transfer,
 )
-from megatron_dppo.weight_sync.strategies import MEMORY, require_shared_folder
+from megatron_dppo.weight_sync.strategies import new_folder, require_shared_folder
 from megatron_dppo.weight_sync.transaction import (
     MIB,
     Agree,
@@ -56,29 +48,24 @@ from megatron_dppo.weight_sync.verification import (
     compare_checksums,
 )
 
+log = logging.getLogger(__name__)
 
-class AdapterStrategy:
-    """See ``interfaces.Strategy``; rank 0 writes all. The folder is removed when the engines have read it.
+
+class AdapterStrategy(Strategy):
+    """See ``engines.Strategy``; rank 0 writes all. The folder is removed when the engines have read it.
 
     ``folder``: what it says of the adapters. ``name``: what the engines are to call them. ``loaded``: how many
     tensors were compared in the last update, over all engines. Raises EngineMismatchError as ``DiskStrategy``.
     """
 
-    spread = False
-    copies = 1
-
     def __init__(self, transfer: Transfer, folder: AdapterFolder) -> None:
+        super().__init__(transfer)
         require_shared_folder(transfer)
-        self._transfer = transfer
         self._folder = folder
         self._tensors: list[tuple[str, Tensor]] = []
-        self._place: Path | None = None
+        self._written: Path | None = None
         self.name = ""
         self.loaded = 0
-
-    def meeting_point(self) -> Any:
-        """None: the ranks need not know each other."""
-        return None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         """Forget what a failed update left."""
@@ -89,40 +76,31 @@ class AdapterStrategy:
         self._tensors += [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in bucket]
         return sum(tensor.nbytes for _, tensor in bucket)
 
-    def arrive(self) -> None:
-        """All is there when ``send`` returns."""
-
     def end(self) -> None:
         """Write the folder, have the engines load it under ``name``, compare digests of every tensor, remove it.
 
         Raises EngineFaultError naming the engines that refused it, or hold other tensors.
         """
-        where = self._transfer.directory or MEMORY
-        Path(where).mkdir(parents=True, exist_ok=True)
-        self._place = Path(tempfile.mkdtemp(prefix=f"{private_name()}adapters-", dir=where))
-        folder = self._place / "adapters"
+        self._written = new_folder(self._transfer, "adapters")
+        folder = self._written / "adapters"
         self._folder.write(folder, self._tensors, self._transfer.dtype)
-        load = partial(load_adapter, name=self.name, folder=str(folder))
-        self._compare(self._transfer.engines.each(load))
+        self._compare(self._transfer.engines.each(lambda e: e.load_adapter(self.name, str(folder))))
         self.abort()
 
     def abort(self) -> None:
         """Remove what was written."""
         self._tensors = []
-        if self._place is not None:
-            shutil.rmtree(self._place, ignore_errors=True)
-            self._place = None
+        if self._written is not None:
+            shutil.rmtree(self._written, ignore_errors=True)
+            self._written = None
 
-    def close(self) -> None:
-        """As ``abort``."""
-        self.abort()
-
-    def _compare(self, held: Mapping[str, Mapping[str, str]]) -> None:
+    def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
         expected = expected_digests(self._tensors, self._folder)
-        found = {url: compare_checksums([expected], [digests]) for url, digests in held.items()}
-        if any(found.values()):
-            raise EngineFaultError({u: ChecksumMismatchError(m) for u, m in found.items() if m})
-        self.loaded = len(expected) * len(held)
+        compared = {u: compare_checksums([expected], [d]) for u, d in digests_by_url.items()}
+        faults = {u: ChecksumMismatchError(m) for u, m in compared.items() if m}
+        if faults:
+            raise EngineFaultError(faults)
+        self.loaded = len(expected) * len(digests_by_url)
 
 
 def expected_digests(
@@ -132,10 +110,10 @@ def expected_digests(
     parts: defaultdict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, tensor in tensors:
         module, _, which = name.rpartition(".")
-        held_in, place = engine_place(module)
-        for fused in peft_names(f"{held_in}.{which}", folder.shape):
-            parts[fused][place] = tensor
-    return {name: _digest([held[i] for i in sorted(held)]) for name, held in parts.items()}
+        engine_module, part = fused_module(module)
+        for fused in peft_names(f"{engine_module}.{which}", folder.shape):
+            parts[fused][part] = tensor
+    return {name: _digest([rows[i] for i in sorted(rows)]) for name, rows in parts.items()}
 
 
 def _digest(tensors: Sequence[Tensor]) -> str:
@@ -145,32 +123,18 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-# Weight updates that send adapters alone: the same transaction, with the engines' own LoRA.
-# The engines hold the frozen model, compared tensor by tensor at an engine's first update, and
-# load each version's adapters under a name of its own. Until the commit those of the version
-# before are there, too: an update that fails leaves them in service.
-
-log = logging.getLogger(__name__)
-
-
 class AdapterSource(WeightSource, Protocol):
-    """The trainer's adapters."""
+    """The trainer's adapters. ``base``: the weights that they are added to. ``folder``: what one says of them."""
 
     @property
-    def base(self) -> WeightSource:
-        """The weights that they are added to."""
+    def base(self) -> WeightSource: ...
 
     @property
-    def folder(self) -> AdapterFolder:
-        """What a folder of them says."""
+    def folder(self) -> AdapterFolder: ...
 
 
 class AdapterUpdater(WeightUpdater):
-    """See WeightUpdater; every update compares a digest of every tensor that was sent.
-
-    ``verify_every`` is not asked: the frozen model is compared in the first update after ``attach`` or a failure, and
-    doesn't change after it.
-    """
+    """See WeightUpdater; every update compares a digest of every tensor that was sent."""
 
     def __init__(
         self,
@@ -186,37 +150,38 @@ class AdapterUpdater(WeightUpdater):
         self._folder = source.folder
         self._former: int | None = None
         self._name = ""
-        self._base_known = False
+        self._is_base_compared = False
 
     def attach(self, urls: Sequence[str]) -> None:
         """As there; what the engines hold of the frozen model is unknown then."""
-        self._base_known = False
+        self._is_base_compared = False
         super().attach(urls)
 
     def update(self, version: int) -> UpdateReport:
         """As there, of the adapters. Where it fails, engines go on with the version before, if they have it."""
         report = super().update(version)
-        self._base_known, self._former = True, version
+        self._is_base_compared, self._former = True, version
         return report
 
     # --- the transaction's parts
 
-    def _begin(self, phases: Phases, version: int, what: str) -> float:
+    def _begin(self, phases: Phases, version: int, title: str) -> float:
         """As there; then the engines hold the former version's adapters alone, or none."""
         self._name = adapter_name(version)
         if isinstance(self._strategy, AdapterStrategy):
             self._strategy.name = self._name
-        paused = super()._begin(phases, version, what)
+        paused = super()._begin(phases, version, title)
+        # A name can't stand for two.
         if self._former == version:
-            self._former = None  # a name can't stand for two
+            self._former = None
         keep = None if self._former is None else adapter_name(self._former)
-        self._conduct(phases, "begin", lambda e: e.each(partial(drop_adapters, keep=keep)))
+        self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.drop_adapters(keep)))
         return paused
 
     def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
         """Collect the adapters; where the engines' frozen model is unknown, hash the trainer's."""
         sent, received, _ = super()._stream(phases, verify=False)
-        return sent, received, None if self._base_known else self._hash_base(phases)
+        return sent, received, None if self._is_base_compared else self._hash_base(phases)
 
     def _hash_base(self, phases: Phases) -> list[Any] | None:
         plan = self._base.plan(self._config.bucket_mib * MIB, spread=False)
@@ -235,19 +200,19 @@ class AdapterUpdater(WeightUpdater):
         """Commit, then drop the former version's adapters, until when an engine could go back to them."""
         super()._commit(version, engines)
         try:
-            engines.each(partial(drop_adapters, keep=self._name))
+            engines.each(lambda engine: engine.drop_adapters(self._name))
         except EngineFaultError as error:
             log.warning("former adapters are dropped at the next update: %s", error)
 
     def _abort(self, phases: Phases, version: int) -> None:
         """Put the former version back in service; an engine that has none, or can't, is quarantined."""
-        self._base_known = False
+        self._is_base_compared = False
         if self._strategy is not None:
             self._strategy.abort()
         if self._conducts and self._engines is not None:
-            restore = partial(_restore, former=self._former, label=f"{UNVERIFIED_VERSION}{version}")
+            label = f"{UNVERIFIED_VERSION}{version}"
             try:
-                self._engines.each(restore)
+                self._engines.each(lambda engine: _restore(engine, self._former, label))
             except EngineFaultError as error:
                 log.warning("an engine was not given its former adapters back: %s", error)
 
@@ -265,6 +230,8 @@ class AdapterUpdater(WeightUpdater):
         return self._strategy.copies, elements * getattr(torch, self._source.dtype_name).itemsize
 
     def _is_due(self, check: str, every: int) -> bool:
+        # ``verify_every`` does not count: adapters are always compared, and the frozen model, which doesn't change,
+        # in the first update after ``attach`` or a failure.
         return check == "verify" or super()._is_due(check, every)
 
 
@@ -272,9 +239,9 @@ async def _restore(engine: EngineWeights, former: int | None, label: str) -> Non
     if not await engine.schedules(GRACE_S):
         return
     await engine.pause()
-    if former is None or adapter_name(former) not in await adapters_held(engine):
+    if former is None or adapter_name(former) not in await engine.adapter_names():
         await engine.set_version(label)
         return
-    await drop_adapters(engine, keep=adapter_name(former))
+    await engine.drop_adapters(adapter_name(former))
     await engine.set_version(str(former))
     await engine.resume()

@@ -15,8 +15,9 @@ import asyncio
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -31,12 +32,13 @@ from torch.distributed.distributed_c10d import GroupName
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineError, EngineMismatchError
 from megatron_dppo.engine.weights import EngineWeights
-from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.network import is_loopback, listening_store
 from megatron_dppo.weight_sync.engines import (
+    ENGINE_FAULTS,
     Bucket,
     Packer,
     PlannedBucket,
+    Strategy,
     Transfer,
     local_address,
     meeting_address,
@@ -54,8 +56,8 @@ _CALL_S = 5.0
 _SLACK = timedelta(seconds=30)
 
 
-class DistributedStrategy:
-    """See ``interfaces.Strategy``. Groups live from one update to the next, and are made anew after an abort.
+class DistributedStrategy(Strategy):
+    """See ``engines.Strategy``. Groups live from one update to the next, and are made anew after an abort.
     A new group connects at once, by a bucket that changes nothing: NCCL would else do so in the first real one.
 
     The configured time limit bounds each request to an engine: entering a group, and a bucket from
@@ -66,10 +68,10 @@ class DistributedStrategy:
 
     def __init__(self, transfer: Transfer) -> None:
         _require_routable([engine.url for engine in transfer.engines.members])
-        self._transfer = transfer
+        super().__init__(transfer)
         self.copies = transfer.engines.ranks
         self._group: BroadcastGroup | None = None
-        self._known: list[Any] = []
+        self._points: list[Any] = []
         self._packer = Packer(transfer.engines.first.pieces)
         self._in_flight: Future[None] | None = None
         self._conducting: Future[None] | None = None
@@ -93,9 +95,9 @@ class DistributedStrategy:
         """Have the engines join every sender's group, and open the update session."""
         new: list[str] = []
         if self._transfer.conducts:
-            known, self._known = self._known, list(meeting_points)
+            former, self._points = self._points, list(meeting_points)
             for point in meeting_points:
-                if point is not None and point not in known:
+                if point is not None and point not in former:
                     self._invite(*point)
                     new.append(point[2])
             self._transfer.engines.each(lambda e: e.begin())
@@ -133,19 +135,19 @@ class DistributedStrategy:
         if self._transfer.conducts:
             self._call_off()
         self._in_flight = self._conducting = None
-        self._known = []
+        self._points = []
         if self._group is not None:
             self._group.abort()
             self._group = None
 
     def close(self) -> None:
         """Have the engines leave the groups; one that is gone has left already. Never raises."""
-        for _, _, name, _ in filter(None, self._known):
+        for _, _, name, _ in filter(None, self._points):
             try:
                 self._transfer.engines.each(partial(EngineWeights.close_group, name=name))
-            except (OSError, RunError, RuntimeError) as error:
+            except ENGINE_FAULTS as error:
                 log.info("an engine did not leave the weight group: %s", error)
-        self._known = []
+        self._points = []
         self.abort()
 
     def _invite(self, address: str, port: int, name: str, backend: str) -> None:
@@ -171,17 +173,18 @@ class DistributedStrategy:
             self._announce(planned)
 
     def _announce(self, planned: PlannedBucket) -> None:
-        engines, name = self._transfer.engines, self._known[planned.receiver][2]
+        engines, name = self._transfer.engines, self._points[planned.receiver][2]
         header = engines.first.header([(t.name, t.shape) for t in planned.tensors])
         calls = engines.start(lambda e: e.receive(header, name))
-        what = f"a broadcast of {header.bytes} bytes from trainer rank {planned.receiver}"
-        self._all_arrive(calls, what)
+        self._all_arrive(
+            calls, f"a broadcast of {header.bytes} bytes from trainer rank {planned.receiver}"
+        )
 
-    def _all_arrive(self, calls: dict[str, Future[None]], what: str) -> None:
-        self._transfer.engines.arrive(calls, self._transfer.timeout_s, what, self._call_off)
+    def _all_arrive(self, calls: dict[str, Future[None]], step: str) -> None:
+        self._transfer.engines.arrive(calls, self._transfer.timeout_s, step, self._call_off)
 
     def _call_off(self) -> None:
-        for address, port, *_ in filter(None, self._known):
+        for address, port, *_ in filter(None, self._points):
             call_off(address, port)
 
     def _sent(self) -> None:
@@ -192,15 +195,28 @@ class DistributedStrategy:
         sent, self._in_flight = self._in_flight, None
         try:
             self._group.wait(sent)
-        except (OSError, RunError, RuntimeError):
+        except BaseException:
             self._group.abort()
             if self._conducting is not None:
                 self._conducting.result()  # who gives the orders knows the engine at fault
             raise
 
 
-class CalledOffError(RunError):
+class CalledOffError(EngineError):
     """Rank 0 broke the transfer off; its own error says why."""
+
+
+class ConnectionBrokenError(EngineError):
+    """gloo or NCCL lost a connection to an engine, or could not make one."""
+
+
+@contextmanager
+def _connections() -> Iterator[None]:
+    # torch has no type of its own for most of what gloo and NCCL raise.
+    try:
+        yield
+    except RuntimeError as error:
+        raise ConnectionBrokenError(str(error)) from error
 
 
 def call_off(address: str, port: int) -> None:
@@ -209,7 +225,8 @@ def call_off(address: str, port: int) -> None:
     try:
         store = dist.TCPStore(address, port, None, False, limit, wait_for_workers=False)
         store.set(_CALLED_OFF, "1")
-    except (RuntimeError, OSError) as error:  # it is gone, or has broken its group off itself
+    except (RuntimeError, OSError) as error:
+        # It is gone, or has broken its group off itself.
         log.info("weight transfer: %s:%d was not told to stop: %s", address, port, error)
 
 
@@ -251,16 +268,19 @@ class BroadcastGroup:
     def _join(self, size: int) -> None:
         limit = self._backend_limit
         # An engine makes its group with this helper, too: both sides must name their keys alike.
-        group, _ = c10d._new_process_group_helper(
-            size,
-            0,
-            [],
-            c10d.Backend(self.backend),
-            dist.PrefixStore(self.name, self._store),
-            group_name=GroupName(self.name),
-            backend_options=_gloo_options(self.address, limit) if self.backend == "gloo" else None,
-            timeout=limit,
-        )
+        with _connections():
+            group, _ = c10d._new_process_group_helper(
+                size,
+                0,
+                [],
+                c10d.Backend(self.backend),
+                dist.PrefixStore(self.name, self._store),
+                group_name=GroupName(self.name),
+                backend_options=_gloo_options(self.address, limit)
+                if self.backend == "gloo"
+                else None,
+                timeout=limit,
+            )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
         self._group = group
 
@@ -305,7 +325,8 @@ def _broadcast(
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     if filled is None:
-        group.broadcast([data], options).wait(limit)
+        with _connections():
+            group.broadcast([data], options).wait(limit)
         return
     event, stream = filled
     # NCCL begins after all that the current stream has been given, and wait() holds that stream up until the
@@ -313,10 +334,11 @@ def _broadcast(
     # hashed meanwhile: so a stream of its own, which waits for this bucket's bytes alone (the event was recorded
     # behind them, before this thread began). Nobody writes or frees them before the synchronize returns: the
     # caller waits for this future before it packs the bucket after next, and this frame holds ``data``.
-    with torch.cuda.stream(stream):
+    with _connections(), torch.cuda.stream(stream):
         stream.wait_event(event)
         group.broadcast([data], options).wait(limit)
-    stream.synchronize()  # NCCL's wait is for the stream only
+        # NCCL's wait is for the stream only.
+        stream.synchronize()
 
 
 def _require_routable(urls: Sequence[str]) -> None:
@@ -382,7 +404,6 @@ async def _join_and_leave(engine: EngineWeights) -> None:
         device=engine.device,
         timeout_s=REACH_S,
     )
-    place = f"{group.address}:{group.port}"
     try:
         async with asyncio.timeout(REACH_S):
             await engine.open_group(
@@ -396,9 +417,9 @@ async def _join_and_leave(engine: EngineWeights) -> None:
             await asyncio.wrap_future(group.joined)
             await _connect(engine, group)
             await engine.close_group(group.name)
-    except (EngineError, OSError, RuntimeError) as error:
+    except ENGINE_FAULTS as error:
         raise EngineMismatchError(
-            f"{engine.url} can't connect back to the trainer at {place} for weight updates within "
+            f"{engine.url} can't connect back to the trainer at {group.address}:{group.port} for weight updates within "
             f"{REACH_S:.0f} s: {error or type(error).__name__}"
         ) from error
     finally:

@@ -8,17 +8,16 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
-from megatron_dppo.engine.errors import UNBOUNDED
+from megatron_dppo.engine.errors import UNBOUNDED, EngineError
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.network import is_loopback
 
 # What a weight update is made of: the source of tensors, a strategy that moves them, report,
@@ -62,49 +61,55 @@ class Transfer:
         return any(bucket.receiver == self.rank for bucket in self.plan)
 
 
-class Strategy(Protocol):
+class Strategy:
     """How buckets get into the attached engines; one object on every rank that takes part.
 
-    Every step but ``abort`` and ``close`` may raise RuntimeError, ValueError or OSError; an
-    EngineFaultError names the engines at fault. ``spread``: several ranks send, each the buckets that it
-    holds most of; otherwise rank 0 sends all. ``copies``: how often a bucket's bytes move.
+    Every step but ``abort`` and ``close`` may raise ENGINE_FAULTS; an EngineFaultError names the engines at fault.
+    ``spread``: several ranks send, each the buckets that it holds most of; otherwise rank 0 sends all. ``copies``: how
+    often a bucket's bytes move.
     """
 
-    spread: bool
-    copies: int
+    spread = False
+    copies = 1
 
-    def __init__(self, transfer: Transfer) -> None: ...
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
 
     def meeting_point(self) -> Any:
         """What the other ranks must know of this one before ``begin``; JSON."""
+        return None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         """Connect, given every rank's meeting point; rank 0 opens the update in the engines."""
+        raise NotImplementedError
 
     def send(self, bucket: Bucket) -> int:
         """Start to send a bucket that this rank gathered; returns its bytes.
 
         The bucket may change when two more have been sent.
         """
+        raise NotImplementedError
 
     def arrive(self) -> None:
         """Wait until the engines have this rank's buckets; on rank 0, all buckets."""
 
     def end(self) -> None:
         """On rank 0, when every rank's buckets have arrived: close the update in the engines."""
+        raise NotImplementedError
 
     def abort(self) -> None:
         """Break off what is under way, without waiting for it."""
 
     def close(self) -> None:
         """Release what is held in the engines; the strategy is not used again."""
+        self.abort()
 
 
-class TransferTimeoutError(RunError):
+class TransferTimeoutError(EngineError):
     """A broadcast, or its group, was not complete in time."""
 
 
-class EngineFaultError(RunError):
+class EngineFaultError(EngineError):
     """What went wrong, by the URL of the engine at fault; ``reason`` where none is. ``attempts``: as of
     EngineError, the least of all of them."""
 
@@ -124,6 +129,9 @@ class EngineFaultError(RunError):
 
 log = logging.getLogger(__name__)
 
+ENGINE_FAULTS = (EngineError, OSError)
+"""What an engine, or the network or disk between, is to blame for: the update has failed, and another attempt may
+succeed. Every other error is a fault of this program, and ends the run by its own name."""
 GRACE_S = 5.0
 """How long an engine may take to leave a broadcast that was broken off."""
 Call: TypeAlias = Callable[[EngineWeights], Coroutine[Any, Any, T]]
@@ -149,15 +157,12 @@ class Engines:
         """
         opening = {url: runner.submit(open_engine(url)) for url in urls}
         wait(opening.values())
-        faults = {url: e for url, f in opening.items() if (e := f.exception()) is not None}
-        engines = cls([f.result() for url, f in opening.items() if url not in faults], runner)
-        if not faults:
-            return engines
-        engines.close()
-        for error in faults.values():
-            if not isinstance(error, (OSError, RunError, RuntimeError, ValueError)):
-                raise error
-        raise EngineFaultError(faults)
+        errors = _errors(opening)
+        engines = cls([f.result() for url, f in opening.items() if url not in errors], runner)
+        if errors:
+            engines.close()
+            raise EngineFaultError(errors)
+        return engines
 
     @property
     def first(self) -> EngineWeights:
@@ -177,10 +182,10 @@ class Engines:
 
     def first_ranks(self) -> dict[str, int]:
         """By URL, an engine's first rank in a broadcast group whose rank 0 is a trainer's."""
-        ranks, at = {}, 1
+        ranks, first = {}, 1
         for engine in self.members:
-            ranks[engine.url] = at
-            at += engine.ranks
+            ranks[engine.url] = first
+            first += engine.ranks
         return ranks
 
     def start(self, call: Call[T]) -> dict[str, Future[T]]:
@@ -194,16 +199,15 @@ class Engines:
         """
         calls = self.start(call)
         wait(calls.values())
-        faults = {url: error for url, future in calls.items() if (error := future.exception())}
-        if faults:
-            raise EngineFaultError(faults)
+        if errors := _errors(calls):
+            raise EngineFaultError(errors)
         return {url: future.result() for url, future in calls.items()}
 
     def arrive(
         self,
         calls: Mapping[str, Future[None]],
         timeout_s: float,
-        what: str,
+        step: str,
         break_off: Callable[[], None],
     ) -> None:
         """Wait for calls in which engines wait for the trainer and for each other.
@@ -211,18 +215,19 @@ class Engines:
         On the first failure, or after ``timeout_s``, ``break_off`` frees whoever still waits; then
         raises EngineFaultError naming the engines at fault, where they can be told.
         """
-        done, pending = wait(calls.values(), timeout_s, FIRST_EXCEPTION)
-        failed = {url: e for url, f in calls.items() if f in done and (e := f.exception())}
+        _, pending = wait(calls.values(), timeout_s, FIRST_EXCEPTION)
+        failed = _errors(calls)
         if not pending and not failed:
             return
-        late = TransferTimeoutError(f"{what} took longer than {timeout_s:.0f} s")
+        late = TransferTimeoutError(f"{step} took longer than {timeout_s:.0f} s")
         reason = next(iter(failed.values()), late)
         break_off()
-        done, _ = wait(calls.values(), GRACE_S)
+        wait(calls.values(), GRACE_S)
         culprits = {url: failed.get(url, reason) for url in self._lost(calls)}
-        refused = {url: e for url, f in calls.items() if f in done and (e := f.exception())}
+        refused = _errors(calls)
+        # Where all refuse alike, the fault lies between them and us.
         if not culprits and (len(refused) < len(calls) or len(calls) == 1):
-            culprits = refused  # where all refuse alike, the fault lies between them and us
+            culprits = refused
         raise EngineFaultError(culprits, reason) from reason
 
     def drain(self, timeout_s: float) -> list[str]:
@@ -263,6 +268,17 @@ class Engines:
         answers = self.start(lambda engine: engine.answers(GRACE_S))
         wait(answers.values())
         return [url for url, call in calls.items() if not call.done() or not answers[url].result()]
+
+
+def _errors(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
+    """What engines or the ways to them are to blame for, by URL, of the calls that have ended. Raises any other error:
+    that is ours.
+    """
+    errors = {url: e for url, f in calls.items() if f.done() and (e := f.exception())}
+    for error in errors.values():
+        if not isinstance(error, ENGINE_FAULTS):
+            raise error
+    return errors
 
 
 class Packer:
@@ -318,10 +334,10 @@ def local_address(url: str) -> str:
 
     Loopback for an engine on the same machine.
     """
-    place = urlsplit(url)
-    target = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
-        probe.connect(target[4])
+    family, *_, address = _resolved(url)
+    # A datagram socket's connect sends nothing: it only chooses the route.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
         return str(probe.getsockname()[0])
 
 
@@ -338,6 +354,9 @@ def meeting_address(urls: Sequence[str]) -> str:
 
 def on_this_host(url: str) -> bool:
     """Whether packets to ``url`` stay on this machine."""
-    place = urlsplit(url)
-    target = socket.getaddrinfo(place.hostname, place.port, type=socket.SOCK_DGRAM)[0]
-    return local_address(url) == str(target[4][0])
+    return local_address(url) == str(_resolved(url)[-1][0])
+
+
+def _resolved(url: str) -> Any:
+    parts = urlsplit(url)
+    return socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]

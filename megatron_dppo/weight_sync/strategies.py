@@ -1,4 +1,4 @@
-"""The table of strategies, by their name in the configuration (``weight_sync.strategy``)."""
+"""The table of strategies, by their name in the configuration (``weight_sync.strategy``), and the two small ones."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from megatron_dppo.system.scratch import private_name
 from megatron_dppo.weight_sync.distributed import DistributedStrategy
 from megatron_dppo.weight_sync.engines import Bucket, Packer, Strategy, Transfer, on_this_host
 
-# Strategy ``tensor``: engines on the sender's own host open its memory; nothing is transferred.
-# On a CPU the bucket is copied into shared memory, on a GPU the engine opens it by CUDA IPC
-# (written, not yet run on one). Every rank hands over its own buckets: engines take orders one at
-# a time and don't wait for each other, so no order is needed.
+MEMORY = "/dev/shm"
 
 
-class TensorStrategy:
-    """See ``interfaces.Strategy``. Raises EngineMismatchError for an engine on another host."""
+class TensorStrategy(Strategy):
+    """Engines on the sender's own host open its memory; nothing is transferred.
 
+    On a CPU the bucket is copied into shared memory, on a GPU the engine opens it by CUDA IPC (written,
+    not yet run on one). Raises EngineMismatchError for an engine on another host.
+    """
+
+    # Every rank hands over its own buckets: engines take orders one at a time and don't wait for each other, so no
+    # order is needed.
     spread = True
-    copies = 1
 
     def __init__(self, transfer: Transfer) -> None:
+        super().__init__(transfer)
         for engine in transfer.engines.members:
             if not on_this_host(engine.url):
                 raise EngineMismatchError(
@@ -38,13 +41,8 @@ class TensorStrategy:
                     f"than trainer rank {transfer.rank}; memory is shared within one host only, expected "
                     "strategy distributed or disk"
                 )
-        self._transfer = transfer
         self._packer = Packer(transfer.engines.first.pieces)
         self._in_flight: dict[str, Future[None]] = {}
-
-    def meeting_point(self) -> Any:
-        """None: the ranks need not know each other."""
-        return None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         """Open the engines' update session."""
@@ -76,36 +74,21 @@ class TensorStrategy:
         self._in_flight = {}
         self._packer = Packer(self._transfer.engines.first.pieces)
 
-    def close(self) -> None:
-        """Does nothing: nothing is held in the engines."""
 
+class DiskStrategy(Strategy):
+    """A Hugging Face folder that the engines read, on storage that all see; rank 0 writes all.
 
-# Strategy ``disk``: a Hugging Face folder that the engines read, on storage that all see.
-# The slowest, and the one that works wherever a file does: through a shared file system it
-# reaches engines that no broadcast group reaches.
-
-MEMORY = "/dev/shm"
-
-
-class DiskStrategy:
-    """See ``interfaces.Strategy``; rank 0 writes all. The folder is removed when the engines have read it.
-
-    Raises EngineMismatchError where no folder is configured and an engine can't see this host's memory.
+    The slowest, and the one that works wherever a file does: through a shared file system it reaches engines that no
+    broadcast group reaches. The folder is removed when they have read it. Raises EngineMismatchError where no folder
+    is configured and an engine can't see this host's memory.
     """
 
-    spread = False
-    copies = 1
-
     def __init__(self, transfer: Transfer) -> None:
+        super().__init__(transfer)
         require_shared_folder(transfer)
-        self._transfer = transfer
         self._folder: Path | None = None
         self._writing = ExitStack()
         self._writer: ShardedWriter | None = None
-
-    def meeting_point(self) -> Any:
-        """None: the ranks need not know each other."""
-        return None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
         """Open a new folder's files."""
@@ -116,9 +99,7 @@ class DiskStrategy:
             for tensor in bucket.tensors
             for name in first.inputs(tensor.name)
         }
-        where = self._transfer.directory or MEMORY
-        Path(where).mkdir(parents=True, exist_ok=True)
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{private_name()}weights-", dir=where))
+        self._folder = new_folder(self._transfer, "weights")
         self._writer = self._writing.enter_context(ShardedWriter(self._folder / "hf", tensors))
 
     def send(self, bucket: Bucket) -> int:
@@ -130,9 +111,6 @@ class DiskStrategy:
                 self._writer.write(each, tensor)
                 written += tensor.nbytes
         return written
-
-    def arrive(self) -> None:
-        """All is written when ``send`` returns."""
 
     def end(self) -> None:
         """Publish the folder and have the engines load it; then remove it."""
@@ -146,10 +124,6 @@ class DiskStrategy:
         """Remove what was written."""
         self._writing.pop_all()
         self._remove()
-
-    def close(self) -> None:
-        """As ``abort``."""
-        self.abort()
 
     def _remove(self) -> None:
         self._writer = None
@@ -166,6 +140,13 @@ def require_shared_folder(transfer: Transfer) -> None:
             f"weight_sync.strategy disk: the engine at {remote[0]} runs on another host; expected "
             "weight_sync.directory, a folder that trainer and engines see under the same path"
         )
+
+
+def new_folder(transfer: Transfer, purpose: str) -> Path:
+    """A new one in the configured folder, or in memory."""
+    base = Path(transfer.directory or MEMORY)
+    base.mkdir(parents=True, exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix=f"{private_name()}{purpose}-", dir=base))
 
 
 STRATEGIES: dict[str, type[Strategy]] = {

@@ -22,6 +22,7 @@ from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.types import UNVERIFIED_VERSION
 from megatron_dppo.weight_sync.engines import (
+    ENGINE_FAULTS,
     Bucket,
     EngineFaultError,
     Engines,
@@ -57,11 +58,13 @@ For one rank the identity.
 
 
 class WeightSource(Protocol):
-    """The trainer's weights, for updates. ``gather``, ``all_gather`` and ``score`` are collective."""
+    """The trainer's weights, for updates. ``gather``, ``all_gather`` and ``score`` are collective.
+
+    ``rank``: this process's global rank. ``dtype_name``: the weights' type, "float32" or "bfloat16".
+    """
 
     @property
-    def rank(self) -> int:
-        """This process's global rank."""
+    def rank(self) -> int: ...
 
     def plan(self, bucket_bytes: int, *, spread: bool) -> Plan:
         """All weights in buckets; with ``spread`` on the ranks that hold most of them, else on 0."""
@@ -85,20 +88,17 @@ class WeightSource(Protocol):
         """log p(token | tokens before it) of all but the first, by prompt, at temperature 1."""
 
     @property
-    def vocab_size(self) -> int:
-        """Of the model; token ids are below it."""
+    def vocab_size(self) -> int: ...
 
     @property
-    def num_layers(self) -> int:
-        """Of the model."""
+    def num_layers(self) -> int: ...
 
     @property
-    def dtype_name(self) -> str:
-        """The weights' type, "float32" or "bfloat16"."""
+    def dtype_name(self) -> str: ...
 
 
 class Phases:
-    """Runs one rank's steps of an update, timed, until the first that fails.
+    """Runs one rank's steps of an update, timed, until the first that fails by an engine's fault (ENGINE_FAULTS).
 
     ``error``: of the step that failed; later ones are not run. ``seconds``: by phase.
     """
@@ -108,13 +108,13 @@ class Phases:
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def run(self, phase: str, call: Callable[..., T], *arguments: Any) -> T | None:
-        """``call``'s answer; None where it fails (RuntimeError, ValueError, OSError) or one has."""
+        """``call``'s answer; None where it fails or one has."""
         if self.error is not None:
             return None
         with self.timed(phase):
             try:
                 return call(*arguments)
-            except (OSError, RunError, RuntimeError, ValueError) as error:
+            except ENGINE_FAULTS as error:
                 self.error = error
                 return None
 
@@ -279,7 +279,7 @@ class WeightUpdater:
         error: Exception | None = None
         try:
             self._open(urls)
-        except (EngineFaultError, ValueError) as fault:
+        except ENGINE_FAULTS as fault:
             error = fault
         self._share(error, "no engine for weight updates")
 
@@ -294,23 +294,24 @@ class WeightUpdater:
         verify = self._is_due("verify", self._config.verify_every)
         score = self._is_due("canary", self._config.canary_every)
         previous, self.committed_version = self.committed_version, None
-        what = f"weight update to version {version}"
+        title = f"weight update to version {version}"
         phases, started = Phases(), time.perf_counter()
         self._fence()
         try:
-            paused = self._begin(phases, version, what)
+            paused = self._begin(phases, version, title)
             sent, received, partials = self._stream(phases, verify)
             self._local(phases, "arrive", lambda s: s.arrive())
-            self._share(phases.error, what)
-            told = [sent, received, partials, self._foreign_hosts(), *self._static()]
-            facts = self._source.all_gather(told)
+            self._share(phases.error, title)
+            facts = self._source.all_gather(
+                [sent, received, partials, self._foreign_hosts(), *self._static()]
+            )
             self._conduct(phases, "end", self._end)
             tensors = self._verify(phases, [f[2] for f in facts if f[2]]) if verify else 0
-            self._share(phases.error, what)
-            canary = self._canary(phases, what) if score else None
+            self._share(phases.error, title)
+            canary = self._canary(phases) if score else None
             self._fence()
             self._conduct(phases, "commit", partial(self._commit, version))
-            self._share(phases.error, what)
+            self._share(phases.error, title)
         except WeightUpdateRefusedError:
             self.committed_version = previous
             raise
@@ -345,27 +346,24 @@ class WeightUpdater:
 
     # --- the transaction's parts
 
-    def _begin(self, phases: Phases, version: int, what: str) -> float:
+    def _begin(self, phases: Phases, version: int, title: str) -> float:
         """Up to the open session; when the engines paused."""
         busy = self._conduct(phases, "drain", lambda e: e.drain(self._config.timeout_s))
-        self._share(phases.error, what)
+        self._share(phases.error, title)
         if (refused := self._agree(json.dumps(busy) if busy else None)) is not None:
-            raise WeightUpdateRefusedError(f"{what}: {_BUSY}", json.loads(refused))
+            raise WeightUpdateRefusedError(f"{title}: {_BUSY}", json.loads(refused))
         paused = time.perf_counter()
         label = f"{UNVERIFIED_VERSION}{version}"
         self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.set_version(label)))
         mine = self._local(phases, "begin", lambda s: s.meeting_point())
-        self._share(phases.error, what)
+        self._share(phases.error, title)
         points = self._source.all_gather(mine)
         self._local(phases, "begin", lambda s: s.begin(points))
-        self._share(phases.error, what)
+        self._share(phases.error, title)
         return paused
 
     def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
-        """Send this rank's buckets: their bytes, the bytes that came for them, parts of checksums.
-
-        After a failure the rest is gathered all the same: the other ranks are in that collective.
-        """
+        """Send this rank's buckets: their bytes, the bytes that came for them, parts of checksums."""
         assert self._plan is not None
         expected = None
         if verify and self._engines is not None and self._sends():
@@ -378,14 +376,16 @@ class WeightUpdater:
             if bucket is None:
                 break
             received += bucket.received
+            # After a failure the rest is gathered all the same: the other ranks are in that collective.
             if phases.error is not None:
                 continue
             if bucket.tensors:
-                sent += self._local(phases, "transfer", partial(_send, bucket.tensors)) or 0
+                sent += self._local(phases, "transfer", _sending(bucket.tensors)) or 0
             if bucket.tensors and expected is not None:
                 phases.run("hash", expected.add, bucket.tensors)
+            # At once: engines may be waiting for this rank's next bucket.
             if phases.error is not None and self._strategy is not None:
-                self._strategy.abort()  # at once: engines may be waiting for this rank's next bucket
+                self._strategy.abort()
         return sent, received, None if expected is None else expected.partials()
 
     def _end(self, engines: Engines) -> None:
@@ -396,7 +396,7 @@ class WeightUpdater:
     def _verify(self, phases: Phases, partials: list[Any]) -> int:
         return self._conduct(phases, "verify", lambda e: compare_tensors(e, partials)) or 0
 
-    def _canary(self, phases: Phases, what: str) -> CanaryReport | None:
+    def _canary(self, phases: Phases) -> CanaryReport | None:
         """Compare log-probabilities; the trainer's are a collective of their own."""
         source = self._source
         prompts = canary_prompts(source.vocab_size)
@@ -446,7 +446,7 @@ class WeightUpdater:
             self._strategy = self._strategy_of(
                 Transfer(self._source.rank, engines, self._plan, dtype, limit, folder)
             )
-        except ValueError:
+        except BaseException:
             engines.close()
             raise
         self._engines = engines
@@ -486,19 +486,19 @@ class WeightUpdater:
         for check, was_done in done.items():
             self._since[check] = 0 if was_done else self._since[check] + 1
 
-    def _share(self, error: Exception | None, what: str) -> None:
+    def _share(self, error: Exception | None, title: str) -> None:
         """Raise the first rank's error on every rank."""
-        told = None
+        ours = None
         if error is not None:
             name = "" if isinstance(error, EngineFaultError) else f"{type(error).__name__}: "
             engines = list(getattr(error, "engines", ()))
-            told = json.dumps([f"{name}{error}", engines, getattr(error, "attempts", UNBOUNDED)])
-        if (first := self._agree(told)) is not None:
-            if told is not None and told != first:
-                log.warning("%s: on trainer rank %d: %s", what, self._source.rank, error)
+            ours = json.dumps([f"{name}{error}", engines, getattr(error, "attempts", UNBOUNDED)])
+        if (first := self._agree(ours)) is not None:
+            if ours is not None and ours != first:
+                log.warning("%s: on trainer rank %d: %s", title, self._source.rank, error)
             reason, engines, attempts = json.loads(first)
-            raise WeightUpdateError(f"{what}: {reason}", engines, attempts) from error
+            raise WeightUpdateError(f"{title}: {reason}", engines, attempts) from error
 
 
-def _send(bucket: Bucket, strategy: Strategy) -> int:
-    return strategy.send(bucket)
+def _sending(bucket: Bucket) -> Callable[[Strategy], int]:
+    return lambda strategy: strategy.send(bucket)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
-from megatron_dppo.system.errors import RunError
+from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.weight_sync.engines import Bucket, EngineFaultError, Engines
 
 PROMPTS = 4
@@ -63,7 +63,7 @@ class CanaryReport:
     tokens: int
 
 
-class CanaryError(RunError):
+class CanaryError(EngineError):
     """Trainer and engine compute different probabilities."""
 
     attempts = 2
@@ -140,19 +140,20 @@ def compare_scores(
 class ChecksumMismatch:
     """One engine tensor whose bytes aren't the trainer's.
 
-    ``expected`` or ``got`` None: that side has no such tensor.
+    ``expected`` or ``actual`` None: that side has no such tensor.
     """
 
     tensor: str
     rank: int
     expected: str | None
-    got: str | None
+    actual: str | None
 
     def __str__(self) -> str:
-        return f"{self.tensor} on engine rank {self.rank}: expected {self.expected}, got {self.got}"
+        sides = f"expected {self.expected}, got {self.actual}"
+        return f"{self.tensor} on engine rank {self.rank}: {sides}"
 
 
-class ChecksumMismatchError(RunError):
+class ChecksumMismatchError(EngineError):
     """Weights arrived wrong. ``mismatches``: each tensor and engine rank."""
 
     def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
@@ -162,21 +163,20 @@ class ChecksumMismatchError(RunError):
             f"{len(mismatches)} engine tensors differ from the trainer's: {shown}{more}"
         )
         self.mismatches = tuple(mismatches)
-        other_names = any(m.expected is None or m.got is None for m in mismatches)
-        self.attempts = 1 if other_names else 2  # another model, or weights that arrived wrong
+        # Other names are those of another model; wrong bytes may arrive right the next time.
+        other_names = any(m.expected is None or m.actual is None for m in mismatches)
+        self.attempts = 1 if other_names else 2
 
 
 def compare_checksums(
-    expected: Sequence[Mapping[str, str]], got: Sequence[Mapping[str, str]]
+    expected: Sequence[Mapping[str, str]], actual: Sequence[Mapping[str, str]]
 ) -> list[ChecksumMismatch]:
     """Differences by engine rank and tensor name; a tensor that only one side has is one, too."""
-    if len(expected) != len(got):
-        raise ValueError(f"checksums of {len(got)} engine ranks, expected {len(expected)}")
     return [
-        ChecksumMismatch(name, rank, e.get(name), g.get(name))
-        for rank, (e, g) in enumerate(zip(expected, got, strict=True))
-        for name in sorted(e.keys() | g.keys())
-        if e.get(name) != g.get(name)
+        ChecksumMismatch(name, rank, ours.get(name), theirs.get(name))
+        for rank, (ours, theirs) in enumerate(zip(expected, actual, strict=True))
+        for name in sorted(ours.keys() | theirs.keys())
+        if ours.get(name) != theirs.get(name)
     ]
 
 
@@ -210,12 +210,12 @@ def compare_tensors(engines: Engines, partials: Sequence[Sequence[Any]]) -> int:
         if engine.layout not in digests:
             mine = [sender[layouts.index(engine.layout)] for sender in partials]
             digests[engine.layout] = engine.expected().digests(mine)
-    got = engines.each(lambda engine: engine.checksums())
+    actual = engines.each(lambda engine: engine.checksums())
     faults = {}
     for engine in engines.members:
-        mismatches = compare_checksums(digests[engine.layout], got[engine.url])
+        mismatches = compare_checksums(digests[engine.layout], actual[engine.url])
         if mismatches:
             faults[engine.url] = ChecksumMismatchError(mismatches)
     if faults:
         raise EngineFaultError(faults)
-    return sum(len(rank) for ranks in got.values() for rank in ranks)
+    return sum(len(rank) for ranks in actual.values() for rank in ranks)

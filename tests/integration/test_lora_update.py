@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from megatron_dppo.checkpoint_conversion.peft import AdapterFolder
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineRequestError
-from megatron_dppo.engine.weights import EngineWeights, adapters_held, drop_adapters, load_adapter
+from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights
@@ -77,7 +77,7 @@ class DisturbedFolder(AdapterFolder):
 async def held_by(url: str, base: str) -> list[str]:
     """The engine's version and adapters."""
     engine = await engine_weights(url, base)
-    held = [await engine.version(), *await adapters_held(engine)]
+    held = [await engine.version(), *await engine.adapter_names()]
     await engine.close()
     return held
 
@@ -145,9 +145,9 @@ def test_the_engine_computes_with_adapters_alone(served: Served, tmp_path: Path)
     with pytest.raises(EngineRequestError, match="never been loaded: policy-4"):
         adapter_log_probs(served, "policy-4", TOKENS)
     # The folder that a run exports, by SGLang's own endpoint.
-    RUNNER.run(load_adapter(served.weights(), "exported", str(exported)))
+    RUNNER.run(served.weights().load_adapter("exported", str(exported)))
     compare_canary([expected], [adapter_log_probs(served, "exported", TOKENS)], CLOSE)
-    RUNNER.run(drop_adapters(served.weights()))
+    RUNNER.run(served.weights().drop_adapters())
 
 
 def update_twice(url: str, base: str, adapters: str, merged: str) -> dict[str, Any]:

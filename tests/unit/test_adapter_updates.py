@@ -63,7 +63,7 @@ class LoraEngine(Engine):
         held = [{"id": name, "parent": "base"} for name in self.adapters]
         return {"data": [{"id": "base", "parent": None}, *held]}
 
-    async def move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         name = body["lora_name"]
         if path == "/unload_lora_adapter":
             self.step(f"unload {name}")

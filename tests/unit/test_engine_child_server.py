@@ -38,7 +38,7 @@ http.server.HTTPServer(("127.0.0.1", PORT), Handler).serve_forever()
 class SmallServer(ChildServer):
     """Runs ``code`` with PORT and NAME set; it is the right one where it answers NAME "right"."""
 
-    what = "the small server"
+    title = "the small server"
     port_key = "small.port"
 
     def __init__(self, log: Path, code: str = SERVER, name: str = "right", limit: float = 60):

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megatron_dppo.engine.tiled_hash import SEED_1, SEED_2, TILE, WORD, PartSums, WordRun, collect
+from megatron_dppo.engine.tiled_hash import SEED_1, SEED_2, TILE, PartSums, WordRun, collect
 
 BLOCK = 1024
 
@@ -24,38 +24,22 @@ def start(runs: Sequence[WordRun]) -> Callable[[], list[PartSums]]:
     """
     device = runs[0].data.device
     counts = [-(-(run.first % TILE + run.words) // TILE) for run in runs]
-    shapes = torch.tensor(
-        [
-            (
-                run.data.data_ptr(),
-                run.words,
-                run.data.shape[1] // WORD,
-                run.data.stride(0) // WORD,
-                run.first,
-                run.total,
-            )
-            for run in runs
-        ],
-        dtype=torch.int64,
-    ).to(device)
+    shapes = torch.tensor([run.shape for run in runs], dtype=torch.int64).to(device)
     ends = np.cumsum(counts)
-    programs = np.stack(
-        [
-            np.repeat(np.arange(len(runs)), counts),
-            np.arange(ends[-1]) - np.repeat(ends - counts, counts),
-        ]
-    )
+    parts = np.repeat(np.arange(len(runs)), counts)
+    programs = np.stack([parts, np.arange(ends[-1]) - np.repeat(ends - counts, counts)])
     where = torch.from_numpy(programs.astype(np.int32)).to(device)
     out = torch.zeros(len(runs), 5, dtype=torch.int64, device=device)
     tile_sums_kernel[(int(ends[-1]),)](
         shapes, where, where[1], out, SEED_1=SEED_1, SEED_2=SEED_2, TILE=TILE, BLOCK=BLOCK
     )
-    edges = [run.edges for run in runs]  # not the runs, whose memory may be used again
+    # Not the runs: their memory may be used again.
+    edges = [run.edges for run in runs]
 
     def finish() -> list[PartSums]:
-        found = out.cpu().numpy()
-        closed = np.ascontiguousarray(found[:, 0]).view(np.uint64)
-        return collect(edges, closed.tolist(), found[:, 1:].tolist())
+        sums = out.cpu().numpy()
+        closed = np.ascontiguousarray(sums[:, 0]).view(np.uint64)
+        return collect(edges, closed.tolist(), sums[:, 1:].tolist())
 
     return finish
 
