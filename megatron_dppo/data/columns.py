@@ -1,6 +1,6 @@
 """The per-token columns of a trajectory, each declared once: type, shape, alignment and readers.
 
-What the engine is asked for (``engine/column_sources.py``), batch files, the exchange between ranks
+What the engine is asked for (``engine/protocol.py``), batch files, the exchange between ranks
 and packing follow from the declarations: a new column is a ``declare`` here or in any other module,
 and a source where the engine is what says it.
 """

@@ -23,11 +23,6 @@ from megatron_dppo.model.mapping import (
 )
 from megatron_dppo.model.shape import ModelShape
 
-# An SGLang server's tensors, part by part: the bytes that its checksums are taken over.
-# ``model.mapping`` says which blocks of which Hugging Face tensors each engine rank holds.
-# Here the blocks are put in the order in which they lie in the engine's memory, experts one after
-# another, and end in zeros where the engine pads.
-
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
 """A rank's share of an expert's intermediate dimension is padded with zeros to a multiple."""
 
@@ -55,7 +50,8 @@ class EnginePart:
 
 
 class EngineTensors:
-    """A served model on ``ranks`` tensor-parallel ranks of a "cpu" or "cuda" engine.
+    """A served model on ``ranks`` tensor-parallel ranks of a "cpu" or "cuda" engine: the bytes that its checksums
+    are taken over.
 
     ``parts``: the places of each Hugging Face tensor. ``sizes``: for each rank, the elements of each
     engine tensor; those that no part fills hold zeros, as the last rank's share of a small
@@ -71,6 +67,7 @@ class EngineTensors:
                 self._add(rank, parameter)
 
     def _add(self, rank: int, parameter: LocalParameter) -> None:
+        # Blocks lie in the engine's memory one after another, experts too, and end in zeros where the engine pads.
         tensor, is_expert, _ = parameter.name.partition("[")
         sizes = self.sizes[rank]
         if not parameter.segments:

@@ -96,7 +96,7 @@ class GenerationRequest:
     """One response to draw.
 
     ``key`` names it to the caller, and outlives retries. ``columns``: what is asked of the engine
-    beside what every request is, as options by the names of ``column_sources.SOURCES``.
+    beside what every request is, as options by the names of ``SOURCES``.
     ``problem_id`` and ``sample_index`` go into the trajectory.
     """
 

@@ -29,10 +29,7 @@ from torch import Tensor
 
 from megatron_dppo.system.compute import KernelBuildError, build_library
 
-# Sums over the tiles of parts of tensors (``tiled_hash`` has the formula), many parts in one
-# kernel.
-# On a CPU a C++ loop, or torch where there is no compiler; on a GPU a Triton kernel, not yet run
-# on one.
+# --- sums over tiles: on a CPU a C++ loop, or torch where there is no compiler; on a GPU a Triton kernel
 
 log = logging.getLogger(__name__)
 
@@ -132,8 +129,8 @@ def collect(
 ) -> list[PartSums]:
     """A kernel's results by part: ``sums`` [parts, 4], two words for the first tile and two for the last."""
     return [
-        (whole, [(tile, words[i], words[i + 1]) for tile, i in shared])
-        for shared, whole, words in zip(edges, closed, sums, strict=True)
+        (whole, [(tile, inner[i], inner[i + 1]) for tile, i in shared])
+        for shared, whole, inner in zip(edges, closed, sums, strict=True)
     ]
 
 
@@ -179,14 +176,14 @@ def _rows(part: Tensor) -> Tensor | None:
     return None if any(measure % WORD for measure in measures) else rows
 
 
-def _mix(words: Tensor, first: int) -> Tensor:
+def _mix(data: Tensor, first: int) -> Tensor:
     """Words of one tile, or of several whole ones. int32 overflows modulo 2^32."""
-    count = words.numel()
-    index = torch.arange(first, first + count, device=words.device).to(torch.int32)
+    count = data.numel()
+    index = torch.arange(first, first + count, device=data.device).to(torch.int32)
     sums = []
     for multiplier, seed, turn in LANES:
         position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, turn)
-        mixed = _fmix(words ^ position)
+        mixed = _fmix(data ^ position)
         tiles = mixed.view(-1, TILE) if count >= TILE else mixed.view(1, count)
         sums.append(tiles.sum(dim=1, dtype=torch.int64).cpu() & MASK32)
     return torch.stack(sums)

@@ -162,10 +162,8 @@ class DistributedStrategy(Strategy):
         """Have the engines connect in the group ``name``."""
         engines = self._transfer.engines
         header = engines.first.probe_header()
-        self._all_arrive(
-            engines.start(lambda e: e.receive(header, name)),
-            f"connecting the broadcast group {name}",
-        )
+        calls = engines.start(lambda e: e.receive(header, name))
+        self._all_arrive(calls, f"connecting the broadcast group {name}")
 
     def _conduct(self) -> None:
         """Tell the engines of every bucket in turn."""
@@ -176,9 +174,8 @@ class DistributedStrategy(Strategy):
         engines, name = self._transfer.engines, self._points[planned.receiver][2]
         header = engines.first.header([(t.name, t.shape) for t in planned.tensors])
         calls = engines.start(lambda e: e.receive(header, name))
-        self._all_arrive(
-            calls, f"a broadcast of {header.bytes} bytes from trainer rank {planned.receiver}"
-        )
+        sender = f"trainer rank {planned.receiver}"
+        self._all_arrive(calls, f"a broadcast of {header.bytes} bytes from {sender}")
 
     def _all_arrive(self, calls: dict[str, Future[None]], step: str) -> None:
         self._transfer.engines.arrive(calls, self._transfer.timeout_s, step, self._call_off)
@@ -231,9 +228,7 @@ def call_off(address: str, port: int) -> None:
 
 
 class BroadcastGroup:
-    """A process group of this process, as rank 0, and ``ranks`` engine ranks.
-
-    ``joined`` is done when all are in.
+    """A process group of this process, as rank 0, and ``ranks`` engine ranks; ``joined`` is done when all are in.
 
     The others must be told ``address``, ``port``, ``name`` and ``backend``. The rendezvous listens
     on a free port of ``address`` only.
@@ -257,9 +252,10 @@ class BroadcastGroup:
     def wait(self, future: Future[None]) -> None:
         """Wait for ``future`` of this group, or until someone calls the whole transfer off.
 
-        Time is kept by who gives the engines their orders, which includes waiting for other ranks'
-        buckets; this side only listens. Raises CalledOffError, or what the future raises.
+        Raises CalledOffError, or what the future raises.
         """
+        # Time is kept by who gives the engines their orders, which includes waiting for other ranks' buckets; this
+        # side only listens.
         while not wait([future], _LISTEN_S).done:
             if self._store.check([_CALLED_OFF]):
                 raise CalledOffError("another rank called the weight transfer off")
@@ -267,6 +263,7 @@ class BroadcastGroup:
 
     def _join(self, size: int) -> None:
         limit = self._backend_limit
+        options = _gloo_options(self.address, limit) if self.backend == "gloo" else None
         # An engine makes its group with this helper, too: both sides must name their keys alike.
         with _connections():
             group, _ = c10d._new_process_group_helper(
@@ -276,9 +273,7 @@ class BroadcastGroup:
                 c10d.Backend(self.backend),
                 dist.PrefixStore(self.name, self._store),
                 group_name=GroupName(self.name),
-                backend_options=_gloo_options(self.address, limit)
-                if self.backend == "gloo"
-                else None,
+                backend_options=options,
                 timeout=limit,
             )
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(size)}
@@ -292,10 +287,8 @@ class BroadcastGroup:
         return self._connected
 
     def broadcast(self, data: Tensor) -> Future[None]:
-        """Start sending ``data``; the others must enter the same broadcast. Done when it is out.
-
-        In a thread of its own: NCCL's first broadcast returns only when all ranks are connected.
-        """
+        """Start sending ``data``; the others must enter the same broadcast. Done when it is out."""
+        # In a thread of its own: NCCL's first broadcast returns only when all ranks are connected.
         assert self._group is not None
         filled = None
         if data.is_cuda:
@@ -317,11 +310,11 @@ def _broadcast(
     limit: timedelta,
     filled: tuple[torch.cuda.Event, torch.cuda.Stream] | None,
 ) -> None:
-    """Send ``data`` and wait until it may change, holding ``group``: gloo can't cancel, and blocks who
-    drops a busy one.
+    """Send ``data`` and wait until it may change.
 
     ``filled``, on a GPU: an event after what filled ``data``, and the stream to send on. Not yet run on a GPU.
     """
+    # This frame holds ``group``: gloo can't cancel, and blocks who drops a busy one.
     options = dist.BroadcastOptions()
     options.rootRank = options.rootTensor = 0
     if filled is None:
@@ -375,8 +368,7 @@ def in_background(call: Callable[[], T]) -> Future[T]:
     return future
 
 
-# Whether weights can get to a server that runs elsewhere, found out before an update depends on
-# it.
+# --- whether weights can get to a server that runs elsewhere, found out before an update depends on it
 
 REACH_S = 30.0
 
@@ -398,22 +390,14 @@ async def check_reach(engine: EngineWeights, config: WeightSyncConfig) -> None:
 
 
 async def _join_and_leave(engine: EngineWeights) -> None:
+    address = local_address(engine.url)
     group = BroadcastGroup(
-        ranks=engine.ranks,
-        address=local_address(engine.url),
-        device=engine.device,
-        timeout_s=REACH_S,
+        ranks=engine.ranks, address=address, device=engine.device, timeout_s=REACH_S
     )
     try:
         async with asyncio.timeout(REACH_S):
-            await engine.open_group(
-                group.address,
-                group.port,
-                group.name,
-                group.backend,
-                first_rank=1,
-                size=engine.ranks + 1,
-            )
+            meeting_point = (group.address, group.port, group.name, group.backend)
+            await engine.open_group(*meeting_point, first_rank=1, size=engine.ranks + 1)
             await asyncio.wrap_future(group.joined)
             await _connect(engine, group)
             await engine.close_group(group.name)

@@ -1,4 +1,9 @@
-"""The engines that take an update together: calls to all at once, the one at fault, flat bytes."""
+"""The engines that take an update together: calls to all at once, the ones at fault, flat bytes; and what a strategy
+is, which moves weights to them.
+
+All is seen from one trainer rank. Rank 0 conducts: it alone gives the engines orders. Ranks that a plan names as
+receivers gather buckets from the others and send them to the engines.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +24,6 @@ from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import is_loopback
-
-# What a weight update is made of: the source of tensors, a strategy that moves them, report,
-# errors.
-# The protocols are seen from one trainer rank. Rank 0 conducts: it alone gives the engines
-# orders. Ranks that a plan names as receivers gather buckets from the others and send them to the
-# engines.
 
 T = TypeVar("T")
 
@@ -284,9 +283,8 @@ def _errors(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
 class Packer:
     """Puts a bucket's tensors into the flat bytes that engines take.
 
-    ``pieces`` gives the 1-D ``uint8`` pieces of a bucket in the engines' order. Pieces that lie one
-    after another in memory are sent from there. Others are copied into one of two buffers that take
-    turns: it holds until the second call after.
+    ``pieces`` gives the 1-D ``uint8`` pieces of a bucket in the engines' order. Others than those that lie one after
+    another in memory are copied into one of two buffers that take turns: it holds until the second call after.
     """
 
     def __init__(self, pieces: Callable[[Bucket], list[Tensor]]) -> None:

@@ -182,9 +182,7 @@ class UpdateReport:
     network: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """As recorded: bytes, bytes over their bound, seconds, the fewest seconds that the network allows (where its
-        rate is stated), GB of weights per second of stall, the canary's differences in nats.
-        """
+        """As recorded."""
         values: dict[str, float] = {
             "weights/bytes": self.bytes,
             names.UPDATE_BYTES_MOVED: self.bytes_moved,
@@ -208,12 +206,9 @@ class UpdateReport:
 def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) -> dict[str, int]:
     """An UpdateReport's counts of bytes.
 
-    Args:
-        facts: of each rank, 0 first: bytes sent to engines, bytes received from ranks, parts of
-            checksums, the engines' hosts that are not its own, and, of rank 0, how often bytes move to
-            engines and the bytes of all weights there.
-        bound: the fewest bytes that ranks must exchange.
-        between_nodes: bytes that ranks exchange between nodes.
+    ``facts`` of each rank, 0 first: bytes sent to engines, bytes received from ranks, parts of checksums, the engines'
+    hosts that are not its own, and, of rank 0, how often bytes move to engines and the bytes of all weights there.
+    ``bound``: the fewest bytes that ranks must exchange. ``between_nodes``: those that they exchange between nodes.
     """
     copies, whole = facts[0][4:]
     sent = sum(fact[0] for fact in facts)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
@@ -21,12 +21,8 @@ PROMPTS = 4
 PROMPT_TOKENS = 24
 
 
-@dataclass(frozen=True)
-class Tolerance:
-    """Differences of log-probabilities (nats) that numerics explain.
-
-    ``largest``: of one token. ``mean``: over all.
-    """
+class Tolerance(NamedTuple):
+    """Differences of log-probabilities (nats) that numerics explain: of one token, and the mean of all."""
 
     largest: float
     mean: float

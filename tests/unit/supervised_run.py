@@ -64,7 +64,7 @@ def report_lost(incarnation, name="engine0"):
 
 
 class StandInEngine:
-    """As ``engine.child_server.ChildServer``, with a child that says it is healthy by making a file."""
+    """As ``engine.process.ChildServer``, with a child that says it is healthy by making a file."""
 
     def __init__(self, code: str, directory: RunDirectory, name: str, incarnation: int) -> None:
         self.url = f"http://stand-in/{name}/{incarnation}"

@@ -37,9 +37,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "trainer/trainer.py": LONE,
     "trainer/weight_source.py": LONE,
     "engine/checksums.py": CHECKS,
-    "engine/tile_sums.py": CHECKS,
     "engine/tiled_hash.py": CHECKS,
-    "weight_sync/report.py": CHECKS,
     "weight_sync/transaction.py": CHECKS,
     "weight_sync/verification.py": CHECKS,
 }

@@ -69,11 +69,11 @@ def tile_sums_kernel(
     tile = tl.load(tiles + program).to(tl.int64)
     shape = shapes + part * 6
     data = tl.load(shape).to(tl.pointer_type(tl.uint32))
-    words, row = tl.load(shape + 1), tl.load(shape + 2)
+    extent, row = tl.load(shape + 1), tl.load(shape + 2)
     stride, first, total = tl.load(shape + 3), tl.load(shape + 4), tl.load(shape + 5)
     begin = (first // TILE + tile) * TILE
     low = tl.maximum(begin, first)
-    high = tl.minimum(begin + TILE, first + words)
+    high = tl.minimum(begin + TILE, first + extent)
     # One 64-bit division a tile: words of it after its first row's end are counted in 32 bits.
     above = (low - first) // row
     column = (low - first) - above * row
