@@ -29,10 +29,10 @@ def fitting(engine: Engine) -> Engine:
     return engine
 
 
-def check(folder: Path, url: str) -> None:
+def check(folder: Path, url: str, **given: object) -> None:
     async def connect_and_check() -> None:
         async with EngineClient(url) as client:
-            await check_engine(sections(folder), client)
+            await check_engine(sections(folder, **given), client)
 
     with AsyncRunner() as runner:
         runner.run(connect_and_check())
@@ -54,6 +54,20 @@ def test_nothing_is_generated_on_a_paused_engine(fitting, tmp_path):
     fitting.answers["/ready"] = (503, "")
     check(tmp_path, fitting.url)
     assert asked(fitting) == ["/server_info", "/model_info", "/ready"]
+
+
+def test_a_server_that_stores_no_recordings_is_refused(fitting, tmp_path):
+    fitting.info(
+        enable_return_routed_experts=True, version=SGLANG_VERSION, max_total_num_tokens=130
+    )
+    fitting.answers["/ready"] = (503, "")
+    path, replay = f"/routed_experts/{'0' * 32}", {"router_replay": True}
+    fitting.answers[path] = (404, "{}")
+    with pytest.raises(EngineMismatchError, match="recorded routing: not offered beside the JSON"):
+        check(tmp_path, fitting.url, rollout=replay)
+    fitting.answers[path] = (204, "")
+    check(tmp_path, fitting.url, rollout=replay)
+    assert asked(fitting)[-1] == path
 
 
 def test_other_differences_are_told_of_a_paused_engine_too(fitting, tmp_path):

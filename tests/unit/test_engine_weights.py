@@ -65,6 +65,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.do_GET()
 
+    def do_DELETE(self) -> None:
+        self.do_GET()
+
     def log_message(self, *_: object) -> None:
         return
 
@@ -188,6 +191,36 @@ def test_checksums_come_by_rank_and_completely(
     engine.answers["/weights_checker"] = (200, json.dumps({"ranks": [rank(1)]}))
     with pytest.raises(EngineAnswerError, match=r"ranks \[1\], expected 0 to 1"):
         control.checksums()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "call"),
+    [
+        ("/weights_checker", {}, lambda c: c.checksums()),
+        ("/weights_checker", {"ranks": [{"checksums": {}}]}, lambda c: c.checksums()),
+        ("/weights_checker", {"ranks": 3}, lambda c: c.checksums()),
+        ("/model_info", {}, lambda c: c.version()),
+        ("/generate", [{"meta_info": {}}], lambda c: c.score([[1, 2]])),
+        ("/generate", [{"meta_info": {"input_token_logprobs": [[]]}}], lambda c: c.score([[1, 2]])),
+        ("/v1/models", {"data": [{}]}, lambda c: c.adapter_names()),
+    ],
+)
+def test_an_answer_of_another_form_is_the_engines_fault(
+    engine: Engine, connect: Callable[..., Control], path: str, body: Any, call: Callable[..., Any]
+) -> None:
+    """Where the same KeyError elsewhere would be a bug of ours."""
+    control = connect()
+    engine.answers[path] = (200, json.dumps(body))
+    with pytest.raises(EngineAnswerError, match=path):
+        call(control)
+
+
+def test_ranks_that_do_not_divide_the_model_are_the_engines_fault(
+    engine: Engine, connect: Callable[..., Control]
+) -> None:
+    engine.info(tp_size=3)
+    with pytest.raises(EngineMismatchError, match=engine.url):
+        connect()
 
 
 def test_busy_engine_is_resumed(engine: Engine, connect: Callable[..., Control]) -> None:
