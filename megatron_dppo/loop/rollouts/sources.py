@@ -97,6 +97,7 @@ class _Draft:
         return range(len(self.rows), len(self.problems))
 
 
+@dataclass
 class GeneratedRollouts:
     """Batches from ``engine``. ``job``: a template that carries all but the problems and what their seeds are for.
 
@@ -104,34 +105,22 @@ class GeneratedRollouts:
     of the run.
     """
 
-    def __init__(
-        self,
-        rollout: RolloutConfig,
-        algorithm: AlgorithmConfig,
-        topology: Topology,
-        engine: EngineSession,
-        verifier: Verifier,
-        job: GenerationJob,
-        problems: Sequence[Problem],
-        sampler: Sampler,
-        timer: PhaseTimer,
-        *,
-        steps: int,
-    ) -> None:
-        self._rollout = rollout
-        self._algorithm = algorithm
-        self._steps = steps
-        self._topology = topology
-        self._engine = engine
-        self._verifier = verifier
-        self._job = job
-        self._problems = problems
-        self._sampler = sampler
-        self._timer = timer
-        self._quota = GroupQuota.of(rollout)
-        self._in_hand: _Draft | None = None
-        self._on_its_way: _Draft | None = None
-        self._begun = 0
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig
+    topology: Topology
+    engine: EngineSession
+    verifier: Verifier
+    job: GenerationJob
+    problems: Sequence[Problem]
+    sampler: Sampler
+    timer: PhaseTimer
+    steps: int
+    _in_hand: _Draft | None = None
+    _on_its_way: _Draft | None = None
+    _begun: int = 0
+
+    def __post_init__(self) -> None:
+        self._quota = GroupQuota.of(self.rollout)
 
     def collect(self, step: int) -> RolloutBatch:
         """The batch of ``step``, verified and with advantages; meanwhile the next one is generated.
@@ -166,7 +155,7 @@ class GeneratedRollouts:
 
     def run_ahead(self) -> None:
         """Begin the next batch, unless it runs already, the run is synchronous, or was the last step's."""
-        ahead = self._rollout.max_staleness > 0 and self._begun < self._steps
+        ahead = self.rollout.max_staleness > 0 and self._begun < self.steps
         if ahead and self._on_its_way is None:
             self._begin(self._begun + 1)
 
@@ -179,41 +168,41 @@ class GeneratedRollouts:
 
     def _ask(self, draft: _Draft, count: int) -> None:
         """Start a round: ``count`` further problems, answered in the background."""
-        draft.problems += [self._problems[i] for i in self._sampler.next(count)]
-        draft.sampler = self._sampler.state_dict()
+        draft.problems += [self.problems[i] for i in self.sampler.next(count)]
+        draft.sampler = self.sampler.state_dict()
         draft.rounds += 1
-        positions = own_positions(draft.unjudged, self._topology)
-        seeds = self._job.seeds
+        positions = own_positions(draft.unjudged, self.topology)
+        seeds = self.job.seeds
         if seeds is not None:
             seeds = replace(seeds, purpose=f"step {draft.step}", positions=positions)
         problems = [draft.problems[p] for p in positions]
-        job = replace(self._job, problems=problems, seeds=seeds)
+        job = replace(self.job, problems=problems, seeds=seeds)
         again = f", round {draft.rounds}" if draft.rounds > 1 else ""
         draft.generation = ScoredGeneration(
-            self._engine, self._verifier, job, f"step {draft.step}: generate{again}"
+            self.engine, self.verifier, job, f"step {draft.step}: generate{again}"
         )
 
     def _receive(self, draft: _Draft, version: int) -> None:
         """Wait for the round's responses. ``version``: of the weights that the trainer holds."""
         assert draft.generation is not None
         began = time.monotonic()
-        with self._timer("generate"):
+        with self.timer("generate"):
             draft.generation.wait(version)
         draft.waited += time.monotonic() - began
 
     def _judge(self, draft: _Draft) -> None:
         """Verify this rank's new groups, and tell every rank how all of them did."""
         assert draft.generation is not None
-        new = own_positions(draft.unjudged, self._topology)
-        with self._timer("reward"):
-            scored = draft.generation.scored(self._algorithm)
+        new = own_positions(draft.unjudged, self.topology)
+        with self.timer("reward"):
+            scored = draft.generation.scored(self.algorithm)
             draft.groups |= dict(zip(new, self._groups(scored), strict=True))
             rows_by_rank = all_gather_json(
                 [[GroupRow.of(draft.groups[p]) for p in new], draft.generation.seconds]
             )
-        shares = [iter(rows_by_rank[leader][0]) for leader in self._topology.leaders]
+        shares = [iter(rows_by_rank[leader][0]) for leader in self.topology.leaders]
         draft.rows += [
-            GroupRow(*next(shares[owner(p, self._topology)])) for p in list(draft.unjudged)
+            GroupRow(*next(shares[owner(p, self.topology)])) for p in list(draft.unjudged)
         ]
         draft.seconds += max(seconds for _, seconds in rows_by_rank)
 
@@ -221,11 +210,11 @@ class GeneratedRollouts:
         """The batch on every rank, and its figures."""
         selection = self._quota.choose(draft.flat)
         chosen = [t for p in selection.positions if p in draft.groups for t in draft.groups[p]]
-        with self._timer("exchange"):
+        with self.timer("exchange"):
             batch, trajectories = announce(
-                chosen, self._topology, self._job.group_size, selection.positions
+                chosen, self.topology, self.job.group_size, selection.positions
             )
-        check_staleness(batch, draft.step, self._rollout.max_staleness)
+        check_staleness(batch, draft.step, self.rollout.max_staleness)
         figures = generated_figures(draft.rows) | staleness_figures(batch, draft.step)
         figures |= speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
         if self._quota.filtering:
@@ -245,7 +234,7 @@ class GeneratedRollouts:
             )
 
     def _groups(self, trajectories: Sequence[Trajectory]) -> list[list[Trajectory]]:
-        size = self._job.group_size
+        size = self.job.group_size
         return [list(trajectories[i : i + size]) for i in range(0, len(trajectories), size)]
 
 
