@@ -123,9 +123,6 @@ class AnswerParser:
                 for content in (payload, *downloaded.values()):
                     connection.send_bytes(content)
                 reply = connection.recv()
-                inline = (
-                    None if isinstance(reply, EngineError) or reply[2] else connection.recv_bytes()
-                )
             except (OSError, EOFError):
                 code = process.wait()
                 raise ParserLostError(
@@ -133,12 +130,15 @@ class AnswerParser:
                 ) from None
         if isinstance(reply, EngineError):
             raise reply
-        head, sizes, path = reply
+        head, sizes, path, content = reply
         starts, size = aligned(sizes)
-        try:
-            buffer = mapped(path, size) if inline is None else np.frombuffer(inline, np.uint8)
-        finally:
-            Path(path).unlink(missing_ok=True) if path else None
+        if path is None:
+            buffer = np.frombuffer(content, np.uint8)
+        else:
+            try:
+                buffer = mapped(path, size)
+            finally:
+                Path(path).unlink(missing_ok=True)
         views = [buffer[start : start + n] for start, n in zip(starts, sizes, strict=True)]
         return Parsed(*pickle.loads(head, buffers=views))
 
@@ -182,9 +182,7 @@ def reply_to(connection: Connection) -> None:
         buffer, path = np.zeros(size, np.uint8), None
     for start, view in zip(starts, flat, strict=True):
         buffer[start : start + view.nbytes] = view
-    connection.send((head, sizes, path))
-    if path is None:
-        connection.send_bytes(buffer)
+    connection.send((head, sizes, path, buffer.tobytes() if path is None else b""))
 
 
 def main() -> None:
