@@ -41,8 +41,6 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.system.network import url_problem
 
-# Checks of the section ``data``: files that are there, weights, and how prompts are put.
-
 PLACEHOLDER = "{prompt}"
 """What a prompt template holds where the problem goes."""
 
@@ -100,9 +98,6 @@ def prompt_form_problems(config: TrainConfig) -> Iterator[str]:
     if "" in config.rollout.stop:
         yield "rollout.stop: got an empty text, expected texts that end a response"
 
-
-# What a configuration's layout comes to, and ``model.layout_checks`` in the configuration's own
-# words.
 
 Problems = Iterator[str]
 LayoutCheck = Callable[[PolicyConfig, ModelShape], Problems]
@@ -171,9 +166,6 @@ def _dense_dispatches_nothing(config: PolicyConfig, model: ModelShape) -> Proble
 
 LAYOUT_CHECKS: tuple[LayoutCheck, ...] = (_fits_the_model, _dense_dispatches_nothing)
 
-
-# Values that are of the right type and can still not be used: text that is no path, ports,
-# shapes.
 
 LONGEST_TEXT = 4096
 """Characters of a path, as Linux bounds it."""

@@ -6,7 +6,6 @@ A relative path in a configuration is relative to the directory that the program
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -264,11 +263,6 @@ def _read(path: Path, read: Callable[[Path], Tree], above: tuple[Path, ...]) -> 
 _LONGEST_PATH = 1024
 C = TypeVar("C", bound=Section)
 
-log = logging.getLogger(__name__)
-
-EARLIER_NAMES = {("rollout", "drop_groups_without_spread"): "drop_zero_variance_groups"}
-"""(section, key) of an earlier version -> the key's name now."""
-
 _KEY_PATH = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 
 
@@ -289,7 +283,6 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
     tree = {} if path is None else read_with_bases(Path(path), partial(_read_tree, schema=schema))
     problems = _apply_overrides(tree, overrides)
     _take_null_sets_away(tree)
-    _rename_earlier_keys(tree)
     problems += _fill_in_directory(tree)
     config, invalid = _validate(tree, schema)
     problems += invalid if config is None else unusable_values(config)
@@ -380,15 +373,6 @@ def _take_null_sets_away(tree: dict[str, Any]) -> None:
     if isinstance(data, dict) and isinstance(data.get("evaluation"), dict):
         sets = data["evaluation"]
         data["evaluation"] = {name: path for name, path in sets.items() if path is not None}
-
-
-def _rename_earlier_keys(tree: dict[str, Any]) -> None:
-    """Give keys that an earlier version wrote their present names."""
-    for (section, earlier), name in EARLIER_NAMES.items():
-        table = tree.get(section)
-        if isinstance(table, dict) and earlier in table and name not in table:
-            log.warning("%s.%s is called %s.%s now", section, earlier, section, name)
-            table[name] = table.pop(earlier)
 
 
 def _fill_in_directory(tree: dict[str, Any]) -> list[str]:

@@ -15,8 +15,6 @@ from megatron_dppo.algorithms.table import (
 )
 from megatron_dppo.model.layout import LayoutSizes
 
-# What every section of a configuration is.
-
 
 class Section(BaseModel):
     """Base of every section: frozen, no unknown keys, no silent conversion of types."""
@@ -28,9 +26,6 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
-
-
-# The section ``data``: files of problems, and how problems are put to the model.
 
 
 class ProblemFile(Section):

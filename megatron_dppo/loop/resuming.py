@@ -45,15 +45,6 @@ from megatron_dppo.trainer.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-RECORDED_LATER = (
-    "algorithm.aggregation",
-    "algorithm.reference_estimator",
-    "algorithm.reference_importance_weights",
-    "algorithm.reference_kl",
-    "algorithm.truncated_responses",
-)
-"""Settings that every identity has now; a checkpoint without one was written before they were recorded."""
-
 
 class ResumeError(RunError, ValueError):
     """A checkpoint does not belong to the run that it should continue."""
@@ -61,8 +52,6 @@ class ResumeError(RunError, ValueError):
 
 FILES = "files (SHA-256)"
 """Key of the identity: hashes of the files that the run started from, by their names."""
-_LATER_FIELDS = {"records"}
-"""What checkpoints of earlier versions lack."""
 
 
 @dataclass
@@ -89,7 +78,7 @@ class RunState:
     def from_json(cls, values: dict[str, Any]) -> RunState:
         """Inverse of :meth:`to_json`. Raises ResumeError for missing or unknown fields."""
         expected = set(cls.__dataclass_fields__)
-        if set(values) | _LATER_FIELDS != expected:
+        if set(values) != expected:
             raise ResumeError(
                 f"run state in the checkpoint has fields {sorted(values)}, expected {sorted(expected)}; "
                 "it was written by another version"
@@ -97,19 +86,10 @@ class RunState:
         return cls(**values)
 
     def check_identity(self, identity: dict[str, Any], checkpoint: str) -> None:
-        """Raise ResumeError, naming each difference, unless ``identity`` is this run's.
-
-        What the checkpoint's version did not record yet (``RECORDED_LATER``) is taken as it is now: a warning names
-        it, and the run's next checkpoints hold it.
-        """
-        unrecorded = {
-            key: identity[key]
-            for key in RECORDED_LATER
-            if key in identity and key not in self.identity
-        }
+        """Raise ResumeError, naming each difference, unless ``identity`` is this run's."""
         differences = [
             f"{key}: {self.identity.get(key)!r} there, {identity.get(key)!r} now"
-            for key in sorted((self.identity.keys() | identity.keys()) - {FILES, *unrecorded})
+            for key in sorted((self.identity.keys() | identity.keys()) - {FILES})
             if self.identity.get(key) != identity.get(key)
         ]
         if differences:
@@ -117,36 +97,28 @@ class RunState:
                 f"{checkpoint} belongs to another run ({'; '.join(differences)}); give back these "
                 "values, or name another run.directory, or start anew with run.resume=never"
             )
-        if unrecorded:
-            named = ", ".join(f"{key}={value}" for key, value in unrecorded.items())
-            log.warning(
-                "%s is of a version that did not record %s; make sure that it ran so",
-                checkpoint,
-                named,
-            )
-            self.identity |= unrecorded
 
     def check_files(self, files: Mapping[str, str], checkpoint: str) -> None:
         """Raise ResumeError, naming each file of ``files`` that is not as it was when the run began with it.
 
-        A checkpoint of an earlier version knows none. Files that are new, or gone, are another check's.
+        Files that are new, or gone, are another check's.
         """
-        known = self.identity.get(FILES, {})
-        changed = sorted(name for name in files if known.get(name, files[name]) != files[name])
+        hashes = self.identity.get(FILES, {})
+        changed = sorted(name for name in files if hashes.get(name, files[name]) != files[name])
         if changed:
-            told = "; ".join(
-                f"{name}: its SHA-256 is {files[name][:12]}..., was {known[name][:12]}..."
+            changes = "; ".join(
+                f"{name}: its SHA-256 is {files[name][:12]}..., was {hashes[name][:12]}..."
                 for name in changed
             )
             raise ResumeError(
-                f"{checkpoint} was begun with other files ({told}); give them back, or start anew with "
+                f"{checkpoint} was begun with other files ({changes}); give them back, or start anew with "
                 "run.resume=never"
             )
 
     def check_file_names(self, names: Set[str], checkpoint: str) -> None:
         """Raise ResumeError where a model's folder has lost or got a file since the run began."""
-        known = self.identity.get(FILES)
-        if known is not None and (odd := {n for n in known if not n.startswith("data")} ^ names):
+        hashes = self.identity.get(FILES)
+        if hashes is not None and (odd := {n for n in hashes if not n.startswith("data")} ^ names):
             raise ResumeError(
                 f"{checkpoint} was begun with other files: {', '.join(sorted(odd))} came or went since"
             )
@@ -158,27 +130,24 @@ def identity_of(config: TrainConfig, data_sha256: str) -> dict[str, Any]:
     With another value the metrics after the resume would not continue those before it. Learning
     rates, batch sizes, layouts, limits and schedules may change.
     """
-    settings, data = config.algorithm.settings, config.data
-    keys = [[file.prompt_key, file.answer_key] for file in data.train_files]
-    later = {  # left out where nothing is set: a checkpoint without them was written so
+    algorithm, data = config.algorithm, config.data
+    return {
+        "algorithm.name": algorithm.name,
+        "algorithm.settings": algorithm.settings,
+        "algorithm.options": dict(algorithm.options),
+        "algorithm.aggregation": algorithm.aggregation,
+        "algorithm.reference_estimator": algorithm.reference_estimator,
+        "algorithm.reference_importance_weights": algorithm.reference_importance_weights,
+        "algorithm.reference_kl": algorithm.reference_kl,
+        "algorithm.truncated_responses": algorithm.truncated_responses,
+        "data.train (SHA-256)": data_sha256,
+        "data.train (keys)": [[file.prompt_key, file.answer_key] for file in data.train_files],
         "data.system_prompt": data.system_prompt,
         "data.prompt_template": data.prompt_template,
-        "data.train (keys)": keys if any(map(any, keys)) else None,
-        "rollout.stop": list(config.rollout.stop) or None,
-    }
-    return {
-        **{key: value for key, value in later.items() if value is not None},
-        "algorithm.name": config.algorithm.name,
-        **{
-            key: getattr(config.algorithm, key.removeprefix("algorithm.")) for key in RECORDED_LATER
-        },
-        # Left out where it is the default: a checkpoint without it was written by that.
-        **({"algorithm.settings": settings} if settings != "stability" else {}),
-        "algorithm.options": dict(config.algorithm.options),
-        "data.train (SHA-256)": data_sha256,
-        "data.max_prompt_tokens": config.data.max_prompt_tokens,
-        "data.shuffle": config.data.shuffle,
+        "data.max_prompt_tokens": data.max_prompt_tokens,
+        "data.shuffle": data.shuffle,
         "reward.name": config.reward.name,
+        "rollout.stop": list(config.rollout.stop),
         "rollout.temperature": config.rollout.temperature,
         "run.seed": config.run.seed,
     }
@@ -218,24 +187,24 @@ def refuse_fresh_start(config: TrainConfig, unusable: Sequence[str], history: Hi
     anew. ``unusable``: what is wrong with each checkpoint that is there.
     """
     directory = config.run.directory
-    found = []
+    remains = []
     if unusable:
         shown = "; ".join(unusable[:_SHOWN]) + ("; ..." if len(unusable) > _SHOWN else "")
-        found.append(f"{len(unusable)} checkpoint(s) that can't be used ({shown})")
+        remains.append(f"{len(unusable)} checkpoint(s) that can't be used ({shown})")
     elif history.saved is not None:
-        found.append(f"no checkpoint, though one of step {history.saved} was written")
+        remains.append(f"no checkpoint, though one of step {history.saved} was written")
     elif (history.recorded or 0) >= config.checkpoint.every:
-        found.append("no checkpoint, though one was due")
+        remains.append("no checkpoint, though one was due")
     if history.damage is not None:
-        found.append(f"records that can't be read ({history.damage})")
-    if not found and config.run.resume == "required":
-        found.append("no checkpoint")
-    if not found:
+        remains.append(f"records that can't be read ({history.damage})")
+    if not remains and config.run.resume == "required":
+        remains.append("no checkpoint")
+    if not remains:
         return
     if history.recorded is not None:
-        found.append(f"records up to step {history.recorded}")
+        remains.append(f"records up to step {history.recorded}")
     raise ResumeError(
-        f"{directory} holds {' and '.join(found)}; run.resume: {config.run.resume} would begin anew "
+        f"{directory} holds {' and '.join(remains)}; run.resume: {config.run.resume} would begin anew "
         f"at step 0. Bring the checkpoints back (is {directory}/{CHECKPOINTS_FOLDER} mounted?), or "
         "begin anew with run.resume=never, which sets aside what is there"
     )

@@ -330,12 +330,6 @@ def test_null_takes_an_evaluation_set_away(tmp_path):
     assert load_config(path, ["data.evaluation.no="]).data.evaluation.keys() == {"one", "two"}
 
 
-def test_a_key_of_an_earlier_version_means_the_same(load, tree, caplog):
-    tree["rollout"]["drop_groups_without_spread"] = True
-    assert load().rollout.drop_zero_variance_groups
-    assert "is called rollout.drop_zero_variance_groups now" in caplog.text
-
-
 def test_every_form_of_the_data_is_written_back_as_it_was(load, tmp_path):
     for train in (
         "a.jsonl",
