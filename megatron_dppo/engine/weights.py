@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 _IDLE_WAIT_S = 5.0
 _LEAVE_S = 5.0
 _SLACK_S = 10.0
+_SHARING = threading.Lock()
 _DEVICE_ARGUMENT = 6
 """Of ``rebuild_cuda_tensor``'s arguments: the device's index."""
 
@@ -487,9 +489,11 @@ def _pickled(value: Any) -> bytes:
 def _file_system_sharing() -> Iterator[None]:
     # torch's other strategy sends file descriptors, which can't cross to a process that is no child: they kill the
     # server.
-    before = torch.multiprocessing.get_sharing_strategy()
-    torch.multiprocessing.set_sharing_strategy("file_system")
-    try:
-        yield
-    finally:
-        torch.multiprocessing.set_sharing_strategy(before)
+    # The strategy is the process's: one thread allocates a bucket while another hands over the one before.
+    with _SHARING:
+        before = torch.multiprocessing.get_sharing_strategy()
+        torch.multiprocessing.set_sharing_strategy("file_system")
+        try:
+            yield
+        finally:
+            torch.multiprocessing.set_sharing_strategy(before)

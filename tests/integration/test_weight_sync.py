@@ -184,12 +184,13 @@ class Unhashable(EngineWeights):
         return expected
 
 
-def test_a_senders_own_failure_frees_the_engine_at_once(served: Served, trained: Path) -> None:
+def test_a_bug_of_the_senders_surfaces_and_frees_the_engine_at_once(
+    served: Served, trained: Path
+) -> None:
     updates = updater(served.weights(Unhashable), Source(read(trained)))
     start = time.monotonic()
-    with pytest.raises(WeightUpdateError, match="ValueError: no such checksum") as failure:
+    with pytest.raises(ValueError, match=r"^no such checksum$"):
         updates.update(21)
-    assert failure.value.engines == ()
     assert time.monotonic() - start < TIMEOUT_S / 3
     assert served.version() == "unverified-21"
     assert updater(served.weights(), Source(read(trained))).update(21).verified
