@@ -18,7 +18,7 @@ from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.family import Rule, Source
 from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
-from megatron_dppo.model.mapping import LocalParameter, Segment, shard_of
+from megatron_dppo.model.mapping import LocalParameter, Segment, parameters, shard_of
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Block, Dims, replicated
 
@@ -310,6 +310,10 @@ def _dims(source: Source, sizes: dict[str, int]) -> str:
     return " x ".join(str(sizes[d]) for d in source.dims)
 
 
-def elements(adapters: Adapters, shape: ModelShape) -> int:
-    """Elements of all adapters."""
-    return sum(math.prod(dims) for dims in adapter_tensors(adapters, shape).values())
+def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: bool) -> int:
+    """Elements that a run trains, which are those of its checkpoints: the whole model's, or where there are
+    ``adapters`` theirs, and with ``routers`` the routers'."""
+    if adapters is None:
+        return parameters(shape)
+    trained = sum(math.prod(dims) for dims in adapter_tensors(adapters, shape).values())
+    return trained + routers * shape.num_layers * shape.num_experts * shape.hidden_size

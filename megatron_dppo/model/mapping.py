@@ -7,9 +7,10 @@ the proof and the checksums of a weight update read ``engine_parameters``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megatron_dppo.model.families import family_of
@@ -87,6 +88,12 @@ def hf_tensors(shape: ModelShape) -> dict[str, Dims]:
         for row in (_Row(family.embedding), *layers, _Row(family.final_norm), *output)
         for source in row.rule.sources
     }
+
+
+@cache
+def parameters(shape: ModelShape) -> int:
+    """Elements of the whole model, tied embeddings once."""
+    return sum(math.prod(dims) for dims in hf_tensors(shape).values())
 
 
 def local_parameters(shape: ModelShape, layout: Layout, rank: int) -> list[LocalParameter]:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Of a weight, by its type."""
+OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12, "float16": 12}
+"""Of a trained weight: Adam's two fp32 moments and, where the weight is narrower, its fp32 master."""
+
+
+def checkpoint_bytes(trained: int, dtype: str) -> int:
+    """Bytes of a checkpoint of ``trained`` elements: weights and optimizer state."""
+    return trained * (ITEM_BYTES[dtype] + OPTIMIZER_BYTES[dtype])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
+from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
 from megatron_dppo.planner.devices import ceil_to
 from megatron_dppo.planner.needs import Needs, needs_of
 from megatron_dppo.planner.parameters import Trained
@@ -181,7 +181,7 @@ def trainer_job(
         reference=config.keeps_reference,
         reference_adapters=config.keeps_reference and config.lora.start_from is not None,
         gradient_bytes=4 if config.megatron_ddp.get("grad_reduce_in_fp32", True) else item,
-        optimizer_bytes=8 if item == 4 else 12,
+        optimizer_bytes=OPTIMIZER_BYTES[config.model.dtype],
     )
 
 

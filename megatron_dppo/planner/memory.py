@@ -27,7 +27,7 @@ from megatron_dppo.model.mapping import (
     keeps_untied_output,
     shard_of,
 )
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.shape import ModelShape, checkpoint_bytes
 from megatron_dppo.planner.activations import ActivationBytes, activation_bytes
 from megatron_dppo.planner.devices import (
     CONTEXT,
@@ -481,5 +481,4 @@ def _copied(job: Job) -> int:
         written = (elements(held.dense) * layout.tensor + experts) * layout.pipeline
     else:
         written = trained.elements(job.trainer.shape)
-    share = written / layout.world_size
-    return round(share * (12 if job.trainer.dtype == "float32" else 14))
+    return round(checkpoint_bytes(written, job.trainer.dtype) / layout.world_size)

@@ -9,8 +9,7 @@ from functools import lru_cache
 
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import LoraConfig
-from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears
-from megatron_dppo.model.adapters import elements as adapter_elements
+from megatron_dppo.model.adapters import LORA_A, LORA_B, Adapters, adapted_linears, trained_elements
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.family import Rule
 from megatron_dppo.model.layout import Layout
@@ -112,8 +111,7 @@ class Trained:
 
     def elements(self, shape: ModelShape) -> int:
         """Trained elements of the whole model."""
-        routers = shape.num_layers * shape.num_experts * shape.hidden_size if self.routers else 0
-        return adapter_elements(self.adapters, shape) + routers
+        return trained_elements(shape, self.adapters, routers=self.routers)
 
     def trained_base(self, shape: ModelShape, layout: Layout) -> int:
         """Elements of the model's own parameters, the routers', that are trained."""

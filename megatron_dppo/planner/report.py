@@ -8,12 +8,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dppo.model.mapping import parameters
 from megatron_dppo.planner import activations, step_time
 from megatron_dppo.planner.devices import GIB, gb, gib
 from megatron_dppo.planner.run_plan import Verdict
 from megatron_dppo.planner.search import Proposal
 from megatron_dppo.planner.step_time import model_flops_utilisation
-from megatron_dppo.planner.traffic import parameters
 
 # A plan as tables for people.
 

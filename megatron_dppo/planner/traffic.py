@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 from megatron_dppo.model.gather_plan import (
     Bucket,
@@ -16,8 +15,8 @@ from megatron_dppo.model.gather_plan import (
     fewest_gathered_elements,
     hf_buckets_plan,
 )
-from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.shape import checkpoint_bytes
 from megatron_dppo.planner.devices import GB, Device, gib
 from megatron_dppo.planner.facts import Job
 from megatron_dppo.planner.memory import PER_COMMUNICATOR
@@ -47,12 +46,6 @@ class Transfer:
     checkpoint_seconds: float
 
 
-@cache
-def parameters(shape: ModelShape) -> int:
-    """Of the model, tied embeddings once."""
-    return sum(math.prod(dims) for dims in hf_tensors(shape).values())
-
-
 def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
     """Update: every engine GPU receives all weights; senders broadcast in turn, so seconds = bytes / (a network port's
     rate x efficiency) + buckets x latency + a fixed part. Gathered first, within nodes where one rank of each sends:
@@ -65,7 +58,7 @@ def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
     trainer = job.trainer
     count = parameters(trainer.shape)
     stored = count if trainer.trained is None else trainer.trained.elements(trainer.shape)
-    state = stored * (trainer.item_bytes + (8 if trainer.dtype == "float32" else 12))
+    state = checkpoint_bytes(stored, trainer.dtype)
     if job.updates_adapters:
         sent = gathered = stored * trainer.item_bytes
         buckets, wire = 1, 2 * sent / storage

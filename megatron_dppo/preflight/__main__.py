@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from megatron_dppo.config import TrainConfig, load_config
+from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.logging import fatal
-from megatron_dppo.preflight.checks import CHECKS
-from megatron_dppo.preflight.collection import run_task, this_host
-from megatron_dppo.preflight.evidence import Evidence, read_evidence
-from megatron_dppo.preflight.needs import Needs, needs_of
-from megatron_dppo.preflight.table import table
-from megatron_dppo.preflight.verdict import Verdict, judge
+from megatron_dppo.preflight import CHECKS, Needs, Verdict, collect_evidence, judge, needs_of, table
+from megatron_dppo.preflight.evidence import (
+    Evidence,
+    Meeting,
+    read_evidence,
+    write_evidence,
+)
 from megatron_dppo.system.errors import RunError
 
 BAD_NODE = 3
@@ -30,45 +32,50 @@ BAD_NODE = 3
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 0 all is well, 2 refused, 3 a node (in a step: this one) is not fit."""
-    words = _parser().parse_intermixed_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
+    # Slurm's name where there is one, which may differ from the machine's.
+    host = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     try:
-        config = load_config(words.config, words.overrides)
-        needs = needs_of(config, gpus=_gpus(words, config), ports=words.port)
-        folder = words.evidence or _folder(needs.run_directory)
-        count = words.nodes or int(os.environ.get("SLURM_NTASKS", "1"))
-        told = run_task(needs, folder, count, timeout_s=words.timeout, skipped=words.skip)
-        return _alone(told, needs, folder) if count == 1 else _in_step(told, needs, folder)
+        config = load_config(options.config, options.overrides)
+        gpus = options.gpus
+        if gpus is None:
+            gpus = _default_gpus(config.engine.device, config.parallel.world_size)
+        needs = needs_of(config, gpus=gpus, ports=options.port)
+        folder = options.evidence or _folder(needs.run_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        count = options.nodes or int(os.environ.get("SLURM_NTASKS", "1"))
+        meeting = Meeting(folder, host, count, options.timeout)
+        evidence = collect_evidence(needs, meeting, options.skip)
+        write_evidence(folder, host, evidence)
+        judged = _alone if count == 1 else _in_step
+        return judged(host, evidence, needs, folder)
     except RunError as error:
         fatal(str(error))
 
 
-def _alone(told: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
+def _alone(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
     """Judge this machine and tell the result."""
-    host = this_host()
-    verdict = Verdict(judge({host: told}, needs, [host]))
+    verdict = Verdict(judge({host: evidence}, needs, [host]))
     verdict.write(folder)
-    print(table({host: told}, verdict.findings))
+    print(table({host: evidence}, verdict.findings))
     return 0 if verdict.is_good else BAD_NODE
 
 
-def _in_step(told: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
+def _in_step(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
     """What this node's own evidence and that of those which are done tells of this node."""
-    host = this_host()
-    known = read_evidence(folder, [path.stem for path in folder.glob("*.json")])
-    findings = [f for f in judge({**known, host: dict(told)}, needs, [host]) if f.host == host]
+    others = read_evidence(folder, [path.stem for path in folder.glob("*.json")])
+    findings = [f for f in judge({**others, host: evidence}, needs, [host]) if f.host == host]
     for finding in findings:
         print(finding, flush=True)
     return BAD_NODE if findings else 0
 
 
-def _gpus(words: argparse.Namespace, config: TrainConfig) -> int:
-    if words.gpus is not None:
-        return int(words.gpus)
-    if config.engine.device == "cpu":
+def _default_gpus(device: str | None, ranks: int) -> int:
+    """GPUs of a node where the command line does not tell."""
+    # A run that finds no GPU trains and serves on CPUs.
+    if device == "cpu" or (device is None and not this_machine().gpus):
         return 0
-    if config.engine.device is None and not this_machine().gpus:
-        return 0  # such a run trains and serves on CPUs
-    return int(os.environ.get("SLURM_GPUS_ON_NODE", config.parallel.world_size))
+    return int(os.environ.get("SLURM_GPUS_ON_NODE", ranks))
 
 
 def _folder(run: Path) -> Path:

@@ -1,43 +1,137 @@
-"""Evidence on disk: one JSON file a node, beside the files through which the nodes meet.
+"""What nodes tell of themselves, how they tell each other, and what is wrong with one of them.
 
-``<run.directory>/preflight/<job>-<attempt>/<host>.json`` holds an object with one entry for each check.
+``<run.directory>/preflight/<job>-<attempt>/<host>.json`` holds a node's evidence: an object with one entry a check.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.preflight.needs import Needs
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 
 Evidence = Mapping[str, Any]
-"""What one check found on one node. ``error`` in place of all else: why it could not be told."""
+"""What one check collected on one node. ``error`` in place of all else: why it could not be told."""
+EVERYWHERE = "*"
+"""Host of a finding that no single node is to blame for: leaving one out would not help."""
+_POLL_S = 0.05
 
 
 class EvidenceError(RunError, ValueError):
     """A file of evidence holds something else; the message names it."""
 
 
-def evidence_path(folder: Path, host: str) -> Path:
-    """A node's file."""
-    return folder / f"{host}.json"
+class CheckError(RuntimeError):
+    """A node can't tell what a check asks; the message says why, and is the evidence."""
 
 
-def write_evidence(folder: Path, host: str, evidence: Mapping[str, Evidence]) -> Path:
-    """Write a node's file; its path."""
-    path = evidence_path(folder, host)
-    write_atomically(path, json.dumps(evidence, indent=1, sort_keys=True) + "\n")
-    return path
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One thing that is not as it must be: ``subject`` of ``host`` (or of ``EVERYWHERE``)."""
+
+    host: str
+    subject: str
+    got: str
+    expected: str
+
+    def __str__(self) -> str:
+        where = "all nodes" if self.host == EVERYWHERE else self.host
+        return f"{where}: {self.subject}: got {self.got}, expected {self.expected}"
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a check looks. ``evidence``: this node's, of the checks before it."""
+
+    needs: Needs
+    meeting: Meeting
+    evidence: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check.
+
+    Attributes:
+        collect: runs on every node; evidence that JSON can hold. May raise CheckError or OSError.
+        judge: pure; evidence of all nodes by host to what is wrong.
+    """
+
+    collect: Callable[[Site], dict[str, Any]]
+    judge: Callable[[Mapping[str, Evidence], Needs], Iterable[Finding]]
+
+
+class Meeting:
+    """One node's place among those that meet in a folder: each says something, and reads what all others said.
+
+    No locks: new names, renames and exclusive creation are all it takes.
+
+    Args:
+        folder: seen by all nodes under this path.
+        host: this node's name.
+        count: nodes that take part.
+        timeout_s: longest wait for the others in each round.
+    """
+
+    def __init__(self, folder: Path, host: str, count: int, timeout_s: float) -> None:
+        self.host = host
+        self.count = count
+        self.timeout_s = timeout_s
+        self._folder = folder / "meeting"
+
+    def say(self, topic: str, content: Mapping[str, Any]) -> None:
+        """Publish this node's word on a topic."""
+        folder = self._folder / topic
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / self.host, json.dumps(content))
+
+    def hear(self, topic: str) -> dict[str, Any]:
+        """What every node said on it, by host; fewer than ``count`` where the others are late."""
+        deadline = time.monotonic() + self.timeout_s
+        while len(self._hosts(topic)) < self.count and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return self.read(topic)
+
+    def read(self, topic: str) -> dict[str, Any]:
+        """What has been said on it so far, by host."""
+        folder = self._folder / topic
+        # Listed before it is read: on NFS that refreshes what this node remembers of the folder's names.
+        return {host: json.loads((folder / host).read_text()) for host in self._hosts(topic)}
+
+    def is_first(self, name: str) -> bool:
+        """Whether this node was the one that created a file which must not exist before."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        try:
+            os.close(os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+        return True
+
+    def _hosts(self, topic: str) -> list[str]:
+        folder = self._folder / topic
+        names = os.listdir(folder) if folder.is_dir() else []
+        # A file that is being written begins with a dot.
+        return sorted(name for name in names if not name.startswith("."))
+
+
+def write_evidence(folder: Path, host: str, evidence: Mapping[str, Evidence]) -> None:
+    """Write a node's file."""
+    write_atomically(folder / f"{host}.json", json.dumps(evidence, indent=1, sort_keys=True) + "\n")
 
 
 def read_evidence(folder: Path, hosts: Iterable[str]) -> dict[str, dict[str, Evidence]]:
     """Evidence by host; a host without a file is left out. Raises EvidenceError."""
-    found = {}
+    evidence = {}
     for host in hosts:
-        path = evidence_path(folder, host)
+        path = folder / f"{host}.json"
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -46,5 +140,46 @@ def read_evidence(folder: Path, hosts: Iterable[str]) -> dict[str, dict[str, Evi
             raise EvidenceError(f"{path}: not JSON: {error}") from error
         if not isinstance(content, dict):
             raise EvidenceError(f"{path}: got {type(content).__name__}, expected an object")
-        found[host] = content
-    return found
+        evidence[host] = content
+    return evidence
+
+
+def too_little(
+    subject: str, values: Mapping[str, int], needed: int, unit: str
+) -> Iterator[Finding]:
+    """One finding for each host that has less than ``needed``; ``unit``: ``GiB`` divides by 2**30."""
+    for host, value in values.items():
+        if value < needed:
+            yield Finding(host, subject, _amount(value, unit), f"at least {_amount(needed, unit)}")
+
+
+def _amount(value: int, unit: str) -> str:
+    """A number with its unit; bytes as GiB or MiB, whichever reads better."""
+    if unit != "GiB":
+        return f"{value} {unit}"
+    return f"{value / 2**30:.1f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
+
+
+def odd_ones(subject: str, values: Mapping[str, Any]) -> Iterator[Finding]:
+    """One finding for each host whose value is not what most hosts have.
+
+    Where two values are equally frequent, the one of the host that comes first is expected.
+    """
+    if not values:
+        return
+    texts = {host: str(value) for host, value in sorted(values.items())}
+    usual, count = Counter(texts.values()).most_common(1)[0]
+    for host, text in texts.items():
+        if text != usual:
+            yield Finding(host, subject, text, f"{usual}, as on {count} of {len(texts)} nodes")
+
+
+def culprits(broken: set[frozenset[str]]) -> Iterator[tuple[str, int]]:
+    """Nodes that take part in all broken pairs, most involved first, with the pairs each explains."""
+    left = set(broken)
+    while left:
+        counts = Counter(host for pair in left for host in pair)
+        # Of two nodes with as many the later name is blamed: the first node of a job runs its supervisor.
+        host = max(counts, key=lambda name: (counts[name], name))
+        yield host, counts[host]
+        left = {pair for pair in left if host not in pair}

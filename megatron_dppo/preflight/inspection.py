@@ -28,9 +28,8 @@ def package_version(name: str) -> str | None:
 def nccl_library() -> str | None:
     """The library that torch will load: the wheel's own, else the system's; None without one."""
     for folder in map(Path, sys.path):
-        found = sorted(folder.glob("nvidia/nccl/lib/libnccl.so.2"))
-        if found:
-            return str(found[0])
+        for library in folder.glob("nvidia/nccl/lib/libnccl.so.2"):
+            return str(library)
     return ctypes.util.find_library("nccl")
 
 
@@ -41,7 +40,8 @@ def nccl_version() -> str | None:
         return None
     try:
         library = ctypes.CDLL(path)
-    except OSError as error:  # it needs CUDA's runtime, for one
+    except OSError as error:
+        # It needs CUDA's runtime, for one.
         return f"unknown: {error}"
     number = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(number))
@@ -54,23 +54,23 @@ def torch_cuda() -> str | None:
     for folder in map(Path, sys.path):
         path = folder / "torch" / "version.py"
         if path.is_file():
-            found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", path.read_text(), re.MULTILINE)
-            return found and found.group(1)
+            line = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)", path.read_text(), re.MULTILINE)
+            return line and line.group(1)
     return None
 
 
 def fused_weight_gradients() -> str:
     """Whether apex's kernel is there, with which Megatron-Core accumulates weight gradients in fp32."""
-    found = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
-    return "not built" if found is None else "built"
+    spec = importlib.util.find_spec("fused_weight_gradient_mlp_cuda")
+    return "not built" if spec is None else "built"
 
 
 if __name__ == "__main__":
-    told = {
+    answer = {
         "version": platform.python_version(),
         "packages": {name: package_version(name) for name in sys.argv[1:]},
         "nccl": nccl_version(),
         "cuda": torch_cuda(),
         "fused_weight_gradients": fused_weight_gradients(),
     }
-    print(json.dumps(told))
+    print(json.dumps(answer))

@@ -1,4 +1,4 @@
-"""What a run needs of each node, as numbers."""
+"""What a run needs of each node, as numbers: lower bounds, so that no node that could work is left out."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.machine import LEAST_OPEN_FILES
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import EngineConfig, TrainConfig
+from megatron_dppo.model.adapters import trained_elements
+from megatron_dppo.model.errors import ModelError
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.mapping import parameters
+from megatron_dppo.model.shape import ITEM_BYTES, checkpoint_bytes
 
 _GIB = 2**30
 _SHM_BYTES = _GIB // 4
 """Rings and queues of NCCL, gloo and SGLang; a container's default of 64 MiB is too small."""
-_STATE_BYTES = 12
-"""Bytes of a parameter's master weight and Adam's moments in a checkpoint."""
 _SPARE_BYTES = _GIB
 _DISTRIBUTION = "megatron-dppo"
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Lower bounds for one node, so that no node that could work is left out.
+    """Of one node.
 
     Attributes:
         gpus: GPUs that the run uses on each node; 0: it runs without.
@@ -52,46 +56,63 @@ class Needs:
 
 
 def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Needs:
-    """Needs of a configured run whose nodes have ``gpus`` GPUs each, 0 for a run without."""
-    weights = sum(f.stat().st_size for f in Path(config.model.hf_checkpoint).glob("*.safetensors"))
-    parameters = weights // (2 if config.model.dtype == "bfloat16" else 4)
-    pythons = pythons_of(config)
-    through_shm = config.weight_sync.strategy == "disk" and config.weight_sync.directory is None
+    """Needs of a configured run whose nodes have ``gpus`` GPUs each, 0 for a run without.
+
+    On disk: the checkpoints to keep, and one in the making.
+    """
+    weights, update, checkpoint = _model_bytes(config)
+    sync = config.weight_sync
+    pythons = pythons_of(config.engine, generates=config.rollout.replay_from is None)
+    through_shm = sync.strategy == "disk" and sync.directory is None
     return Needs(
         gpus=gpus,
         run_directory=Path(config.run.directory),
-        disk_bytes=_SPARE_BYTES + (config.checkpoint.keep + 1) * parameters * _STATE_BYTES,
+        disk_bytes=_SPARE_BYTES + (config.checkpoint.keep + 1) * checkpoint,
         temporary_bytes=_SPARE_BYTES,
-        shm_bytes=_SHM_BYTES + (weights if through_shm else 0),
+        shm_bytes=_SHM_BYTES + (update if through_shm else 0),
         memory_bytes=_SPARE_BYTES + weights,
         open_files=LEAST_OPEN_FILES + config.rollout.max_concurrent_requests,
         ports=tuple(ports),
         pythons=pythons,
-        requirements=_requirements(pythons, gpu=gpus > 0),
+        requirements={role: _pins(_extra(role, gpu=gpus > 0)) for role in pythons},
     )
 
 
-def pythons_of(config: TrainConfig) -> dict[str, str]:
+def _model_bytes(config: TrainConfig) -> tuple[int, int, int]:
+    """Bytes of all weights, of what a weight update sends, and of one checkpoint."""
+    lora, dtype = config.lora, config.model.dtype
+    try:
+        shape = load_model_shape(config.model.hf_checkpoint)
+        trained = trained_elements(shape, adapters_of(lora, shape), routers=lora.train_router)
+    except ModelError:
+        # No node is at fault where the model can't be read, and the check of the configuration refuses it.
+        return 0, 0, 0
+    weights = parameters(shape) * ITEM_BYTES[dtype]
+    update = trained * ITEM_BYTES[dtype] if updates_adapters(lora) else weights
+    return weights, update, checkpoint_bytes(trained, dtype)
+
+
+def pythons_of(engine: EngineConfig, *, generates: bool) -> dict[str, str]:
     """Interpreter by role; no engine where the run starts no servers."""
     pythons = {"trainer": sys.executable}
-    if config.engine.started and config.rollout.replay_from is None:
-        pythons["engine"] = config.engine.python or sys.executable
+    if engine.started and generates:
+        pythons["engine"] = engine.python or sys.executable
     return pythons
 
 
-def _requirements(roles: Iterable[str], *, gpu: bool) -> dict[str, tuple[str, ...]]:
-    """This distribution's pins by role, from its own metadata."""
-    extras = {"trainer": "gpu" if gpu else "cpu", "engine": "gpu-engine"}
-    return {role: _pins(extras[role]) for role in roles}
+def _extra(role: str, *, gpu: bool) -> str:
+    if role == "engine":
+        return "gpu-engine"
+    return "gpu" if gpu else "cpu"
 
 
 def _pins(extra: str) -> tuple[str, ...]:
-    """Requirements of an extra that fix or bound a version."""
-    found = []
-    for line in requires(_DISTRIBUTION) or []:
-        requirement = Requirement(line)
-        marker = requirement.marker
-        wanted = marker is not None and marker.evaluate({"extra": extra})
-        if wanted and requirement.specifier:
-            found.append(f"{requirement.name}{requirement.specifier}")
-    return tuple(found)
+    """Requirements of an extra of this distribution that fix or bound a version, from its own metadata."""
+    requirements = map(Requirement, requires(_DISTRIBUTION) or [])
+    return tuple(
+        f"{requirement.name}{requirement.specifier}"
+        for requirement in requirements
+        if requirement.marker is not None
+        and requirement.marker.evaluate({"extra": extra})
+        and requirement.specifier
+    )

@@ -14,7 +14,7 @@ from megatron_dppo.config.machine import allocator_problems
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import table_faults_elsewhere
 from megatron_dppo.logging import say
-from megatron_dppo.preflight.checks import CHECKS
+from megatron_dppo.preflight import CHECKS
 from megatron_dppo.slurm.commands import SlurmError, fields, slurm
 from megatron_dppo.slurm.site import SiteConfig
 from megatron_dppo.system.files import unwritable

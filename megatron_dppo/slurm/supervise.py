@@ -48,8 +48,7 @@ from megatron_dppo.launch.srun import (
 )
 from megatron_dppo.launch.supervisor import OVERTIME, TIME, Outcome, Stop, StopRequests, Supervisor
 from megatron_dppo.logging import REFUSED, configure_logging
-from megatron_dppo.preflight import EVERYWHERE, Verdict, judge, needs_of, read_evidence
-from megatron_dppo.preflight.table import table
+from megatron_dppo.preflight import EVERYWHERE, Verdict, judge, needs_of, read_evidence, table
 from megatron_dppo.slurm import commands
 from megatron_dppo.slurm.attempts import (
     CANCELLED_CODE,

@@ -16,7 +16,12 @@ from megatron_dppo.config.machine import Machine
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import EngineLayout, engine_parameters, local_parameters
+from megatron_dppo.model.mapping import (
+    EngineLayout,
+    engine_parameters,
+    local_parameters,
+    parameters,
+)
 from megatron_dppo.model.shape import active_parameters
 from megatron_dppo.planner.activations import (
     activation_bytes,
@@ -56,7 +61,7 @@ from megatron_dppo.planner.step_time import (
     touched_parameters,
     training_flops,
 )
-from megatron_dppo.planner.traffic import parameters, transfer
+from megatron_dppo.planner.traffic import transfer
 from megatron_dppo.slurm.site import SiteConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,24 +9,31 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.preflight import inspection
-from megatron_dppo.preflight.checks import gpus, network, shared_folder
-from megatron_dppo.preflight.checks.base import Site
-from megatron_dppo.preflight.meeting import Meeting
-from megatron_dppo.preflight.needs import needs_of
-from megatron_dppo.preflight.table import table
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.planner.devices import DEVICES
+from megatron_dppo.planner.facts import job_of
+from megatron_dppo.planner.traffic import transfer
+from megatron_dppo.preflight import inspection, needs_of, table
+from megatron_dppo.preflight.between_nodes import (
+    addresses,
+    collect_network,
+    collect_shared_folder,
+)
+from megatron_dppo.preflight.evidence import Meeting, Site
+from megatron_dppo.preflight.gpus import gpus_of_driver
 from tests.slurm.recipes import write_config
 
 GIB = 2**30
+MODEL = Path(__file__).resolve().parents[2] / "examples" / "model_configs" / "qwen3-1.7b-base"
+PARAMETERS = 1_720_574_976
+"""Of that model, whose embeddings are tied."""
 
 
 def config_of(folder: Path, **sections) -> TrainConfig:
-    (folder / "model").mkdir(exist_ok=True)
-    (folder / "model" / "a.safetensors").write_bytes(bytes(4000))
     return TrainConfig.model_validate(
         {
             "run": {"directory": str(folder / "run"), "steps": 1},
-            "model": {"hf_checkpoint": str(folder / "model"), "dtype": "float32"},
+            "model": {"hf_checkpoint": str(MODEL), "dtype": "float32"},
             "data": {"train": "t"},
             "rollout": {"prompts_per_step": 8, "group_size": 4, "max_response_tokens": 64},
             "training": {"prompts_per_mini_batch": 4, "micro_batch_tokens": 512},
@@ -39,8 +46,9 @@ def config_of(folder: Path, **sections) -> TrainConfig:
 
 def test_needs_follow_from_the_configuration(tmp_path):
     needs = needs_of(config_of(tmp_path), gpus=0, ports=[7])
-    assert needs.disk_bytes == GIB + 3 * 1000 * 12  # two checkpoints are kept, one is in the making
-    assert needs.memory_bytes == GIB + 4000
+    # Two checkpoints are kept, one is in the making: weights and two moments, 4 bytes each.
+    assert needs.disk_bytes == GIB + 3 * PARAMETERS * 12
+    assert needs.memory_bytes == GIB + 4 * PARAMETERS
     assert needs.shm_bytes == GIB // 4
     assert needs.open_files == 128 + 256
     assert needs.ports == (7,)
@@ -49,9 +57,28 @@ def test_needs_follow_from_the_configuration(tmp_path):
     assert needs.requirements["trainer"] == ("megatron-core==0.16.1",)
 
 
+def test_the_planner_and_the_preflight_count_the_same_bytes(tmp_path):
+    """Whole weights or adapters alone; in float32 and in bfloat16."""
+    shape = load_model_shape(MODEL)
+    lora = {"rank": 8, "update": "adapters", "target_modules": ["attention"]}
+    for section in ({}, {"lora": lora}):
+        for dtype in ("float32", "bfloat16"):
+            model = {"hf_checkpoint": str(MODEL), "dtype": dtype}
+            config = config_of(tmp_path, model=model, weight_sync={"strategy": "disk"}, **section)
+            planned = transfer(job_of(config, shape), DEVICES["h100"])
+            needs = needs_of(config, gpus=8)
+            assert needs.disk_bytes == GIB + 3 * planned.checkpoint
+            assert needs.shm_bytes == GIB // 4 + planned.update
+
+
+def test_a_model_that_cant_be_read_is_no_nodes_fault(tmp_path):
+    missing = config_of(tmp_path, model={"hf_checkpoint": str(tmp_path), "dtype": "float32"})
+    assert needs_of(missing, gpus=0).disk_bytes == GIB
+
+
 def test_weights_that_go_through_dev_shm_must_fit_there(tmp_path):
     through = config_of(tmp_path, weight_sync={"strategy": "disk"})
-    assert needs_of(through, gpus=0).shm_bytes == GIB // 4 + 4000
+    assert needs_of(through, gpus=0).shm_bytes == GIB // 4 + 4 * PARAMETERS
     elsewhere = config_of(tmp_path, weight_sync={"strategy": "disk", "directory": "/scratch"})
     assert needs_of(elsewhere, gpus=0).shm_bytes == GIB // 4
 
@@ -98,14 +125,14 @@ def together(folder: Path, collect, tmp_path: Path) -> list[dict]:
 
 
 def test_three_nodes_of_one_folder_see_each_other(tmp_path):
-    found = together(tmp_path / "shared", shared_folder.collect, tmp_path)
+    found = together(tmp_path / "shared", collect_shared_folder, tmp_path)
     assert all(told["seen"] == told["replaced"] == ["a", "b", "c"] for told in found)
     assert sum(told["won"] for told in found) == 1
 
 
 def test_three_nodes_of_one_machine_reach_each_other(tmp_path):
-    found = together(tmp_path / "shared", network.collect, tmp_path)
-    own = sorted(network.addresses())
+    found = together(tmp_path / "shared", collect_network, tmp_path)
+    own = sorted(addresses())
     for host, told in zip("abc", found, strict=True):
         assert sorted(told["reached"]) == sorted(set("abc") - {host})
         assert all(sorted(names) == own for names in told["reached"].values())
@@ -118,8 +145,8 @@ def test_gpus_are_told_by_the_driver_where_nvidia_smi_is_missing(tmp_path):
     for name in ("0000:01:00.0", "0000:02:00.0"):
         (tmp_path / "gpus" / name).mkdir(parents=True)
         (tmp_path / "gpus" / name / "information").write_text("Model: \t\t NVIDIA H200\nIRQ: 1\n")
-    assert gpus._from_proc(tmp_path) == [{"name": "NVIDIA H200", "driver": "570.86.15"}] * 2
-    assert gpus._from_proc(tmp_path / "none") == []
+    assert gpus_of_driver(tmp_path) == [{"name": "NVIDIA H200", "driver": "570.86.15"}] * 2
+    assert gpus_of_driver(tmp_path / "none") == []
 
 
 def test_an_interpreter_tells_its_packages_without_this_package_or_torch():

@@ -8,11 +8,23 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.preflight import EVERYWHERE, Finding, Needs, Verdict, judge
-from megatron_dppo.preflight.checks import CHECKS, all_reduce, gpus, network, pythons, shared_folder
-from megatron_dppo.preflight.checks import host as host_check
-from megatron_dppo.preflight.evidence import EvidenceError, read_evidence, write_evidence
-from megatron_dppo.preflight.findings import odd_ones, too_little
+from megatron_dppo.preflight import CHECKS, EVERYWHERE, Finding, Needs, Verdict, judge
+from megatron_dppo.preflight.between_nodes import (
+    judge_all_reduce,
+    judge_network,
+    judge_shared_folder,
+    reachable_interface,
+)
+from megatron_dppo.preflight.evidence import (
+    EvidenceError,
+    odd_ones,
+    read_evidence,
+    too_little,
+    write_evidence,
+)
+from megatron_dppo.preflight.gpus import judge_gpus, parse
+from megatron_dppo.preflight.machine import judge_host
+from megatron_dppo.preflight.software import judge_pythons
 
 GIB = 2**30
 NEEDS = Needs(
@@ -29,7 +41,7 @@ NEEDS = Needs(
 )
 
 
-def told_by(findings) -> list[str]:
+def texts(findings) -> list[str]:
     return [str(finding) for finding in findings]
 
 
@@ -66,12 +78,12 @@ def test_nodes_with_few_or_other_gpus_are_named():
         "c": {"gpus": [gpu(name="A100"), gpu(name="A100")]},
         "d": {"gpus": []},
     }
-    assert told_by(gpus.judge(evidence, NEEDS)) == [
+    assert texts(judge_gpus(evidence, NEEDS)) == [
         "b: GPUs: got 1, expected 2",
         "d: GPUs: got 0, expected 2",
         "c: kind of GPU: got A100, expected H100, as on 2 of 3 nodes",
     ]
-    assert list(gpus.judge(evidence, replace(NEEDS, gpus=0))) == []
+    assert list(judge_gpus(evidence, replace(NEEDS, gpus=0))) == []
 
 
 @pytest.mark.parametrize(
@@ -88,11 +100,11 @@ def test_nodes_with_few_or_other_gpus_are_named():
     ],
 )
 def test_a_gpu_in_use_or_ill_is_named(values, told):
-    assert told_by(gpus.judge({"a": {"gpus": [gpu(), gpu(**values)]}}, NEEDS)) == told
+    assert texts(judge_gpus({"a": {"gpus": [gpu(), gpu(**values)]}}, NEEDS)) == told
 
 
 def test_lines_of_nvidia_smi_become_gpus():
-    [found] = gpus.parse("NVIDIA H200, GPU-1, 570.86.15, 143771, 4, [N/A], 0\n")
+    [found] = parse("NVIDIA H200, GPU-1, 570.86.15, 143771, 4, [N/A], 0\n")
     assert found == {
         "name": "NVIDIA H200",
         "uuid": "GPU-1",
@@ -123,7 +135,7 @@ def test_a_package_that_misses_its_pin_is_named():
         "c": roles(python(), python(sglang=None)),
         "d": roles(python(), good),
     }
-    assert told_by(pythons.judge(evidence, PINS))[:2] == [
+    assert texts(judge_pythons(evidence, PINS))[:2] == [
         "b: engine's sglang: got 0.5.22, expected ==0.5.23",
         "c: engine's sglang: got not installed, expected ==0.5.23",
     ]
@@ -133,7 +145,7 @@ def test_an_nccl_that_differs_on_one_node_names_the_node():
     good = python(sglang="0.5.23")
     odd = python(nccl="2.30.7", sglang="0.5.23")
     evidence = {"a": roles(good, good), "b": roles(good, odd), "c": roles(good, good)}
-    assert told_by(pythons.judge(evidence, PINS)) == [
+    assert texts(judge_pythons(evidence, PINS)) == [
         "b: engine's NCCL: got 2.30.7, expected the trainer's 2.29.7: they broadcast weights in one group",
         "b: engine's NCCL: got 2.30.7, expected 2.29.7, as on 2 of 3 nodes",
     ]
@@ -141,7 +153,7 @@ def test_an_nccl_that_differs_on_one_node_names_the_node():
 
 def test_an_nccl_that_differs_everywhere_is_no_nodes_fault():
     good, other = python(sglang="0.5.23"), python(nccl="2.30.7", sglang="0.5.23")
-    found = list(pythons.judge({"a": roles(good, other), "b": roles(good, other)}, PINS))
+    found = list(judge_pythons({"a": roles(good, other), "b": roles(good, other)}, PINS))
     assert {finding.host for finding in found} == {EVERYWHERE}
 
 
@@ -151,14 +163,14 @@ def test_nodes_with_and_without_apexs_kernel_are_not_mixed():
         h: {"trainer": python() | {"fused_weight_gradients": k}} for h, k in kernels.items()
     }
     needs = replace(NEEDS, requirements={"trainer": ()})
-    assert told_by(pythons.judge(evidence, needs)) == [
+    assert texts(judge_pythons(evidence, needs)) == [
         "c: apex's kernel for weight gradients: got not built, expected built, as on 2 of 3 nodes"
     ]
 
 
 def test_machines_without_nccl_agree():
     none = python(nccl=None, sglang="0.5.23")
-    assert list(pythons.judge({"a": roles(none, none), "b": roles(none, none)}, PINS)) == []
+    assert list(judge_pythons({"a": roles(none, none), "b": roles(none, none)}, PINS)) == []
 
 
 def canary(seen, replaced=None, won=False):
@@ -167,7 +179,7 @@ def canary(seen, replaced=None, won=False):
 
 def test_the_node_that_shares_no_folder_is_named_alone():
     evidence = {"a": canary("ab", won=True), "b": canary("ab"), "c": canary("c")}
-    assert told_by(shared_folder.judge(evidence, NEEDS)) == [
+    assert texts(judge_shared_folder(evidence, NEEDS)) == [
         "c: /run: files of others: got unseen or old with 2 of 2 other nodes, either way, "
         "expected seen, and replaced"
     ]
@@ -179,13 +191,13 @@ def test_a_node_that_keeps_old_files_is_named():
         "b": canary("abc", replaced="b"),
         "c": canary("abc"),
     }
-    assert [f.host for f in shared_folder.judge(evidence, NEEDS)] == ["b"]
+    assert [f.host for f in judge_shared_folder(evidence, NEEDS)] == ["b"]
 
 
 @pytest.mark.parametrize(("winners", "got"), [("", "nobody"), ("ab", "a, b")])
 def test_exclusive_creation_has_one_winner(winners, got):
     evidence = {host: canary("ab", won=host in winners) for host in "ab"}
-    [finding] = shared_folder.judge(evidence, NEEDS)
+    [finding] = judge_shared_folder(evidence, NEEDS)
     assert (finding.host, finding.got, finding.expected) == (EVERYWHERE, got, "one node")
 
 
@@ -200,40 +212,40 @@ def test_the_node_behind_all_broken_connections_is_named_alone():
         "c": reached("c", ""),
         "d": reached("d", "abc"),  # it reaches c, which does not reach it
     }
-    assert told_by(network.judge(evidence, NEEDS)) == [
+    assert texts(judge_network(evidence, NEEDS)) == [
         "c: network: got no connection with 3 of 3 other nodes, expected a connection with each"
     ]
 
 
 def test_of_two_nodes_that_miss_each_other_the_later_is_named():
     evidence = {"a": reached("a", ""), "b": reached("b", "")}
-    assert [finding.host for finding in network.judge(evidence, NEEDS)] == ["b"]
+    assert [finding.host for finding in judge_network(evidence, NEEDS)] == ["b"]
 
 
 def test_the_interface_that_most_others_reach_is_taken():
     both = {"interfaces": {"docker0": "172.17.0.1", "ib0": "10.0.0.1"}, "reached": {}}
     others = {"reached": {"a": ["ib0"]}, "interfaces": {}}
-    assert network.reachable_interface({"a": both, "b": others}, "a") == "ib0"
-    assert network.reachable_interface({"a": both}, "a") == "docker0"
+    assert reachable_interface({"a": both, "b": others}, "a") == "ib0"
+    assert reachable_interface({"a": both}, "a") == "docker0"
 
 
 def test_an_own_name_that_leads_to_the_loopback_alone_is_found_where_there_are_others():
     there = {"host_name": "a", "resolves_to": ["127.0.1.1", "10.0.0.1"]}
     loop = {"host_name": "b", "resolves_to": ["127.0.1.1"]}
-    assert [f.host for f in host_check.judge({"a": there, "b": loop}, NEEDS)] == ["b"]
-    assert list(host_check.judge({"b": loop}, NEEDS)) == []
+    assert [f.host for f in judge_host({"a": there, "b": loop}, NEEDS)] == ["b"]
+    assert list(judge_host({"b": loop}, NEEDS)) == []
 
 
 def test_an_all_reduce_that_fails_everywhere_is_no_nodes_fault():
     failed = {"failed": "process 0 does not end"}
-    assert [f.host for f in all_reduce.judge({"a": failed, "b": failed}, NEEDS)] == [EVERYWHERE]
-    assert [f.host for f in all_reduce.judge({"a": failed, "b": {}}, NEEDS)] == ["a"]
+    assert [f.host for f in judge_all_reduce({"a": failed, "b": failed}, NEEDS)] == [EVERYWHERE]
+    assert [f.host for f in judge_all_reduce({"a": failed, "b": {}}, NEEDS)] == ["a"]
 
 
 def test_a_node_with_less_than_half_of_the_median_bandwidth_is_named():
     speeds = {"a": 400.0, "b": 200.0, "c": 199.0, "d": 401.0, "e": 400.0}
     evidence = {host: {"node_gb_s": speed} for host, speed in speeds.items()}
-    assert told_by(all_reduce.judge(evidence, NEEDS)) == [
+    assert texts(judge_all_reduce(evidence, NEEDS)) == [
         "c: all-reduce among its GPUs: got 199.0 GB/s, expected at least half of the nodes' median, 400.0 GB/s"
     ]
 
@@ -241,7 +253,7 @@ def test_a_node_with_less_than_half_of_the_median_bandwidth_is_named():
 def test_missing_evidence_and_errors_are_findings_of_their_node():
     evidence = {"a": {"gpus": {"error": "nvidia-smi does not answer within 30 s"}}}
     findings = judge(evidence, NEEDS, ["a", "b"])
-    assert told_by(findings) == [
+    assert texts(findings) == [
         "a: gpus: got nvidia-smi does not answer within 30 s, expected an answer",
         "b: evidence: got none, expected a file of the node's preflight task",
     ]

@@ -10,10 +10,11 @@ import pytest
 
 from megatron_dppo.launch.library_checks import compiler_faults
 from megatron_dppo.preflight import inspection
-from megatron_dppo.preflight.checks import toolkit
+from megatron_dppo.preflight.evidence import Site
+from megatron_dppo.preflight.gpus import collect_toolkit, judge_toolkit, toolkit_here
 from megatron_dppo.system import compute
 from tests.unit.test_gpu_environment import config
-from tests.unit.test_preflight_judges import NEEDS, told_by
+from tests.unit.test_preflight_judges import NEEDS, texts
 
 REAL = compute.toolkit_home(os.environ)
 """Of this machine."""
@@ -53,8 +54,8 @@ def made_toolkit(home: Path, *, version="13.0", compile=COMPILES, lib64=True) ->
 
 
 def findings(tmp_path, cuda="13.0") -> list[str]:
-    told = toolkit.toolkit_here(str(tmp_path / "env" / "python"), cuda)
-    return told_by(toolkit.judge({"a": told}, NEEDS))
+    told = toolkit_here(str(tmp_path / "env" / "python"), cuda)
+    return texts(judge_toolkit({"a": told}, NEEDS))
 
 
 def test_the_toolkit_is_found_by_its_variable_by_path_or_where_it_usually_is(tmp_path, monkeypatch):
@@ -119,7 +120,7 @@ def test_a_missing_toolkit_compiler_or_ninja_is_named(tmp_path, monkeypatch):
 def test_a_driver_that_is_too_old_for_torch_is_named():
     fine = {"ninja": "/n", "home": "/c", "version": "13.0", "failed": None, "cuda": "13.0"}
     evidence = {"a": {**fine, "driver": "570.1"}, "b": {**fine, "driver": "580.2"}}
-    assert told_by(toolkit.judge(evidence, NEEDS)) == [
+    assert texts(judge_toolkit(evidence, NEEDS)) == [
         "a: driver: got 570.1, expected 580 or newer, for torch's CUDA 13.0"
     ]
 
@@ -145,15 +146,15 @@ def test_an_interpreter_tells_what_its_torch_was_built_for(tmp_path, monkeypatch
 
 def test_runs_without_gpus_or_servers_ask_for_no_toolkit(tmp_path):
     for needs in (replace(NEEDS, gpus=0, pythons={"engine": "python"}), NEEDS):
-        told = toolkit.collect(toolkit.Site(needs, None, {}))
+        told = collect_toolkit(Site(needs, None, {}))
         assert told == {"skipped": "no server of this run compiles for a GPU"}
-        assert list(toolkit.judge({"a": told}, needs)) == []
+        assert list(judge_toolkit({"a": told}, needs)) == []
 
 
 @pytest.mark.skipif(REAL is None, reason="no CUDA toolkit on this machine")
 def test_the_real_compiler_makes_a_library(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(REAL))
-    told = toolkit.toolkit_here(str(tmp_path / "env" / "python"), None)
-    assert told_by(toolkit.judge({"a": told}, NEEDS)) == []
-    (finding,) = told_by(toolkit.judge({"a": told | {"cuda": "99.0"}}, NEEDS))
+    told = toolkit_here(str(tmp_path / "env" / "python"), None)
+    assert texts(judge_toolkit({"a": told}, NEEDS)) == []
+    (finding,) = texts(judge_toolkit({"a": told | {"cuda": "99.0"}}, NEEDS))
     assert finding.endswith("expected 99, as torch's CUDA 99.0")

@@ -1,0 +1,130 @@
+"""A node by itself, without its GPUs: names, memory, free space, open files, ports."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatron_dppo.preflight.evidence import Evidence, Finding, Site, too_little
+from megatron_dppo.preflight.needs import Needs
+from megatron_dppo.system.network import PortTakenError, free_port, require_free_port
+
+_PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_ANY = "0.0.0.0"
+
+
+def collect_host(site: Site) -> dict[str, Any]:
+    """Names, kernel, processor cores, clock, and how the node's own name resolves."""
+    name = socket.gethostname()
+    try:
+        addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except socket.gaierror:
+        addresses = []
+    return {
+        "name": site.meeting.host,
+        "host_name": name,
+        "resolves_to": addresses,
+        "kernel": platform.release(),
+        "machine": platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "time": time.time(),
+    }
+
+
+def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """Where there are several nodes, a host name must resolve, and not to the loopback alone."""
+    if len(evidence) < 2:
+        return
+    for host, entry in evidence.items():
+        addresses = entry["resolves_to"]
+        if all(address.startswith("127.") or address == "::1" for address in addresses):
+            got = ", ".join(addresses) or "no address"
+            subject = f"address of its own host name {entry['host_name']}"
+            yield Finding(host, subject, got, "one that other nodes can reach")
+
+
+def collect_memory(site: Site) -> dict[str, Any]:
+    """Bytes: total and available memory, and free space in ``/dev/shm``, through which processes share it."""
+    memory = psutil.virtual_memory()
+    shm_free = shutil.disk_usage("/dev/shm").free
+    return {"total": memory.total, "available": memory.available, "shm_free": shm_free}
+
+
+def judge_memory(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """At least what the run needs of both."""
+    available, shm = _by_host(evidence, "available"), _by_host(evidence, "shm_free")
+    yield from too_little("free memory", available, needs.memory_bytes, "GiB")
+    yield from too_little("free space in /dev/shm", shm, needs.shm_bytes, "GiB")
+
+
+def collect_disk(site: Site) -> dict[str, Any]:
+    """Free bytes in the run directory and in the node's own folder for temporary files."""
+    # A folder with free space may still be read-only.
+    with tempfile.TemporaryFile() as file:
+        file.write(b"\0")
+    folder = tempfile.gettempdir()
+    return {
+        "run_directory_free": shutil.disk_usage(site.needs.run_directory).free,
+        "temporary": folder,
+        "temporary_free": shutil.disk_usage(folder).free,
+    }
+
+
+def judge_disk(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """At least what the run needs of both."""
+    free = _by_host(evidence, "run_directory_free")
+    yield from too_little(f"free space in {needs.run_directory}", free, needs.disk_bytes, "GiB")
+    for host, entry in evidence.items():
+        free = {host: entry["temporary_free"]}
+        subject = f"free space in {entry['temporary']}"
+        yield from too_little(subject, free, needs.temporary_bytes, "GiB")
+
+
+def collect_open_files(site: Site) -> dict[str, Any]:
+    """How many files and sockets one process may open: the soft and the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return {"soft": soft, "hard": hard}
+
+
+def judge_open_files(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """The soft limit is what counts: nothing here raises it."""
+    soft = _by_host(evidence, "soft")
+    yield from too_little("open files (ulimit -n)", soft, needs.open_files, "files")
+
+
+def collect_ports(site: Site) -> dict[str, Any]:
+    """TCP ports of the run that can't be bound, one free port, and the system's range of free ports."""
+    return {
+        "taken": [port for port in site.needs.ports if not _is_free(port)],
+        "free": free_port(_ANY),
+        "range": _PORT_RANGE.read_text().split() if _PORT_RANGE.exists() else [],
+    }
+
+
+def judge_ports(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
+    """None of the run's ports is taken."""
+    for host, entry in evidence.items():
+        for port in entry["taken"]:
+            yield Finding(host, f"port {port}", "taken", "free")
+
+
+def _is_free(port: int) -> bool:
+    try:
+        require_free_port(_ANY, port)
+    except PortTakenError:
+        return False
+    return True
+
+
+def _by_host(evidence: Mapping[str, Evidence], key: str) -> dict[str, int]:
+    return {host: entry[key] for host, entry in evidence.items()}
