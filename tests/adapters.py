@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 def save_random_adapters(folder: Path, hf_dir: Path, section: dict[str, Any]) -> Path:
     """Write adapters with A and B both random, as the ``lora:`` section asks for, in PEFT's format."""
-    from megatron_dppo.checkpoint_conversion.peft import write_peft
+    from megatron_dppo.checkpoint_conversion.adapters import write_peft
     from megatron_dppo.config.lora import adapters_of
     from megatron_dppo.config.schema import LoraConfig
     from megatron_dppo.model.adapters import adapter_tensors

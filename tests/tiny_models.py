@@ -114,10 +114,7 @@ def save_hollow_model(folder: str | Path, **changes: object) -> Path:
 
     ``changes``: to the config.json of a tiny model of one layer.
     """
-    from megatron_dppo.checkpoint_conversion.safetensors_file import (
-        SafetensorsFileWriter,
-        TensorSpec,
-    )
+    from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFileWriter, TensorSpec
     from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.mapping import hf_tensors
 

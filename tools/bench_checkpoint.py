@@ -60,7 +60,7 @@ def make_material(folder: Path, gigabytes: float) -> None:
     import torch
     from transformers import Qwen3MoeConfig
 
-    from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
+    from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
     from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.model.mapping import hf_tensors
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES
-from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
+from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
     megatron_to_hf,

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
-from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader
+from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
 from megatron_dppo.config.schema import TrainConfig, WeightSyncConfig
 from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.options import ServerSections

@@ -25,9 +25,9 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     read_body,
 )
 from megatron_dppo.checkpoint_conversion.loading import CheckedReader
-from megatron_dppo.checkpoint_conversion.safetensors_file import SafetensorsFile, TensorSpec
 from megatron_dppo.checkpoint_conversion.streaming import no_progress, write_megatron
-from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import assemble_rows
+from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile, TensorSpec
+from megatron_dppo.checkpoint_conversion.torch_dist import assemble_rows
 from megatron_dppo.model.errors import CheckpointError, ModelError
 from megatron_dppo.model.gather_plan import Piece, gather_plan
 from megatron_dppo.model.layout import Layout

@@ -1,33 +1,203 @@
-"""Adapters between their forms, block by block: of a training run -> PEFT's folder, and merged into their base."""
+"""LoRA adapters in PEFT's format: written, read, taken out of a training run, merged into their base."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.certificate import Certificate
-from megatron_dppo.checkpoint_conversion.digest import combined_digest, tensor_digests
-from megatron_dppo.checkpoint_conversion.hashing import TensorHashes
-from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, ShardedWriter
-from megatron_dppo.checkpoint_conversion.peft import CONFIG, PeftReader, write_peft
-from megatron_dppo.checkpoint_conversion.tensor_store import row_blocks
+from megatron_dppo.checkpoint_conversion.certificate import Certificate, TensorHashes
+from megatron_dppo.checkpoint_conversion.hf_folder import (
+    SafetensorsReader,
+    ShardedWriter,
+    StagedFolder,
+)
+from megatron_dppo.checkpoint_conversion.loading import combined_digest, tensor_digests
+from megatron_dppo.checkpoint_conversion.tensor_store import (
+    SafetensorsFile,
+    SafetensorsFileWriter,
+    TensorSpec,
+    row_blocks,
+)
 from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistFolder
 from megatron_dppo.model.adapters import (
+    ANY_EXPERT,
     LORA_A,
     LORA_B,
     Adapters,
     adapter_tensors,
-    checkpoint_place,
+    checkpoint_key,
     resolve_modules,
 )
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.files import Closing
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _SUFFIX = "base_model.model.", ".weight"
+_PLAIN: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "use_rslora": (False, None),
+    "use_dora": (False, None),
+    "fan_in_fan_out": (False, None),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "modules_to_save": ([], None),
+    "target_parameters": ([], None),
+    "layers_to_transform": ([], None),
+}
+"""Entry of adapter_config.json -> values under which it means plain adapters."""
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """What a folder of adapters holds beside its tensors. ``base``: the model that adapter_config.json names."""
+
+    adapters: Adapters
+    shape: ModelShape
+    base: str
+
+    def write(
+        self, out_dir: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
+    ) -> None:
+        """As ``write_peft``."""
+        write_peft(out_dir, self.adapters, self.shape, tensors, base=self.base, dtype=dtype)
+
+
+def peft_names(name: str, shape: ModelShape) -> list[str]:
+    """What PEFT's files call the tensor ``name`` of ``adapter_tensors``: one name, or one for each expert."""
+    # PEFT knows no sharing: an adapter that all experts of a layer share is stored once for every expert.
+    experts = range(shape.num_experts) if f".{ANY_EXPERT}." in name else range(1)
+    full_names = (name.replace(f".{ANY_EXPERT}.", f".{expert}.") for expert in experts)
+    return [f"{_PREFIX}{full_name}{_SUFFIX}" for full_name in full_names]
+
+
+class PeftReader(Closing):
+    """A folder of adapters, open for reading.
+
+    Raises CheckpointError where it is not in PEFT's format, of kinds other than plain LoRA, or not of ``adapters`` and
+    ``shape``; the message names everything that differs.
+    """
+
+    def __init__(self, folder: str | Path, adapters: Adapters, shape: ModelShape) -> None:
+        self.folder = Path(folder)
+        self._shape, self._adapters = shape, adapters
+        faults = list(_config_faults(self.folder, adapters))
+        self._file = SafetensorsFile(self.folder / WEIGHTS)
+        faults += self._tensor_faults()
+        if faults:
+            self.close()
+            raise CheckpointError(
+                f"{self.folder}: its adapters are not those of this run: {'; '.join(faults)}"
+            )
+
+    def read(self, name: str, dims: tuple[int, ...]) -> torch.Tensor:
+        """The tensor ``name`` of ``adapter_tensors``. Raises CheckpointError where experts that share it differ."""
+        first, *others = peft_names(name, self._shape)
+        tensor = self._file.read_rows(first, 0, dims[0])
+        for other in others:
+            if not torch.equal(self._file.read_rows(other, 0, dims[0]), tensor):
+                raise CheckpointError(
+                    f"{self.folder}: {other} differs from {first}, expected the same for all experts "
+                    "of a layer (lora.experts: shared)"
+                )
+        return tensor
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _tensor_faults(self) -> Iterator[str]:
+        expected = {
+            peft: dims
+            for name, dims in adapter_tensors(self._adapters, self._shape).items()
+            for peft in peft_names(name, self._shape)
+        }
+        present = {name: tuple(entry.shape) for name, entry in self._file.entries.items()}
+        missing = [name for name in expected if name not in present]
+        unknown = sorted(present.keys() - expected.keys())
+        wrong = [n for n, d in expected.items() if n in present and present[n] != d]
+        if missing:
+            yield f"{len(missing)} tensors are missing, first {missing[0]}"
+        if unknown:
+            yield f"{len(unknown)} tensors are unknown, first {unknown[0]}"
+        if wrong:
+            name = wrong[0]
+            yield f"{len(wrong)} shapes differ, first {name}: {present[name]}, expected {expected[name]}"
+
+
+def write_peft(
+    out_dir: str | Path,
+    adapters: Adapters,
+    shape: ModelShape,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    base: str,
+    dtype: torch.dtype,
+) -> None:
+    """Write ``tensors`` (all of ``adapter_tensors``) as a folder that appears whole or not at all.
+
+    ``base``: what adapter_config.json names as the model to load them on.
+    """
+    dims = adapter_tensors(adapters, shape)
+    specs = {p: TensorSpec(d, dtype) for name, d in dims.items() for p in peft_names(name, shape)}
+    unwritten = set(dims)
+    with StagedFolder(out_dir, sum(spec.bytes for spec in specs.values())) as folder:
+        with SafetensorsFileWriter(folder / WEIGHTS, specs) as writer:
+            for name, tensor in tensors:
+                for peft in peft_names(name, shape):
+                    writer.write_rows(peft, 0, tensor.detach().to("cpu", dtype))
+                unwritten.discard(name)
+            if unwritten:
+                raise CheckpointError(
+                    f"{len(unwritten)} adapters were not written, first {min(unwritten)}"
+                )
+        text = json.dumps(peft_config(adapters, base), indent=2)
+        (folder / CONFIG).write_text(text + "\n")
+
+
+def peft_config(adapters: Adapters, base: str) -> dict[str, Any]:
+    """adapter_config.json as PEFT, transformers and SGLang read it."""
+    alpha = adapters.alpha
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": adapters.rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(adapters.modules),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+
+
+def _config_faults(folder: Path, adapters: Adapters) -> Iterator[str]:
+    path = folder / CONFIG
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"]}
+        modules = config["target_modules"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not a readable adapter_config.json ({error!r})") from error
+    for key, allowed in _PLAIN.items():
+        value = config.get(key, allowed[-1])
+        if value not in allowed:
+            yield f"{key} is {value!r}, expected {allowed[0]!r}"
+    for key, expected in {"r": adapters.rank, "lora_alpha": adapters.alpha}.items():
+        if numbers[key] != expected:
+            yield f"{key} is {numbers[key]}, expected {expected}"
+    if isinstance(modules, list) and set(modules) != set(adapters.modules):
+        yield f"target_modules are {sorted(modules)}, expected {sorted(adapters.modules)}"
+
 
 Progress = Callable[[int], None]
 
@@ -65,10 +235,10 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
     CheckpointError where the checkpoint holds no adapters, or routers that such a folder can't hold.
     """
     shape, model = load_model_shape(hf_dir), _recorded_model(Path(checkpoint))
-    found = combined_digest([tensor_digests(hf_dir)])
-    if found != model["base_sha256"]:
+    digest = combined_digest([tensor_digests(hf_dir)])
+    if digest != model["base_sha256"]:
         raise MismatchError(
-            f"{hf_dir}: its tensors have SHA-256 {found}, the base of {checkpoint} had "
+            f"{hf_dir}: its tensors have SHA-256 {digest}, the base of {checkpoint} had "
             f"{model['base_sha256']}"
         )
     adapters = Adapters(
@@ -77,14 +247,11 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
         tuple(model["lora.target_modules"]),
         model["lora.experts"] == "shared",
     )
-    stored = TorchDistFolder(checkpoint)
-    try:
-        first = checkpoint_place(next(iter(adapter_tensors(adapters, shape))), adapters)[0]
+    with TorchDistFolder(checkpoint) as stored:
+        first, _ = checkpoint_key(next(iter(adapter_tensors(adapters, shape))))
         tensors = _stored_tensors(stored, adapters, shape)
         dtype = stored.dtype(first)
         write_peft(out_dir, adapters, shape, tensors, base=str(hf_dir), dtype=dtype)
-    finally:
-        stored.close()
     return adapters
 
 
@@ -92,10 +259,9 @@ def _stored_tensors(
     stored: TorchDistFolder, adapters: Adapters, shape: ModelShape
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, dims in adapter_tensors(adapters, shape).items():
-        key, expert = checkpoint_place(name, adapters)
-        rows = dims[0] if expert is None else 1
-        found = stored.read_rows(key, 0 if expert is None else expert, rows)
-        yield name, found.reshape(dims)
+        key, expert = checkpoint_key(name)
+        rows = stored.read_rows(key, expert or 0, dims[0] if expert is None else 1)
+        yield name, rows.reshape(dims)
 
 
 def _merged_rows(
@@ -110,6 +276,7 @@ def _merged_rows(
         for start, count in row_blocks(base.specs[name]):
             rows = base.read_rows(name, start, count)
             if a is not None and b is not None:
+                # The sum in fp32, rounded once: in bfloat16 a small delta would be lost.
                 delta = adapters.scale * (b[start : start + count] @ a)
                 rows = (rows.float() + delta).to(rows.dtype)
             yield name, start, rows

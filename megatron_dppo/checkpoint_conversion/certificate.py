@@ -1,4 +1,4 @@
-"""conversion.json: what was converted into which form, and the SHA-256 of every tensor and of the whole."""
+"""SHA-256 of tensors and files, and conversion.json, which records them: of every tensor and of the whole."""
 
 from __future__ import annotations
 
@@ -6,21 +6,64 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.publishing import side_files
+from megatron_dppo.checkpoint_conversion.tensor_store import TensorStore, byte_view, row_blocks
 from megatron_dppo.model.errors import CheckpointError, MismatchError
 from megatron_dppo.model.families import FAMILIES
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import Llama3RopeScaling, ModelShape
+from megatron_dppo.system.files import Closing
+
+
+class TensorHashes(Closing):
+    """SHA-256 of tensors that arrive in row blocks, tensor after tensor; computed in a thread, one block behind."""
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, hashlib._Hash] = {}
+        self._pool = ThreadPoolExecutor(1, "hash")
+        self._pending: Future | None = None
+
+    def update(self, name: str, rows: torch.Tensor) -> None:
+        """Add a block to ``name``'s hash; the tensor must not change afterwards."""
+        # One block behind and no further: blocks that wait are memory.
+        self._wait()
+        digest = self._hashes.setdefault(name, hashlib.sha256())
+        self._pending = self._pool.submit(digest.update, byte_view(rows))
+
+    def add(self, store: TensorStore, name: str) -> str:
+        """Read and hash a whole tensor of ``store``; its hex digest."""
+        for start, count in row_blocks(store.specs[name]):
+            self.update(name, store.read_rows(name, start, count))
+        self._wait()
+        return self._hashes[name].hexdigest()
+
+    def digests(self) -> dict[str, str]:
+        """Hex digests, in the order in which the tensors came."""
+        self._wait()
+        return {name: digest.hexdigest() for name, digest in self._hashes.items()}
+
+    def _wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown()
+
 
 Form = Literal["huggingface", "torch_dist"]
 FILE = "conversion.json"
 VERSION = 1
+TRACKER = "latest_checkpointed_iteration.txt"
+"""Megatron-LM's: names the checkpoint in a folder of several; ours is `release`."""
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,8 +73,7 @@ class Certificate:
 
     ``dtype``: of the stored tensors; ``source_dtype``: of those that were read. ``tensors``: name -> SHA-256 (hex) of
     the tensor's bytes in Hugging Face's own shape, row-major, of type ``dtype``; independent of the layout.
-    ``files``: name -> SHA-256 of config, tokenizer and what else lies beside the weights; empty before ``save``, and
-    where an earlier version wrote it.
+    ``files``: name -> SHA-256 of config, tokenizer and what else lies beside the weights; empty before ``save``.
     """
 
     form: Form
@@ -43,8 +85,8 @@ class Certificate:
 
     def save(self, folder: Path) -> None:
         """Write ``folder/conversion.json``, with the hashes of the files that lie beside the weights by now."""
-        hashes = {path.name: _file_digest(path) for path in side_files(folder)}
-        body = replace(self, files=hashes)._body()
+        files = {path.name: _file_digest(path) for path in side_files(folder)}
+        body = replace(self, files=files)._body()
         text = json.dumps({**body, "sha256": _digest(body)}, indent=1)
         (folder / FILE).write_text(text + "\n")
 
@@ -63,12 +105,20 @@ class Certificate:
         """Raise MismatchError, naming each file that is not the recorded one, or not there."""
         for name, digest in self.files.items():
             path = folder / name
-            found = _file_digest(path) if path.is_file() else "none, it is gone"
-            if found != digest:
+            present = _file_digest(path) if path.is_file() else "none, it is gone"
+            if present != digest:
                 raise MismatchError(
-                    f"{path}: its SHA-256 is {found}, {FILE} recorded {digest}; if it was changed on purpose, "
+                    f"{path}: its SHA-256 is {present}, {FILE} recorded {digest}; if it was changed on purpose, "
                     f"convert again, or take {FILE} away from a folder in Hugging Face's format"
                 )
+
+    def check_tensor(self, name: str, digest: str, folder: Path) -> None:
+        """Raise MismatchError where ``digest`` is not what was recorded of the tensor."""
+        if digest != self.tensors.get(name):
+            raise MismatchError(
+                f"{folder}: {name} has SHA-256 {digest}, {FILE} recorded {self.tensors.get(name)}; if its weights were "
+                f"changed on purpose, remove {FILE}"
+            )
 
 
 def load_certificate(folder: str | Path) -> Certificate:
@@ -129,8 +179,21 @@ def certificate_of(body: Mapping[str, Any]) -> Certificate:
         dtype=body["dtype"],
         source_dtype=body["source_dtype"],
         tensors=body["tensors"],
-        files=body.get("files", {}),
+        files=body["files"],
     )
+
+
+def side_files(folder: str | Path) -> list[Path]:
+    """What lies beside a folder's weights: config, tokenizer, generation files; no weights, no index of them."""
+    return [
+        path
+        for path in sorted(Path(folder).iterdir())
+        if path.is_file()
+        and path.suffix not in WEIGHT_SUFFIXES
+        and not path.name.endswith(".index.json")
+        and not path.name.startswith(".")
+        and path.name != "conversion.json"
+    ]
 
 
 def _file_digest(path: Path) -> str:

@@ -1,10 +1,12 @@
-"""Boxes of the tensors of a ``torch_dist`` checkpoint, read from whatever blocks they were stored in.
+"""Boxes of the tensors of a ``torch_dist`` checkpoint: which elements a rank holds, writes or wants, and their reading
+from whatever blocks they were stored in.
 
 Only the rows that are asked for are read, a few MiB at a time, so a rank of any layout reads what it holds.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import os
 import pickle
@@ -19,11 +21,136 @@ from typing import Any, cast
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 
-from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, Dims
-from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
-from megatron_dppo.checkpoint_conversion.saved_tensor import find_saved_tensor
+from megatron_dppo.checkpoint_conversion.tensor_store import byte_view, read_all
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.files import Closing
+
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Box:
+    """``sizes`` elements along each axis, from ``offsets``."""
+
+    offsets: Dims
+    sizes: Dims
+
+    @property
+    def elements(self) -> int:
+        """Elements inside."""
+        return math.prod(self.sizes)
+
+    def overlap(self, other: Box) -> Box | None:
+        """The elements of both, or None where there are none."""
+        low = tuple(map(max, self.offsets, other.offsets))
+        high = tuple(map(min, self._ends, other._ends))
+        if any(a >= b for a, b in zip(low, high, strict=True)):
+            return None
+        return Box(low, tuple(b - a for a, b in zip(low, high, strict=True)))
+
+    @property
+    def _ends(self) -> Dims:
+        return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
+
+    def of(self, values: torch.Tensor, origin: Dims) -> torch.Tensor:
+        """The view of this box in ``values``, whose first element is at ``origin``."""
+        for axis, (offset, size, start) in enumerate(
+            zip(self.offsets, self.sizes, origin, strict=True)
+        ):
+            values = values.narrow(axis, offset - start, size)
+        return values
+
+
+@dataclass(frozen=True)
+class TensorBlock:
+    """``box`` of the checkpoint's tensor ``key`` of shape ``dims``.
+
+    ``resizable``: the tensor may be stored in another shape (a padded vocabulary); elements beyond it are zero.
+    """
+
+    key: str
+    dims: Dims
+    box: Box
+    dtype: torch.dtype
+    resizable: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.box.elements * self.dtype.itemsize
+
+
+def flat_boxes(dims: Dims, start: int, stop: int) -> Iterator[Box]:
+    """Boxes of a tensor of shape ``dims`` that hold, one after another, its elements ``start .. stop`` in row-major
+    order; each is contiguous there. At most two for each axis.
+    """
+    if start >= stop:
+        return
+    if len(dims) <= 1:
+        yield Box((start,) * len(dims), (stop - start,) * len(dims))
+        return
+    row = math.prod(dims[1:])
+    # Whole rows lie between these two; what is before and after is part of a row each.
+    first, last = -(-start // row), stop // row
+    if first > last:
+        yield from _in_row(dims, last, start - last * row, stop - last * row)
+        return
+    if start % row:
+        yield from _in_row(dims, first - 1, start % row, row)
+    if first < last:
+        yield Box((first, *(0 for _ in dims[1:])), (last - first, *dims[1:]))
+    if stop % row:
+        yield from _in_row(dims, last, 0, stop % row)
+
+
+def _in_row(dims: Dims, row: int, start: int, stop: int) -> Iterator[Box]:
+    for box in flat_boxes(dims[1:], start, stop):
+        yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+def find_saved_tensor(fd: int, start: int, length: int) -> tuple[int, int]:
+    """Offset in the file and size of the elements of a tensor that ``torch.save`` wrote at ``start``.
+
+    Raises OSError, zipfile.BadZipFile or StopIteration where there is none.
+    """
+    # A zip archive with a pickle, ``data.pkl``, that says how to rebuild the tensor, and the elements in ``data/0``,
+    # stored uncompressed. torch.distributed.checkpoint's own reader is not used: for any rows of a chunk it loads the
+    # whole chunk, and a vocabulary of 150,000 rows takes hundreds of MB, once for every block.
+    stream = _Span(fd, start, length)
+    with zipfile.ZipFile(stream) as archive:
+        entry = next(e for e in archive.infolist() if e.filename.endswith("/data/0"))
+        stream.seek(entry.header_offset)
+        header = stream.read(30) or b""
+        names = int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
+        return start + entry.header_offset + 30 + names, entry.file_size
+
+
+class _Span(io.RawIOBase):
+    """Bytes ``start .. start + length`` of an open file, as a file."""
+
+    def __init__(self, fd: int, start: int, length: int) -> None:
+        self._fd, self._start, self._length, self._position = fd, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._length - self._position)]
+        count = os.preadv(self._fd, [view], self._start + self._position) if view else 0
+        self._position += count
+        return count
+
 
 READ_BYTES = 8 << 20
 """Read at a time where a block's rows are wider than what is wanted of them, or on another device."""
@@ -46,9 +173,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) in self._NAMES:
             return super().find_class(module, name)
         if module in self._MODULES:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
+            record = super().find_class(module, name)
+            # The module's own records, and nothing that it imports.
+            if isinstance(record, type) and record.__module__ == module:
+                return record
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
 
 
@@ -124,7 +252,7 @@ class StoredBlocks(Closing):
         self._files: dict[str, int] = {}
         self._data: dict[tuple[str, Dims], tuple[int, int]] = {}
 
-    def fill(self, block: Block, values: torch.Tensor) -> None:
+    def fill(self, block: TensorBlock, values: torch.Tensor) -> None:
         """Copy a block's stored elements into ``values``: of the box's shape, any device.
 
         Raises CheckpointError where the checkpoint lacks some, or holds the tensor in another shape or dtype.
@@ -180,10 +308,11 @@ class StoredBlocks(Closing):
         for i in range(axis + 1):
             lead = lead * stored.sizes[i] + part.offsets[i] - stored.offsets[i]
         item, rows = tensor.dtype.itemsize, part.sizes[axis]
-        at = start + lead * row * item
+        begin = start + lead * row * item
+        fault = f"{self.folder}: a file ended inside {key}"
         width = part.sizes[axis + 1 :]
         if width == stored.sizes[axis + 1 :] and out.is_contiguous() and out.device.type == "cpu":
-            self._pread(fd, _writable_bytes(out), at, key)
+            read_all(fd, _writable_bytes(out), begin, fault)
             return
         low = [part.offsets[i] - stored.offsets[i] for i in range(axis + 1, len(part.sizes))]
         step = max(1, READ_BYTES // max(1, row * item))
@@ -191,25 +320,18 @@ class StoredBlocks(Closing):
         for first in range(0, rows, step):
             count = min(step, rows - first)
             block = torch.empty((count, *stored.sizes[axis + 1 :]), dtype=tensor.dtype)
-            self._pread(fd, byte_view(block), at + first * row * item, key)
+            read_all(fd, byte_view(block), begin + first * row * item, fault)
             for i, (offset, size) in enumerate(zip(low, width, strict=True), 1):
                 block = block.narrow(i, offset, size)
             target[first : first + count].copy_(block)
-
-    def _pread(self, fd: int, view: memoryview, at: int, key: str) -> None:
-        while view:
-            got = os.preadv(fd, [view], at)
-            if got == 0:
-                raise CheckpointError(f"{self.folder}: a file ended inside {key}")
-            view, at = view[got:], at + got
 
     def _locate(
         self, key: str, offsets: Dims, dtype: torch.dtype, elements: int
     ) -> tuple[int, int]:
         """Descriptor and offset of a box's first element: the uncompressed record of a torch.save stream."""
-        place = (key, offsets)
-        if place not in self._data:
-            info = self._stored[place]
+        identity = (key, offsets)
+        if identity not in self._data:
+            info = self._stored[identity]
             path = self.folder / info.relative_path
             try:
                 fd = self._files.get(info.relative_path)
@@ -222,8 +344,8 @@ class StoredBlocks(Closing):
                 ) from error
             if size != dtype.itemsize * elements:
                 raise CheckpointError(f"{path}: {key} at {offsets} is stored in {size} bytes")
-            self._data[place] = (fd, offset)
-        return self._data[place]
+            self._data[identity] = (fd, offset)
+        return self._data[identity]
 
     def close(self) -> None:
         """Close the files."""
@@ -234,5 +356,6 @@ class StoredBlocks(Closing):
 
 def _writable_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, to be written to."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))  # sizes of 1 may have any stride
+    # Not reshape, which would copy where an axis of size 1 has an odd stride.
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data

@@ -1,4 +1,4 @@
-"""A rank's file of a ``torch_dist`` checkpoint, hashed while it is written, and the index over all ranks' files.
+"""``torch_dist`` checkpoints written without Megatron: a rank's file of a training run's, or a whole converted model.
 
 The files are those of torch.distributed.checkpoint: tensors in the form of ``torch.save``, one after another, and a
 pickled index. torch's own writer is not used: it plans with all ranks before it writes, and its files must be read
@@ -12,10 +12,11 @@ import io
 import json
 import os
 import pickle
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, cast
+from typing import IO, Any, Self, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
@@ -29,20 +30,32 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from megatron_dppo.checkpoint_conversion.dist_blocks import Block
-from megatron_dppo.checkpoint_conversion.safetensors_file import byte_view
-from megatron_dppo.checkpoint_conversion.torch_dist_writing import BACKEND
+from megatron_dppo.checkpoint_conversion.dist_reading import Box, TensorBlock
+from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec, byte_view, row_blocks
+from megatron_dppo.checkpoint_conversion.torch_dist import StackedParameter, stacked_parameters
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import LocalParameter, local_parameters
+from megatron_dppo.model.shape import ModelShape
 
 INDEX_FILE = ".metadata"
 COMMON_FILE = "common.pt"
 BACKEND_FILE = "metadata.json"
+CONVERTED_FILE = "__0_0.distcp"
+BACKEND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 
 StoredItem = list[Any]
 """JSON: key, file, first byte, bytes; of a tensor's block also dims, offsets, sizes, dtype."""
+ReadRows = Callable[[str, int, int], torch.Tensor]
+"""(Hugging Face name, first row, rows) -> rows, called once for every row of every tensor, in order."""
 
 
-class HashedFile:
-    """A new binary file that is hashed on its way. A context manager; at its end the bytes are on the disk.
+class NewFile:
+    """A new binary file. A context manager; at its end the bytes are on the disk.
 
     ``error``: of the disk, where writing failed; torch.save reports another one.
     """
@@ -51,7 +64,6 @@ class HashedFile:
         self.path = path
         self.size = 0
         self.error: OSError | None = None
-        self._digest = hashlib.sha256()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         self._file = os.fdopen(descriptor, "wb", 1 << 20)
 
@@ -62,39 +74,45 @@ class HashedFile:
         except OSError as error:
             self.error = self.error or error
             raise
-        self._digest.update(data)
         self.size += len(data)
         return len(data)
 
     def flush(self) -> None:
         """For torch.save."""
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            return
+        try:
+            self._file.close()
+        except OSError as late:
+            # What is still in the buffer doesn't fit on a full disk either; the first error says why.
+            self.error = self.error or late
+
+
+class HashedFile(NewFile):
+    """A new binary file that is hashed on its way."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._digest = hashlib.sha256()
+
+    def write(self, data: bytes) -> int:
+        """Append."""
+        count = super().write(data)
+        self._digest.update(data)
+        return count
+
     @property
     def record(self) -> dict[str, Any]:
         """The manifest's entry: {"bytes", "sha256"}."""
         return {"bytes": self.size, "sha256": self._digest.hexdigest()}
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._abandon()
-            return
-        with self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
-    def _abandon(self) -> None:
-        try:
-            self._file.close()
-        except OSError as late:  # what is still in the buffer doesn't fit either
-            self.error = self.error or late
 
 
 def write_hashed(path: Path, data: bytes) -> dict[str, Any]:
@@ -105,13 +123,13 @@ def write_hashed(path: Path, data: bytes) -> dict[str, Any]:
 
 
 class BlockFile:
-    """Appends blocks and objects to a HashedFile; ``items`` says where each of them lies."""
+    """Appends blocks and objects to a file; ``items`` says where each of them lies."""
 
-    def __init__(self, file: HashedFile) -> None:
+    def __init__(self, file: NewFile) -> None:
         self.items: list[StoredItem] = []
         self._file = file
 
-    def add(self, block: Block, values: torch.Tensor) -> None:
+    def add(self, block: TensorBlock, values: torch.Tensor) -> None:
         """Append a block: ``values`` are its elements in row-major order, contiguous on the CPU."""
         # A tensor over these bytes alone: torch.save writes all of what a view looks into.
         alone = torch.frombuffer(byte_view(values), dtype=block.dtype).view(block.box.sizes)
@@ -120,6 +138,7 @@ class BlockFile:
 
     def add_object(self, key: str, value: Any) -> None:
         """Append what is not a tensor, or has no place in one."""
+        # Megatron stores the list of a key's objects.
         self._save([value], key, [])
 
     def _save(self, value: Any, key: str, described: list[Any]) -> None:
@@ -150,10 +169,10 @@ def _metadata(items: Iterable[StoredItem]) -> Metadata:
     described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     stored = {}
     for key, file, start, length, *block in items:
-        place = _StorageInfo(file, start, length)
+        location = _StorageInfo(file, start, length)
         if not block:
             described[key] = BytesStorageMetadata()
-            stored[MetadataIndex(key)] = place
+            stored[MetadataIndex(key)] = location
             continue
         dims, offsets, sizes, dtype = block
         tensor = described.setdefault(
@@ -164,6 +183,85 @@ def _metadata(items: Iterable[StoredItem]) -> Metadata:
         )
         assert isinstance(tensor, TensorStorageMetadata), f"{key}: a tensor and an object"
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        stored[MetadataIndex(key, chunk.offsets, len(tensor.chunks))] = place
+        stored[MetadataIndex(key, chunk.offsets, len(tensor.chunks))] = location
         tensor.chunks.append(chunk)
     return Metadata(described, None, stored, StorageMeta(), CURRENT_DCP_VERSION)
+
+
+def write_torch_dist(folder: Path, shape: ModelShape, dtype: torch.dtype, read: ReadRows) -> None:
+    """Fill ``folder`` (which exists, empty) with a model that every layout loads.
+
+    Memory: one chunk, which is a layer's matrix or a block of rows. Beside the weights it holds the empty extra states
+    that Transformer Engine's modules look for when they load.
+    """
+    with NewFile(folder / CONVERTED_FILE) as file:
+        blocks = BlockFile(file)
+        for key in _extra_states(shape):
+            blocks.add_object(key, None)
+        for chunk in _chunks(shape, dtype):
+            blocks.add(chunk.block(shape, dtype), _assemble(chunk, read).to(dtype))
+    write_headers(folder, blocks.items, 0)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Rows ``start .. start + count`` of a single-rank parameter: one block of its stacked tensor."""
+
+    parameter: LocalParameter
+    stacked: StackedParameter
+    start: int
+    count: int
+
+    def block(self, shape: ModelShape, dtype: torch.dtype) -> TensorBlock:
+        lead, dims = self.stacked.index, self.parameter.shape
+        stack = (shape.num_layers, shape.num_experts)[: len(lead)]
+        offsets = (*lead, self.start, *(0 for _ in dims[1:]))
+        sizes = (*(1 for _ in lead), self.count, *dims[1:])
+        return TensorBlock(self.stacked.key, (*stack, *dims), Box(offsets, sizes), dtype)
+
+
+def _chunks(shape: ModelShape, dtype: torch.dtype) -> Iterator[_Chunk]:
+    """In model order; gates and ups apart, the vocabulary in blocks, queries with their keys and values."""
+    for p in local_parameters(shape, Layout(), 0):
+        stacked = stacked_parameters(p.name)[0]
+        sources = {s.hf_name for s in p.segments}
+        if len(sources) == 1:
+            for start, count in row_blocks(TensorSpec(p.shape, dtype)):
+                yield _Chunk(p, stacked, start, count)
+        elif len(sources) == len(p.segments):
+            for s in p.segments:
+                yield _Chunk(p, stacked, s.local_start, s.length)
+        else:
+            yield _Chunk(p, stacked, 0, p.shape[0])
+
+
+def _assemble(chunk: _Chunk, read: ReadRows) -> torch.Tensor:
+    """The chunk's rows. Every source is read from its start to its end."""
+    segments = chunk.parameter.segments
+    if len(segments) == 1:
+        return read(segments[0].hf_name, chunk.start, chunk.count)
+    inside = [s for s in segments if chunk.start <= s.local_start < chunk.start + chunk.count]
+    lengths = Counter[str]()
+    for s in inside:
+        lengths[s.hf_name] += s.length
+    whole = {name: read(name, 0, length) for name, length in lengths.items()}
+    return torch.cat([s.of_hf(whole[s.hf_name]) for s in inside])
+
+
+def _extra_states(shape: ModelShape) -> Iterable[str]:
+    """Keys of the modules' extra states: one object a layer, or a layer and expert."""
+    keys: dict[str, None] = {}
+    for p in local_parameters(shape, Layout(), 0):
+        stacked = stacked_parameters(p.name)[0]
+        module = stacked.key.rpartition(".")[0]
+        # Modules that are not Transformer Engine's have no extra state.
+        if "router" in module or module in ("embedding.word_embeddings", "output_layer"):
+            continue
+        modules = [module]
+        if module.endswith("linear_qkv"):
+            modules.append(module.replace("linear_qkv", "core_attention"))
+        sizes = (shape.num_layers, shape.num_experts)[: len(stacked.index)] or (1,)
+        shard = ".".join(map(str, stacked.index or (0,)))
+        for name in modules:
+            keys[f"{name}._extra_state/shard_{shard}_{'.'.join(map(str, sizes))}"] = None
+    return keys

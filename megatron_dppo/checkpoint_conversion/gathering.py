@@ -27,10 +27,7 @@ KEPT_BYTES = 64 << 20
 
 
 class Buffers:
-    """Two flat buffers that take turns, so that what lies in one holds while the other is filled.
-
-    Between uses those of at most KEPT_BYTES are kept: fresh memory costs a CPU more than the copy into it.
-    """
+    """Two flat buffers that take turns, so that what lies in one holds while the other is filled."""
 
     def __init__(self) -> None:
         self._buffers: list[Tensor | None] = [None, None]
@@ -38,13 +35,14 @@ class Buffers:
     def next(self, elements: int, like: Tensor) -> Tensor:
         """1-D of ``elements``, of ``like``'s type and device."""
         self._buffers.reverse()
-        held = self._buffers[0]
-        if held is None or held.numel() < elements:
-            held = self._buffers[0] = like.new_empty(elements)
-        return held[:elements]
+        buffer = self._buffers[0]
+        if buffer is None or buffer.numel() < elements:
+            buffer = self._buffers[0] = like.new_empty(elements)
+        return buffer[:elements]
 
     def shrink(self) -> None:
         """Let go of large buffers."""
+        # Small ones are kept: fresh memory costs a CPU more than the copy into it.
         self._buffers = [
             b if b is not None and b.nbytes <= KEPT_BYTES else None for b in self._buffers
         ]
@@ -83,11 +81,9 @@ def gather(
 
 
 def _exchange(operations: list[dist.P2POp]) -> Callable[[], None]:
-    """Start sends or receives; what is returned waits for them.
-
-    As a batch: NCCL makes a communicator of its own, some 300 MiB on both GPUs, for every pair of ranks that sends
-    or receives outside of one, and sends a batch through the group's (ProcessGroupNCCL::pointToPoint).
-    """
+    """Start sends or receives; what is returned waits for them."""
+    # As a batch: NCCL makes a communicator of its own, some 300 MiB on both GPUs, for every pair of ranks that sends
+    # or receives outside of one, and sends a batch through the group's (ProcessGroupNCCL::pointToPoint).
     requests = dist.batch_isend_irecv(operations) if operations else []
 
     def wait() -> None:
@@ -121,7 +117,7 @@ def assemble(
 
     ``rank``'s own pieces come straight from its ``parameters``, the others' from what they sent.
     """
-    at = dict.fromkeys(flat_by_rank, 0)
+    consumed = dict.fromkeys(flat_by_rank, 0)
     named, end = [], 0
     for tensor in bucket.tensors:
         start, end = end, end + tensor.elements
@@ -131,9 +127,9 @@ def assemble(
             if piece.rank == rank:
                 target.copy_(piece.segment.of_local(parameters[piece.key]).detach())
                 continue
-            first = at[piece.rank]
-            at[piece.rank] = first + piece.elements
-            block = flat_by_rank[piece.rank][first : at[piece.rank]]
+            first = consumed[piece.rank]
+            consumed[piece.rank] = first + piece.elements
+            block = flat_by_rank[piece.rank][first : consumed[piece.rank]]
             target.copy_(block.view(piece.shape))
         named.append((tensor.name, full))
     return named

@@ -6,33 +6,36 @@ thread. Outputs are staged and renamed, so an interrupted conversion leaves noth
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.certificate import TORCH_DTYPES, Certificate
-from megatron_dppo.checkpoint_conversion.hashing import TensorHashes
-from megatron_dppo.checkpoint_conversion.hf_io import (
+from megatron_dppo.checkpoint_conversion.certificate import (
+    TORCH_DTYPES,
+    TRACKER,
+    Certificate,
+    TensorHashes,
+)
+from megatron_dppo.checkpoint_conversion.dist_writing import write_torch_dist
+from megatron_dppo.checkpoint_conversion.hf_folder import (
     DEFAULT_SHARD_BYTES,
     SafetensorsReader,
     ShardedWriter,
+    StagedFolder,
+    copy_side_files,
 )
-from megatron_dppo.checkpoint_conversion.publishing import TRACKER, StagedFolder, copy_side_files
-from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
 from megatron_dppo.checkpoint_conversion.tensor_store import (
+    TensorSpec,
     TensorStore,
     check_tied_copy,
     row_blocks,
 )
-from megatron_dppo.checkpoint_conversion.torch_dist_checkpoint import TorchDistCheckpoint
-from megatron_dppo.checkpoint_conversion.torch_dist_writing import write_torch_dist
+from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistCheckpoint
 from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.mapping import hf_tensors
-from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.model.mapping import hf_tensors, parameters
+from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
 
 Progress = Callable[[int], None]
 """Called with the bytes read since the last call."""
@@ -81,11 +84,12 @@ def write_megatron(
         hashes.update(name, cast)
         return cast
 
-    with StagedFolder(out_dir, _model_bytes(shape, TORCH_DTYPES[target])) as folder, hashes:
+    with StagedFolder(out_dir, parameters(shape) * ITEM_BYTES[target]) as folder, hashes:
         (folder / "release").mkdir()
         write_torch_dist(folder / "release", shape, TORCH_DTYPES[target], read)
         (folder / TRACKER).write_text("release")
         digests = hashes.digests()
+        # Tensors come in Megatron's order; a certificate lists them in Hugging Face's.
         ordered = {name: digests[name] for name in hf_tensors(shape)}
         certificate = Certificate("torch_dist", shape, target, source_dtype, ordered)
         copy_side_files(side_files_from, folder, target)
@@ -116,12 +120,16 @@ def megatron_to_hf(
         }
         stored, written = TensorHashes(), TensorHashes()
         writer = ShardedWriter(
-            out_dir, specs, max_shard_bytes=max_shard_bytes, side_files_from=_folder_of(side_files)
+            out_dir,
+            specs,
+            max_shard_bytes=max_shard_bytes,
+            side_files_from=side_files if side_files.is_dir() else side_files.parent,
         )
         with writer, stored, written:
             for name, start, rows in blocks(source, specs, progress):
                 stored.update(name, rows)
                 cast = rows.to(TORCH_DTYPES[target])
+                # What is stored is compared with its certificate; a cast has another hash, which goes into the new one.
                 if target != source_dtype:
                     written.update(name, cast)
                 writer.write_rows(name, start, cast)
@@ -132,19 +140,12 @@ def megatron_to_hf(
     return certificate
 
 
-@dataclass(frozen=True)
-class Verified:
-    """What ``verify`` compared: all tensors, byte for byte."""
-
-    tensors: int
-    bytes: int
-
-
 def verify(
     hf_dir: str | Path, megatron_dir: str | Path, *, progress: Progress = no_progress
-) -> Verified:
+) -> Mapping[str, TensorSpec]:
     """Prove that a converted folder turns back into ``hf_dir`` byte by byte, and that its certificate is true.
 
+    Returns what was compared.
     A conversion that cast is compared with the cast of the original. Raises MismatchError naming the
     first tensor, file and offset that differs.
     """
@@ -161,8 +162,7 @@ def verify(
                 raise MismatchError(_first_difference(converted, name, start, rows, expected))
             hashes.update(name, rows)
         _require_recorded(converted, hashes.digests())
-        specs = converted.specs.values()
-        return Verified(len(specs), sum(spec.bytes for spec in specs))
+        return converted.specs
 
 
 def blocks(
@@ -182,14 +182,11 @@ def _dtypes(store: TensorStore, wanted: str | None) -> tuple[str, str]:
     return stored, wanted or stored
 
 
-def _require_recorded(source: TorchDistCheckpoint, found: dict[str, str]) -> None:
-    recorded = {} if source.certificate is None else source.certificate.tensors
-    for name, digest in found.items():
-        if digest != recorded.get(name, digest):
-            raise MismatchError(
-                f"{source.folder}: {name} has SHA-256 {digest}, "
-                f"conversion.json recorded {recorded[name]}"
-            )
+def _require_recorded(source: TorchDistCheckpoint, digests: dict[str, str]) -> None:
+    # A training run's checkpoint has no certificate; its own manifest is compared when the run resumes.
+    if source.certificate is not None:
+        for name, digest in digests.items():
+            source.certificate.check_tensor(name, digest, source.folder)
 
 
 def _first_difference(
@@ -199,27 +196,16 @@ def _first_difference(
     rows: torch.Tensor,
     expected: torch.Tensor,
 ) -> str:
-    differs = (_as_integers(rows) != _as_integers(expected)).reshape(-1)
-    at = int(differs.nonzero()[0]) + start * (rows.numel() // len(rows))
-    index: list[int] = []
-    for size in reversed(converted.specs[name].shape):
-        at, i = divmod(at, size)
-        index.insert(0, i)
-    place = tuple(i - (start if axis == 0 else 0) for axis, i in enumerate(index))
+    differs = (_as_integers(rows) != _as_integers(expected)).nonzero()
+    first = tuple(differs[0].tolist())
+    index = [first[0] + start, *first[1:]]
     return (
-        f"{name}{index}: {rows[place].item()!r} in {converted.locate(name, index)}, "
-        f"{expected[place].item()!r} in the original ({int(differs.sum())} elements of this block differ)"
+        f"{name}{index}: {rows[first].item()!r} in {converted.locate(name, index)}, "
+        f"{expected[first].item()!r} in the original ({len(differs)} elements of this block differ)"
     )
 
 
 def _as_integers(rows: torch.Tensor) -> torch.Tensor:
-    """The same bytes, for which equal means identical (NaN, -0)."""
+    """The same bytes, for which equal means identical."""
+    # As floats, NaN would differ from itself, and -0 equal 0.
     return rows.view({2: torch.int16, 4: torch.int32}[rows.dtype.itemsize])
-
-
-def _folder_of(config: Path) -> Path:
-    return config if config.is_dir() else config.parent
-
-
-def _model_bytes(shape: ModelShape, dtype: torch.dtype) -> int:
-    return sum(math.prod(dims) for dims in hf_tensors(shape).values()) * dtype.itemsize

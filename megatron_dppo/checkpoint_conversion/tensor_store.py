@@ -1,25 +1,206 @@
-"""Hugging Face tensors by name and row, whatever they are stored in."""
+"""Tensors in files by rows, so that memory is bounded by a block: the safetensors format, and what all stores share.
+
+Of safetensors: 8 bytes little-endian length, a JSON header {name: {dtype, shape, data_offsets}}, the tensors' bytes
+without a gap. A row is an index of dim 0; rows are contiguous.
+"""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.safetensors_file import TensorSpec
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 
-BLOCK_BYTES = 1 << 20
-"""Bytes that are read or written at a time: what streaming holds in memory, a few times over.
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+MAX_HEADER_BYTES = 100 << 20
 
-Small enough that a block is still in a core's cache when it is hashed and written, and that the allocator hands the
-same pages out again; large enough that Python's work on a block costs little. Of 256 KiB to 32 MiB the fastest where
-this was tried, and the least disturbed by a busy kernel.
-"""
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of a stored tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one index of dim 0."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the whole."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Entry(TensorSpec):
+    """A tensor in a file; ``offset``: of its first byte from the start of the file."""
+
+    offset: int
+
+
+class SafetensorsFile:
+    """A file open for reading. Raises CheckpointError where it is missing, truncated or malformed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        try:
+            self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be opened ({error.strerror})") from error
+        try:
+            self.entries, self.metadata = _read_header(self._fd, self.path)
+        except CheckpointError:
+            os.close(self._fd)
+            raise
+
+    def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Rows ``start .. start + count`` of a tensor, freshly allocated, on the CPU."""
+        entry = self.entries[name]
+        out = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
+        offset = entry.offset + start * entry.row_bytes
+        read_all(self._fd, byte_view(out), offset, f"{self.path}: ended inside {name}")
+        return out
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self._fd)
+
+
+def _read_header(fd: int, path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    size = os.fstat(fd).st_size
+    length = int.from_bytes(os.pread(fd, 8, 0), "little")
+    # Before it is read: a damaged length must not make a process allocate what the file says.
+    if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{path}: {size} bytes cannot hold a header of {length} bytes; truncated or another format"
+        )
+    try:
+        header = json.loads(os.pread(fd, length, 8))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path}: its header is not JSON ({error})") from error
+    metadata = header.pop("__metadata__", {})
+    entries = {name: _entry(path, name, facts, 8 + length) for name, facts in header.items()}
+    end = 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].offset):
+        if entry.offset != end:
+            raise CheckpointError(f"{path}: {name} begins at byte {entry.offset}, expected {end}")
+        end += entry.bytes
+    if end != size:
+        raise CheckpointError(
+            f"{path}: has {size} bytes, its header describes {end}; truncated or overwritten"
+        )
+    return entries, metadata
+
+
+def _entry(path: Path, name: str, facts: dict[str, Any], base: int) -> Entry:
+    try:
+        code, shape, (begin, end) = (
+            facts["dtype"],
+            tuple(facts["shape"]),
+            facts["data_offsets"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: header entry {name} is malformed ({facts})") from error
+    if code not in DTYPES:
+        raise CheckpointError(f"{path}: {name} has dtype {code}, expected one of {sorted(DTYPES)}")
+    entry = Entry(shape, DTYPES[code], base + begin)
+    if end - begin != entry.bytes:
+        raise CheckpointError(
+            f"{path}: {name} of shape {tuple(shape)} and dtype {code} has {end - begin} bytes"
+        )
+    return entry
+
+
+class SafetensorsFileWriter:
+    """A file of known tensors, filled in any order. Bytes that nobody writes are zero."""
+
+    def __init__(self, path: str | Path, tensors: Mapping[str, TensorSpec]) -> None:
+        self.path = Path(path)
+        header: dict[str, dict[str, object]] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        begins: dict[str, int] = {}
+        for name, spec in tensors.items():
+            begins[name], end = end, end + spec.bytes
+            offsets = [begins[name], end]
+            shape = list(spec.shape)
+            header[name] = {"dtype": CODES[spec.dtype], "shape": shape, "data_offsets": offsets}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        # Padded as the format asks for, so that the first tensor is aligned.
+        text += b" " * (-len(text) % 8)
+        self._length = len(text).to_bytes(8, "little")
+        base = 8 + len(text)
+        self.entries = {
+            name: Entry(spec.shape, spec.dtype, base + begins[name])
+            for name, spec in tensors.items()
+        }
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        os.ftruncate(self._fd, base + end)
+        _write_all(self._fd, memoryview(text), len(self._length))
+
+    def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
+        """Put ``rows`` (contiguous or not, of the entry's dtype) at row ``start`` of a tensor."""
+        entry = self.entries[name]
+        if (
+            rows.dtype != entry.dtype
+            or rows.shape[1:] != entry.shape[1:]
+            or start + len(rows) > entry.shape[0]
+        ):
+            raise ValueError(
+                f"{name}: rows {tuple(rows.shape)} {rows.dtype} at {start}, expected to fit "
+                f"{tuple(entry.shape)} {entry.dtype}"
+            )
+        _write_all(self._fd, byte_view(rows), entry.offset + start * entry.row_bytes)
+
+    def __enter__(self) -> SafetensorsFileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            # The header's length, with which the file begins, comes last: until then nothing reads it as safetensors.
+            if kind is None:
+                _write_all(self._fd, memoryview(self._length), 0)
+        finally:
+            os.close(self._fd)
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in row-major order (a copy where it is strided)."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def read_all(fd: int, view: memoryview, offset: int, fault: str) -> None:
+    """Fill ``view`` from byte ``offset`` of a file. Raises CheckpointError, with ``fault``, where it ends before."""
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if count == 0:
+            raise CheckpointError(fault)
+        view, offset = view[count:], offset + count
+
+
+def _write_all(fd: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(fd, view, offset)
+        view, offset = view[count:], offset + count
+
+
+# Small enough that a block is still in a core's cache when it is hashed and written, and that the allocator hands the
+# same pages out again; large enough that Python's work on a block costs little. Of 256 KiB to 32 MiB the fastest where
+# this was tried, and the least disturbed by a busy kernel.
+BLOCK_BYTES = 1 << 20
+"""Bytes that are read or written at a time: what streaming holds in memory, a few times over."""
 
 SHOWN = 5
 """Differences of a checkpoint from its config.json that an error lists."""
@@ -60,27 +241,22 @@ def row_blocks(spec: TensorSpec, block_bytes: int = BLOCK_BYTES) -> Iterator[tup
 
 
 def check_tensors(specs: Mapping[str, TensorSpec], shape: ModelShape, where: str) -> None:
-    """Raise CheckpointError where names or shapes of ``specs`` are not those of ``shape``; it names all that differ.
-
-    A tied model may store its output layer too; the table leaves it out, and ``check_tied_copy`` compares it.
-    """
+    """Raise CheckpointError where names or shapes of ``specs`` are not those of ``shape``; it names all that differ."""
     expected = hf_tensors(shape)
     _, output = family_of(shape).vocabulary_tensors
+    # A tied model may store its output layer too; the table leaves it out, and ``check_tied_copy`` compares it.
     present = set(specs) - ({output} if shape.tied_embeddings else set())
-    wrong = {
-        "missing": [n for n in expected if n not in present],
-        "unknown": sorted(present - set(expected)),
-    }
-    listed = [f"{len(names)} {what}, first {names[0]}" for what, names in wrong.items() if names]
-    listed += [
+    missing, unknown = [n for n in expected if n not in present], sorted(present - set(expected))
+    faults = [f"{len(missing)} missing, first {missing[0]}"] if missing else []
+    faults += [f"{len(unknown)} unknown, first {unknown[0]}"] if unknown else []
+    faults += [
         f"{name} has shape {tuple(specs[name].shape)}, config.json says {dims}"
         for name, dims in expected.items()
         if name in present and tuple(specs[name].shape) != dims
     ]
-    if listed:
-        shown = "; ".join(listed[:SHOWN]) + (
-            f"; {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
-        )
+    if faults:
+        more = [f"{len(faults) - SHOWN} more"] if len(faults) > SHOWN else []
+        shown = "; ".join(faults[:SHOWN] + more)
         raise CheckpointError(f"{where}: its tensors are not those of its config.json ({shown})")
 
 

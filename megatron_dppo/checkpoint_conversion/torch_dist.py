@@ -7,45 +7,58 @@ experts along a second. So one folder loads under every layout, and a parameter 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.dist_blocks import Box
-from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks, StoredTensor
+from megatron_dppo.checkpoint_conversion.certificate import (
+    FILE,
+    TRACKER,
+    Certificate,
+    load_certificate,
+)
+from megatron_dppo.checkpoint_conversion.dist_reading import Box, StoredBlocks, StoredTensor
+from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.model.families import family_of
+from megatron_dppo.model.gather_plan import Piece, TensorSources, gather_plan
+from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.mapping import hf_tensors, local_parameters
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.system.files import Closing
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
 @dataclass(frozen=True)
-class GlobalPlace:
+class StackedParameter:
     """``tensor[index]`` of the checkpoint's tensor ``key`` is one parameter of a single-rank layout."""
 
     key: str
     index: tuple[int, ...]
 
 
-def global_places(name: str) -> list[GlobalPlace]:
+def stacked_parameters(name: str) -> list[StackedParameter]:
     """Where a single-rank parameter may lie: stacked over layers (the default), else in a tensor a layer."""
     layer = _LAYER.fullmatch(name)
     if layer is None:
-        return [GlobalPlace(name, ())]
+        return [StackedParameter(name, ())]
     number, rest = int(layer[1]), layer[2]
     expert = _EXPERT.fullmatch(rest)
     index: tuple[int, ...] = ()
     if expert is not None:
         rest, index = f"mlp.experts.experts.{expert[1]}.weight", (int(expert[2]),)
     return [
-        GlobalPlace(f"decoder.layers.{rest}", (number, *index)),
-        GlobalPlace(f"decoder.layers.{number}.{rest}", index),
+        StackedParameter(f"decoder.layers.{rest}", (number, *index)),
+        StackedParameter(f"decoder.layers.{number}.{rest}", index),
     ]
 
 
-class TorchDistFolder:
+class TorchDistFolder(Closing):
     """Row access to the tensors of a ``torch_dist`` folder. Raises CheckpointError where it is none, or damaged."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -58,37 +71,184 @@ class TorchDistFolder:
 
     def dims(self, name: str) -> tuple[int, ...]:
         """Shape of a single-rank parameter; a padded vocabulary may have more rows than the model."""
-        place, tensor = self._find(name)
-        return tensor.dims[len(place.index) :]
+        parameter, tensor = self._find(name)
+        return tensor.dims[len(parameter.index) :]
 
     def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
         """Rows ``start .. start + count`` of a single-rank parameter."""
-        place, tensor = self._find(name)
-        lead = len(place.index)
+        parameter, tensor = self._find(name)
+        lead = len(parameter.index)
         widths = tensor.dims[lead + 1 :]
-        sizes = (*(1 for _ in place.index), count, *widths)
+        sizes = (*(1 for _ in parameter.index), count, *widths)
         out = torch.empty(sizes, dtype=tensor.dtype)
-        wanted = Box((*place.index, start, *(0 for _ in widths)), sizes)
-        self._stored.read(place.key, wanted, out)
+        wanted = Box((*parameter.index, start, *(0 for _ in widths)), sizes)
+        self._stored.read(parameter.key, wanted, out)
         return out.view(count, *widths)
 
     def locate(self, name: str, index: Sequence[int]) -> tuple[Path, int]:
         """File and byte of an element of a single-rank parameter."""
-        place, _ = self._find(name)
-        return self._stored.locate(place.key, (*place.index, *index))
+        parameter, _ = self._find(name)
+        return self._stored.locate(parameter.key, (*parameter.index, *index))
 
-    def _find(self, name: str) -> tuple[GlobalPlace, StoredTensor]:
-        places = global_places(name)
-        for place in places:
-            tensor = self._stored.tensors.get(place.key)
+    def _find(self, name: str) -> tuple[StackedParameter, StoredTensor]:
+        candidates = stacked_parameters(name)
+        for parameter in candidates:
+            tensor = self._stored.tensors.get(parameter.key)
             if tensor is not None:
-                if any(i >= n for i, n in zip(place.index, tensor.dims, strict=False)):
+                if any(i >= n for i, n in zip(parameter.index, tensor.dims, strict=False)):
                     raise CheckpointError(
-                        f"{self.folder}: {place.key} of shape {tensor.dims} has no {place.index}"
+                        f"{self.folder}: {parameter.key} of shape {tensor.dims} has no {parameter.index}"
                     )
-                return place, tensor
-        raise CheckpointError(f"{self.folder}: has no tensor {' or '.join(p.key for p in places)}")
+                return parameter, tensor
+        raise CheckpointError(
+            f"{self.folder}: has no tensor {' or '.join(p.key for p in candidates)}"
+        )
 
     def close(self) -> None:
         """Close the files."""
         self._stored.close()
+
+
+def find_torch_dist(folder: str | Path) -> Path | None:
+    """The folder that holds ``.metadata``: ``folder``, or the iteration that its Megatron-LM tracker names."""
+    folder = Path(folder)
+    if (folder / ".metadata").exists():
+        return folder
+    if not (folder / TRACKER).exists():
+        return None
+    named = (folder / TRACKER).read_text().strip()
+    inner = folder / (named if named == "release" else f"iter_{named:0>7}")
+    if not (inner / ".metadata").exists():
+        raise CheckpointError(
+            f"{folder / TRACKER}: names {named}, but {inner} holds no torch_dist checkpoint"
+        )
+    return inner
+
+
+class TorchDistCheckpoint(Closing):
+    """Opens ``folder`` as a model of ``shape``. Raises CheckpointError where it holds another model.
+
+    ``certificate``: of the conversion that made it; None for a checkpoint of a training run.
+    """
+
+    def __init__(self, folder: str | Path, shape: ModelShape) -> None:
+        self.folder = Path(folder)
+        self.shape = shape
+        self.certificate: Certificate | None = None
+        if (self.folder / FILE).exists():
+            self.certificate = load_certificate(self.folder)
+            _check_same_model(self.certificate.shape, shape, self.folder)
+        inner = find_torch_dist(folder)
+        if inner is None:
+            raise CheckpointError(
+                f"{folder}: holds neither .metadata nor {TRACKER}; not a torch_dist checkpoint"
+            )
+        self._tensors = TorchDistFolder(inner)
+        try:
+            self.dtype = self._check()
+        except CheckpointError:
+            self.close()
+            raise
+        self.specs: Mapping[str, TensorSpec] = {
+            name: TensorSpec(dims, self.dtype) for name, dims in hf_tensors(shape).items()
+        }
+
+    def _check(self) -> torch.dtype:
+        """All parameters are there, of one dtype, and of the model's shapes; the vocabulary may be padded."""
+        dtypes, vocabulary = set(), family_of(self.shape).vocabulary_tensors
+        for p in local_parameters(self.shape, Layout(), 0):
+            dtypes.add(self._tensors.dtype(p.name))
+            rows, *widths = self._tensors.dims(p.name)
+            # A vocabulary is padded to a multiple of the tensor-parallel size that the run had.
+            is_padded = p.segments[0].hf_name in vocabulary and rows > p.shape[0]
+            if tuple(widths) != p.shape[1:] or not (rows == p.shape[0] or is_padded):
+                raise CheckpointError(
+                    f"{self.folder}: {p.name} has shape {(rows, *widths)}, config.json says {p.shape}"
+                )
+        if len(dtypes) != 1:
+            raise CheckpointError(
+                f"{self.folder}: tensors of several dtypes, {sorted(map(str, dtypes))}"
+            )
+        return dtypes.pop()
+
+    @cached_property
+    def _sources(self) -> dict[str, TensorSources]:
+        """The parts of every tensor in the stacked parameters."""
+        return {tensor.name: tensor for tensor in gather_plan(self.shape, Layout())}
+
+    def read_rows(self, name: str, start: int, count: int) -> torch.Tensor:
+        """Rows ``start .. start + count`` of a Hugging Face tensor."""
+
+        def read(piece: Piece, first: int, rows: int) -> torch.Tensor:
+            return self._tensors.read_rows(piece.name, first, rows)
+
+        return assemble_rows(self._sources[name], start, count, self.dtype, read)
+
+    def locate(self, name: str, index: Sequence[int]) -> str:
+        """In words, the file and byte where an element of a Hugging Face tensor is stored."""
+        for piece in self._sources[name].pieces:
+            s = piece.segment
+            if s.hf_start <= index[s.dim] < s.hf_start + s.length:
+                local = list(index)
+                local[s.dim] += s.local_start - s.hf_start
+                path, byte = self._tensors.locate(piece.name, local)
+                return f"{path} at byte {byte}"
+        raise ValueError(f"{name} has no element {tuple(index)}")
+
+    def close(self) -> None:
+        """Close the files."""
+        self._tensors.close()
+
+
+def _check_same_model(stored: ModelShape, shape: ModelShape, folder: Path) -> None:
+    if (stored.family, hf_tensors(stored)) != (shape.family, hf_tensors(shape)):
+        differences = [
+            f"{name} {value!r} (config.json: {getattr(shape, name)!r})"
+            for name, value in vars(stored).items()
+            if value != getattr(shape, name)
+        ]
+        raise CheckpointError(
+            f"{folder}: is of another model than config.json's: {', '.join(differences)}"
+        )
+
+
+def assemble_rows(
+    tensor: TensorSources,
+    start: int,
+    count: int,
+    dtype: torch.dtype,
+    read: Callable[[Piece, int, int], torch.Tensor],
+) -> torch.Tensor:
+    """Rows ``start .. start + count`` of a Hugging Face tensor; ``read(piece, row, rows)``: a parameter's rows."""
+    out = torch.empty((count, *tensor.shape[1:]), dtype=dtype)
+    for piece in tensor.pieces:
+        overlap = rows_of_piece(piece, start, count)
+        if overlap is not None:
+            local_row, first, length = overlap
+            block_of(out, piece, start, (first, length)).copy_(read(piece, local_row, length))
+    return out
+
+
+def rows_of_piece(piece: Piece, start: int, count: int) -> tuple[int, int, int] | None:
+    """``(local row, Hugging Face row, rows)`` of the part of a piece in rows ``start .. start + count``, or None.
+
+    A piece along dim 1 is as wide as its local parameter, so its rows too are contiguous there.
+    """
+    s = piece.segment
+    if s.dim == 1:
+        assert s.length == piece.local_shape[1], (
+            f"{piece.name}: a column block narrower than its shard"
+        )
+        return start, start, count
+    first, last = max(start, s.hf_start), min(start + count, s.hf_start + s.length)
+    return (s.local_start + first - s.hf_start, first, last - first) if first < last else None
+
+
+def block_of(
+    rows: torch.Tensor, piece: Piece, start: int, overlap: tuple[int, int]
+) -> torch.Tensor:
+    """The view of ``rows`` (which begin at row ``start``) that the piece's ``overlap`` fills."""
+    first, length = overlap
+    block = rows.narrow(0, first - start, length)
+    s = piece.segment
+    return block if s.dim == 0 else block.narrow(1, s.hf_start, s.length)

@@ -32,7 +32,7 @@ def random_model(folder: Path, config: Mapping[str, Any]) -> Path:
     """A checkpoint of ``config`` (as in config.json) with small random weights in its dtype, tensor by tensor."""
     import torch
 
-    from megatron_dppo.checkpoint_conversion.hf_io import write_hf_checkpoint
+    from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
 
     source = folder / "config"
     source.mkdir(parents=True)

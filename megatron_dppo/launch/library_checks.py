@@ -189,7 +189,7 @@ def _check_adapters(lora: LoraConfig, checkpoint: str) -> None:
     """Raise ValueError where the adapters to start from are not those that the run trains."""
     if lora.start_from is None or not lora.rank:
         return
-    from megatron_dppo.checkpoint_conversion.peft import PeftReader
+    from megatron_dppo.checkpoint_conversion.adapters import PeftReader
     from megatron_dppo.model.errors import CheckpointError
 
     shape = load_model_shape(checkpoint)

@@ -18,7 +18,13 @@ from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.family import Rule, Source
 from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
-from megatron_dppo.model.mapping import LocalParameter, Segment, parameters, shard_of
+from megatron_dppo.model.mapping import (
+    LocalParameter,
+    Segment,
+    experts_of,
+    parameters,
+    shard_of,
+)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Block, Dims, replicated
 
@@ -65,7 +71,11 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
         MLP: [r for r in linears if ".self_attention." not in r.megatron],
         EXPERTS: list(family.expert) if shape.is_moe else [],
     }
-    return {name: _names(rules) for name, rules in groups.items() if rules}
+    return {
+        group: tuple(_last(source) for rule in rules for source in rule.sources)
+        for group, rules in groups.items()
+        if rules
+    }
 
 
 def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
@@ -88,22 +98,21 @@ def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
 
 def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Iterator[str]:
     """Why ``adapters`` can't be: a rank over a matrix's dimensions, or a TP rank without a row of one."""
-    sizes = shape.sizes()
-    for rule, source in _sources(adapters, shape):
-        smallest = min(sizes[d] for d in source.dims)
-        if adapters.rank > smallest:
-            yield f"rank {adapters.rank} is over the {smallest} of {_last(source)} {_dims(source, sizes)}"
-        is_expert = rule in family_of(shape).expert
-        parts = layout.expert_tensor if is_expert else layout.tensor
-        for part in range(parts):
-            shard = shard_of(rule.split, rule.sources, shape, part, parts)
-            held = sum(b.length for b in shard.blocks if b.source == rule.sources.index(source))
-            if held * parts != sizes[source.dims[shard.blocks[0].dim]]:
+    family, sizes = family_of(shape), shape.sizes()
+    for rule in (*family.layer, *(family.expert if shape.is_moe else ())):
+        ranks = layout.expert_tensor if rule in family.expert else layout.tensor
+        for index, source in _adapted_sources(adapters, rule):
+            dims = [sizes[d] for d in source.dims]
+            if adapters.rank > min(dims):
+                yield f"rank {adapters.rank} is over the {min(dims)} of {_last(source)} {dims[0]} x {dims[1]}"
+            shards = [shard_of(rule.split, rule.sources, shape, r, ranks) for r in range(ranks)]
+            lengths = [sum(b.length for b in s.blocks if b.source == index) for s in shards]
+            if any(length * ranks != dims[shards[0].blocks[0].dim] for length in lengths):
+                # Ranks of one group multiply tensors of the same shape, and gradients are reduced over them.
                 yield (
-                    f"{_last(source)} is not cut evenly over {parts} tensor-parallel ranks, "
+                    f"{_last(source)} is not cut evenly over {ranks} tensor-parallel ranks, "
                     "expected every rank to hold as much of it"
                 )
-                break
 
 
 @dataclass(frozen=True)
@@ -166,12 +175,12 @@ def adapted_linears(
     adapters: Adapters, shape: ModelShape, layout: Layout, rank: int
 ) -> list[AdaptedLinear]:
     """All linears with adapters of global ``rank``, in model order."""
-    at, family = layout.coordinates(rank), family_of(shape)
-    rules = [r for r in (*family.layer, *family.expert) if _wanted(adapters, r)]
+    coordinates, family = layout.coordinates(rank), family_of(shape)
+    rules = [r for r in (*family.layer, *family.expert) if _adapted_sources(adapters, r)]
     return [
-        _linear(adapters, shape, layout, at, rule, (chunk, local_layer, layer))
+        _linear(adapters, shape, layout, coordinates, rule, (chunk, local_layer, layer))
         for chunk in range(layout.chunks)
-        for local_layer, layer in enumerate(local_layers(shape, layout, at.pp, chunk))
+        for local_layer, layer in enumerate(local_layers(shape, layout, coordinates.pp, chunk))
         for rule in rules
     ]
 
@@ -187,9 +196,18 @@ def adapter_tensors(adapters: Adapters, shape: ModelShape) -> dict[str, Dims]:
     }
 
 
-def checkpoint_place(name: str, adapters: Adapters) -> tuple[str, int | None]:
-    """Where a training checkpoint holds the tensor ``name`` of ``adapter_tensors``: its key there, and, where the
-    experts of a layer are stacked along a first axis, the expert's index in it."""
+def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: bool) -> int:
+    """Elements that a run trains, which are those of its checkpoints: the whole model's, or where there are
+    ``adapters`` theirs, and with ``routers`` the routers'."""
+    if adapters is None:
+        return parameters(shape)
+    trained = sum(math.prod(dims) for dims in adapter_tensors(adapters, shape).values())
+    return trained + routers * shape.num_layers * shape.num_experts * shape.hidden_size
+
+
+def checkpoint_key(name: str) -> tuple[str, int | None]:
+    """A training checkpoint's key of the tensor ``name`` of ``adapter_tensors``, and, where the experts of a layer are
+    stacked along a first axis, the expert's index in it."""
     expert = _EXPERT_NUMBER.search(name)
     if expert is None:
         return f"{CHECKPOINT_PREFIX}{name}", None
@@ -204,13 +222,13 @@ def adapter_parameters(
 
     Names are those of Megatron's modules, an expert's A and B the slices of a stacked one: ``...lora_A.3``.
     """
-    at = layout.coordinates(rank)
+    coordinates = layout.coordinates(rank)
     for linear in adapted_linears(adapters, shape, layout, rank):
-        experts: list[tuple[int | None, int | None]] = [*enumerate(linear.experts)]
-        for number, expert in experts or [(None, None)]:
+        for local_expert, expert in enumerate(linear.experts or (None,)):
+            suffix = "" if expert is None else f".{local_expert}"
             for part in linear.parts:
                 for which in (LORA_A, LORA_B):
-                    yield _parameter(adapters, linear, part, which, at, (number, expert))
+                    yield _parameter(adapters, linear, part, which, coordinates, expert, suffix)
 
 
 def _parameter(
@@ -218,23 +236,25 @@ def _parameter(
     linear: AdaptedLinear,
     part: AdapterPart,
     which: str,
-    at: RankCoordinates,
-    expert: tuple[int | None, int | None],
+    coordinates: RankCoordinates,
+    expert: int | None,
+    suffix: str,
 ) -> LocalParameter:
-    local_expert, number = expert
+    # An adapter that all experts share is whole on every rank of the stage; a rank uses its rows or columns of it.
     is_shared = linear.of_experts and not linear.experts
     is_cut = part.is_cut(which) and not is_shared
     dims = part.local(which, adapters.rank) if is_cut else part.whole(which, adapters.rank)
     axis, start = (part.axis, part.start) if is_cut else (0, 0)
-    replica, tensor = (at.edp, at.etp) if linear.experts else (at.dp, at.tp)
-    suffix = "" if local_expert is None else f".{local_expert}"
-    hf_name = f"{_module(part, number)}.{which}"
+    if linear.experts:
+        replica, tensor_rank = coordinates.edp, coordinates.etp
+    else:
+        replica, tensor_rank = coordinates.dp, coordinates.tp
     return LocalParameter(
         chunk=linear.chunk,
         name=f"{linear.path}.{CHILD}.{part.name}.{which}{suffix}",
         shape=dims,
-        segments=(Segment(hf_name, axis, start, 0, dims[axis]),),
-        is_primary=replica == 0 and at.cp == 0 and (is_cut or tensor == 0),
+        segments=(Segment(f"{_module(part, expert)}.{which}", axis, start, 0, dims[axis]),),
+        is_primary=replica == 0 and coordinates.cp == 0 and (is_cut or tensor_rank == 0),
     )
 
 
@@ -242,32 +262,31 @@ def _linear(
     adapters: Adapters,
     shape: ModelShape,
     layout: Layout,
-    at: RankCoordinates,
+    coordinates: RankCoordinates,
     rule: Rule,
     numbers: tuple[int, int, int],
 ) -> AdaptedLinear:
     chunk, local_layer, layer = numbers
     of_experts = rule in family_of(shape).expert
-    rank, size = (at.etp, layout.expert_tensor) if of_experts else (at.tp, layout.tensor)
-    shard = shard_of(rule.split, rule.sources, shape, rank, size)
+    rank, size = (
+        (coordinates.etp, layout.expert_tensor) if of_experts else (coordinates.tp, layout.tensor)
+    )
+    shard, sizes = shard_of(rule.split, rule.sources, shape, rank, size), shape.sizes()
     parts = []
-    for index, source in enumerate(rule.sources):
-        if _last(source) not in adapters.modules:
-            continue
+    for index, source in _adapted_sources(adapters, rule):
         blocks = tuple(b for b in shard.blocks if b.source == index)
         parts.append(
             AdapterPart(
                 name=_last(source),
                 module=source.name.removesuffix(".weight").replace("{layer}", str(layer)),
-                dims=tuple(shape.sizes()[d] for d in source.dims),
+                dims=tuple(sizes[d] for d in source.dims),
                 axis=blocks[0].dim,
                 start=blocks[0].source_start,
                 length=sum(b.length for b in blocks),
                 blocks=blocks,
             )
         )
-    here = shape.num_experts // layout.expert
-    own = of_experts and not adapters.share_experts
+    has_each = of_experts and not adapters.share_experts
     return AdaptedLinear(
         chunk=chunk,
         path=rule.megatron.format(layer=local_layer, expert="").rpartition(".")[0],
@@ -275,7 +294,7 @@ def _linear(
         parts=tuple(parts),
         rows=shard.shape[0],
         of_experts=of_experts,
-        experts=tuple(range(at.ep * here, (at.ep + 1) * here)) if own else (),
+        experts=tuple(experts_of(shape, coordinates.ep, layout.expert)) if has_each else (),
     )
 
 
@@ -287,33 +306,12 @@ def _is_linear(rule: Rule) -> bool:
     return rule.split is not replicated and all(len(s.dims) == 2 for s in rule.sources)
 
 
-def _wanted(adapters: Adapters, rule: Rule) -> bool:
-    return _is_linear(rule) and any(_last(s) in adapters.modules for s in rule.sources)
-
-
-def _sources(adapters: Adapters, shape: ModelShape) -> Iterator[tuple[Rule, Source]]:
-    family = family_of(shape)
-    for rule in (*family.layer, *(family.expert if shape.is_moe else ())):
-        if _wanted(adapters, rule):
-            yield from ((rule, s) for s in rule.sources if _last(s) in adapters.modules)
+def _adapted_sources(adapters: Adapters, rule: Rule) -> list[tuple[int, Source]]:
+    """The rule's sources with adapters, and their numbers in it."""
+    if not _is_linear(rule):
+        return []
+    return [(i, s) for i, s in enumerate(rule.sources) if _last(s) in adapters.modules]
 
 
 def _last(source: Source) -> str:
     return source.name.removesuffix(".weight").rpartition(".")[2]
-
-
-def _names(rules: Sequence[Rule]) -> tuple[str, ...]:
-    return tuple(_last(source) for rule in rules for source in rule.sources)
-
-
-def _dims(source: Source, sizes: dict[str, int]) -> str:
-    return " x ".join(str(sizes[d]) for d in source.dims)
-
-
-def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: bool) -> int:
-    """Elements that a run trains, which are those of its checkpoints: the whole model's, or where there are
-    ``adapters`` theirs, and with ``routers`` the routers'."""
-    if adapters is None:
-        return parameters(shape)
-    trained = sum(math.prod(dims) for dims in adapter_tensors(adapters, shape).values())
-    return trained + routers * shape.num_layers * shape.num_experts * shape.hidden_size

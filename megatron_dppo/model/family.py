@@ -33,6 +33,7 @@ class ConfigFacts:
     def positive(self, *keys: str, default: int | None = None) -> int:
         """The first of ``keys`` that is set, a positive whole number."""
         value = self._first(keys, default)
+        # JSON's true is an int to Python.
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             return self._wrong(keys, value, "a positive integer", 1)
         return value
@@ -58,14 +59,16 @@ class ConfigFacts:
             self.fault(f"{key} is {value!r}; only {expected!r} is supported for this family")
 
     def dtype(self) -> str:
-        """The weights' type; transformers writes ``dtype`` since version 5 and ``torch_dtype`` before."""
+        """The weights' type."""
+        # transformers writes ``dtype`` since version 5 and ``torch_dtype`` before.
         value = str(self._first(("dtype", "torch_dtype"), "float32")).removeprefix("torch.")
         if value not in ITEM_BYTES:
             return self._wrong(("dtype",), value, f"one of {sorted(ITEM_BYTES)}", "float32")
         return value
 
     def rope(self) -> tuple[float, Llama3RopeScaling | None]:
-        """``(theta, scaling)``; both transformers' spellings, before version 5 and since."""
+        """``(theta, scaling)``."""
+        # transformers writes ``rope_parameters``, with theta in it, since version 5, ``rope_scaling`` before.
         nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         if not isinstance(nested, Mapping):
             self.fault(f"rope parameters are {nested!r}, expected a table")

@@ -9,6 +9,7 @@ it, which moves the fewest bytes between nodes with the fewest receivers.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,13 +84,12 @@ class Bucket:
         return sum(tensor.elements for tensor in self.tensors)
 
     @cached_property
-    def elements_by_rank(self) -> dict[int, int]:
+    def elements_by_rank(self) -> Counter[int]:
         """Elements that each sending rank provides; ranks that send nothing are absent."""
-        counts: dict[int, int] = {}
+        elements = Counter[int]()
         for tensor in self.tensors:
-            for piece in tensor.pieces:
-                counts[piece.rank] = counts.get(piece.rank, 0) + piece.elements
-        return counts
+            elements.update(elements_held(tensor))
+        return elements
 
 
 def gather_plan(shape: ModelShape, layout: Layout) -> list[TensorSources]:
@@ -103,8 +103,7 @@ def adapter_buckets_plan(
     """The same of every A and B of ``adapter_tensors``, all on rank 0, in buckets as ``hf_buckets_plan`` cuts them."""
 
     def parameters(rank: int) -> list[LocalParameter]:
-        held = adapter_parameters(adapters, shape, layout, rank)
-        return [p for p in held if p.is_primary]
+        return [p for p in adapter_parameters(adapters, shape, layout, rank) if p.is_primary]
 
     plan = _plan(adapter_tensors(adapters, shape), layout, parameters)
     return [Bucket(tuple(group)) for group in _groups(plan, bucket_bytes, item_bytes)]
@@ -115,9 +114,10 @@ def _plan(
 ) -> list[TensorSources]:
     pieces: dict[str, list[Piece]] = {name: [] for name in tensors}
     for rank in range(layout.world_size):
-        at = layout.coordinates(rank)
-        if at.edp and (at.dp or at.cp):
-            continue  # a replica of both parts holds nothing primary
+        c = layout.coordinates(rank)
+        # A replica of both parts, dense and experts, is primary for nothing: its tables needn't be unrolled.
+        if c.edp and (c.dp or c.cp):
+            continue
         for p in primary_of(rank):
             for segment in p.segments:
                 pieces[segment.hf_name].append(Piece(rank, p.chunk, p.name, p.shape, segment))
@@ -161,8 +161,8 @@ def buckets_in_turn(
 ) -> list[Bucket]:
     """Each receiver's ``tensors`` in buckets; the receivers take turns."""
     buckets = [
-        [Bucket(tuple(group), receiver) for group in _groups(own, bucket_bytes, item_bytes)]
-        for receiver, own in sorted(tensors.items())
+        [Bucket(tuple(group), receiver) for group in _groups(share, bucket_bytes, item_bytes)]
+        for receiver, share in sorted(tensors.items())
     ]
     return [bucket for turn in zip_longest(*buckets) for bucket in turn if bucket is not None]
 
@@ -176,13 +176,12 @@ def node_receivers(tensors: Sequence[TensorSources], ranks_per_node: int) -> lis
     """A receiver for each tensor, one rank of a node: on the node that holds most of it, the rank that holds most of
     all the tensors of that node; the lowest of several. Nodes are runs of ``ranks_per_node`` ranks."""
     nodes = [best_receiver(tensor, ranks_per_node) for tensor in tensors]
-    held: dict[int, dict[int, int]] = {}
+    elements_by_node: dict[int, Counter[int]] = defaultdict(Counter)
     for tensor, node in zip(tensors, nodes, strict=True):
-        ranks = held.setdefault(node, {})
         for rank, elements in elements_held(tensor).items():
             if rank // ranks_per_node == node:
-                ranks[rank] = ranks.get(rank, 0) + elements
-    fullest = {node: _most(ranks) for node, ranks in held.items()}
+                elements_by_node[node][rank] += elements
+    fullest = {node: _most(elements) for node, elements in elements_by_node.items()}
     return [fullest[node] for node in nodes]
 
 
@@ -205,17 +204,16 @@ def fewest_gathered_elements(shape: ModelShape, layout: Layout) -> int:
     return sum(gathered_elements(t, best_receiver(t)) for t in gather_plan(shape, layout))
 
 
-def elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> dict[int, int]:
+def elements_held(tensor: TensorSources, ranks_per_node: int = 1) -> Counter[int]:
     """Elements that each rank (or node, of several ranks) provides."""
-    held: dict[int, int] = {}
+    elements = Counter[int]()
     for piece in tensor.pieces:
-        holder = piece.rank // ranks_per_node
-        held[holder] = held.get(holder, 0) + piece.elements
-    return held
+        elements[piece.rank // ranks_per_node] += piece.elements
+    return elements
 
 
-def _most(held: dict[int, int]) -> int:
-    return min(held, key=lambda holder: (-held[holder], holder))
+def _most(elements: Counter[int]) -> int:
+    return min(elements, key=lambda holder: (-elements[holder], holder))
 
 
 def _groups(
@@ -223,6 +221,7 @@ def _groups(
 ) -> Iterator[list[TensorSources]]:
     group: list[TensorSources] = []
     filled = 0
+    # Order is kept, where a better packing would save a bucket: all ranks cut the same plan without a word.
     for tensor in plan:
         size = tensor.elements * item_bytes
         if group and filled + size > bucket_bytes:

@@ -7,7 +7,7 @@ The trainer's checks yield faults and none raises, so that all that is wrong is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from megatron_dppo.model.errors import LayoutError
@@ -107,6 +107,7 @@ class Layout:
         """The layout of fewest ranks: as much data parallelism as the experts need and no more."""
         sizes = LayoutSizes(0, tensor, pipeline, virtual_pipeline, expert, expert_tensor)
         inner = expert * sizes.expert_tensor_size
+        # Sizes below 1 pass to the constructor, which names them.
         data = math.lcm(tensor, inner) // tensor if min(tensor, inner) > 0 else 1
         return cls(tensor, pipeline, virtual_pipeline, expert, sizes.expert_tensor_size, data)
 
@@ -197,7 +198,7 @@ class LayoutFault:
     """One thing that is wrong. ``key``: the field of LayoutSizes."""
 
     key: str
-    value: str
+    value: object
     expected: str
 
     def text(self, prefix: str) -> str:
@@ -205,26 +206,22 @@ class LayoutFault:
         return f"{prefix}{self.key}: got {self.value}, expected {self.expected}"
 
 
-Faults = Iterator[LayoutFault]
-ShapeCheck = Callable[[LayoutSizes, ModelShape], Faults]
-
-
 def size_faults(sizes: LayoutSizes) -> list[LayoutFault]:
     """What is wrong with the sizes whatever the model is."""
-    small = list(_too_small(sizes))
-    return small or list(_world(sizes))
+    return list(_too_small(sizes)) or list(_world_faults(sizes))
 
 
 def holding_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
     """Why a model's parameters can't be cut this way; the sizes must fit each other."""
-    return [p for check in _HOLDING_CHECKS for p in check(sizes, shape)]
+    expert_faults = _expert_faults if shape.is_moe else _dense_faults
+    return [*_attention_faults(sizes, shape), *expert_faults(sizes, shape)]
 
 
 def model_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
     """Why Megatron-Core can't train a model this way, or not rightly; the sizes need not fit each other."""
-    if list(_too_small(sizes)):
+    if any(_too_small(sizes)):
         return []
-    return [p for check in _ALL_CHECKS for p in check(sizes, shape)]
+    return [*holding_faults(sizes, shape), *_training_faults(sizes, shape)]
 
 
 def check_layout(sizes: LayoutSizes, shape: ModelShape, prefix: str = "layout.") -> None:
@@ -239,155 +236,110 @@ def raise_faults(faults: Iterable[LayoutFault], prefix: str = "layout.") -> None
         raise LayoutError("\n".join(lines))
 
 
-def _too_small(sizes: LayoutSizes) -> Faults:
+def _too_small(sizes: LayoutSizes) -> Iterator[LayoutFault]:
     for key in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"):
         size = getattr(sizes, key)
         if size is not None and size < 1:
-            yield LayoutFault(key, str(size), "at least 1")
+            yield LayoutFault(key, size, "at least 1")
 
 
-def _world(sizes: LayoutSizes) -> Faults:
-    model = sizes.tensor * sizes.pipeline
-    if sizes.world_size % model:
-        product = f"{sizes.tensor} x {sizes.pipeline} = {model}"
-        yield LayoutFault(
-            "world_size", str(sizes.world_size), f"a multiple of tensor x pipeline = {product}"
-        )
-    experts = sizes.expert_tensor_size * sizes.expert * sizes.pipeline
-    if sizes.world_size % experts:
-        product = f"{sizes.expert_tensor_size} x {sizes.expert} x {sizes.pipeline} = {experts}"
-        yield LayoutFault(
-            "world_size",
-            str(sizes.world_size),
-            f"a multiple of expert_tensor x expert x pipeline = {product}",
-        )
-    if sizes.virtual_pipeline not in (None, 1) and sizes.pipeline == 1:
-        yield LayoutFault(
-            "virtual_pipeline",
-            f"{sizes.virtual_pipeline} with pipeline 1",
-            "null (there is nothing to interleave)",
-        )
-    if sizes.sequence and sizes.tensor == 1:
+def _world_faults(sizes: LayoutSizes) -> Iterator[LayoutFault]:
+    world, tensor, pipeline = sizes.world_size, sizes.tensor, sizes.pipeline
+    model = tensor * pipeline
+    if world % model:
+        product = f"tensor x pipeline = {tensor} x {pipeline} = {model}"
+        yield LayoutFault("world_size", world, f"a multiple of {product}")
+    experts = sizes.expert_tensor_size * sizes.expert * pipeline
+    if world % experts:
+        product = f"{sizes.expert_tensor_size} x {sizes.expert} x {pipeline} = {experts}"
+        expected = f"a multiple of expert_tensor x expert x pipeline = {product}"
+        yield LayoutFault("world_size", world, expected)
+    if sizes.virtual_pipeline not in (None, 1) and pipeline == 1:
+        value = f"{sizes.virtual_pipeline} with pipeline 1"
+        yield LayoutFault("virtual_pipeline", value, "null (there is nothing to interleave)")
+    if sizes.sequence and tensor == 1:
         yield LayoutFault("sequence", "true with tensor 1", "null, or tensor > 1")
 
 
-def _layers(sizes: LayoutSizes, shape: ModelShape) -> Faults:
+def _attention_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
     chunks = sizes.virtual_pipeline or 1
     if shape.num_layers % (sizes.pipeline * chunks):
         virtual = f" x virtual_pipeline = {sizes.pipeline} x {chunks}" if chunks > 1 else ""
         yield _divisor("pipeline", f"{sizes.pipeline}{virtual}", f"{shape.num_layers} layers")
-
-
-def _heads(sizes: LayoutSizes, shape: ModelShape) -> Faults:
-    """Fewer key-value heads than ranks are held in parts, gathered in every forward pass."""
     tensor, heads, groups = sizes.tensor, shape.num_attention_heads, shape.num_query_groups
     if heads % tensor:
-        yield _divisor("tensor", str(tensor), f"{heads} attention heads")
+        yield _divisor("tensor", tensor, f"{heads} attention heads")
+    # Fewer key-value heads than ranks are held in parts, which Megatron-Core gathers in every forward pass.
     if groups % tensor and tensor % groups:
-        yield LayoutFault(
-            "tensor",
-            str(tensor),
-            f"a divisor or a multiple of the model's {groups} key-value heads",
-        )
+        expected = f"a divisor or a multiple of the model's {groups} key-value heads"
+        yield LayoutFault("tensor", tensor, expected)
     rows = (heads + 2 * groups) * shape.head_dim
     if tensor % groups == 0 and rows % tensor:
-        yield _divisor("tensor", str(tensor), f"{rows} rows of queries, keys and values")
+        yield _divisor("tensor", tensor, f"{rows} rows of queries, keys and values")
 
 
-def _dense_mlp(sizes: LayoutSizes, shape: ModelShape) -> Faults:
-    if not shape.is_moe and shape.ffn_hidden_size % sizes.tensor:
-        yield _divisor("tensor", str(sizes.tensor), f"MLP size {shape.ffn_hidden_size}")
+def _dense_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
+    if shape.ffn_hidden_size % sizes.tensor:
+        yield _divisor("tensor", sizes.tensor, f"MLP size {shape.ffn_hidden_size}")
+    if sizes.expert > 1:
+        yield LayoutFault("expert", sizes.expert, f"1: {shape.family} is a dense model")
 
 
-def _experts(sizes: LayoutSizes, shape: ModelShape) -> Faults:
-    if not shape.is_moe:
-        return
+def _expert_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
     if shape.num_experts % sizes.expert:
-        yield _divisor("expert", str(sizes.expert), f"{shape.num_experts} experts")
-    expert_tensor = sizes.expert_tensor_size
-    if shape.moe_ffn_hidden_size % expert_tensor:
+        yield _divisor("expert", sizes.expert, f"{shape.num_experts} experts")
+    width = shape.moe_ffn_hidden_size
+    if width % sizes.expert_tensor_size:
+        expected = f"a divisor of the experts' MLP size {width}"
+        yield LayoutFault("expert_tensor", sizes.expert_tensor_size, expected)
+
+
+def _training_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
+    tensor, expert_tensor = sizes.tensor, sizes.expert_tensor_size
+    if not shape.is_moe:
+        if sizes.expert_tensor not in (None, 1, tensor):
+            expected = f"null: {shape.family} is a dense model"
+            yield LayoutFault("expert_tensor", sizes.expert_tensor, expected)
+        return
+    if sizes.expert == 1 and expert_tensor != tensor:
         yield LayoutFault(
             "expert_tensor",
-            str(expert_tensor),
-            f"a divisor of the experts' MLP size {shape.moe_ffn_hidden_size}",
+            f"{expert_tensor} with expert 1 and tensor {tensor}",
+            f"{tensor}: Megatron-Core 0.16.1 does not synchronise the experts' gradients in this layout and trains "
+            "wrongly without an error",
         )
-
-
-def _dense_has_no_experts(sizes: LayoutSizes, shape: ModelShape) -> Faults:
-    if not shape.is_moe and sizes.expert > 1:
-        yield LayoutFault("expert", str(sizes.expert), f"1: {shape.family} is a dense model")
-
-
-def _expert_tensor_alone(sizes: LayoutSizes, shape: ModelShape) -> Faults:
-    expert_tensor = sizes.expert_tensor_size
-    if shape.is_moe and sizes.expert == 1 and expert_tensor != sizes.tensor:
-        yield LayoutFault(
-            "expert_tensor",
-            f"{expert_tensor} with expert 1 and tensor {sizes.tensor}",
-            f"{sizes.tensor}: Megatron-Core 0.16.1 does not synchronise the experts' gradients in "
-            "this layout and trains wrongly without an error",
-        )
-
-
-def _mixture_needs_sequence(sizes: LayoutSizes, shape: ModelShape) -> Faults:
-    if shape.is_moe and sizes.tensor > 1 and sizes.sequence is False:
+    if tensor > 1 and sizes.sequence is False:
         yield LayoutFault(
             "sequence",
-            f"false with tensor {sizes.tensor}",
-            "true or null: Megatron-Core trains a mixture of experts under tensor parallelism only "
-            "with sequence parallelism",
+            f"false with tensor {tensor}",
+            "true or null: Megatron-Core trains a mixture of experts under tensor parallelism only with sequence "
+            "parallelism",
         )
 
 
-def _dense_expert_tensor(sizes: LayoutSizes, shape: ModelShape) -> Faults:
-    if not shape.is_moe and sizes.expert_tensor not in (None, 1, sizes.tensor):
-        yield LayoutFault(
-            "expert_tensor",
-            str(sizes.expert_tensor),
-            f"null: {shape.family} is a dense model",
-        )
-
-
-def _divisor(key: str, value: str, dividend: str) -> LayoutFault:
+def _divisor(key: str, value: object, dividend: str) -> LayoutFault:
     return LayoutFault(key, value, f"a divisor of the model's {dividend}")
-
-
-_HOLDING_CHECKS: tuple[ShapeCheck, ...] = (
-    _layers,
-    _heads,
-    _dense_mlp,
-    _experts,
-    _dense_has_no_experts,
-)
-_ALL_CHECKS: tuple[ShapeCheck, ...] = (
-    *_HOLDING_CHECKS,
-    _expert_tensor_alone,
-    _mixture_needs_sequence,
-    _dense_expert_tensor,
-)
 
 
 def check_engine_layout(shape: ModelShape, engine: EngineLayout) -> None:
     """Raise LayoutError where the engine cannot hold ``shape``."""
-    groups, tensor = shape.num_query_groups, engine.tensor
+    heads, groups, tensor = shape.num_attention_heads, shape.num_query_groups, engine.tensor
     checks = [
-        (shape.num_attention_heads % tensor == 0, f"{shape.num_attention_heads} attention heads into tensor {tensor}"),
+        (heads % tensor == 0, f"{heads} attention heads into tensor {tensor}"),
         (groups % tensor == 0 or tensor % groups == 0, f"{groups} key/value heads into tensor {tensor}"),
     ]  # fmt: skip
     if shape.is_moe:
-        width = shape.moe_ffn_hidden_size
+        experts, width = shape.num_experts, shape.moe_ffn_hidden_size
         checks += [
-            (shape.num_experts % engine.expert == 0, f"{shape.num_experts} experts into expert {engine.expert}"),
+            (experts % engine.expert == 0, f"{experts} experts into expert {engine.expert}"),
             (width % engine.expert_tensor == 0, f"expert width {width} into {engine.expert_tensor} ranks"),
         ]  # fmt: skip
     else:
+        width = shape.ffn_hidden_size
         checks += [
-            (
-                shape.ffn_hidden_size % tensor == 0,
-                f"MLP width {shape.ffn_hidden_size} into tensor {tensor}",
-            ),
+            (width % tensor == 0, f"MLP width {width} into tensor {tensor}"),
             (engine.expert == 1, f"a dense model into expert {engine.expert}"),
         ]
-    wrong = [text for divides, text in checks if not divides]
-    if wrong:
-        raise LayoutError(f"the engine's layout does not divide the model: {'; '.join(wrong)}")
+    uneven = [text for divides, text in checks if not divides]
+    if uneven:
+        raise LayoutError(f"the engine's layout does not divide the model: {'; '.join(uneven)}")

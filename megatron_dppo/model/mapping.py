@@ -134,6 +134,12 @@ def engine_inputs(shape: ModelShape, hf_name: str) -> list[str]:
     return [embedding, output] if is_twice else [hf_name]
 
 
+def experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
+    """Numbers of the experts that expert-parallel ``rank`` of ``ranks`` holds."""
+    count = shape.num_experts // ranks
+    return range(rank * count, (rank + 1) * count)
+
+
 @lru_cache(maxsize=4096)
 def shard_of(
     split: Split, sources: tuple[Source, ...], shape: ModelShape, rank: int, size: int
@@ -174,12 +180,13 @@ def _chunk_rows(
     if is_first:
         yield _Row(family.embedding)
     layers = local_layers(shape, layout, coordinates.pp, chunk)
-    yield from _layer_rows(family, layers, _experts_of(shape, coordinates.ep, layout.expert))
+    yield from _layer_rows(family, layers, experts_of(shape, coordinates.ep, layout.expert))
     if is_last:
         yield _Row(family.final_norm)
         if not shape.tied_embeddings:
             yield _Row(family.output)
         elif not is_first:
+            # The last stage holds the embedding a second time; the first stage's is the one that is saved and sent.
             tied = replace(family.embedding, megatron=family.output.megatron)
             yield _Row(tied, is_tied_copy=True)
 
@@ -187,7 +194,7 @@ def _chunk_rows(
 def _engine_rows(shape: ModelShape, engine: EngineLayout, ep_rank: int) -> Iterator[_Row]:
     family = family_of(shape)
     yield _Row(family.embedding)
-    experts = _experts_of(shape, ep_rank, engine.expert)
+    experts = experts_of(shape, ep_rank, engine.expert)
     yield from _layer_rows(family, range(shape.num_layers), experts)
     yield _Row(family.final_norm)
     if not shape.tied_embeddings:
@@ -197,16 +204,12 @@ def _engine_rows(shape: ModelShape, engine: EngineLayout, ep_rank: int) -> Itera
         yield _Row(replace(output, sources=family.embedding.sources, engine=output.in_engine))
 
 
-def _experts_of(shape: ModelShape, rank: int, ranks: int) -> range:
-    count = shape.num_experts // ranks
-    return range(rank * count, (rank + 1) * count)
-
-
 def _trainer_parameters(
     shape: ModelShape, layout: Layout, rank: int, *, primary_only: bool
 ) -> Iterator[LocalParameter]:
     raise_faults(holding_faults(layout.sizes, shape))
     c = layout.coordinates(rank)
+    # Experts are replicated over edp, everything else over dp and cp; the first replica is the primary holder.
     for chunk in range(layout.chunks):
         for row in _chunk_rows(shape, layout, c, chunk):
             rule = row.rule

@@ -86,10 +86,10 @@ def check_filled(
 def check_tiling(name: str, dims: Dims, segments: Iterable[Segment]) -> None:
     """``segments`` cover a tensor of shape ``dims`` exactly once. Raises ProofError."""
     listed = list(segments)
-    used = {s.dim for s in listed}
-    if len(used) != 1:
-        raise ProofError(f"{name}: provided along dimensions {sorted(used)}, expected one")
-    (dim,) = used
+    axes = {s.dim for s in listed}
+    if len(axes) != 1:
+        raise ProofError(f"{name}: provided along dimensions {sorted(axes)}, expected one")
+    (dim,) = axes
     end = _run(name, sorted((s.hf_start, s.length) for s in listed))
     if end != dims[dim]:
         raise ProofError(f"{name}: covered up to {end} of {dims[dim]} along dim {dim}")
@@ -100,8 +100,8 @@ def _run(where: str, intervals: list[tuple[int, int]]) -> int:
     end = 0
     for start, length in intervals:
         if start != end or length < 1:
-            what = "twice" if start < end else "never"
-            raise ProofError(f"{where}: index {min(start, end)} is provided {what}")
+            times = "twice" if start < end else "never"
+            raise ProofError(f"{where}: index {min(start, end)} is provided {times}")
         end = start + length
     return end
 
@@ -155,7 +155,7 @@ def prove_resharding(
                 _overlap(tensor.shape, piece.segment, segment) for *_, segment in wanted
             )
         for rank, _, segment in wanted:
-            received[rank] += _elements(tensor.shape, segment)
+            received[rank] += _overlap(tensor.shape, segment, segment)
     if direct.total() != received.total():
         raise ProofError(
             f"trainer ranks would send {direct.total()} elements, the engine receives {received.total()}"
@@ -168,6 +168,7 @@ def prove_resharding(
     )
 
 
+# Many trainer layouts are proved against the same engine, one after another.
 @lru_cache(maxsize=1)
 def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, list[_Landing]]:
     """For each Hugging Face tensor: where its blocks land. Proves that every rank is filled."""
@@ -183,29 +184,16 @@ def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, li
 
 def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
     """Blocks along one dimension cover the tensor everywhere equally often, and no parameter of a rank twice."""
+    # Copies of a block on several ranks (replicas, shared K/V heads) are the same interval, counted more than once.
     if not landed:
         raise ProofError(f"{tensor.name}: no engine rank receives it")
-    intervals = Counter((s.dim, s.hf_start, s.length) for *_, s in landed)
-    if len(set(intervals.values())) != 1 or len({dim for dim, *_ in intervals}) != 1:
-        raise ProofError(f"{tensor.name}: the engine's blocks overlap unevenly: {dict(intervals)}")
-    end = 0
-    for _, start, length in sorted(intervals):
-        if start != end:
-            raise ProofError(
-                f"{tensor.name}: index {min(start, end)} lands {'twice' if start < end else 'nowhere'}"
-            )
-        end = start + length
-    if end != tensor.shape[landed[0][-1].dim]:
-        raise ProofError(f"{tensor.name}: lands up to {end} of {tensor.shape}")
+    copies = Counter((s.dim, s.hf_start, s.length) for *_, s in landed)
+    if len(set(copies.values())) != 1:
+        raise ProofError(f"{tensor.name}: the engine's blocks overlap unevenly: {dict(copies)}")
+    distinct = {(s.dim, s.hf_start, s.length): s for *_, s in landed}
+    check_tiling(f"{tensor.name} in the engine", tensor.shape, distinct.values())
     if len({(rank, name, s.hf_start) for rank, name, s in landed}) != len(landed):
         raise ProofError(f"{tensor.name}: a block lands twice in a parameter of an engine rank")
-
-
-def _elements(dims: Dims, segment: Segment) -> int:
-    total = segment.length
-    for axis, size in enumerate(dims):
-        total *= 1 if axis == segment.dim else size
-    return total
 
 
 def _overlap(dims: Dims, a: Segment, b: Segment) -> int:
@@ -225,22 +213,19 @@ def print_plan(
 ) -> None:
     """Prove, then print who holds and moves how much. Raises ProofError, LayoutError."""
     report = prove_resharding(shape, layout, engine, item_bytes)
-    tensors = hf_tensors(shape)
-    elements = sum(math.prod(dims) for dims in tensors.values())
     console.print(
-        f"{shape.family}: {len(tensors):,} tensors, {elements:,} parameters, {_gb(report.model_bytes)} at "
-        f"{item_bytes} bytes each"
+        f"{shape.family}: {len(hf_tensors(shape)):,} tensors, {report.model_bytes // item_bytes:,} parameters, "
+        f"{_gb(report.model_bytes)} at {item_bytes} bytes each"
     )
     console.print(_trainer_table(shape, layout, report, item_bytes))
     console.print(_engine_table(engine, report))
-    least = sum(report.engine)
     console.print(
         "Proved: every element is provided by exactly one trainer rank and lands exactly once on every engine rank "
         "that holds it."
     )
     console.print(
-        f"One update moves at least {_gb(least)} into the engine. Gathered on trainer rank 0 and broadcast: "
-        f"{_gb(report.gathered)} to rank 0, then {_gb(report.broadcast)} to each engine rank."
+        f"One update moves at least {_gb(sum(report.engine))} into the engine. Gathered on trainer rank 0 and "
+        f"broadcast: {_gb(report.gathered)} to rank 0, then {_gb(report.broadcast)} to each engine rank."
     )
 
 

@@ -107,8 +107,6 @@ def active_parameters(shape: ModelShape) -> int:
     all key heads, f the width of an MLP, L the layers and V the vocabulary
 
         L * (h(2q + 2kv) + mlp) + hV,   mlp = 3hf  or  3hf * (experts a token) + h * experts
-
-    The embedding is looked up and doesn't count.
     """
     sizes, hidden = shape.sizes(), shape.hidden_size
     attention = hidden * (2 * sizes["query"] + 2 * sizes["kv"])
@@ -117,6 +115,7 @@ def active_parameters(shape: ModelShape) -> int:
         mlp += hidden * shape.num_experts
     else:
         mlp = 3 * hidden * shape.ffn_hidden_size
+    # The output layer alone: the embedding is looked up, not multiplied.
     return shape.num_layers * (attention + mlp) + hidden * shape.vocab_size
 
 
@@ -125,7 +124,8 @@ def forward_flops(shape: ModelShape) -> SequenceCost:
 
     A token takes 2 x ``active_parameters``. S tokens take 4q more for each of the S^2/2 pairs of causal
     attention (Q K^T and its product with V) in every layer: 2qL S^2. Norms, rotary embedding and softmax
-    are left out. The output layer counts for every token, sampled or not: it is computed for all.
+    are left out.
     """
+    # The output layer counts for every token, sampled or not: it is computed for all.
     pairs = 2.0 * shape.sizes()["query"] * shape.num_layers
     return SequenceCost(2.0 * active_parameters(shape), pairs)

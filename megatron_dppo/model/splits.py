@@ -73,38 +73,37 @@ def engine_vocabulary(sources: Sequence[Dims], shape: ModelShape, rank: int, siz
 
 
 def query_groups(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """Q, K, V interleaved by query group, ``[q.. k v][q.. k v]..``, then cut along dim 0 (Megatron).
-
-    With more ranks than groups a rank holds part of a group, as Megatron-Core's own cut does.
-    """
+    """Q, K, V interleaved by query group, ``[q.. k v][q.. k v]..``, then cut along dim 0 (Megatron)."""
     query, key, value = (dims[0] // shape.num_query_groups for dims in sources)
     starts = (0, query, query + key, query + key + value)
     per_group = starts[-1]
     rows = _share(per_group * shape.num_query_groups, size, "rows of linear_qkv")
     low, high = rank * rows, (rank + 1) * rows
     blocks = []
+    # With more ranks than groups a rank holds part of a group: Megatron-Core cuts wherever a rank's share of rows ends.
     for group in range(low // per_group, -(-high // per_group)):
         for source, width in enumerate((query, key, value)):
-            at = group * per_group + starts[source]
-            first, last = max(at, low), min(at + width, high)
+            start = group * per_group + starts[source]
+            first, last = max(start, low), min(start + width, high)
             if first < last:
                 blocks.append(
-                    Block(source, 0, group * width + first - at, first - low, last - first)
+                    Block(source, 0, group * width + first - start, first - low, last - first)
                 )
     return Shard((rows, *sources[0][1:]), tuple(blocks))
 
 
 def stacked_heads(sources: Sequence[Dims], shape: ModelShape, rank: int, size: int) -> Shard:
-    """``[q_r; k_r; v_r]`` by heads (SGLang); with fewer K/V heads than ranks, neighbours hold the same one."""
+    """``[q_r; k_r; v_r]`` by heads (SGLang)."""
+    # With fewer K/V heads than ranks, neighbouring ranks hold the same one.
     copies = max(1, size // shape.num_query_groups)
     kv_size, kv_rank = size // copies, rank // copies
-    blocks, at = [], 0
+    blocks, rows = [], 0
     for index, dims in enumerate(sources):
         parts, part = (size, rank) if index == 0 else (kv_size, kv_rank)
         length = dims[0] // parts
-        blocks.append(Block(index, 0, part * length, at, length))
-        at += length
-    return Shard((at, *sources[0][1:]), tuple(blocks))
+        blocks.append(Block(index, 0, part * length, rows, length))
+        rows += length
+    return Shard((rows, *sources[0][1:]), tuple(blocks))
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
@@ -117,23 +116,24 @@ def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
 
 def _cut_rows(dims: Dims, rank: int, rows: int) -> Shard:
     start = rank * rows
+    # The last ranks of a padded vocabulary may hold fewer rows than the others, or nothing but padding.
     length = max(0, min(dims[0] - start, rows))
     blocks = (Block(0, 0, start, 0, length),) if length else ()
     return Shard((rows, *dims[1:]), blocks)
 
 
 def _cut_and_stack(sources: Sequence[Dims], dim: int, rank: int, size: int) -> Shard:
-    blocks, at = [], 0
+    blocks, width = [], 0
     for index, dims in enumerate(sources):
         length = _share(dims[dim], size, f"dim {dim} of {dims}")
-        blocks.append(Block(index, dim, rank * length, at, length))
-        at += length
+        blocks.append(Block(index, dim, rank * length, width, length))
+        width += length
     local = list(sources[0])
-    local[dim] = at
+    local[dim] = width
     return Shard(tuple(local), tuple(blocks))
 
 
-def _share(total: int, size: int, what: str) -> int:
+def _share(total: int, size: int, subject: str) -> int:
     if total % size:
-        raise LayoutError(f"{what}: {total} is not divisible by {size} tensor-parallel ranks")
+        raise LayoutError(f"{subject}: {total} is not divisible by {size} tensor-parallel ranks")
     return total // size

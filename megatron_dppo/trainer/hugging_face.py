@@ -20,16 +20,19 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.certificate import Certificate
-from megatron_dppo.checkpoint_conversion.digest import combined_digest, tensor_digests
 from megatron_dppo.checkpoint_conversion.gathering import gather
-from megatron_dppo.checkpoint_conversion.hf_io import (
+from megatron_dppo.checkpoint_conversion.hf_folder import (
     DEFAULT_SHARD_BYTES,
+    StagedFolder,
     complete_folder,
     plan_files,
 )
-from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
-from megatron_dppo.checkpoint_conversion.publishing import StagedFolder
-from megatron_dppo.checkpoint_conversion.safetensors_file import (
+from megatron_dppo.checkpoint_conversion.loading import (
+    combined_digest,
+    open_checkpoint,
+    tensor_digests,
+)
+from megatron_dppo.checkpoint_conversion.tensor_store import (
     SafetensorsFileWriter,
     TensorSpec,
     byte_view,

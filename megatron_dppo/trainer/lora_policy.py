@@ -17,8 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_dppo.checkpoint_conversion.adapters import PeftReader, write_peft
 from megatron_dppo.checkpoint_conversion.gathering import gather
-from megatron_dppo.checkpoint_conversion.peft import PeftReader, write_peft
 from megatron_dppo.config.lora import adapters_of
 from megatron_dppo.config.schema import LoraConfig
 from megatron_dppo.model.adapters import (

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
-from megatron_dppo.checkpoint_conversion.peft import AdapterFolder
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.model.gather_plan import (

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_dppo.checkpoint_conversion.peft import AdapterFolder, peft_names
+from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder, peft_names
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.protocol import adapter_name
 from megatron_dppo.engine.weights import EngineWeights, fused_module

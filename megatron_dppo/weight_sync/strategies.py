@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.checkpoint_conversion.hf_io import ShardedWriter
+from megatron_dppo.checkpoint_conversion.hf_folder import ShardedWriter
 from megatron_dppo.checkpoint_conversion.tensor_store import TensorSpec
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.weights import shared_empty
@@ -108,7 +108,7 @@ class DiskStrategy(Strategy):
         written = 0
         for name, tensor in bucket:
             for each in self._transfer.engines.first.inputs(name):
-                self._writer.write(each, tensor)
+                self._writer.write_rows(each, 0, tensor)
                 written += tensor.nbytes
         return written
 

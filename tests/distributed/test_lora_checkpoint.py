@@ -130,7 +130,8 @@ def as_reference(folder: Path, world_size: int, batch: Any) -> torch.Tensor:
     of it is not resumed with another reference."""
     from megatron_dppo.config.schema import AlgorithmConfig
     from megatron_dppo.model.errors import CheckpointError
-    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
+    from megatron_dppo.trainer.checkpoint.directory import read_manifest
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore, check_model
     from megatron_dppo.trainer.trainer import Trainer
     from tests.distributed.test_trainer_parity import run_config
 
@@ -147,6 +148,10 @@ def as_reference(folder: Path, world_size: int, batch: Any) -> torch.Tensor:
     store.save(trainer, 2, {})
     (stored,) = store.survey().complete
     store.load(trainer, stored)
+    manifest = read_manifest(stored.path)
+    del manifest["reference_sha256"]
+    with pytest.raises(CheckpointError, match="has no reference_sha256"):
+        check_model(trainer, manifest, stored.path)
     assert trainer.reference_sha256 != trainer.adapted.base_sha256
     trainer.reference_sha256 = trainer.adapted.base_sha256
     with pytest.raises(CheckpointError, match="another reference policy"):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.checkpoint_conversion.peft import AdapterFolder
+from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineRequestError
 from megatron_dppo.engine.weights import EngineWeights

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatron_dppo.checkpoint_conversion.adapters import WEIGHTS, AdapterFolder
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
-from megatron_dppo.checkpoint_conversion.peft import WEIGHTS, AdapterFolder
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.launch_server import _digests

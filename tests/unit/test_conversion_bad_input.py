@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.checkpoint_conversion.hf_io import SafetensorsReader, write_hf_checkpoint
+from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader, write_hf_checkpoint
 from megatron_dppo.checkpoint_conversion.streaming import (
     hf_to_megatron,
     megatron_to_hf,

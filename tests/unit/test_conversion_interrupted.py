@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.checkpoint_conversion import publishing
+from megatron_dppo.checkpoint_conversion import hf_folder
 from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
-from megatron_dppo.checkpoint_conversion.safetensors_file import SafetensorsFile
 from megatron_dppo.checkpoint_conversion.streaming import hf_to_megatron, verify
+from megatron_dppo.checkpoint_conversion.tensor_store import SafetensorsFile
 from megatron_dppo.convert import main
 from megatron_dppo.model.errors import CheckpointError, ModelConfigError
 from megatron_dppo.model.families import load_model_shape
@@ -54,7 +54,7 @@ def test_a_disk_that_fills_up_leaves_nothing(moe, tmp_path, request, capsys, com
 
 def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(moe, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(publishing.shutil, "disk_usage", lambda _: usage._replace(free=1000))
+    monkeypatch.setattr(hf_folder.shutil, "disk_usage", lambda _: usage._replace(free=1000))
     with pytest.raises(CheckpointError, match=r"needs \d+ bytes, its disk has 1000 bytes free"):
         hf_to_megatron(moe, tmp_path / "m")
     assert os.listdir(tmp_path) == []
@@ -114,7 +114,7 @@ def test_a_killed_command_leaves_nothing_that_loads_and_a_rerun_starts_clean(
 
 def test_two_conversions_do_not_write_to_one_place(moe, tmp_path):
     with (
-        publishing.StagedFolder(tmp_path / "m", 0),
+        hf_folder.StagedFolder(tmp_path / "m", 0),
         pytest.raises(CheckpointError, match="another process is writing it now"),
     ):
         hf_to_megatron(moe, tmp_path / "m")

@@ -13,8 +13,12 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, flat_boxes
-from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
+from megatron_dppo.checkpoint_conversion.dist_reading import (
+    Box,
+    StoredBlocks,
+    TensorBlock,
+    flat_boxes,
+)
 from megatron_dppo.checkpoint_conversion.dist_writing import BlockFile, HashedFile, write_headers
 from megatron_dppo.model.errors import CheckpointError
 
@@ -54,7 +58,7 @@ def written(folder: Path, tensor: torch.Tensor, cuts: list[list[int]]) -> None:
                 at = start
                 for box in flat_boxes(tuple(tensor.shape), start, stop):
                     values = tensor.flatten()[at : at + box.elements]
-                    file.add(Block("w", tuple(tensor.shape), box, tensor.dtype), values)
+                    file.add(TensorBlock("w", tuple(tensor.shape), box, tensor.dtype), values)
                     at += box.elements
         items += file.items
     write_headers(folder, items, 3)
@@ -71,7 +75,7 @@ def test_any_box_reads_back_from_any_cuts(tmp_path, dtype):
             sizes = [generator.randint(1, n - o) for n, o in zip(tensor.shape, low, strict=True)]
             box = Box(tuple(low), tuple(sizes))
             out = torch.full((*sizes, 2), 9.0, dtype=dtype)[..., 0]  # a strided view
-            stored.fill(Block("w", tuple(tensor.shape), box, dtype), out)
+            stored.fill(TensorBlock("w", tuple(tensor.shape), box, dtype), out)
             assert torch.equal(out, box.of(tensor, (0, 0, 0, 0)))
 
 
@@ -88,7 +92,7 @@ def test_a_file_reads_as_torch_wrote_it(tmp_path):
     dcp.save({"w": tensor}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
     out = torch.zeros(2, 3)
     with StoredBlocks(tmp_path) as stored:
-        stored.fill(Block("w", (6, 5), Box((3, 1), (2, 3)), torch.float32), out)
+        stored.fill(TensorBlock("w", (6, 5), Box((3, 1), (2, 3)), torch.float32), out)
     assert torch.equal(out, tensor[3:5, 1:4])
 
 
@@ -97,15 +101,19 @@ def test_a_padded_tensor_may_grow_and_shrink(tmp_path):
     written(tmp_path, tensor, [[0, 15]])
     with StoredBlocks(tmp_path) as stored:
         out = torch.full((4, 3), 9.0)
-        stored.fill(Block("w", (8, 3), Box((4, 0), (4, 3)), torch.float32, resizable=True), out)
+        stored.fill(
+            TensorBlock("w", (8, 3), Box((4, 0), (4, 3)), torch.float32, resizable=True), out
+        )
         assert out.tolist() == [[12, 13, 14], [0, 0, 0], [0, 0, 0], [0, 0, 0]]
         beyond = torch.full((2, 3), 9.0)
-        stored.fill(Block("w", (8, 3), Box((6, 0), (2, 3)), torch.float32, resizable=True), beyond)
+        stored.fill(
+            TensorBlock("w", (8, 3), Box((6, 0), (2, 3)), torch.float32, resizable=True), beyond
+        )
         assert not beyond.any()
         with pytest.raises(
             CheckpointError, match=r"w is torch.float32 of shape \(5, 3\), expected"
         ):
-            stored.fill(Block("w", (8, 3), Box((4, 0), (4, 3)), torch.float32), out)
+            stored.fill(TensorBlock("w", (8, 3), Box((4, 0), (4, 3)), torch.float32), out)
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -113,14 +121,14 @@ def test_what_is_missing_is_named(tmp_path):
     out = torch.zeros(5, 3)
     with StoredBlocks(tmp_path) as stored:
         with pytest.raises(CheckpointError, match=r"w\[0, 0\] has 12 of 15 elements"):
-            stored.fill(Block("w", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
+            stored.fill(TensorBlock("w", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
         with pytest.raises(CheckpointError, match=r"has no tensor v"):
-            stored.fill(Block("v", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
+            stored.fill(TensorBlock("v", (5, 3), Box((0, 0), (5, 3)), torch.float32), out)
 
 
 def test_a_full_disk_is_the_disks_error(tmp_path):
     zeros = torch.zeros(1 << 20)
-    block = Block("w", (1 << 20,), Box((0,), (1 << 20,)), zeros.dtype)
+    block = TensorBlock("w", (1 << 20,), Box((0,), (1 << 20,)), zeros.dtype)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))

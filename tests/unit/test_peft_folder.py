@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.checkpoint_conversion.peft import CONFIG, WEIGHTS, PeftReader, write_peft
+from megatron_dppo.checkpoint_conversion.adapters import CONFIG, WEIGHTS, PeftReader, write_peft
 from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.launch.library_checks import check_everything
 from megatron_dppo.model.adapters import Adapters, adapter_tensors

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_dppo.checkpoint_conversion.dist_blocks import Block
+from megatron_dppo.checkpoint_conversion.dist_reading import TensorBlock
 from megatron_dppo.checkpoint_conversion.dist_writing import (
     BlockFile,
     HashedFile,
@@ -55,7 +55,7 @@ class RankPart:
     ``blocks``: elements on the CPU, or wherever the trainer holds them. ``written``: bytes of blocks so far.
     """
 
-    blocks: Sequence[tuple[Block, Tensor]]
+    blocks: Sequence[tuple[TensorBlock, Tensor]]
     objects: dict[str, Any]
     generators: str
     written: int = field(default=0)
@@ -261,7 +261,9 @@ class HostCopy:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, blocks: Sequence[tuple[Block, Tensor]]) -> list[tuple[Block, Tensor]]:
+    def take(
+        self, blocks: Sequence[tuple[TensorBlock, Tensor]]
+    ) -> list[tuple[TensorBlock, Tensor]]:
         """``blocks`` with their elements copied into the buffer. What an earlier call returned is overwritten."""
         starts, end = aligned([block.bytes for block, _ in blocks])
         if self._buffer.numel() < end:

@@ -38,7 +38,7 @@ from megatron.core.optimizer.optimizer import (
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_dppo.checkpoint_conversion.dist_blocks import Block, Box, flat_boxes
+from megatron_dppo.checkpoint_conversion.dist_reading import Box, TensorBlock, flat_boxes
 from megatron_dppo.data.packing import partition_by_cost
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -153,7 +153,7 @@ def _counts_per_parameter(part: MegatronOptimizer) -> bool:
 class LocalBlock(NamedTuple):
     """A block and its elements on this rank: contiguous, of the box's shape, as they lie in the trainer."""
 
-    block: Block
+    block: TensorBlock
     values: Tensor
 
 
@@ -237,7 +237,7 @@ def _local_tensor(
     )
 
 
-def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, Block]]:
+def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, TensorBlock]]:
     """(first element, block) of what a local tensor fills: one, or one for each tensor that is fused in it."""
     base = sharded.data
     is_one = isinstance(sharded, ShardedTensor)
@@ -249,12 +249,14 @@ def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, B
         sizes = (*(1,) * one.prepend_axis_num, *one.local_shape)
         box = Box(tuple(one.global_offset), sizes)
         dims = tuple(one.global_shape)
-        regions.append((start, Block(one.key, dims, box, base.dtype, one.allow_shape_mismatch)))
+        regions.append(
+            (start, TensorBlock(one.key, dims, box, base.dtype, one.allow_shape_mismatch))
+        )
     return regions
 
 
 def _blocks(
-    regions: list[tuple[int, Block]], prefix: str, values: Tensor, start: int
+    regions: list[tuple[int, TensorBlock]], prefix: str, values: Tensor, start: int
 ) -> Iterator[LocalBlock]:
     """``values`` (1-D), which are elements ``start ..`` of the local tensor, as blocks."""
     for first, region in regions:

@@ -349,7 +349,12 @@ def check_model(trainer: Trainer, manifest: dict[str, Any], folder: Path) -> Non
     """Raise CheckpointError for another model or reference policy; log other optimizer settings, which are allowed."""
     if different := _differences(manifest["model"], _model_facts(trainer)):
         raise CheckpointError(f"{folder} holds another model: {'; '.join(different)}")
-    saved, present = manifest.get("reference_sha256"), trainer.reference_sha256
+    if "reference_sha256" not in manifest:
+        raise CheckpointError(
+            f"{folder}: manifest.json has no reference_sha256, expected that of the reference policy or null; a "
+            "version before the first release wrote it"
+        )
+    saved, present = manifest["reference_sha256"], trainer.reference_sha256
     # One that only one of both has is a difference of the configuration, which RunState.check_identity names.
     if saved is not None and present is not None and saved != present:
         raise CheckpointError(

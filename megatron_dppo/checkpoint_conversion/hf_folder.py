@@ -1,31 +1,114 @@
-"""Hugging Face checkpoint folders: safetensors shards with an index, read by slices and written atomically."""
+"""Hugging Face folders: safetensors shards with an index, read by slices; written so that a folder appears whole or not
+at all.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
+import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
 
-from megatron_dppo.checkpoint_conversion.certificate import Certificate
-from megatron_dppo.checkpoint_conversion.publishing import StagedFolder, copy_side_files
-from megatron_dppo.checkpoint_conversion.safetensors_file import (
+from megatron_dppo.checkpoint_conversion.certificate import TRACKER, Certificate, side_files
+from megatron_dppo.checkpoint_conversion.tensor_store import (
     SafetensorsFile,
     SafetensorsFileWriter,
     TensorSpec,
+    check_store,
+    read_slice,
 )
-from megatron_dppo.checkpoint_conversion.tensor_store import check_store, read_slice
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.system.files import Closing
+from megatron_dppo.system.files import Closing, sync_folder, sync_to_disk
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DEFAULT_SHARD_BYTES = 5 * 10**9
+SLACK_BYTES = 16 << 20
+"""Room for headers, indices and side files."""
+
+
+class StagedFolder:
+    """``with StagedFolder(out, bytes) as folder:`` fill ``folder``; it becomes ``out`` when no error was raised.
+
+    The staging folder ``.<name>.partial`` lies beside ``out``, on the same disk. What a killed run left there is
+    removed; a live run holds a lock on it. Raises CheckpointError where ``out`` exists and is not an empty folder, the
+    disk has not ``expected_bytes`` free, or another process is writing to the same folder.
+    """
+
+    def __init__(self, out: str | Path, expected_bytes: int) -> None:
+        self.out = Path(out).absolute()
+        self.folder = self.out.parent / f".{self.out.name}.partial"
+        self._expected = expected_bytes
+        self._lock = -1
+
+    def __enter__(self) -> Path:
+        self._require_empty()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._begin()
+        except BaseException:
+            os.close(self._lock)
+            raise
+        return self.folder
+
+    def _begin(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(f"{self.out}: another process is writing it now") from None
+        # Between opening and locking, a process that was faster may have renamed the folder: the lock is of its result.
+        if not self.folder.exists() or not os.path.samestat(
+            os.fstat(self._lock), self.folder.stat()
+        ):
+            raise CheckpointError(f"{self.out}: another process has just written it")
+        for path in self.folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        free = shutil.disk_usage(self.folder).free
+        if free < self._expected + SLACK_BYTES:
+            self.folder.rmdir()
+            raise CheckpointError(
+                f"{self.out}: needs {self._expected} bytes, its disk has {free} bytes free"
+            )
+
+    def _require_empty(self) -> None:
+        if self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir())):
+            raise CheckpointError(f"{self.out}: exists and is not an empty folder")
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                # Renamed before its files were on the disk, a folder could survive a power cut with empty files.
+                sync_folder(self.folder)
+                self._require_empty()
+                os.rename(self.folder, self.out)
+                sync_to_disk(self.out.parent)
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            os.close(self._lock)
+
+
+def copy_side_files(source: str | Path, target: Path, dtype: str) -> None:
+    """Copy ``side_files`` but for the tracker, which only the writer of a checkpoint knows.
+
+    config.json is copied byte for byte, unless the weights beside it are now of another ``dtype`` than it names.
+    """
+    for path in (p for p in side_files(source) if p.name != TRACKER):
+        shutil.copyfile(path, target / path.name)
+    config_path = target / "config.json"
+    config = json.loads(config_path.read_text())
+    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    if any(str(config.get(key)).removeprefix("torch.") != dtype for key in named):
+        config.update(dict.fromkeys(named, dtype))
+        config_path.write_text(json.dumps(config, indent=2) + "\n")
 
 
 class SafetensorsReader(Closing):
@@ -64,8 +147,8 @@ class SafetensorsReader(Closing):
         for tensor, name in weight_map.items():
             file = self._file_of.get(tensor)
             if file is None or file.path.name != name:
-                found = "no shard has it" if file is None else f"it is in {file.path.name}"
-                raise CheckpointError(f"{index}: places {tensor} in {name}, but {found}")
+                fact = "no shard has it" if file is None else f"it is in {file.path.name}"
+                raise CheckpointError(f"{index}: places {tensor} in {name}, but {fact}")
         unlisted = sorted(set(self._file_of) - set(weight_map))
         if unlisted:
             raise CheckpointError(
@@ -136,12 +219,8 @@ class ShardedWriter:
             self._stack = stack.pop_all()
         return self
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """A whole tensor, of the announced shape; cast to the announced dtype."""
-        self.write_rows(name, 0, tensor)
-
     def write_rows(self, name: str, start: int, rows: torch.Tensor) -> None:
-        """Some rows of a tensor. Every row is written once."""
+        """Some rows of a tensor, cast to the announced dtype. Every row is written once."""
         if name not in self._tensors:
             raise ValueError(f"{name} was not announced to this writer")
         data = rows.detach().to("cpu", self._tensors[name].dtype)
@@ -152,14 +231,9 @@ class ShardedWriter:
         """Have ``certificate`` written when all other files are there."""
         self._certificate = certificate
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            self._stack.__exit__(kind, error, trace)
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
+        if kind is not None:
+            self._stack.__exit__(kind, *details)
             return
         with self._stack:
             self._finish()
@@ -190,21 +264,14 @@ def write_hf_checkpoint(
         out_dir, specs, max_shard_bytes=max_shard_bytes, side_files_from=side_files_from
     ) as writer:
         for name, tensor in tensors:
-            writer.write(name, tensor)
+            writer.write_rows(name, 0, tensor)
 
 
 def _read_index(path: Path) -> dict[str, str]:
     try:
         weight_map = json.loads(path.read_text())["weight_map"]
         return {str(k): str(v) for k, v in weight_map.items()}
-    except (
-        OSError,
-        UnicodeDecodeError,
-        json.JSONDecodeError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not an index with a weight_map ({error!r})") from error
 
 
