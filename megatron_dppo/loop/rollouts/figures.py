@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -187,7 +187,12 @@ class GapGuard:
     """
 
     def __init__(
-        self, dtype: str, rollout: RolloutConfig, *, is_coarse: bool, has_dropout: bool
+        self,
+        dtype: Literal["float32", "bfloat16"],
+        rollout: RolloutConfig,
+        *,
+        is_coarse: bool,
+        has_dropout: bool,
     ) -> None:
         self._dtype = dtype
         self._limit = rollout.largest_gap or LARGEST_GAP["bfloat16" if is_coarse else dtype]
