@@ -23,7 +23,10 @@ COMMANDS = {
     "slurm": ("megatron_dppo.slurm.__main__", "submit, watch and stop runs on a Slurm cluster"),
     "fleet": ("megatron_dppo.fleet.__main__", "list, attach and detach the servers of a run"),
     "report": ("megatron_dppo.metrics.report", "draw a run, or compare several"),
-    "samples": ("megatron_dppo.samples", "read what the model said, with reward and reason"),
+    "samples": (
+        "megatron_dppo.metrics.samples",
+        "read what the model said, with reward and reason",
+    ),
     "explain": (
         "megatron_dppo.explain.__main__",
         "which tokens of a saved batch the mask blocks, and why",

@@ -25,7 +25,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import Record, mean_accuracy, read_records
 
 MODES = {"synchronous": 0, "one-step-off": 1}

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from megatron_dppo.demo.material import ROOT as MATERIAL
 from megatron_dppo.demo.material import prepare
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import RecordsError, read_records, step_of
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook
 from tools.slurm_cluster import Cluster, what_is_missing

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 from examples.why.aggregate import Series, band
 from examples.why.plan import ALGORITHMS, CONFIG, PlannedRun
 from megatron_dppo.config import load_config
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.panels import (
     BLUE,
     GREEN,

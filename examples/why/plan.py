@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.config import load_config
-from megatron_dppo.metrics.run_info import CONFIG_FILE
-from megatron_dppo.metrics.summary import SUMMARY_FILE
+from megatron_dppo.metrics.summary import CONFIG_FILE, SUMMARY_FILE
 
 CONFIG = "examples/why/config.yaml"
 ALGORITHMS = ("pg-is", "pg-tis", "grpo-clip-higher", "dppo-binary-tv")

@@ -27,8 +27,8 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     """mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)) at the sampled token (arXiv 2602.04879,
     Binary KL).
 
-    inf where pi = 0 < mu. 1 - p is taken from log p as -expm1(log p), so it is as exact as log p is,
-    relative to itself; what that is worth depends on who computed log p:
+    inf where pi = 0 < mu. 1 - p is as exact as log p is, relative to itself; what that is worth depends on who computed
+    log p:
 
     - log pi of ``policy_stats`` has the relative precision e of its dtype (and of its exponentials,
       together below 1e-5 in float32) also near 0, so D errs by less than e (1 + D).
@@ -42,6 +42,7 @@ def binary_kl(log_probs: Tensor, rollout_log_probs: Tensor) -> Tensor:
     floor = math.log(torch.finfo(_float_dtype(log_probs)).tiny)
     # Both policies in one tensor: half as many small operations, which is what a mask costs.
     log_p = _clamped(torch.stack([rollout_log_probs.detach(), log_probs.detach()]))
+    # Not 1 - exp(log p), whose error is that of numbers near 1 and can make D negative.
     rest = -torch.expm1(log_p)
     log_rest = rest.log().clamp(min=floor)
     inside = _kl_term(log_p[0].exp(), log_p[0], log_p[1])
@@ -55,12 +56,12 @@ def topk_tv(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     -> ``[...]``.
 
     A' = TopK(mu) and the sampled token, wherever ``valid``; "other" is one bucket with the rest of
-    each distribution. The bucket belongs to the sum: without it the value can fall below
-    ``binary_tv``.
+    each distribution.
     """
     _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
     pi = torch.where(valid, topk_log_probs.detach().clamp(max=0).exp(), 0.0)
     mu = torch.where(valid, rollout_topk_log_probs.detach().clamp(max=0).exp(), 0.0)
+    # The bucket belongs to the sum: without it the value can fall below binary_tv.
     other = (_rest(mu) - _rest(pi)).abs()
     return 0.5 * ((mu - pi).abs().sum(-1, dtype=torch.float64) + other)
 
@@ -73,8 +74,7 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
     The mass of "other" is 1 - sum, known to a few units u of the input dtype's resolution: mu's is
     taken as 0 below that, pi's never below it. A peaked distribution therefore gives no infinite
     value by rounding, but one too small, by up to (mu's mass of "other") log(u / pi's). It is never
-    below ``binary_kl`` at the last column, the sampled token's, whose rest is known better: that is a
-    lower bound of the true value.
+    below ``binary_kl`` at the last column, the sampled token's.
     """
     _check_topk(topk_log_probs, rollout_topk_log_probs, valid)
     resolution = 4 * torch.finfo(_float_dtype(topk_log_probs)).eps
@@ -88,6 +88,7 @@ def topk_kl(topk_log_probs: Tensor, rollout_topk_log_probs: Tensor, valid: Tenso
         0.0,
         other_mu * (other_mu.clamp(min=resolution).log() - other_pi.log()),
     )
+    # A lower bound of the true value, whose rest is known better.
     return torch.maximum(inside + outside, binary_kl(pi[..., -1], mu[..., -1]))
 
 

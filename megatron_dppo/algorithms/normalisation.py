@@ -38,6 +38,7 @@ def group_relative(rewards: Sequence[float] | Tensor, group_size: int) -> Tensor
     groups = values.view(-1, group_size)
     centred = groups - groups.mean(1, keepdim=True)
     constant = (groups == groups[:, :1]).all(1, keepdim=True)
+    # The mean's rounding would give a gradient to a group that has none.
     return torch.where(constant, 0.0, centred).flatten().float()
 
 

@@ -17,6 +17,7 @@ from megatron_dppo.algorithms import divergence, rules
 from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs, rollout
 from megatron_dppo.algorithms.rules import PENALTIES, Mask, Penalty, Weight
 from megatron_dppo.algorithms.table import OPTIONS, AlgorithmFacts, Settings, algorithm_facts
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import MetricSums
 
 
@@ -158,9 +159,10 @@ def _coefficients(
 ) -> tuple[Tensor, Tensor, MetricSums]:
     """Each token's loss, its derivative by log pi, and both kinds of terms as metrics."""
     surrogate = -torch.where(decisions.trains, decisions.capped * inputs.advantages, 0.0)
+    # For the trainer to stop on: a policy that is not a number must not train by its mask alone.
     lost = inputs.loss_mask & (inputs.log_probs.isnan() | inputs.advantages.isnan())
     surrogate = torch.where(lost, torch.nan, surrogate)
-    sums = {"loss/sum": surrogate.sum(dtype=torch.float64)}
+    sums = {names.LOSS: surrogate.sum(dtype=torch.float64)}
     if not algorithm.penalties:
         return surrogate, surrogate, MetricSums(sums=sums)
     counted = inputs.loss_mask & decisions.finite
@@ -168,7 +170,7 @@ def _coefficients(
     terms = [(c, *term(log_ratio)) for c, term in algorithm.penalties]
     penalty = torch.stack([c * value for c, value, _ in terms]).sum(0)
     slope = torch.stack([c * derivative for c, _, derivative in terms]).sum(0)
-    sums["loss/penalty"] = penalty.sum(dtype=torch.float64)
+    sums[names.PENALTY] = penalty.sum(dtype=torch.float64)
     return surrogate + penalty, surrogate + slope, MetricSums(sums=sums)
 
 
@@ -180,7 +182,7 @@ def negative_log_likelihood(log_probs: Tensor, loss_mask: Tensor) -> LossSums:
     ``loss/sum``, the number of tokens under ``policy/tokens``.
     """
     loss = -torch.where(loss_mask, log_probs, 0.0).sum()
-    sums = {"loss/sum": loss.detach().double(), "policy/tokens": loss_mask.sum().double()}
+    sums = {names.LOSS: loss.detach().double(), names.TRAINED_TOKENS: loss_mask.sum().double()}
     return LossSums(loss, MetricSums(sums=sums))
 
 
@@ -194,7 +196,7 @@ PPO_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 
 @torch.no_grad()
 def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -> MetricSums:
-    """The metrics of ``metrics.definitions`` over the tokens in ``loss_mask``.
+    """The metrics of ``metrics.table`` over the tokens in ``loss_mask``.
 
     The names depend only on which optional tensors ``inputs`` has. Values are float64 scalars on
     the inputs' device; no device sync. A token whose log r is not finite adds nothing to the
@@ -209,29 +211,29 @@ def token_metrics(inputs: TokenInputs, decisions: Decisions, ratio_cap: float) -
     blocked = counted & ~decisions.trains
     clipped = counted & ~rules.ratio_clip(inputs, rollout, **PPO_CLIP)
     sums = {
-        "policy/tokens": _count(counted),
-        "policy/abs_prob_gap": _sum(finite, gap.abs()),
-        "policy/prob_gap": _sum(finite, gap),
-        "policy/kl": _sum(finite, torch.expm1(log_ratio) - log_ratio),
-        "policy/bad_update": _count(negative & (-gap >= BAD_UPDATE_DROP)),
-        "mask/tokens_positive": _count(positive),
-        "mask/tokens_negative": _count(negative),
-        "mask/masked": _count(blocked),
-        "mask/masked_positive": _count(blocked & positive),
-        "mask/masked_negative": _count(blocked & negative),
-        "mask/cap_hit": _count(counted & (decisions.weight > ratio_cap)),
-        "mask/nonfinite": _count(counted & ~decisions.finite),
-        "mask/rollout_prob_of_masked": _sum(blocked & finite, mu),
-        "mask/ppo_only": _count(clipped & ~blocked),
-        "mask/dppo_only": _count(blocked & ~clipped),
+        names.TRAINED_TOKENS: _count(counted),
+        names.GAP: _sum(finite, gap.abs()),
+        names.SIGNED_GAP: _sum(finite, gap),
+        names.KL: _sum(finite, torch.expm1(log_ratio) - log_ratio),
+        names.BAD_UPDATE: _count(negative & (-gap >= BAD_UPDATE_DROP)),
+        names.POSITIVE: _count(positive),
+        names.NEGATIVE: _count(negative),
+        names.MASKED: _count(blocked),
+        names.MASKED_POSITIVE: _count(blocked & positive),
+        names.MASKED_NEGATIVE: _count(blocked & negative),
+        names.CAP_HIT: _count(counted & (decisions.weight > ratio_cap)),
+        names.NONFINITE: _count(counted & ~decisions.finite),
+        names.ROLLOUT_PROB_OF_MASKED: _sum(blocked & finite, mu),
+        names.PPO_ONLY: _count(clipped & ~blocked),
+        names.DPPO_ONLY: _count(blocked & ~clipped),
         **_entropy(inputs, blocked),
         **_topk_mass(inputs),
     }
     maxima = {
-        "policy/prob_gap_max": _largest(finite, gap),
-        "policy/ratio_max": _largest(finite, log_ratio.exp()),
+        names.GAP_MAX: _largest(finite, gap),
+        names.RATIO_MAX: _largest(finite, log_ratio.exp()),
     }
-    minima = {"policy/prob_gap_min": -_largest(finite, -gap)}
+    minima = {names.GAP_MIN: -_largest(finite, -gap)}
     return MetricSums(sums, maxima, minima)
 
 
@@ -240,8 +242,8 @@ def _entropy(inputs: TokenInputs, blocked: Tensor) -> dict[str, Tensor]:
         return {}
     entropy = inputs.entropy.double()
     return {
-        "policy/entropy": _sum(inputs.loss_mask, entropy),
-        "mask/entropy_of_masked": _sum(blocked, entropy),
+        names.ENTROPY: _sum(inputs.loss_mask, entropy),
+        names.ENTROPY_OF_MASKED: _sum(blocked, entropy),
     }
 
 
@@ -252,7 +254,7 @@ def _topk_mass(inputs: TokenInputs) -> dict[str, Tensor]:
     valid = inputs.topk_valid[..., :-1]
     log_mu = inputs.rollout_topk_log_probs[..., :-1]
     mass = torch.where(valid & ~log_mu.isnan(), log_mu.exp(), 0.0)
-    return {"policy/topk_mass": _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
+    return {names.TOPK_MASS: _sum(inputs.loss_mask, mass.sum(-1, dtype=torch.float64))}
 
 
 def _sum(where: Tensor, value: Tensor) -> Tensor:

@@ -15,10 +15,8 @@ from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums
 from megatron_dppo.algorithms.rules import LARGEST_LOG_RATIO
 from megatron_dppo.algorithms.table import EstimatorName
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import MetricSums
-
-REFERENCE_KL = "reference/kl"
-REFERENCE_CLAMPED = "reference/clamped"
 
 ReferencePenalty = Callable[[LossSums, TokenInputs, Tensor, Tensor | None], LossSums]
 """(the algorithm's sums, its inputs, reference log-probabilities, factor of each token) -> sums with the penalty."""
@@ -96,8 +94,8 @@ def reference_penalty(
                 weight = torch.where(mask, _weight(inputs, weight_cap), 0.0)
                 value, slope = weight * value, weight * slope
             metrics = {
-                REFERENCE_KL: value.sum(),
-                REFERENCE_CLAMPED: (s > LARGEST_LOG_RATIO).sum(dtype=torch.float64),
+                names.REFERENCE_KL: value.sum(),
+                names.REFERENCE_CLAMPED: (s > LARGEST_LOG_RATIO).sum(dtype=torch.float64),
             }
             factor = coefficient if scale is None else coefficient * scale.double()
             value, slope = (factor * value).to(dtype), (factor * slope).to(dtype)

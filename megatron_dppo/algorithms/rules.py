@@ -210,7 +210,8 @@ def topk_of(inputs: TokenInputs) -> tuple[Tensor, Tensor, Tensor]:
     """log pi, log mu and validity at TopK(mu) and the sampled token. Raises ValueError without them."""
     if inputs.topk_log_probs is None:
         raise ValueError("the mask needs Top-K log-probabilities, but TokenInputs has none")
-    assert inputs.rollout_topk_log_probs is not None  # TokenInputs: all three or none
+    # TokenInputs has all three or none.
+    assert inputs.rollout_topk_log_probs is not None
     assert inputs.topk_valid is not None
     return inputs.topk_log_probs, inputs.rollout_topk_log_probs, inputs.topk_valid
 

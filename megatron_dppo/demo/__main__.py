@@ -30,7 +30,7 @@ from megatron_dppo.demo.material import (
     run_to_the_end,
     trainer_overrides,
 )
-from megatron_dppo.metrics.normal_ranges import Dtype
+from megatron_dppo.metrics.table import Dtype
 
 CONFIG = EXAMPLES / "tiny_moe" / "config.yaml"
 FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}

@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo import EXAMPLES
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.normal_ranges import BY_METRIC, Dtype
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.table import BY_METRIC, Dtype
 
 TERMS = 4
 LARGEST_TERM = 5

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,32 +26,26 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_dppo.algorithms.table import Settings
-from megatron_dppo.config.loading import load_config, parse_scalar
-from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.system.errors import RunError
+from megatron_dppo.config.loading import parse_scalar
+from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
+from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
 
 if TYPE_CHECKING:
     from megatron_dppo.algorithms.policy_loss import Algorithm
     from megatron_dppo.data.trajectory import Trajectory
-    from megatron_dppo.explain.explanation import Place, Response
+    from megatron_dppo.explain.explanation import Response
+    from megatron_dppo.explain.page import SummaryTable
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-dppo explain",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help="whose batch; default: the last saved one")
+    parser = batch_parser("explain", str(__doc__), step="last", limit=64)
     parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: as the step was")
     parser.add_argument("--rollout-policy", type=Path, help="Hugging Face folder of mu's weights")
     parser.add_argument("--algorithm", help="a preset's name; default: the run's")
     parser.add_argument(
         "--option", action="append", default=[], metavar="KEY=VALUE", help="a preset's number"
     )
-    parser.add_argument("--limit", type=int, default=64, help="responses at most (64); 0: all")
     parser.add_argument("--rows", type=int, default=30, help="token rows on the console (30)")
     parser.add_argument("--csv", type=Path, help="write every token here")
     parser.add_argument("--html", type=Path, help="write a page with coloured tokens here")
@@ -60,27 +54,32 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Explain, print and write; returns 0, or 2 if the input cannot be used."""
-    options = parse(arguments)
-    try:
-        explain(options, load_config(options.run / "config.yaml"))
-    except (OSError, RunError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return run_batch_command(explain, parse(arguments))
 
 
 def explain(options: argparse.Namespace, config: TrainConfig) -> None:
     """Read the batch, explain its tokens, write the requested files."""
     from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.data.batch_file import load_batch, saved_step
-    from megatron_dppo.explain import page, summary_tables
+    from megatron_dppo.explain import page
 
-    algorithm = build_algorithm(*chosen_algorithm(options, config))
+    algorithm = build_algorithm(*chosen_algorithm(options, config.algorithm))
     step = saved_step(options.run / "rollouts", options.step, default=-1)
     batch = load_batch(options.run / "rollouts", step)
-    chosen, skipped = chosen_responses(batch, config, options.limit)
-    explain_chosen = as_trained if options.policy is None else under_policy
-    responses, source = explain_chosen(options, config, step, algorithm, batch, chosen)
+    chosen, skipped = chosen_responses(batch, config.algorithm, options.limit)
+    mini_batch_size = config.training.prompts_per_mini_batch * config.rollout.group_size
+    mini_batches = {i: i // mini_batch_size + 1 for i in chosen}
+    if options.policy is None:
+        checkpoint = config.model.hf_checkpoint
+        responses, source = as_trained(
+            options, config.algorithm, step, algorithm, batch, mini_batches, checkpoint
+        )
+    else:
+        responses = under_policy(options, config.temperature, algorithm, batch, mini_batches)
+        source = (
+            f"NOT as step {step} trained, but under the weights in {options.policy}, rollout "
+            f"policy {options.rollout_policy or 'not given'}"
+        )
     numbers = ", ".join(f"{k} {v:g}" for k, v in algorithm.numbers.items())
     facts = [
         f"{algorithm.name}: {numbers}",
@@ -88,13 +87,13 @@ def explain(options: argparse.Namespace, config: TrainConfig) -> None:
         f"{len(chosen)} of {len(batch)} responses; {skipped}",
     ]
     title = f"Masks of {options.run}, batch of step {step}"
-    tables = summary_tables.sheets(algorithm.name, responses)
-    rows = summary_tables.notable(
-        algorithm.name, summary_tables.all_tokens(responses), options.rows
-    )
-    show(title, facts, [*tables, rows] if options.rows else tables)
+    tables = page.summary_tables(algorithm.name, responses)
+    rows = page.notable(algorithm.name, page.all_tokens(responses), options.rows)
+    console = show_facts(title, facts, width=200)
+    for table in [*tables, rows] if options.rows else tables:
+        show(console, table)
     if options.csv:
-        summary_tables.write_csv(options.csv, responses)
+        page.write_csv(options.csv, responses)
         print(f"{options.csv}: every token")
     if options.html:
         html = page.render(title, facts, tables, algorithm.name, responses)
@@ -104,13 +103,15 @@ def explain(options: argparse.Namespace, config: TrainConfig) -> None:
 
 def as_trained(
     options: argparse.Namespace,
-    config: TrainConfig,
+    trained_with: AlgorithmConfig,
     step: int,
     algorithm: Algorithm,
     batch: list[Trajectory],
-    chosen: list[int],
+    mini_batches: Mapping[int, int],
+    checkpoint: str,
 ) -> tuple[list[Response], str]:
-    """The responses ``chosen`` as the loss of ``step`` saw them, and where the numbers are from.
+    """The responses at the positions in ``mini_batches`` as the loss of ``step`` saw them, and where the numbers are
+    from. ``checkpoint``: whose tokenizer says them.
 
     Raises ValueError where the batch does not say, or says what the run's records do not.
     """
@@ -123,75 +124,59 @@ def as_trained(
         raise ValueError(
             "--rollout-policy: the step's own numbers are shown; it goes with --policy"
         )
-    settings = config.algorithm
-    own = build_algorithm(settings.name, settings.options, settings.settings)
-    seen = SeenStep.of(batch, settings)
-    source = check_agreement(seen, own, options.run, step)
-    decisions = seen.decisions(own)
-    if algorithm.numbers != own.numbers or algorithm.name != own.name:
-        decisions = seen.others_decisions(algorithm)
-        source += f" for {own.name}, which the run trained with"
-    texts = TokenTexts(load_tokenizer(config.model.hf_checkpoint))
-    rows = {position: row for row, position in enumerate(seen.positions)}
+    runs_algorithm = build_algorithm(trained_with.name, trained_with.options, trained_with.settings)
+    saved = SeenStep.of(batch, trained_with)
+    source = check_agreement(saved, runs_algorithm, options.run, step)
+    decisions = saved.decisions(runs_algorithm)
+    if (algorithm.name, algorithm.numbers) != (runs_algorithm.name, runs_algorithm.numbers):
+        decisions = saved.others_decisions(algorithm)
+        source += f" for {runs_algorithm.name}, which the run trained with"
+    texts = TokenTexts(load_tokenizer(checkpoint))
     responses = [
-        explain_seen(seen, rows[i], place_of(i, config), batch[i], algorithm, decisions, texts)
-        for i in chosen
+        explain_seen(saved, i, number, batch[i], algorithm, decisions, texts)
+        for i, number in mini_batches.items()
     ]
     return responses, source
 
 
 def under_policy(
     options: argparse.Namespace,
-    config: TrainConfig,
-    step: int,
+    temperature: float,
     algorithm: Algorithm,
     batch: list[Trajectory],
-    chosen: list[int],
-) -> tuple[list[Response], str]:
+    mini_batches: Mapping[int, int],
+) -> list[Response]:
     """As :func:`as_trained`, under the weights of ``--policy``."""
     from megatron_dppo.data.problems import load_tokenizer
-    from megatron_dppo.explain.explanation import TokenTexts
-    from megatron_dppo.explain.recomputed import Policy, explain_response
+    from megatron_dppo.explain.explanation import Policy, TokenTexts, explain_response
     from megatron_dppo.metrics.progress import progress
 
     policy = Policy(options.policy)
     rollout_policy = Policy(options.rollout_policy) if options.rollout_policy else None
     texts = TokenTexts(load_tokenizer(options.policy))
     responses = []
-    with progress("explaining", len(chosen)) as bar:
-        for index in chosen:
+    with progress("explaining", len(mini_batches)) as bar:
+        for index, number in mini_batches.items():
             logits = policy.logits(batch[index])
             rollout_logits = rollout_policy.logits(batch[index]) if rollout_policy else None
             responses.append(
                 explain_response(
-                    place_of(index, config), batch[index], algorithm, logits, rollout_logits,
-                    temperature=config.temperature, texts=texts,
+                    index, number, batch[index], algorithm, logits, rollout_logits,
+                    temperature=temperature, texts=texts,
                 )
             )  # fmt: skip
             bar.advance()
-    source = (
-        f"NOT as step {step} trained, but under the weights in {options.policy}, rollout policy "
-        f"{options.rollout_policy or 'not given'}"
-    )
-    return responses, source
-
-
-def place_of(index: int, config: TrainConfig) -> Place:
-    """Where the response at ``index`` of a batch stands."""
-    from megatron_dppo.explain.explanation import Place
-
-    size = config.training.prompts_per_mini_batch * config.rollout.group_size
-    return Place(index, index // size + 1)
+    return responses
 
 
 def chosen_algorithm(
-    options: argparse.Namespace, config: TrainConfig
+    options: argparse.Namespace, trained_with: AlgorithmConfig
 ) -> tuple[str, dict[str, Any], Settings]:
     """Name, numbers and settings of the algorithm: the run's unless ``--algorithm`` names another;
     ``--option`` overrides numbers.
     """
-    name = options.algorithm or config.algorithm.name
-    numbers = dict(config.algorithm.options) if name == config.algorithm.name else {}
+    name = options.algorithm or trained_with.name
+    numbers = dict(trained_with.options) if name == trained_with.name else {}
     for option in options.option:
         key, separator, value = option.partition("=")
         if not separator:
@@ -200,16 +185,16 @@ def chosen_algorithm(
             numbers[key] = parse_scalar(value)
         except yaml.YAMLError as error:
             raise ValueError(f"--option {option}: the value can't be read: {error}") from error
-    return name, numbers, config.algorithm.settings
+    return name, numbers, trained_with.settings
 
 
-def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list[int], str]:
+def chosen_responses(
+    batch: Sequence[Trajectory], algorithm: AlgorithmConfig, limit: int
+) -> tuple[list[int], str]:
     """Indices of the first ``limit`` responses with a gradient, and a line about the others."""
     from megatron_dppo.loop.learning import trains
 
-    if limit < 0:
-        raise ValueError(f"--limit {limit}: expected 0 (all) or more")
-    training = [i for i, t in enumerate(batch) if t.sampled and trains(t, config.algorithm)]
+    training = [i for i, t in enumerate(batch) if t.sampled and trains(t, algorithm)]
     useful = [i for i in training if batch[i].advantage != 0]
     if not useful:
         raise ValueError(f"none of the {len(batch)} responses has a gradient: nothing to explain")
@@ -220,24 +205,19 @@ def chosen_responses(batch: list, config: TrainConfig, limit: int) -> tuple[list
     )
 
 
-def show(title: str, facts: Sequence[str], tables: Sequence[Any]) -> None:
-    """Print title, facts and tables; 200 columns wide if the output is not a terminal."""
-    from megatron_dppo.explain.summary_tables import LEFT_ALIGNED
+def show(console: Console, summary: SummaryTable) -> None:
+    """Print a table."""
+    from megatron_dppo.explain.page import LEFT_ALIGNED
 
-    console = Console(width=None if sys.stdout.isatty() else 200, markup=False, highlight=False)
-    console.print(title, style="bold")
-    for fact in facts:
-        console.print(fact)
-    for sheet in tables:
-        if not sheet.rows:
-            console.print(sheet.title)
-            continue
-        table = Table(title=sheet.title, title_justify="left")
-        for name in sheet.columns:
-            table.add_column(name, justify="left" if name in LEFT_ALIGNED else "right")
-        for row in sheet.rows:
-            table.add_row(*map(Text, row))
-        console.print(table)
+    if not summary.rows:
+        console.print(summary.title)
+        return
+    table = Table(title=summary.title, title_justify="left")
+    for name in summary.columns:
+        table.add_column(name, justify="left" if name in LEFT_ALIGNED else "right")
+    for row in summary.rows:
+        table.add_row(*map(Text, row))
+    console.print(table)
 
 
 if __name__ == "__main__":

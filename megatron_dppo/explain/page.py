@@ -1,20 +1,181 @@
-"""The explanation as one HTML file: no scripts, no external resources, all text escaped."""
+"""The explanation for people: tables of strings for console and page, the CSV file, and the page itself, one HTML file
+without scripts and external resources, all text escaped.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from html import escape
+from pathlib import Path
 
-from megatron_dppo.explain.explanation import Response, Token
-from megatron_dppo.explain.summary_tables import (
-    LEFT_ALIGNED,
-    Sheet,
-    number,
-    quoted,
-    verdict_of,
-    verdicts,
-)
-from megatron_dppo.metrics.html import html_page
+from megatron_dppo.explain.explanation import TOKEN_METRICS, Response, Token
+from megatron_dppo.metrics.samples import html_page
+from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.metrics.table import METRICS, means
+
+FREQUENT = 12
+"""Largest number of rows in a table of the most frequent tokens."""
+LEFT_ALIGNED = frozenset({"", "token", "metric", "meaning", "blocked where", "verdict"})
+"""Columns of text; the others hold numbers."""
+
+
+@dataclass(frozen=True)
+class MaskVerdict:
+    """Decision of the two masks about a token, in words; ``css``: its class on the page."""
+
+    trains: bool
+    ppo_trains: bool
+    css: str
+    meaning: str
+
+    def holds(self, token: Token) -> bool:
+        """Whether this is the token's verdict."""
+        return (token.trains, token.ppo_trains) == (self.trains, self.ppo_trains)
+
+
+def verdicts(name: str) -> tuple[MaskVerdict, ...]:
+    """The four possible verdicts, in words that name the algorithm."""
+    return (
+        MaskVerdict(True, True, "train", "trains"),
+        MaskVerdict(False, False, "both", f"blocked by {name}, and by Clip-Higher too"),
+        MaskVerdict(False, True, "own", f"blocked by {name} alone"),
+        MaskVerdict(True, False, "ppo", "trains; Clip-Higher would block it"),
+    )
+
+
+@dataclass(frozen=True)
+class SummaryTable:
+    """A table of strings; the first column names the row."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+
+
+def all_tokens(responses: Iterable[Response]) -> list[Token]:
+    """Every token of every response, in order."""
+    return [token for response in responses for token in response.tokens]
+
+
+def summary_tables(name: str, responses: Sequence[Response]) -> list[SummaryTable]:
+    """All tables: counts, metrics, most often blocked tokens, disagreements with Clip-Higher."""
+    tokens = all_tokens(responses)
+    _, _, mask_only, ppo_only = verdicts(name)
+    return [
+        counts(name, tokens),
+        metrics(responses),
+        frequent(f"Most often blocked by {name}", tokens, lambda t: not t.trains),
+        frequent("Disagreement: only Clip-Higher would block", tokens, ppo_only.holds),
+        frequent(f"Disagreement: only {name} blocks", tokens, mask_only.holds),
+    ]
+
+
+def counts(name: str, tokens: Sequence[Token]) -> SummaryTable:
+    """Number of tokens by verdict and sign of the advantage."""
+    rows = []
+    for verdict in verdicts(name):
+        matching = [t for t in tokens if verdict.holds(t)]
+        up = sum(t.advantage > 0 for t in matching)
+        share = f"{len(matching) / len(tokens):.2%}"
+        rows.append((verdict.meaning, str(up), str(len(matching) - up), str(len(matching)), share))
+    return SummaryTable("Tokens", ("", "A > 0", "A < 0", "all", "share"), rows)
+
+
+def metrics(responses: Iterable[Response]) -> SummaryTable:
+    """The run's metrics, computed over the explained tokens."""
+    total = MetricSums()
+    for response in responses:
+        total = total + response.metrics
+    values = means(total.values())
+    rows = [(name, f"{values[name]:.6g}", METRICS[name].meaning) for name in TOKEN_METRICS]
+    return SummaryTable("The run's metrics, of these tokens", ("metric", "value", "meaning"), rows)
+
+
+def frequent(title: str, tokens: Sequence[Token], chosen: Callable[[Token], bool]) -> SummaryTable:
+    """The token ids with the most occurrences for which ``chosen`` is true, with means over these."""
+    by_id: dict[int, list[Token]] = defaultdict(list)
+    occurrences: dict[int, int] = defaultdict(int)
+    for token in tokens:
+        occurrences[token.token_id] += 1
+        if chosen(token):
+            by_id[token.token_id].append(token)
+    ranked = sorted(by_id.items(), key=lambda item: (-len(item[1]), item[0]))
+    rows = [
+        (
+            quoted(group[0].text),
+            str(token_id),
+            str(len(group)),
+            str(occurrences[token_id]),
+            f"{sum(t.advantage > 0 for t in group)} / {sum(t.advantage < 0 for t in group)}",
+            *(
+                f"{sum(values) / len(group):.4f}"
+                for values in zip(*((t.mu, t.pi, t.binary_tv) for t in group), strict=True)
+            ),
+        )
+        for token_id, group in ranked[:FREQUENT]
+    ]
+    columns = ("token", "id", "times", "of", "A > 0 / A < 0", "mean mu", "mean pi", "mean TV")
+    shown = f"{title}: {sum(map(len, by_id.values()))} tokens, {len(by_id)} different"
+    return SummaryTable(shown, columns, rows)
+
+
+NOTABLE_COLUMNS = (
+    "token", "response", "at", "A", "mu", "pi", "r", "TV", "KL", "Top-K TV", "Top-K KL",
+    "exact TV", "exact KL", "blocked where", "verdict",
+)  # fmt: skip
+
+
+def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
+    """``count`` tokens: blocked ones (by either mask) first, then by descending Binary TV."""
+    ranked = sorted(tokens, key=lambda t: (t.trains and t.ppo_trains, -t.binary_tv))
+    rows = [
+        (
+            quoted(t.text), str(t.response), str(t.position), f"{t.advantage:+.3g}",
+            *map(number, (t.mu, t.pi, t.ratio, t.binary_tv, t.binary_kl, t.topk_tv, t.topk_kl,
+                          t.exact_tv, t.exact_kl)),
+            t.threshold, verdict_of(name, t).meaning,
+        )
+        for t in ranked[:count]
+    ]  # fmt: skip
+    shown = f"{len(rows)} of {len(tokens)} tokens: the blocked ones first, by Binary TV"
+    return SummaryTable(shown, NOTABLE_COLUMNS, rows)
+
+
+def verdict_of(name: str, token: Token) -> MaskVerdict:
+    """The verdict of ``verdicts(name)`` for this token."""
+    return next(v for v in verdicts(name) if v.holds(token))
+
+
+def number(value: float | None) -> str:
+    """Four significant digits; a dash for None."""
+    return "-" if value is None else f"{value:.4g}"
+
+
+def quoted(text: str) -> str:
+    """``text`` as a Python literal: spaces are visible, control characters escaped."""
+    return repr(text)
+
+
+def write_csv(path: Path, responses: Sequence[Response]) -> None:
+    """Write one line for each token: problem, sample, then the fields of ``Token``.
+
+    Text is a Python literal; unknown numbers are empty.
+    """
+    columns = ["problem_id", "sample_index", *(f.name for f in fields(Token))]
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        for response in responses:
+            of = {
+                "problem_id": response.trajectory.problem_id,
+                "sample_index": response.trajectory.sample_index,
+            }
+            for token in response.tokens:
+                writer.writerow({**of, **asdict(token), "text": quoted(token.text)})
+
 
 STYLE = """
 caption { text-align: left; font-weight: 600; padding: .3em 0 }
@@ -39,7 +200,7 @@ th.words, td.words { text-align: left }
 def render(
     title: str,
     facts: Sequence[str],
-    tables: Sequence[Sheet],
+    tables: Sequence[SummaryTable],
     name: str,
     responses: Sequence[Response],
 ) -> str:
@@ -55,14 +216,16 @@ def render(
     return html_page(title, STYLE, "\n".join(blocks))
 
 
-def _table(sheet: Sheet) -> str:
+def _table(sheet: SummaryTable) -> str:
     if not sheet.rows:
         return f"<table><caption>{escape(sheet.title)}</caption></table>"
     kinds = [' class="words"' if name in LEFT_ALIGNED else "" for name in sheet.columns]
 
     def line(tag: str, cells: Sequence[str]) -> str:
-        made = (f"<{tag}{kind}>{escape(c)}</{tag}>" for kind, c in zip(kinds, cells, strict=True))
-        return f"<tr>{''.join(made)}</tr>"
+        cells_html = (
+            f"<{tag}{kind}>{escape(c)}</{tag}>" for kind, c in zip(kinds, cells, strict=True)
+        )
+        return f"<tr>{''.join(cells_html)}</tr>"
 
     lines = "\n".join([line("th", sheet.columns), *(line("td", row) for row in sheet.rows)])
     caption = f"<caption>{escape(sheet.title)}</caption>"
@@ -70,7 +233,7 @@ def _table(sheet: Sheet) -> str:
 
 
 def _legend(name: str) -> str:
-    keys = "".join(f'<span class="{v.css}">{escape(v.words)}</span>' for v in verdicts(name))
+    keys = "".join(f'<span class="{v.css}">{escape(v.meaning)}</span>' for v in verdicts(name))
     return (
         f'<p class="legend">{keys}</p><p class="about">A token that trains is the darker the larger '
         "its Binary TV. Neither a clip nor a divergence mask blocks a token whose update brings pi "
@@ -105,7 +268,7 @@ def numbers(name: str, token: Token) -> str:
     """The text of a token's tooltip."""
     pairs = [
         f"{quoted(token.text)}, id {token.token_id}, token {token.position}",
-        verdict_of(name, token).words,
+        verdict_of(name, token).meaning,
         f"A {token.advantage:+.4g}; blocked where {token.threshold or 'never'}",
         f"mu {number(token.mu)}, pi {number(token.pi)}, r {number(token.ratio)}, "
         f"weight {number(token.weight)}",

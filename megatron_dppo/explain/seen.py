@@ -19,17 +19,17 @@ from megatron_dppo.algorithms.policy_loss import Algorithm, Decisions, decide, t
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain.explanation import (
-    Place,
+    TOKEN_METRICS,
     Response,
     TokenTexts,
     response_of,
     token_columns,
 )
 from megatron_dppo.loop.learning import trains
-from megatron_dppo.metrics.definitions import means
-from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE
-from megatron_dppo.metrics.masked_tokens import MaskedTokenCounts, most_masked, read_masked_tokens
-from megatron_dppo.metrics.records import RECORDS_FILE, read_records, step_of
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.records import MASKED_TOKENS_FILE, RECORDS_FILE, read_records, step_of
+from megatron_dppo.metrics.sums import MaskedTokenCounts, most_masked, read_masked_tokens
+from megatron_dppo.metrics.table import means
 from megatron_dppo.system.errors import RunError
 
 R = TypeVar("R", TokenInputs, Decisions)
@@ -111,26 +111,27 @@ class SeenStep:
 
 
 def explain_seen(
-    seen: SeenStep,
-    row: int,
-    place: Place,
+    step: SeenStep,
+    index: int,
+    mini_batch: int,
     trajectory: Trajectory,
     algorithm: Algorithm,
     decisions: Decisions,
     texts: TokenTexts,
 ) -> Response:
-    """The ``row``-th of the step's responses. ``decisions``: of ``algorithm`` about all of them."""
-    start = sum(seen.counts[:row])
-    part = slice(start, start + seen.counts[row])
-    inputs, decided = _sliced(seen.inputs, part), _sliced(decisions, part)
+    """The response at ``index`` of the batch. ``decisions``: of ``algorithm`` about all of the step's."""
+    row = step.positions.index(index)
+    start = sum(step.counts[:row])
+    rows = slice(start, start + step.counts[row])
+    inputs, decided = _sliced(step.inputs, rows), _sliced(decisions, rows)
     columns = token_columns(inputs, decided) | {"exact_tv": None, "exact_kl": None}
-    if seen.divergence is not None and algorithm.reads_topk:
+    if step.divergence is not None and algorithm.reads_topk:
         kind = "tv" if "tv_threshold" in algorithm.numbers else "kl"
-        columns[f"topk_{kind}"] = seen.divergence[part]
+        columns[f"topk_{kind}"] = step.divergence[rows]
         if algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution:
-            columns[f"exact_{kind}"] = seen.divergence[part]
+            columns[f"exact_{kind}"] = step.divergence[rows]
     metrics = token_metrics(inputs, decided, algorithm.ratio_cap)
-    return response_of(place, trajectory, algorithm, columns, metrics, texts)
+    return response_of(index, mini_batch, trajectory, algorithm, columns, metrics, texts)
 
 
 def _joined(chosen: Sequence[Trajectory], name: str) -> Tensor | None:
@@ -139,29 +140,13 @@ def _joined(chosen: Sequence[Trajectory], name: str) -> Tensor | None:
     return torch.from_numpy(np.concatenate([t.columns[name] for t in chosen]))
 
 
-def _sliced(record: R, part: slice) -> R:
-    """A dataclass of tensors [T] and of None, cut to the rows of ``part``."""
-    found = {f.name: getattr(record, f.name) for f in fields(record)}
-    return replace(record, **{n: x[part] for n, x in found.items() if x is not None})
+def _sliced(record: R, rows: slice) -> R:
+    """A dataclass of tensors [T] and of None, cut to ``rows``."""
+    columns = {f.name: getattr(record, f.name) for f in fields(record)}
+    return replace(record, **{n: x[rows] for n, x in columns.items() if x is not None})
 
 
-COUNTS = ("policy/tokens", "mask/tokens_positive", "mask/tokens_negative", "mask/masked")
-MEANS = (
-    "policy/abs_prob_gap",
-    "policy/prob_gap",
-    "policy/prob_gap_min",
-    "policy/prob_gap_max",
-    "policy/ratio_max",
-    "policy/bad_update",
-    "policy/entropy",
-    "mask/masked_positive",
-    "mask/masked_negative",
-    "mask/cap_hit",
-    "mask/rollout_prob_of_masked",
-    "mask/entropy_of_masked",
-    "mask/ppo_only",
-    "mask/dppo_only",
-)
+COUNTS = (names.TRAINED_TOKENS, names.POSITIVE, names.NEGATIVE, names.MASKED)
 RELATIVE, ABSOLUTE = 1e-5, 1e-9
 """Allowed of a mean: another device and another order of summation, from the same float32 numbers."""
 
@@ -170,28 +155,28 @@ class DisagreementError(RunError, ValueError):
     """What was saved of a step is not what was recorded of it."""
 
 
-def check_agreement(seen: SeenStep, algorithm: Algorithm, run: Path, step: int) -> str:
-    """Compare ``seen`` with all that the run recorded of ``step``; what was compared, in words.
+def check_agreement(saved: SeenStep, algorithm: Algorithm, run: Path, step: int) -> str:
+    """Compare ``saved`` with all that the run recorded of ``step``; what was compared, in words.
 
     ``algorithm``: the run's own. Raises DisagreementError naming the figure.
     """
-    _check_rule(seen, algorithm)
-    decisions = seen.decisions(algorithm)
-    figures = means(token_metrics(seen.inputs, decisions, algorithm.ratio_cap).values())
+    _check_rule(saved, algorithm)
+    decisions = saved.decisions(algorithm)
+    figures = means(token_metrics(saved.inputs, decisions, algorithm.ratio_cap).values())
     record = next((r for r in read_records(run) if step_of(r) == step), None)
     if record is None:
         raise DisagreementError(f"{run / RECORDS_FILE} has no record of step {step}")
-    for name in (*COUNTS, *MEANS):
-        found, recorded = figures.get(name, np.nan), record.get(name)
-        allowed = 0.0 if name in COUNTS else ABSOLUTE + RELATIVE * abs(found)
-        differs = recorded is not None and not abs(found - recorded) <= allowed
-        if differs or (recorded is None and np.isfinite(found)):
+    for name in TOKEN_METRICS:
+        figure, recorded = figures.get(name, np.nan), record.get(name)
+        allowed = 0.0 if name in COUNTS else ABSOLUTE + RELATIVE * abs(figure)
+        differs = recorded is not None and not abs(figure - recorded) <= allowed
+        if differs or (recorded is None and np.isfinite(figure)):
             raise DisagreementError(
-                f"step {step}: {name} of the saved tokens is {found:g}, "
+                f"step {step}: {name} of the saved tokens is {figure:g}, "
                 f"{RECORDS_FILE} says {recorded}"
             )
-    counts = MaskedTokenCounts(int(seen.token_ids.max()) + 1)
-    counts.add(seen.token_ids, seen.inputs.advantages, ~seen.trains)
+    counts = MaskedTokenCounts(int(saved.token_ids.max()) + 1)
+    counts.add(saved.token_ids, saved.inputs.advantages, ~saved.trains)
     assert counts.counts is not None
     blocked, recorded_as_blocked = most_masked(counts.counts), read_masked_tokens(run, step)
     if blocked != recorded_as_blocked:
@@ -200,26 +185,26 @@ def check_agreement(seen: SeenStep, algorithm: Algorithm, run: Path, step: int) 
             f"{recorded_as_blocked and recorded_as_blocked[:3]}..."
         )
     return (
-        f"as the loss saw it: {len(seen.trains)} tokens, {int((~seen.trains).sum())} blocked; agrees "
+        f"as the loss saw it: {len(saved.trains)} tokens, {int((~saved.trains).sum())} blocked; agrees "
         f"with {RECORDS_FILE} and {MASKED_TOKENS_FILE}"
     )
 
 
-def _check_rule(seen: SeenStep, algorithm: Algorithm) -> None:
+def _check_rule(saved: SeenStep, algorithm: Algorithm) -> None:
     """Where the mask bounds a divergence, each token was blocked exactly where the saved one says so."""
     if algorithm.preset.divergence is None:
         return
-    if seen.divergence is None:
+    if saved.divergence is None:
         raise DisagreementError(f"{algorithm.name} measures a divergence, but none was saved")
     bounds = [v for n, v in algorithm.numbers.items() if n in ("tv_threshold", "kl_threshold")]
     negative = [v for n, v in algorithm.numbers.items() if n.endswith("_threshold_negative")]
-    finite = seen.decisions(algorithm).finite
+    finite = saved.decisions(algorithm).finite
     expected = finite & rules.near(
-        seen.inputs, algorithm.anchor, seen.divergence, *bounds, *negative
+        saved.inputs, algorithm.anchor, saved.divergence, *bounds, *negative
     )
-    wrong = torch.nonzero(expected != seen.trains).flatten().tolist()
+    wrong = torch.nonzero(expected != saved.trains).flatten().tolist()
     if wrong:
         raise DisagreementError(
             f"{len(wrong)} tokens were not blocked as their saved divergence says; the first has D = "
-            f"{float(seen.divergence[wrong[0]]):g}, and {'trained' if seen.trains[wrong[0]] else 'did not'}"
+            f"{float(saved.divergence[wrong[0]]):g}, and {'trained' if saved.trains[wrong[0]] else 'did not'}"
         )

@@ -11,7 +11,7 @@ from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.recorder import SampleMaker, chosen
 from megatron_dppo.loop.rollouts.exchange import own_positions
 from megatron_dppo.loop.scoring import ScoredGeneration
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.trainer.collectives import all_gather_json

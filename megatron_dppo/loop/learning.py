@@ -24,14 +24,9 @@ from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
 from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, ExchangeError, Stages
 from megatron_dppo.loop.rollouts.figures import GapGuard, is_coarse, routing_figures
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.definitions import means
-from megatron_dppo.metrics.masked_tokens import (
-    MaskedResponses,
-    MaskedToken,
-    MaskedTokenCounts,
-)
-from megatron_dppo.metrics.sums import MetricSums
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.sums import MaskedResponses, MaskedToken, MaskedTokenCounts, MetricSums
+from megatron_dppo.metrics.table import means
 from megatron_dppo.model.shape import (
     BACKWARD_FORWARDS,
     FROZEN_BACKWARD_FORWARDS,
@@ -371,9 +366,9 @@ class Learner:
             **batch.figures,
             **_of_the_first(means(first.values())),
             names.GRAD_NORM: sum(grad_norms) / len(grad_norms),
-            "optimizer/grad_norm_max": max(grad_norms),
-            "optimizer/lr": lr,
-            "optimizer/steps": len(batch.plans),
+            names.GRAD_NORM_MAX: max(grad_norms),
+            names.LEARNING_RATE: lr,
+            names.OPTIMIZER_STEPS: len(batch.plans),
             names.IDLE_SHARE: sum(plan.idle for plan in batch.plans) / len(batch.plans),
             **self._speed(batch, time.perf_counter() - began),
         }

@@ -16,13 +16,15 @@ from megatron_dppo.config.schema import ProfileConfig, TrainConfig
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE, SAMPLES_FILE
-from megatron_dppo.metrics.masked_tokens import MaskedToken, with_text
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import (
+    MASKED_TOKENS_FILE,
     RECORDS_FILE,
+    SAMPLES_FILE,
+    MetricsWriter,
     Record,
     RecordsError,
+    StepLines,
     encode_record,
     mean_accuracy,
     read_records,
@@ -30,12 +32,10 @@ from megatron_dppo.metrics.records import (
     step_of,
 )
 from megatron_dppo.metrics.report import write_report
-from megatron_dppo.metrics.run_info import RunInfo
 from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines, shortened
-from megatron_dppo.metrics.step_lines import StepLines
 from megatron_dppo.metrics.step_table import StepTable
-from megatron_dppo.metrics.summary import write_summary
-from megatron_dppo.metrics.writer import MetricsWriter
+from megatron_dppo.metrics.summary import RunInfo, write_summary
+from megatron_dppo.metrics.sums import MaskedToken, with_text
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import Closing, write_atomically
@@ -67,11 +67,13 @@ def chosen(responses: Sequence[TrajectoryFacts | Sample], step: int) -> list[int
 
 
 class SampleMaker:
-    """Makes the samples of a run from its trajectories. ``data``: its problems and tokenizer."""
+    """Makes the samples of a run from its trajectories. ``reward``: its name; ``data``: its problems and tokenizer;
+    ``zeroes_truncated``: a truncated response earned nothing.
+    """
 
-    def __init__(self, config: TrainConfig, data: RunData) -> None:
-        self._zeroed = config.algorithm.truncated_responses == "zero-reward"
-        self._reward = find_reward(config.reward.name)
+    def __init__(self, reward: str, data: RunData, *, zeroes_truncated: bool) -> None:
+        self._zeroed = zeroes_truncated
+        self._reward = find_reward(reward)
         self._data = data
         self._problems = {p.problem_id: p for p in data.train.problems}
         self._taken: dict[int, Sample] = {}

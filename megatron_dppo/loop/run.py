@@ -36,13 +36,13 @@ from megatron_dppo.loop.rollouts.figures import (
     with_gap_named,
 )
 from megatron_dppo.loop.rollouts.sources import GeneratedRollouts, ReplayedRollouts, RolloutSource
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.history import (
     CHECKPOINTS_FOLDER,
     ROLLOUTS_FOLDER,
     remember_checkpoint,
 )
-from megatron_dppo.metrics.timing import PhaseTimer
+from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.rewards.verifier import Verifier
@@ -163,7 +163,8 @@ class Run:
             stack.enter_context(self.verifier)
         if algorithm.needs_recomputed and config.rollout.max_staleness:
             log.warning(STALE_ANCHOR, config.algorithm.name)
-        self.samples = SampleMaker(config, data)
+        zeroes_truncated = config.algorithm.truncated_responses == "zero-reward"
+        self.samples = SampleMaker(config.reward.name, data, zeroes_truncated=zeroes_truncated)
         self.learner = Learner(config, self.trainer, algorithm, self.topk)
         self.recorder = stack.enter_context(
             Recorder(
@@ -359,8 +360,8 @@ class Run:
         if not self.trainer.topology.is_leader:
             return {}
         return {
-            "reward/timeouts": totals[0] - counted[0],
-            "reward/crashes": totals[1] - counted[1],
+            names.REWARD_TIMEOUTS: totals[0] - counted[0],
+            names.REWARD_CRASHES: totals[1] - counted[1],
         }
 
     def _is_due(self, every: int) -> bool:

@@ -16,6 +16,7 @@ from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
 from megatron_dppo.loop.ending import RunFence, run_fence
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
@@ -85,7 +86,7 @@ def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> floa
     ]
     tokens = sum(s.sampled for s in samples)
     values = trainer.train_mini_batch(batches, _loss, float(tokens)).metrics.values()
-    return values["loss/sum"] / tokens
+    return values[names.LOSS] / tokens
 
 
 def _loss(stats: PolicyStats, batch: PackedBatch) -> LossSums:

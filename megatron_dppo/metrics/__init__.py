@@ -1,1 +1,1 @@
-"""Metrics of a run: sums and their definitions, metric files, the console table, report, summary."""
+"""Metrics of a run: their table, sums, files, the console table, report, summary."""

@@ -12,15 +12,17 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.metrics.file_names import MASKED_TOKENS_FILE, REPORT_FILE, SAMPLES_FILE
 from megatron_dppo.metrics.records import (
+    MASKED_TOKENS_FILE,
     RECORDS_FILE,
+    REPORT_FILE,
+    SAMPLES_FILE,
+    TENSORBOARD_FOLDER,
     RecordsError,
     read_records,
     step_of,
 )
 from megatron_dppo.metrics.summary import SUMMARY_FILE
-from megatron_dppo.metrics.writer import TENSORBOARD_FOLDER
 from megatron_dppo.system.files import write_atomically
 
 CHECKPOINTS_FOLDER = "checkpoints"
@@ -74,11 +76,11 @@ def set_aside(directory: str | Path, *, rollouts: bool) -> Path | None:
     directory = Path(directory)
     names = [*_RECORDS, _LAST_CHECKPOINT, CHECKPOINTS_FOLDER, *([ROLLOUTS_FOLDER] * rollouts)]
     # The checkpoints first: where a mount can't be moved, nothing else has been.
-    found = [path for name in reversed(names) if (path := directory / name).exists()]
-    if not found:
+    paths = [path for name in reversed(names) if (path := directory / name).exists()]
+    if not paths:
         return None
     folder = _new_folder(directory)
-    for path in found:
+    for path in paths:
         path.rename(folder / path.name)
     return folder
 

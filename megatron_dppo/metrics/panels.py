@@ -6,6 +6,7 @@ quantities. The colours are those of Okabe and Ito, made for colour-blind reader
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from math import ceil
@@ -13,11 +14,12 @@ from typing import Any, Literal
 
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.normal_ranges import BY_METRIC, Dtype
-from megatron_dppo.metrics.records import Record, mean_accuracy, series, step_of
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.records import Record, mean_accuracy, phase_table, series, step_of
+from megatron_dppo.metrics.table import BY_METRIC, METRICS, Dtype, Metric, Stroke
 
 BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK, GREY = (
     "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999",
@@ -47,20 +49,19 @@ class RunRecords:
     dtype: Dtype = "float32"
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """One line of a panel.
+STROKES: dict[Stroke, tuple[str, LineStyle]] = {
+    "first": (BLUE, "-"),
+    "second": (VERMILION, "--"),
+    "third": (PINK, "-."),
+    "bound": (GREEN, "-"),
+}
+"""Of a panel's lines: colour, where colours stand for quantities, and style."""
 
-    ``scale``: factor on the recorded value. ``is_bound``: what another line of the panel should stay at or
-    above; drawn wide and pale below it, as both may be equal.
-    """
 
-    name: str
-    metric: str
-    colour: str
-    style: LineStyle = "-"
-    scale: float = 1.0
-    is_bound: bool = False
+def in_panel(panel: str, *, right: bool = False) -> list[Metric]:
+    """The metrics that ``panel`` draws on its left or its right axis."""
+    drawn = [(row, row.line) for row in METRICS.values() if row.line is not None]
+    return [row for row, line in drawn if (line.panel, line.right) == (panel, right)]
 
 
 def centred_mean(values: list[float], reach: int) -> list[float]:
@@ -69,9 +70,15 @@ def centred_mean(values: list[float], reach: int) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _plot(axes: Axes, steps: list[int], values: list[float], colour: str, style: LineStyle) -> None:
-    """Draw a line with a dot for each step; of many steps the mean of five, without dots."""
+def _plot(
+    axes: Axes, steps: list[int], values: list[float], colour: str, style: LineStyle, alone: bool
+) -> None:
+    """Draw a line with a dot for each step; of many steps the mean of five, without dots, and with one run also the
+    unsmoothed values, thin and pale.
+    """
     few = len(steps) <= FEW_POINTS
+    if alone and not few:
+        axes.plot(steps, values, "-", color=colour, alpha=0.22, linewidth=1)
     axes.plot(
         steps,
         values if few else centred_mean(values, 2),
@@ -83,54 +90,57 @@ def _plot(axes: Axes, steps: list[int], values: list[float], colour: str, style:
     )
 
 
-def _plot_quantity(
-    axes: Axes, steps: list[int], values: list[float], colour: str, style: LineStyle, alone: bool
-) -> None:
-    """Draw the line; with one run of many steps also the unsmoothed values, thin and pale."""
-    if alone and len(steps) > FEW_POINTS:
-        axes.plot(steps, values, "-", color=colour, alpha=0.22, linewidth=1)
-    _plot(axes, steps, values, colour, style)
-
-
-def plot_quantities(
-    axes: Axes, runs: list[RunRecords], quantities: list[Quantity], *, log: bool = False
+def plot_metrics(
+    axes: Axes, runs: list[RunRecords], metrics: list[Metric], *, log: bool = False
 ) -> list[Line2D]:
-    """Draw every quantity of every run; returns legend handles of the recorded ones."""
+    """Draw the metrics' lines of every run; returns legend handles of the recorded ones."""
     handles = []
-    for quantity in quantities:
-        drawn = False
+    for metric in metrics:
+        assert metric.line is not None
+        line, drawn = metric.line, False
+        own_colour, style = STROKES[line.stroke]
         for index, run in enumerate(runs):
-            steps, values = series(run.records, quantity.metric)
-            values = [value * quantity.scale for value in values]
+            points = [
+                (step, value * line.scale)
+                for step, value in zip(*series(run.records, metric.name), strict=True)
+            ]
             if log:
-                kept = [i for i, value in enumerate(values) if value > 0]
-                steps, values = [steps[i] for i in kept], [values[i] for i in kept]
-            if steps:
-                colour = RUN_COLOURS[index] if len(runs) > 1 else quantity.colour
-                if quantity.is_bound:
-                    axes.plot(steps, values, color=colour, zorder=1, **BOUND)
-                else:
-                    _plot_quantity(axes, steps, values, colour, quantity.style, len(runs) == 1)
-                drawn = True
+                points = [(step, value) for step, value in points if value > 0]
+            if not points:
+                continue
+            drawn = True
+            steps, values = map(list, zip(*points, strict=True))
+            colour = RUN_COLOURS[index] if len(runs) > 1 else own_colour
+            if line.stroke == "bound":
+                # Wide, pale and below: what must stay above it may be equal.
+                axes.plot(steps, values, color=colour, zorder=1, **BOUND)
+            else:
+                _plot(axes, steps, values, colour, style, len(runs) == 1)
         if drawn:
-            handle = _handle(quantity.name, runs, quantity.colour, quantity.style)
-            handle.set(**BOUND if quantity.is_bound else {})
+            handle = _handle(line.legend, runs, own_colour, style)
+            handle.set(**BOUND if line.stroke == "bound" else {})
             handles.append(handle)
     return handles
 
 
 def plot_on_the_right(
-    axes: Axes, runs: list[RunRecords], quantity: Quantity, limits: tuple[float, float], unit: str
+    axes: Axes, runs: list[RunRecords], panel: str, limits: tuple[float, float], unit: str
 ) -> list[Line2D]:
-    """Draw a quantity on a right axis that covers at least ``limits``; returns legend handles."""
-    if not any(series(run.records, quantity.metric)[0] for run in runs):
+    """Draw the panel's metrics on a right axis that covers at least ``limits``; returns legend handles."""
+    metrics = in_panel(panel, right=True)
+    if not is_recorded(runs, *(metric.name for metric in metrics)):
         return []
     right = axes.twinx()
-    handles = plot_quantities(right, runs, [quantity])
+    handles = plot_metrics(right, runs, metrics)
     right.set_ylim(limits[0], max(limits[1], right.get_ylim()[1]))
     right.set_ylabel(unit)
     right.spines[["top"]].set_visible(False)
     return handles
+
+
+def is_recorded(runs: list[RunRecords], *metrics: str) -> bool:
+    """Whether any run has any of the metrics."""
+    return any(series(run.records, metric)[0] for run in runs for metric in metrics)
 
 
 def _handle(
@@ -161,7 +171,8 @@ def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: f
             frameon=False, fontsize=SMALL, handlelength=handle_length, columnspacing=0.9,
             handletextpad=0.5, borderaxespad=0.2,
         )  # fmt: skip
-        legend.set_in_layout(False)  # else a wide legend would narrow the panel below it
+        # Else a wide legend would narrow the panel below it.
+        legend.set_in_layout(False)
 
 
 def _by_rows(handles: list, rows: int) -> list:
@@ -171,10 +182,10 @@ def _by_rows(handles: list, rows: int) -> list:
     return [handle for handle in chain(*zip_longest(*lines)) if handle is not None]
 
 
-def _remark(axes: Axes, words: str) -> None:
+def _remark(axes: Axes, text: str) -> None:
     """Write a remark into the lower right corner."""
     axes.text(
-        0.99, 0.03, words, transform=axes.transAxes, ha="right", fontsize=SMALL, color="#666666"
+        0.99, 0.03, text, transform=axes.transAxes, ha="right", fontsize=SMALL, color="#666666"
     )
 
 
@@ -198,15 +209,16 @@ def _band(axes: Axes, runs: list[RunRecords], metric: str, scale: float, unit: s
 
 def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the mean training reward and the accuracy on held-out problems."""
-    handles = plot_quantities(axes, runs, [Quantity("training reward", names.REWARD, BLUE)])
+    handles = plot_metrics(axes, runs, in_panel("reward"))
+    is_measured = False
     for index, run in enumerate(runs):
-        found = [(step_of(r), mean_accuracy(r)) for r in run.records]
-        points = [(step, value) for step, value in found if value is not None]
+        accuracies = [(step_of(r), mean_accuracy(r)) for r in run.records]
+        points = [(step, value) for step, value in accuracies if value is not None]
         if points:
+            is_measured = True
             colour = RUN_COLOURS[index] if len(runs) > 1 else VERMILION
             axes.plot(*zip(*points, strict=True), "--s", color=colour, linewidth=1.6, markersize=5)
-    measured = any(mean_accuracy(record) is not None for run in runs for record in run.records)
-    if measured:
+    if is_measured:
         handles.append(_handle("held-out accuracy (avg@k)", runs, VERMILION, "--", "s"))
     elif handles:
         _remark(
@@ -222,25 +234,20 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw mean |pi - mu| at equal weights and over the step, and what is expected of each as a thin line of its
     colour; right axis: agreement of routing.
     """
-    quantities = [
-        Quantity("equal weights", names.GAP_ON_POLICY, BLUE),
-        Quantity("whole step", names.GAP, VERMILION, "--"),
-    ]
-    handles = plot_quantities(axes, runs, quantities, log=True)
+    metrics = in_panel("gap")
+    handles = plot_metrics(axes, runs, metrics, log=True)
     if handles:
         axes.set_yscale("log")
         bottom, top = axes.get_ylim()
         axes.set_ylim(bottom / 3, top * 3)
-        for handle, quantity in zip(handles, quantities, strict=False):
-            upper = max(BY_METRIC[quantity.metric].upper(run.dtype) for run in runs)
-            colour = quantity.colour if len(runs) == 1 else GREY
+        for handle, metric in zip(handles, metrics, strict=False):
+            assert metric.line is not None
+            upper = max(BY_METRIC[metric.name].upper(run.dtype) for run in runs)
+            colour = STROKES[metric.line.stroke][0] if len(runs) == 1 else GREY
             axes.axhline(upper, color=colour, linestyle=":", linewidth=1.2)
-            handle.set_label(f"{quantity.name} (at most {upper:g})")
+            handle.set_label(f"{metric.line.legend} (at most {upper:g})")
         axes.set_ylim(bottom / 3, max(top * 3, 2 * upper))
-    agreement = Quantity("routing", names.ROUTING_AGREEMENT, PINK, "-.", scale=100)
-    handles += plot_on_the_right(
-        axes, runs, agreement, (0, 101), "routed alike, % of tokens x layers"
-    )
+    handles += plot_on_the_right(axes, runs, "gap", (0, 101), "routed alike, % of tokens x layers")
     mark_empty(axes, handles)
     unit = "probability, log axis (dotted: bounds)"
     finish(axes, "Mean |pi - mu| (trainer against engine)", unit, handles)
@@ -248,14 +255,10 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
 
 def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the share of tokens that the trust region masks, by sign of the advantage."""
-    quantities = [
-        Quantity("A > 0", names.MASKED_POSITIVE, BLUE, scale=100),
-        Quantity("A < 0", names.MASKED_NEGATIVE, VERMILION, "--", scale=100),
-    ]
-    handles = plot_quantities(axes, runs, quantities)
+    handles = plot_metrics(axes, runs, in_panel("masked"))
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
-        handles += _band(axes, runs, quantities[0].metric, 100, "%")
+        handles += _band(axes, runs, names.MASKED_POSITIVE, 100, "%")
     flat = [series(run.records, names.ZERO_VARIANCE_GROUPS)[1] for run in runs]
     without_advantage = all(flat) and {share for shares in flat for share in shares} == {1.0}
     reason = "no token to mask:\nthe responses of each group earned the same"
@@ -265,7 +268,7 @@ def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
 
 def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the policy's mean entropy (it should fall slowly)."""
-    handles = plot_quantities(axes, runs, [Quantity("policy", names.ENTROPY, BLUE)])
+    handles = plot_metrics(axes, runs, in_panel("entropy"))
     if handles:
         axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
         _remark(axes, "expected: a slow fall, no cliff")
@@ -275,10 +278,138 @@ def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
 
 def draw_length(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the mean response length; right axis: share of truncated responses."""
-    handles = plot_quantities(axes, runs, [Quantity("length", names.RESPONSE_LENGTH, BLUE)])
+    handles = plot_metrics(axes, runs, in_panel("length"))
     if handles:
         axes.set_ylim(0, axes.get_ylim()[1])
-    truncated = Quantity("truncated (right axis)", names.TRUNCATED, VERMILION, "--", 100)
-    handles += plot_on_the_right(axes, runs, truncated, (0, 5), "% truncated")
+    handles += plot_on_the_right(axes, runs, "length", (0, 5), "% truncated")
     mark_empty(axes, handles)
     finish(axes, "Response length and truncation", "tokens", handles)
+
+
+def draw_update_seconds(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw each update's seconds, their part in which the engines stood still, and the fewest that the network allows
+    (where its rate is stated)."""
+    _draw_from_zero(axes, runs, "update seconds", "Weight update: time", "seconds")
+
+
+def draw_update_bytes(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the bytes that each update moved, their static lower bound, and those of them that left a node."""
+    _draw_from_zero(axes, runs, "update bytes", "Weight update: bytes", "GB")
+
+
+def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the model's FLOP/s of a rank: as a share of the GPU's peak where every run's is known, else in TFLOP/s."""
+    is_known = all(is_recorded([run], names.MFU) for run in runs)
+    unit = "% of the GPU's bf16 peak" if is_known else "TFLOP/s"
+    panel = "mfu" if is_known else "tflops"
+    _draw_from_zero(axes, runs, panel, "Model arithmetic in training", unit)
+
+
+def draw_memory(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the most memory that a rank took; right axis: the ranks' idle share."""
+    idle = ((0, 10), "% of FLOPs")
+    _draw_from_zero(axes, runs, "memory", "Peak memory and idle ranks", "GiB", idle)
+
+
+def _draw_from_zero(
+    axes: Axes,
+    runs: list[RunRecords],
+    panel: str,
+    title: str,
+    unit: str,
+    right: tuple[tuple[float, float], str] | None = None,
+) -> None:
+    """``right``: limits and unit of the right axis."""
+    handles = plot_metrics(axes, runs, in_panel(panel))
+    if handles:
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    if right is not None:
+        handles += plot_on_the_right(axes, runs, panel, *right)
+    finish(axes, title, unit, handles)
+
+
+REST = "rest"
+PHASE_COLOURS = {
+    "generate": BLUE,
+    "train": ORANGE,
+    "sync": GREEN,
+    "evaluate": PINK,
+    "reward": SKY,
+    "checkpoint": VERMILION,
+    REST: GREY,
+}
+SPARE_COLOURS = ("#7F7FBF", "#A6761D", "#666666", "#B2DF8A", "#CAB2D6")
+MOST_PHASES = 5
+"""Number of phases shown by name; the shorter ones are summed as ``rest``."""
+
+
+def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str, list[float]]]:
+    """Each run's phase -> seconds, reduced to the ``MOST_PHASES`` longest over all runs and ``rest``."""
+    totals: dict[str, float] = {}
+    for table in tables:
+        for phase, seconds in table.items():
+            totals[phase] = totals.get(phase, 0.0) + sum(seconds)
+    ranked = sorted(totals, key=lambda phase: -totals[phase])
+    longest, short = ranked[:MOST_PHASES], ranked[MOST_PHASES:]
+    folded = []
+    for table in tables:
+        length = max((len(seconds) for seconds in table.values()), default=0)
+        nothing = [0.0] * length
+        row = {phase: table.get(phase, nothing) for phase in longest}
+        if short:
+            row[REST] = [sum(table[p][i] for p in short if p in table) for i in range(length)]
+        folded.append(row)
+    return folded
+
+
+def phase_colours(phases: list[str]) -> dict[str, str]:
+    """Phase -> colour: fixed for known phases, spare colours for others."""
+    spare = iter(SPARE_COLOURS)
+    return {p: PHASE_COLOURS[p] if p in PHASE_COLOURS else next(spare) for p in phases}
+
+
+def draw_time(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw seconds by phase, stacked: of each step of one run, or of the mean step of each run.
+
+    Step 0 (the work before training) is left out.
+    """
+    trained = [RunRecords(r.label, [x for x in r.records if step_of(x) > 0], r.dtype) for r in runs]
+    tables = fold_short_phases([phase_table(run.records) for run in trained])
+    colours = phase_colours(list(tables[0]))
+    if len(trained) == 1:
+        _draw_steps(axes, trained[0], tables[0], colours)
+    else:
+        _draw_means(axes, trained, tables, colours)
+    handles = [Patch(color=colour, label=phase) for phase, colour in colours.items()]
+    mark_empty(axes, handles)
+    title = "Time per step" if len(trained) == 1 else "Mean time per step"
+    finish(axes, title, "seconds", handles, handle_length=1.0)
+    if len(trained) > 1:
+        axes.set(xlabel="seconds", ylabel="", yticks=[], ylim=(len(runs) - 0.5, -0.7))
+
+
+def _draw_steps(
+    axes: Axes, run: RunRecords, table: Mapping[str, list[float]], colours: Mapping[str, str]
+) -> None:
+    steps = [step_of(record) for record in run.records]
+    bottom = [0.0] * len(steps)
+    edge = 0.4 if len(steps) <= 60 else 0.0
+    for phase, seconds in table.items():
+        colour = colours[phase]
+        axes.bar(steps, seconds, 1.0, bottom, color=colour, edgecolor="white", linewidth=edge)
+        bottom = [low + value for low, value in zip(bottom, seconds, strict=True)]
+
+
+def _draw_means(
+    axes: Axes,
+    runs: list[RunRecords],
+    tables: list[dict[str, list[float]]],
+    colours: Mapping[str, str],
+) -> None:
+    for row, (run, table) in enumerate(zip(runs, tables, strict=True)):
+        left = 0.0
+        for phase, seconds in table.items():
+            mean = sum(seconds) / max(1, len(seconds))
+            axes.barh(row, mean, 0.45, left, color=colours[phase], edgecolor="white", linewidth=0.4)
+            left += mean
+        axes.text(0, row - 0.28, run.label, fontsize=SMALL, va="bottom")

@@ -1,10 +1,13 @@
-"""Progress display: bars and spinners on a terminal, plain lines elsewhere."""
+"""How far work is, and how long it takes: bars and spinners on a terminal, plain lines elsewhere; seconds of a step by
+phase.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -19,6 +22,7 @@ from rich.progress import (
 )
 
 from megatron_dppo.logging import shared_console
+from megatron_dppo.metrics.table import phase_seconds
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between two plain lines."""
@@ -105,7 +109,8 @@ def progress(
             yield _BarTracker(description, total, bar)
         return
     tracker = Tracker(description, total)
-    if console.quiet:  # another process prints
+    # Another process prints.
+    if console.quiet:
         yield tracker
         return
     if total is None:
@@ -146,3 +151,57 @@ def _report(tracker: Tracker, console: Console, done: threading.Event, interval_
 
 def _print(console: Console, line: str) -> None:
     console.print(line, soft_wrap=True, markup=False)
+
+
+OTHER = "other"
+
+
+class PhaseTimer:
+    """Splits wall-clock time into named, disjoint phases: ``with timer("generate"): ...``.
+
+    An inner phase stops the clock of the outer one; time outside all phases counts as ``other``.
+    So the phases of a step sum to the time since the end of the step before it. A block that raises
+    is counted too. Not thread-safe. ``clock`` returns seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._mark = clock()
+        self._open: list[str] = []
+        self._step: defaultdict[str, float] = defaultdict(float)
+        self._total: defaultdict[str, float] = defaultdict(float)
+
+    def _credit(self) -> None:
+        """Add the seconds since the last change of phase to the running phase."""
+        now = self._clock()
+        phase = self._open[-1] if self._open else OTHER
+        self._step[phase] += now - self._mark
+        self._total[phase] += now - self._mark
+        self._mark = now
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Count the block's time as ``phase``."""
+        self._credit()
+        self._open.append(phase)
+        try:
+            yield
+        finally:
+            self._credit()
+            self._open.pop()
+
+    def finish_step(self) -> dict[str, float]:
+        """Seconds by phase since the last call, as metrics: ``{"time/generate_s": 7.1, ...}``.
+
+        Resets the step's clock. The time of a phase that is still open is split at this call.
+        """
+        self._credit()
+        seconds = {phase_seconds(phase): value for phase, value in self._step.items()}
+        self._step.clear()
+        return seconds
+
+    @property
+    def total(self) -> dict[str, float]:
+        """Seconds by phase since construction."""
+        self._credit()
+        return dict(self._total)

@@ -1,17 +1,28 @@
-"""Records of ``metrics.jsonl`` (one flat JSON object for each step): encoding, reading, series."""
+"""The files of a run that grow by the step: records of ``metrics.jsonl`` (one flat JSON object for each step), and the
+lines of ``masked_tokens.jsonl`` and ``samples.jsonl``; reading, writing, series.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.files import Closing, write_atomically
 
 RECORDS_FILE = "metrics.jsonl"
+MASKED_TOKENS_FILE = "masked_tokens.jsonl"
+"""Tokens that the trust region masked, a line a step."""
+SAMPLES_FILE = "samples.jsonl"
+"""A few responses of each step as text, a line each."""
+TENSORBOARD_FOLDER = "tensorboard"
+REPORT_FILE = "report.png"
+"""The run's figures."""
 
 Record = dict[str, float | None]
 """Metric name -> value; ``step`` is always present; None stands for NaN and infinities."""
@@ -39,13 +50,13 @@ def encode_record(step: int, values: Mapping[str, float]) -> str:
     return json.dumps(record, allow_nan=False)
 
 
-def decode_records(lines: Iterable[str], source: str) -> list[Record]:
+def decode_records(lines: Iterable[str], source: str) -> list[dict[str, Any]]:
     """Parse ``lines``, in order; a last line without a line end (left by a crash) is dropped.
 
     Raises:
         RecordsError: a line is not a JSON object with an integer ``step``; names ``source`` and line.
     """
-    records: list[Record] = []
+    records: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         if not line.endswith("\n"):
             break
@@ -88,8 +99,8 @@ def read_lines(path: Path) -> list[str]:
 
 def sha256_until(records: Iterable[Record], step: int) -> str:
     """SHA-256 (hex) of the records up to ``step``, by their values."""
-    kept = [record for record in records if step_of(record) <= step]
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    earlier = [record for record in records if step_of(record) <= step]
+    return hashlib.sha256(json.dumps(earlier, sort_keys=True).encode()).hexdigest()
 
 
 def step_of(record: Record) -> int:
@@ -99,8 +110,8 @@ def step_of(record: Record) -> int:
 
 def series(records: Iterable[Record], name: str) -> tuple[list[int], list[float]]:
     """Steps and values of metric ``name``, at the steps where it is present and finite."""
-    found = [(step_of(record), record.get(name)) for record in records]
-    points = [(step, value) for step, value in found if value is not None]
+    values = [(step_of(record), record.get(name)) for record in records]
+    points = [(step, value) for step, value in values if value is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
@@ -117,6 +128,79 @@ def mean_accuracy(record: Mapping[str, float | None]) -> float | None:
 def phase_table(records: Iterable[Record]) -> dict[str, list[float]]:
     """Phase -> seconds in each record (0 if it did not run); the phase with the largest sum first."""
     records = list(records)
-    found = {name for record in records for name in record if names.phase_of(name) is not None}
-    table = {str(names.phase_of(n)): [record.get(n) or 0.0 for record in records] for n in found}
+    timed = {name for record in records for name in record if names.phase_of(name) is not None}
+    table = {str(names.phase_of(n)): [record.get(n) or 0.0 for record in records] for n in timed}
     return dict(sorted(table.items(), key=lambda item: (-sum(item[1]), item[0])))
+
+
+class StepLines:
+    """Appends JSON lines, objects with an integer ``step``, to ``path``.
+
+    ``resume_step``: first step that this process will write; 0 for a fresh run. Lines of this and later steps (left by
+    a process that died after its last checkpoint) and an incomplete last line are dropped.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        self._path = path
+        lines = read_lines(path) if path.exists() else []
+        steps = [record["step"] for record in decode_records(lines, str(path))]
+        remaining = [line for line, step in zip(lines, steps, strict=False) if step < resume_step]
+        if len(remaining) < len(lines):
+            write_atomically(path, "".join(remaining))
+        self.last_step = max((step for step in steps if step < resume_step), default=-1)
+
+    def append(self, text: str) -> None:
+        """Append encoded lines with their ends. Raises OSError."""
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(text)
+
+    def write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        """Append ``lines``. Raises OSError."""
+        self.append("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+
+
+def read_step_lines(path: Path) -> list[dict[str, Any]]:
+    """The parsed lines, without a last line that a killed process left incomplete. Raises RecordsError."""
+    return decode_records(read_lines(path), str(path))
+
+
+class MetricsWriter(Closing):
+    """Appends one record for each step to ``metrics.jsonl`` and to TensorBoard's events. Rank 0 only.
+
+    ``directory``: of the run; created if missing. ``resume_step``: as for ``StepLines``; TensorBoard hides the events
+    of these steps.
+    """
+
+    def __init__(self, directory: str | Path, resume_step: int = 0) -> None:
+        # Here: reading records must not import torch.
+        from torch.utils.tensorboard import SummaryWriter
+
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        self._lines = StepLines(directory / RECORDS_FILE, resume_step)
+        # A run has the file from its start: readers take one without it for no run.
+        self._lines.append("")
+        self._last_step = self._lines.last_step
+        self._events = SummaryWriter(str(directory / TENSORBOARD_FOLDER), purge_step=resume_step)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the record of ``step`` and flush. Steps must increase: one call for each step.
+
+        ``values``: metric name -> number; NaN and infinities are written as null. Raises RecordsError: the step was
+        written before, or a value is not a number.
+        """
+        if step <= self._last_step:
+            raise RecordsError(
+                f"step {step} was written after step {self._last_step}, "
+                f"expected one record a step, in order"
+            )
+        self._lines.append(encode_record(step, values) + "\n")
+        self._last_step = step
+        for name, value in values.items():
+            if name != "step":
+                self._events.add_scalar(name, value, step)
+        self._events.flush()
+
+    def close(self) -> None:
+        """Close the file of events."""
+        self._events.close()

@@ -17,25 +17,27 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from megatron_dppo.logging import fatal
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.file_names import REPORT_FILE
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.panels import (
     FEW_POINTS,
     RUN_COLOURS,
     SMALL,
     STEP_AXIS,
     RunRecords,
+    draw_arithmetic,
     draw_entropy,
     draw_gap,
     draw_length,
     draw_masked,
+    draw_memory,
     draw_reward,
+    draw_time,
+    draw_update_bytes,
+    draw_update_seconds,
+    is_recorded,
 )
-from megatron_dppo.metrics.records import RecordsError, read_records, step_of
-from megatron_dppo.metrics.run_info import RunInfo
-from megatron_dppo.metrics.time_panel import draw_time
-from megatron_dppo.metrics.update_panels import draw_update_bytes, draw_update_seconds
-from megatron_dppo.metrics.use_panels import draw_arithmetic, draw_memory, is_recorded
+from megatron_dppo.metrics.records import REPORT_FILE, RecordsError, read_records, step_of
+from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.system.files import atomic_file
 
 PANELS = (draw_reward, draw_gap, draw_masked, draw_entropy, draw_length, draw_time)
@@ -100,10 +102,9 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
 def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> list[str]:
     """Label of each run: the parts of RunInfo that differ; folder names if that is ambiguous."""
     folders = [Path(directory).resolve().name for directory in directories]
-    known = [info for info in infos if info is not None]
-    if len(known) < len(infos):
+    parts = [info.parts for info in infos if info is not None]
+    if len(parts) < len(infos):
         return folders
-    parts = [info.parts for info in known]
     differing = [i for i in range(len(parts[0])) if len({part[i] for part in parts}) > 1]
     labels = [", ".join(part[i] for i in differing) for part in parts]
     return labels if len(set(labels)) == len(labels) else folders
@@ -111,17 +112,12 @@ def _labels(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) 
 
 def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -> str:
     """The parts of RunInfo that all runs share; of one run without configuration its folder."""
-    known = [info for info in infos if info is not None]
+    parts = [info.parts for info in infos if info is not None]
     if len(infos) == 1:
-        words = known[0].parts if known else (Path(directories[0]).resolve().name,)
-        return " | ".join(words)
-    if len(known) < len(infos):
+        return " | ".join(parts[0] if parts else (Path(directories[0]).resolve().name,))
+    if len(parts) < len(infos):
         return f"{len(infos)} runs"
-    common = [
-        column[0]
-        for column in zip(*(info.parts for info in known), strict=True)
-        if len(set(column)) == 1
-    ]
+    common = [column[0] for column in zip(*parts, strict=True) if len(set(column)) == 1]
     return " | ".join([*common, f"{len(infos)} runs"])
 
 
@@ -141,8 +137,8 @@ def _draw(runs: list[RunRecords], title: str) -> Figure:
         if axes.get_xlabel() == STEP_AXIS:
             axes.set_xlim(min(steps) - margin, max(steps) + margin)
     if any(len(run.records) > FEW_POINTS for run in runs):
-        words = "bold: mean of 5 steps" + (", thin: each step" if len(runs) == 1 else "")
-        figure.supxlabel(words, fontsize=SMALL, color="#666666", x=0.99, ha="right")
+        remark = "bold: mean of 5 steps" + (", thin: each step" if len(runs) == 1 else "")
+        figure.supxlabel(remark, fontsize=SMALL, color="#666666", x=0.99, ha="right")
     if len(runs) > 1:
         handles = [
             Line2D([], [], color=RUN_COLOURS[i], linewidth=3, label=run.label)

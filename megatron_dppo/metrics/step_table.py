@@ -6,22 +6,26 @@ Written to a file or a pipe, the rows have no colours, no control codes and no l
 from __future__ import annotations
 
 import math
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from rich.console import Console
 from rich.text import Text
 
 from megatron_dppo.logging import shared_console
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.normal_ranges import BY_METRIC, Dtype, NormalityCheck
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import mean_accuracy
+from megatron_dppo.metrics.table import BY_METRIC, METRICS, Dtype, Metric, NormalRange
 
 HEADER_EVERY = 20
+HISTORY = 5
+"""Number of earlier steps whose mean a figure is compared with to detect a sudden change."""
 
 
 @dataclass(frozen=True)
-class Column:
+class TableColumn:
     """One column of the table.
 
     Attributes:
@@ -67,23 +71,58 @@ def _small(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
-COLUMNS: tuple[Column, ...] = (
-    Column("", "reward", 6, _plain(3), names.REWARD),
-    Column("held-", "out", 6, _plain(3), value=mean_accuracy),
-    Column("|pi-mu|", "equal w", 8, _small, names.GAP_ON_POLICY),
-    Column("|pi-mu|", "step", 8, _small, names.GAP),
-    Column("masked", "A>0", 7, _percent, names.MASKED_POSITIVE),
-    Column("masked", "A<0", 7, _percent, names.MASKED_NEGATIVE),
-    Column("", "entropy", 7, _plain(3), names.ENTROPY),
-    Column("", "length", 7, _plain(1), names.RESPONSE_LENGTH),
-    Column("trun-", "cated", 7, _percent, names.TRUNCATED),
-    Column("grad", "norm", 6, "{:.2g}".format, names.GRAD_NORM),
-    Column("", "seconds", 7, _seconds, value=total_seconds),
-    Column("", "gen", 6, _seconds, names.phase_seconds("generate")),
-    Column("", "train", 6, _seconds, names.phase_seconds("train")),
-    Column("", "sync", 6, _seconds, names.phase_seconds("sync")),
-    Column("tokens", "/s", 7, _plain(0), names.TOKENS_PER_SECOND),
+COLUMNS: tuple[TableColumn, ...] = (
+    TableColumn("", "reward", 6, _plain(3), names.REWARD),
+    TableColumn("held-", "out", 6, _plain(3), value=mean_accuracy),
+    TableColumn("|pi-mu|", "equal w", 8, _small, names.GAP_ON_POLICY),
+    TableColumn("|pi-mu|", "step", 8, _small, names.GAP),
+    TableColumn("masked", "A>0", 7, _percent, names.MASKED_POSITIVE),
+    TableColumn("masked", "A<0", 7, _percent, names.MASKED_NEGATIVE),
+    TableColumn("", "entropy", 7, _plain(3), names.ENTROPY),
+    TableColumn("", "length", 7, _plain(1), names.RESPONSE_LENGTH),
+    TableColumn("trun-", "cated", 7, _percent, names.TRUNCATED),
+    TableColumn("grad", "norm", 6, "{:.2g}".format, names.GRAD_NORM),
+    TableColumn("", "seconds", 7, _seconds, value=total_seconds),
+    TableColumn("", "gen", 6, _seconds, names.phase_seconds("generate")),
+    TableColumn("", "train", 6, _seconds, names.phase_seconds("train")),
+    TableColumn("", "sync", 6, _seconds, names.phase_seconds("sync")),
+    TableColumn("tokens", "/s", 7, _plain(0), names.TOKENS_PER_SECOND),
 )
+
+
+class NormalityCheck:
+    """Compares each step's metrics with their normal ranges and with the steps before."""
+
+    def __init__(self, dtype: Dtype) -> None:
+        self.dtype = dtype
+        self._history: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
+
+    def step(self, values: Mapping[str, float]) -> dict[str, str]:
+        """Compare one step; returns metric -> finding, for the unusual metrics only."""
+        unusual: dict[str, str] = {}
+        for name, normal in BY_METRIC.items():
+            value = values.get(name)
+            if value is None:
+                continue
+            finding = self._judge(METRICS[name], normal, value)
+            if finding:
+                unusual[name] = f"{normal.label} {METRICS[name].show(value)}: {finding}"
+            if math.isfinite(value):
+                self._history[name].append(value)
+        return unusual
+
+    def _judge(self, metric: Metric, normal: NormalRange, value: float) -> str:
+        """The finding about ``value``; empty if it is normal."""
+        if not math.isfinite(value):
+            return "not a finite number"
+        if not normal.low <= value <= normal.upper(self.dtype):
+            return f"expected {metric.range_text(self.dtype)} in {self.dtype}"
+        history = self._history[metric.name]
+        if len(history) == HISTORY:
+            usual = fmean(history)
+            if usual > 0 and not normal.most_drop * usual <= value <= normal.most_rise * usual:
+                return f"its mean over the {HISTORY} steps before was {metric.show(usual)}"
+        return ""
 
 
 class StepTable:

@@ -33,12 +33,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.table import Table
 
-from megatron_dppo.config.loading import load_config
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.system.errors import RunError
+from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
 
 if TYPE_CHECKING:
     from megatron_dppo.data.trajectory import Trajectory
@@ -47,13 +45,7 @@ if TYPE_CHECKING:
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        prog="megatron-dppo mismatch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, help="a run's directory (run.directory)")
-    parser.add_argument("--step", type=int, help="whose batch; default: the first saved one")
+    parser = batch_parser("mismatch", str(__doc__), step="first", limit=256)
     parser.add_argument(
         "--rollout-policy", type=Path, metavar="FOLDER",
         help="the weights that sampled the batch; default for step 1: model.hf_checkpoint",
@@ -62,7 +54,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--policy", type=Path, metavar="FOLDER",
         help="the trainer's weights now; default: RUN/hf, or the rollout policy where that lacks",
     )  # fmt: skip
-    parser.add_argument("--limit", type=int, default=256, help="responses at most (256); 0: all")
     parser.add_argument(
         "--no-precision", dest="precision", action="store_false",
         help="no pass in float32, for which Transformer Engine has no attention of packed sequences",
@@ -75,13 +66,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print and write; returns 0, or 2 if the input cannot be used."""
     options = parse(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
-    try:
-        report(options, load_config(options.run / "config.yaml"))
-    except (OSError, RunError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    # Read when torch is imported, which is later.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return run_batch_command(report, options)
 
 
 def report(options: argparse.Namespace, config: TrainConfig) -> None:
@@ -94,10 +81,11 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
     folder = options.run / "rollouts"
     step = saved_step(folder, options.step, default=0)
     batch, whole = chosen_responses(folder, step, options.limit)
-    rollout_policy, policy = policies(options, config, step)
+    rollout_policy, policy = policies(options, Path(config.model.hf_checkpoint), step)
     recorded = any("routed_experts" in t.columns for t in batch)
     ladder = rungs(
-        config,
+        config.model.dtype,
+        config.temperature,
         rollout_policy=rollout_policy,
         policy=policy,
         recorded=recorded,
@@ -105,8 +93,8 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
     )
     measured = []
     with progress("measuring", len(ladder)) as bar:
-        for found in measure(ladder, config, batch):
-            measured.append(found)
+        for rung in measure(ladder, config, batch):
+            measured.append(rung)
             bar.advance()
     split = parts(measured)
     log_mu = rollout_log_probs(batch)
@@ -134,8 +122,6 @@ def chosen_responses(folder: Path, step: int, limit: int) -> tuple[list[Trajecto
     """The first ``limit`` responses (0: all) with a token, and the size of the batch."""
     from megatron_dppo.data.batch_file import load_batch
 
-    if limit < 0:
-        raise ValueError(f"--limit {limit}: expected 0 (all) or more")
     batch = load_batch(folder, step)
     useful = [trajectory for trajectory in batch if trajectory.sampled]
     if not useful:
@@ -143,8 +129,10 @@ def chosen_responses(folder: Path, step: int, limit: int) -> tuple[list[Trajecto
     return (useful[:limit] if limit else useful), len(batch)
 
 
-def policies(options: argparse.Namespace, config: TrainConfig, step: int) -> tuple[Path, Path]:
-    """The folders of the weights that sampled the batch and of the trainer's weights now."""
+def policies(options: argparse.Namespace, start: Path, step: int) -> tuple[Path, Path]:
+    """The folders of the weights that sampled the batch and of the trainer's weights now. ``start``: of the model that
+    the run began with.
+    """
     rollout_policy = options.rollout_policy
     if rollout_policy is None:
         if step != 1:
@@ -152,7 +140,7 @@ def policies(options: argparse.Namespace, config: TrainConfig, step: int) -> tup
                 f"--rollout-policy is missing: only the batch of step 1 was sampled by the model "
                 f"that the run began with, and this one is of step {step}"
             )
-        rollout_policy = Path(config.model.hf_checkpoint)
+        rollout_policy = start
     exported = options.run / "hf"
     policy = options.policy or (exported if exported.is_dir() else rollout_policy)
     for folder in (rollout_policy, policy):
@@ -172,11 +160,8 @@ def routing_fact(measured: Sequence[Measured], *, recorded: bool) -> str:
 def show(
     title: str, facts: Sequence[str], measured: Sequence[Measured], split: dict[str, float]
 ) -> None:
-    """Print facts and both tables; 120 columns wide if the output is not a terminal."""
-    console = Console(width=None if sys.stdout.isatty() else 120, markup=False, highlight=False)
-    console.print(title, style="bold")
-    for fact in facts:
-        console.print(fact)
+    """Print facts and both tables."""
+    console = show_facts(title, facts, width=120)
     ladder = Table(title="pi with one more cause fixed in each row", title_justify="left")
     ladder.add_column("fixed")
     for name in ("mean |pi-mu|", "99%", "max", "pi/mu 1% .. 99%", "moved pi by"):

@@ -64,10 +64,10 @@ def draw(
         grid = figure.add_gridspec(1 + len(shown), 2, height_ratios=[1, *[2.2] * len(shown)])
         _draw_parts(figure.add_subplot(grid[0, :]), split, measured[0].gap)
         rows = [[figure.add_subplot(grid[1 + i, j]) for j in (0, 1)] for i in range(len(shown))]
-        for (left, right), found in zip(rows, shown, strict=True):
-            log_pi = found.log_probs.numpy()
-            _draw_ratio(left, rollout_log_probs, log_pi, _name(found, measured))
-            _draw_gap(right, rollout_log_probs, log_pi, found.gap)
+        for (left, right), result in zip(rows, shown, strict=True):
+            log_pi = result.log_probs.numpy()
+            _draw_ratio(left, rollout_log_probs, log_pi, _name(result, measured))
+            _draw_gap(right, rollout_log_probs, log_pi, result.gap)
         gaps = [right for _, right in rows]
         limits = [axes.get_ylim() for axes in gaps]
         for axes in gaps:
@@ -75,8 +75,8 @@ def draw(
         FigureCanvasAgg(figure).print_png(path)
 
 
-def _name(found: Measured, measured: Sequence[Measured]) -> str:
-    return "all but numerics fixed" if measured.index(found) else found.rung.fixes
+def _name(result: Measured, measured: Sequence[Measured]) -> str:
+    return "all but numerics fixed" if measured.index(result) else result.rung.fixes
 
 
 def _draw_parts(axes: Axes, split: Mapping[str, float], total: float) -> None:
@@ -107,7 +107,8 @@ def _draw_ratio(axes: Axes, log_mu: np.ndarray, log_pi: np.ndarray, name: str) -
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, 1 / NARROWEST_RATIO), max(high, NARROWEST_RATIO))
     if axes.get_yscale() == "linear":
-        axes.ticklabel_format(axis="y", useOffset=False)  # 0.9995, not "-5" beside a "1e-4 + 1"
+        # 0.9995, not "-5" beside a "1e-4 + 1".
+        axes.ticklabel_format(axis="y", useOffset=False)
     _finish(axes, f"pi / mu   ({name})", "ratio")
     line.set_label("1st and 99th percentile")
     axes.legend(handles=[line], frameon=False, fontsize=SMALL, loc="best")

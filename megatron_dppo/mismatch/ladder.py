@@ -20,8 +20,7 @@ from torch import Tensor
 from megatron_dppo.config.schema import ParallelConfig, TrainConfig
 from megatron_dppo.data.packing import pack, plan_micro_batches, unpack_sampled
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.definitions import COMPARED
+from megatron_dppo.metrics import table as names
 from megatron_dppo.trainer.trainer import Trainer
 
 START = "nothing fixed"
@@ -69,7 +68,8 @@ class Measured:
 
 
 def rungs(
-    config: TrainConfig,
+    dtype: str,
+    temperature: float,
     *,
     rollout_policy: Path,
     policy: Path,
@@ -79,23 +79,22 @@ def rungs(
     """The passes for this batch; a cause that is not possible has none.
 
     Args:
-        config: of the run.
+        dtype, temperature: of the run's model and of its rollouts.
         rollout_policy: folder of the weights that sampled the batch.
         policy: folder of the trainer's weights now.
         recorded: whether a response has recorded routing.
         precision: whether there is a pass in float32.
     """
-    dtype, temperature = config.model.dtype, config.temperature
-    found = [Rung(START, policy, 1.0, False, dtype)]
+    ladder = [Rung(START, policy, 1.0, False, dtype)]
     if temperature != 1:
-        found.append(replace(found[-1], fixes="sampling transform", temperature=temperature))
+        ladder.append(replace(ladder[-1], fixes="sampling transform", temperature=temperature))
     if policy.resolve() != rollout_policy.resolve():
-        found.append(replace(found[-1], fixes="staleness", weights=rollout_policy))
+        ladder.append(replace(ladder[-1], fixes="staleness", weights=rollout_policy))
     if recorded:
-        found.append(replace(found[-1], fixes="routing", replay=True))
+        ladder.append(replace(ladder[-1], fixes="routing", replay=True))
     if precision and dtype != "float32":
-        found.append(replace(found[-1], fixes="precision", dtype="float32"))
-    return found
+        ladder.append(replace(ladder[-1], fixes="precision", dtype="float32"))
+    return ladder
 
 
 def measure(
@@ -113,11 +112,11 @@ def measure(
                 trainer.close()
             trainer, built = _trainer(config, rung, batch), (rung.weights, rung.dtype)
         assert trainer is not None
-        log_probs = _log_probs(trainer, config, rung, batch)
+        log_probs = _log_probs(trainer, config.training.micro_batch_tokens, rung, batch)
         pi = log_probs.exp()
         gap, ratio = (pi - mu).abs(), pi / mu
         counts = trainer.routing_agreement().values()
-        compared = counts.get(COMPARED, 0)
+        compared = counts.get(names.COMPARED, 0)
         yield Measured(
             rung=rung,
             gap=float(gap.mean()),
@@ -169,15 +168,15 @@ def _trainer(config: TrainConfig, rung: Rung, batch: Sequence[Trajectory]) -> Tr
 
 
 def _log_probs(
-    trainer: Trainer, config: TrainConfig, rung: Rung, batch: Sequence[Trajectory]
+    trainer: Trainer, micro_batch_tokens: int, rung: Rung, batch: Sequence[Trajectory]
 ) -> Tensor:
     left_out = ("topk_ids", "topk_log_probs", *(() if rung.replay else ("routed_experts",)))
     wanted = [t.without(*left_out) for t in batch]
-    plan = plan_micro_batches([t.length for t in wanted], config.training.micro_batch_tokens)
+    plan = plan_micro_batches([t.length for t in wanted], micro_batch_tokens)
     groups = [[wanted[i] for i in rows] for rows in plan]
-    found: dict[int, Tensor] = {}
+    by_position: dict[int, Tensor] = {}
     values = trainer.log_probs([pack(group) for group in groups], temperature=rung.temperature)
     for rows, group, log_probs in zip(plan, groups, values, strict=True):
-        for i, own in zip(rows, unpack_sampled(group, log_probs), strict=True):
-            found[i] = own.cpu().double()
-    return torch.cat([found[i] for i in range(len(batch))])
+        for i, response in zip(rows, unpack_sampled(group, log_probs), strict=True):
+            by_position[i] = response.cpu().double()
+    return torch.cat([by_position[i] for i in range(len(batch))])

@@ -16,7 +16,7 @@ from megatron_dppo.config.loading import load_config
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.launch.run_directory import is_finished
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import (
     Record,
     RecordsError,

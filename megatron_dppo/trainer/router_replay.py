@@ -28,8 +28,7 @@ from torch import Tensor
 
 from megatron_dppo.data.columns import ROUTED_EXPERTS
 from megatron_dppo.data.packing import PackedBatch
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.definitions import COMPARED
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer.topology import Topology
@@ -182,7 +181,7 @@ class ModelReplay:
         counts = counts * int(self._counts_here)
         dist.all_reduce(counts)
         agreed, compared = counts.double()
-        return MetricSums({names.ROUTING_AGREEMENT: agreed, COMPARED: compared})
+        return MetricSums({names.ROUTING_AGREEMENT: agreed, names.COMPARED: compared})
 
     def _local(self, batch: PackedBatch, columns: Sequence[int]) -> Recording | None:
         if RECORDING not in batch.columns:

@@ -69,7 +69,8 @@ def id_faults(target_ids: Tensor, topk_ids: Tensor | None, vocab_size: int) -> l
 def _outside(ids: Tensor, low: int, high: int) -> Tensor:
     if ids.is_cpu and ids.numel():
         smallest, largest = ids.aminmax()
-        if smallest >= low and largest < high:  # one pass where all is well
+        # One pass over the ids where all is well.
+        if smallest >= low and largest < high:
             return torch.zeros(())
     return ((ids < low) | (ids >= high)).sum().float()
 
@@ -162,6 +163,8 @@ def policy_stats(
     agreement = None
     if raise_now:
         message = message or describe(faults)
+    # A payload whose size differs between ranks ends a gloo process by abort, so it must be known before. On a GPU,
+    # where it would hang NCCL, asking costs a device sync, and the model's own collectives have carried the same T.
     if on_cpu and group is not None:
         call = (logits, target_ids, topk_ids, with_entropy, vocab_size)
         agreement = Agreement(group, _facts(*call) if message is None else None)
@@ -216,7 +219,8 @@ class _PolicyStats(torch.autograd.Function):
             values, shard.real, call.scale, columns, call.with_entropy
         )
         unknown = None if call.ids_checked else shard.unknown(ids)
-        if unknown is not None:  # no share of the row's sums, and NaN in the end
+        # An id that no rank owns: no share of the row's sums here, and NaN in the end.
+        if unknown is not None:
             owned.masked_fill_(unknown, -torch.inf)
         if call.agreement is not None:
             call.agreement.check()

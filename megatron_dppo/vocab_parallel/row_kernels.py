@@ -109,7 +109,8 @@ class EagerBackend:
         if gradient.entropy is not None:
             used = used | (gradient.entropy != 0)
         out[:, real:] = 0
-        if not real:  # a shard of padding alone owns no target
+        # A shard of padding alone owns no target.
+        if not real:
             return
         for rows in _blocks(logits):
             on_cpu = logits.device.type == "cpu"

@@ -8,8 +8,7 @@ Row of the packed buffer, float32 (float64 for float64 logits), with N ranks:
 
 Each rank writes its own slots and the ids that it owns; everything else is zero. So every element
 has one non-zero contributor, and the sum is exact, independent of the order of reduction and
-bit-identical on all ranks. The log-sum-exp travels as two floats, or its rounding alone would cost
-1e-6 in every log-probability.
+bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -92,6 +91,7 @@ def reduce_rows(
     slots = 2 if plogp is None else 3
     buffer = owned_logits.new_zeros(len(lse), shard.ranks * slots + owned_logits.shape[1])
     slot = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
+    # The log-sum-exp travels as two floats: its rounding alone would cost 1e-6 in every log-probability.
     slot[:, 0] = lse
     slot[:, 1] = torch.where(lse.isfinite(), lse - slot[:, 0], 0.0)
     if plogp is not None:
@@ -130,9 +130,7 @@ class Agreement:
     """Do all ranks call with the same shapes and ids? Six numbers in an all-reduce that overlaps
     the local pass.
 
-    A payload whose size differs between ranks ends a gloo process by abort and lets NCCL hang; so
-    it must be known before. Only CPU groups ask: on a GPU the answer would cost a device sync, and
-    there the model's own tensor-parallel collectives have already carried the same T.
+    Only CPU groups ask.
     """
 
     def __init__(self, group: dist.ProcessGroup, facts: list[int] | None):

@@ -17,7 +17,7 @@ import torch
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.types import UNVERIFIED_VERSION
@@ -184,22 +184,22 @@ class UpdateReport:
     def metrics(self) -> dict[str, float]:
         """As recorded."""
         values: dict[str, float] = {
-            "weights/bytes": self.bytes,
+            names.UPDATE_BYTES: self.bytes,
             names.UPDATE_BYTES_MOVED: self.bytes_moved,
             names.UPDATE_BYTES_BOUND: self.bytes_bound,
-            "weights/bytes_over_bound": self.bytes_moved / max(self.bytes_bound, 1),
+            names.UPDATE_BYTES_OVER_BOUND: self.bytes_moved / max(self.bytes_bound, 1),
             names.UPDATE_BYTES_BETWEEN_NODES: self.bytes_between_nodes,
-            "weights/bytes_between_nodes_bound": self.bytes_between_nodes_bound,
-            "weights/bytes_into_node_bound": self.bytes_into_node_bound,
+            names.UPDATE_BYTES_BETWEEN_NODES_BOUND: self.bytes_between_nodes_bound,
+            names.UPDATE_BYTES_INTO_NODE_BOUND: self.bytes_into_node_bound,
             names.UPDATE_SECONDS: self.update_s,
             names.UPDATE_STALL: self.stall_s,
-            "weights/gb_per_s": self.bytes / max(self.stall_s, 1e-9) / 1e9,
+            names.UPDATE_RATE: self.bytes / max(self.stall_s, 1e-9) / 1e9,
         }
         if self.network is not None:
             values[names.UPDATE_BOUND] = self.bytes_into_node_bound / self.network
         if self.canary is not None:
-            values["weights/canary_max_abs_diff"] = self.canary.max_abs_diff
-            values["weights/canary_mean_abs_diff"] = self.canary.mean_abs_diff
+            values[names.CANARY_MAX] = self.canary.max_abs_diff
+            values[names.CANARY_MEAN] = self.canary.mean_abs_diff
         return values | {f"weights/{phase}_s": s for phase, s in self.seconds.items()}
 
 

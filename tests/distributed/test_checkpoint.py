@@ -438,7 +438,7 @@ def background_worker(folder: str) -> dict[str, Any]:
     """Saves in the background: training goes on, the next waits, a failure ends the run on every rank."""
     import torch.distributed as dist
 
-    from megatron_dppo.metrics import names
+    from megatron_dppo.metrics import table as names
     from megatron_dppo.trainer.checkpoint.store import CheckpointStore
 
     at, told = Path(folder) / "background", []
@@ -525,29 +525,29 @@ def test_faults_leave_older_checkpoints_and_reach_every_rank(checkpoints: Path) 
             "full disk in publish": "rank 0: [Errno 27] File too large",
             "little space": "No space left on device; it needs about 4.6 MiB, 1.0 MiB were free",
         }.items():
-            message, names, latest = got[fault]
+            message, table, latest = got[fault]
             assert message.startswith("CheckpointError: can't save step 2 in "), (fault, message)
             assert reason in message, (fault, message)
             assert "MiB were free" in message
-            assert (names, latest) == (["step_000001"], 1), (fault, names)
+            assert (table, latest) == (["step_000001"], 1), (fault, table)
         for fault, reason in {
             "unequal state": "ValueError: ranks disagree on the run's state",
             "another count": "CheckpointError: rank 0: the optimizer counts [1] steps, the trainer 2",
         }.items():
-            message, names, latest = got[fault]
+            message, table, latest = got[fault]
             assert message.startswith(reason), (fault, message)
-            assert (names, latest) == (["step_000001"], 1)
+            assert (table, latest) == (["step_000001"], 1)
         assert got["kept"] == ["step_000003", "step_000004"]
         for fault, reason in {
             "cut": "step_000004/__1_0.distcp: has 1000 bytes, expected ",
             "altered": "step_000003/__1_0.distcp: altered",
             "another model": "num_layers is 8 here and 4 in the checkpoint",
         }.items():
-            message, names, latest = got[fault]
+            message, table, latest = got[fault]
             kind = "CheckpointError: " if fault == "another model" else "DamagedCheckpointError: "
             assert message.startswith(kind), (fault, message)
             assert reason in message, (fault, message)
-            assert (names, latest) == (["step_000003", "step_000004"], 3)
+            assert (table, latest) == (["step_000003", "step_000004"], 3)
 
 
 @pytest.mark.distributed

@@ -78,7 +78,7 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
     from megatron_dppo.engine.protocol import SamplingParams
     from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
     from megatron_dppo.loop.rollouts.sources import GeneratedRollouts
-    from megatron_dppo.metrics.timing import PhaseTimer
+    from megatron_dppo.metrics.progress import PhaseTimer
     from megatron_dppo.types import Problem
 
     here = Path(folder) / str(dist.get_rank())

@@ -91,11 +91,11 @@ def settings(folder: Path, **evaluation: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
-def sample_maker(folder: Path, problems: list[Problem]) -> SampleMaker:
+def sample_maker(problems: list[Problem]) -> SampleMaker:
     data: Any = SimpleNamespace(
         train=SimpleNamespace(problems=problems), text_of=lambda ids: " ".join(map(str, ids))
     )
-    return SampleMaker(settings(folder), data)
+    return SampleMaker("math_verify", data, zeroes_truncated=True)
 
 
 def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
     config, verifier = TrainConfig.model_validate(tree), Told()
     engine: Any = Engine(verifier.scored)
     sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
-    maker = sample_maker(tmp_path, [*sets["one"], *sets["two"]])
+    maker = sample_maker([*sets["one"], *sets["two"]])
     for step in (1, 2):
         evaluate(step, sets, config, TOPOLOGY, engine, verifier, maker)
     seeds = {r.sampling.seed for job in engine.jobs for r in job.requests()}
@@ -123,7 +123,7 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
     ]
     found, samples = evaluate(
         6, {"test": problems[:2], "hard": problems[1:]}, settings(tmp_path, top_p=0.5), TOPOLOGY,
-        engine, verifier, sample_maker(tmp_path, problems),
+        engine, verifier, sample_maker(problems),
     )  # fmt: skip
     # Of the samples 0 to 3 one answers problem 0, one problem 1, none problem 2.
     assert found == {"evaluation/test/accuracy": 2 / 8, "evaluation/hard/accuracy": 1 / 8}
@@ -184,7 +184,7 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
     with pytest.raises(VerifierError, match="reward exact_integer: the answer is 'one'"):
         evaluate(
             1, {"test": [unanswerable]}, settings(tmp_path), TOPOLOGY, engine, verifier,
-            sample_maker(tmp_path, [unanswerable]),
+            sample_maker([unanswerable]),
         )  # fmt: skip
 
 

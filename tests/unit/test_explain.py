@@ -18,9 +18,8 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.explain import __main__ as explain
-from megatron_dppo.explain import page, summary_tables
-from megatron_dppo.explain.explanation import Place, threshold_text
-from megatron_dppo.explain.recomputed import explain_response
+from megatron_dppo.explain import page
+from megatron_dppo.explain.explanation import explain_response, threshold_text
 from tests.tiny_models import save_tiny_model
 
 TEMPERATURE = 0.5
@@ -173,8 +172,7 @@ def test_topk_from_the_batch_and_exact_from_the_rollout_policy(model, log_pi, tm
 def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     """pi = mu = pi': nothing is blocked, every weight is 1 and every divergence 0."""
     from megatron_dppo.data.problems import load_tokenizer
-    from megatron_dppo.explain.explanation import TokenTexts
-    from megatron_dppo.explain.recomputed import Policy
+    from megatron_dppo.explain.explanation import Policy, TokenTexts
 
     ids, advantage = RESPONSES[0]
     arrays = {}
@@ -185,7 +183,7 @@ def test_every_preset_trains_everything_on_policy(name, model, log_pi):
     logits = Policy(model).logits(sampled)
     texts = TokenTexts(load_tokenizer(model))
     response = explain_response(
-        Place(0, 1), sampled, build_algorithm(name), logits, logits.clone(),
+        0, 1, sampled, build_algorithm(name), logits, logits.clone(),
         temperature=TEMPERATURE, texts=texts,
     )  # fmt: skip
     for token in response.tokens:
@@ -242,17 +240,17 @@ class Hostile:
 
 
 def test_the_page_escapes_everything_and_loads_nothing(model, log_pi):
-    from megatron_dppo.explain.recomputed import Policy
+    from megatron_dppo.explain.explanation import Policy
 
     sampled = Far.rollouts(log_pi)[0]
     algorithm = build_algorithm("dppo-binary-tv", {"tv_threshold": 0.0})
     response = explain_response(
-        Place(0, 1), sampled, algorithm, Policy(model).logits(sampled), None,
+        0, 1, sampled, algorithm, Policy(model).logits(sampled), None,
         temperature=TEMPERATURE, texts=Hostile(),
     )  # fmt: skip
     tables = [
-        *summary_tables.sheets("dppo-binary-tv", [response]),
-        summary_tables.notable("dppo-binary-tv", response.tokens, 9),
+        *page.summary_tables("dppo-binary-tv", [response]),
+        page.notable("dppo-binary-tv", response.tokens, 9),
     ]
     html = page.render("a <title>", ["<fact>"], tables, "dppo-binary-tv", [response])
     spans = Spans()

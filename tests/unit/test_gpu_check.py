@@ -16,7 +16,7 @@ from megatron_dppo.gpu_check.parts.kernels import kernels, mask_rows
 from megatron_dppo.gpu_check.parts.layers import Passed
 from megatron_dppo.gpu_check.parts.loop import cause_rows, gap_row, routing_rows, updates_row
 from megatron_dppo.gpu_check.runner import run_part
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from tests.ranks import ROOT
 
 PLANTED = "tests.unit.planted_parts"
@@ -31,8 +31,8 @@ def planted(name, folder, limit_s=60.0):
 
 
 def test_parts_are_found_by_being_there_and_those_with_short_limits_come_first():
-    names = [part.name for part in discover(PLANTED)]
-    assert names == ["good", "lacking", "crashing", "hanging", "wrong"]
+    table = [part.name for part in discover(PLANTED)]
+    assert table == ["good", "lacking", "crashing", "hanging", "wrong"]
     assert next(part.name for part in discover()) == "machine"
 
 

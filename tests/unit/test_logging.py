@@ -133,7 +133,6 @@ def test_no_torch_where_a_terminal_is_all_that_is_needed():
         "logging",
         "metrics.step_table",
         "metrics.progress",
-        "metrics.timing",
         "metrics.report",
     )
     code = f"import sys\nfor n in {names}: __import__('megatron_dppo.' + n)\n"

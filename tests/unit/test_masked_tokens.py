@@ -8,15 +8,14 @@ import torch
 
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import build_algorithm, policy_loss
-from megatron_dppo.metrics.masked_tokens import (
+from megatron_dppo.metrics.records import RecordsError, StepLines
+from megatron_dppo.metrics.sums import (
     MaskedResponses,
     MaskedTokenCounts,
     most_masked,
     read_masked_tokens,
     with_text,
 )
-from megatron_dppo.metrics.records import RecordsError
-from megatron_dppo.metrics.step_lines import StepLines
 
 
 def test_counts_by_sign_over_micro_batches() -> None:

@@ -2,14 +2,15 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.definitions import DEFINITIONS
-from megatron_dppo.metrics.normal_ranges import NORMAL_RANGES
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import (
+    TENSORBOARD_FOLDER,
+    MetricsWriter,
     RecordsError,
     decode_records,
     encode_record,
@@ -18,9 +19,9 @@ from megatron_dppo.metrics.records import (
     read_records,
     series,
 )
-from megatron_dppo.metrics.writer import TENSORBOARD_FOLDER, MetricsWriter
+from megatron_dppo.metrics.table import METRICS, reference
 
-MADE_BY_THE_LOOP = {names.GAP_ON_POLICY, names.GRAD_NORM}
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_record_is_flat_json_with_null_for_what_is_not_finite():
@@ -113,7 +114,12 @@ def test_a_fresh_run_starts_the_file_anew(tmp_path):
     assert read_records(tmp_path) == [{"step": 1, "reward/mean": 0.5}]
 
 
-def test_every_policy_metric_that_people_are_shown_is_one_that_the_loss_computes():
-    shown = {item.metric for item in NORMAL_RANGES} | {names.GAP, names.ENTROPY}
-    computed = {name for name in shown if name.startswith(("policy/", "mask/"))} - MADE_BY_THE_LOOP
-    assert computed <= set(DEFINITIONS)
+def test_every_row_names_a_divisor_and_a_panel_that_there_are():
+    assert {row.divisor for row in METRICS.values()} - {None} <= set(METRICS)
+    drawn = {panel for row in METRICS.values() if row.line and (panel := row.line.panel)}
+    assert drawn == {"gap", "masked", "entropy", "reward", "length", "memory", "tflops", "mfu",
+                     "update seconds", "update bytes"}  # fmt: skip
+
+
+def test_the_page_of_metrics_is_the_table():
+    assert (ROOT / "docs" / "metrics.md").read_text() == reference()

@@ -10,15 +10,28 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.lines import Line2D
 
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.panels import RunRecords, centred_mean, draw_gap, draw_masked
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.panels import (
+    MOST_PHASES,
+    REST,
+    RunRecords,
+    centred_mean,
+    draw_arithmetic,
+    draw_gap,
+    draw_masked,
+    draw_update_bytes,
+    draw_update_seconds,
+    fold_short_phases,
+)
 from megatron_dppo.metrics.records import RecordsError, encode_record
 from megatron_dppo.metrics.report import STYLE, _draw, main, write_comparison, write_report
-from megatron_dppo.metrics.run_info import RunInfo, describe_layout
-from megatron_dppo.metrics.summary import summarize, window_of, write_summary
-from megatron_dppo.metrics.time_panel import MOST_PHASES, REST, fold_short_phases
-from megatron_dppo.metrics.update_panels import draw_update_bytes, draw_update_seconds
-from megatron_dppo.metrics.use_panels import draw_arithmetic
+from megatron_dppo.metrics.summary import (
+    RunInfo,
+    describe_layout,
+    summarize,
+    window_of,
+    write_summary,
+)
 
 ONE_RANK = {
     "world_size": 1,

@@ -7,10 +7,10 @@ import time
 import pytest
 from rich.console import Console
 
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.normal_ranges import BY_METRIC, NormalityCheck
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.metrics.step_table import COLUMNS, HEADER_EVERY, StepTable
+from megatron_dppo.metrics.step_table import COLUMNS, HEADER_EVERY, NormalityCheck, StepTable
+from megatron_dppo.metrics.table import BY_METRIC
 
 VALUES = {
     names.REWARD: 0.4125,

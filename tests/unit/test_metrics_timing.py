@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dppo.metrics.timing import PhaseTimer
+from megatron_dppo.metrics.progress import PhaseTimer
 
 
 class Clock:

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -141,9 +140,9 @@ def test_what_cannot_be_measured_is_said(run, arguments, told):
 
 @pytest.mark.parametrize(("precision", "passes"), [(True, 2), (False, 1)])
 def test_the_pass_in_float32_can_be_left_out(tmp_path, precision, passes):
-    config = SimpleNamespace(model=SimpleNamespace(dtype="bfloat16"), temperature=1.0)
-    found = rungs(
-        config, rollout_policy=tmp_path, policy=tmp_path, recorded=False, precision=precision
-    )
-    assert len(found) == passes
-    assert found[-1].dtype == ("float32" if precision else "bfloat16")
+    ladder = rungs(
+        "bfloat16", 1.0,
+        rollout_policy=tmp_path, policy=tmp_path, recorded=False, precision=precision,
+    )  # fmt: skip
+    assert len(ladder) == passes
+    assert ladder[-1].dtype == ("float32" if precision else "bfloat16")

@@ -107,11 +107,12 @@ def test_a_topk_entry_of_the_most_negative_finite_number_is_no_fault(name):
 
 def test_a_penalty_that_overflows_blocks_its_token():
     """(log r)^2 is beyond float32 at a finite log pi, whose derivative is not."""
-    log_probs = torch.tensor([-1e30, -1.0], requires_grad=True)
-    x = TokenInputs(log_probs, torch.full((2,), -1.0), torch.ones(2), torch.ones(2).bool())
+    log_probs = torch.tensor([-1e30, -1.0, -1e30], requires_grad=True)
+    mu = torch.tensor([-1.0, -1.0, -1e30])
+    x = TokenInputs(log_probs, mu, torch.ones(3), torch.ones(3).bool())
     algorithm = build_algorithm("pg-is", {"log_ratio_coefficient": 0.1})
-    assert decide(algorithm, x).finite.tolist() == [False, True]
-    assert policy_loss(algorithm, x).loss.item() == -1.0
+    assert decide(algorithm, x).finite.tolist() == [False, True, True]
+    assert policy_loss(algorithm, x).loss.item() == -2.0
 
 
 def test_a_preset_does_not_mind_what_it_does_not_read():

@@ -10,12 +10,11 @@ from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import LossSums, build_algorithm, policy_loss
 from megatron_dppo.algorithms.reference import (
     ESTIMATORS,
-    REFERENCE_CLAMPED,
-    REFERENCE_KL,
     k3,
     reference_penalty,
 )
 from megatron_dppo.config.schema import AlgorithmConfig
+from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import MetricSums
 
 PI = torch.tensor([0.5, 0.2, 0.25])
@@ -142,7 +141,7 @@ def test_a_token_that_pi_has_left_is_bounded_and_counted(name, weight_cap):
     assert gradient.square().sum().isfinite()
     assert gradient[0] <= (-10 if weight_cap is None else 0)  # still towards the reference
     torch.testing.assert_close(
-        total.metrics.sums[REFERENCE_CLAMPED], torch.tensor(2, dtype=torch.float64)
+        total.metrics.sums[names.REFERENCE_CLAMPED], torch.tensor(2, dtype=torch.float64)
     )
 
 
@@ -169,8 +168,8 @@ def test_it_is_added_to_the_loss_of_tokens_in_the_mask(scale):
     expected = 0.1 * slope * factor * mask
     assert torch.allclose(with_penalty - without, expected, atol=1e-6)
     assert total.blocked is plain.blocked
-    assert float(total.metrics.sums[REFERENCE_KL]) == pytest.approx(float(value[:2].sum()))
-    own = (REFERENCE_KL, REFERENCE_CLAMPED)
+    assert float(total.metrics.sums[names.REFERENCE_KL]) == pytest.approx(float(value[:2].sum()))
+    own = (names.REFERENCE_KL, names.REFERENCE_CLAMPED)
     shared = {k: v for k, v in total.metrics.sums.items() if k not in own}
     assert shared == dict(plain.metrics.sums)
 

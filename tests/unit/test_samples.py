@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Outline, Trajectory
 from megatron_dppo.loop.recorder import KEPT, SampleMaker, chosen
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
-from megatron_dppo.metrics.samples import Sample, console_lines, one_line, shortened
-from megatron_dppo.metrics.step_lines import StepLines
+from megatron_dppo.metrics.records import StepLines
+from megatron_dppo.metrics.samples import Sample, console_lines, main, one_line, shortened
 from megatron_dppo.rewards import find_reward
-from megatron_dppo.samples import main
 from megatron_dppo.types import Problem
-from tests.unit.config_files import minimal
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,28 +54,25 @@ def test_a_step_in_which_all_earn_nothing_has_its_samples() -> None:
     assert chosen([], 1) == []
 
 
-def maker(folder: Path, truncated_responses: str = "zero-reward") -> SampleMaker:
-    tree = minimal(folder)
-    tree["algorithm"] = {"truncated_responses": truncated_responses}
-    tree["reward"] = {"name": "exact_integer"}
+def maker(*, zeroes_truncated: bool = True) -> SampleMaker:
     data: Any = SimpleNamespace(
         train=SimpleNamespace(problems=[Problem(i, "p", str(i), (1, 2)) for i in range(9)]),
         text_of=lambda ids: " ".join(map(str, ids)),
     )
-    return SampleMaker(TrainConfig.model_validate(tree), data)
+    return SampleMaker("exact_integer", data, zeroes_truncated=zeroes_truncated)
 
 
 def batch_of(rows: list[Trajectory]) -> RolloutBatch:
     return RolloutBatch([Outline.of(t) for t in rows], dict(enumerate(rows)), {}, {})
 
 
-def test_a_sample_says_what_the_response_earned_and_why(tmp_path: Path) -> None:
+def test_a_sample_says_what_the_response_earned_and_why() -> None:
     rows = [
         trajectory(0, 1.0, text="=0"),
         trajectory(1, text="2=3"),
         trajectory(2, cut=True, text="2=2"),
     ]
-    samples = maker(tmp_path)
+    samples = maker()
     samples.take(3, batch_of(rows))
     by_problem = {s.problem: s for s in samples.of_step(3, {}, {1: 2})}
     assert by_problem[0] == Sample(
@@ -88,14 +82,14 @@ def test_a_sample_says_what_the_response_earned_and_why(tmp_path: Path) -> None:
     assert by_problem[1].reason == "'3', expected '1'"
     assert (by_problem[1].masked, by_problem[2].masked) == (2, 0)
     assert "algorithm.truncated_responses" in by_problem[2].reason
-    verified = maker(tmp_path, "as-verified")
+    verified = maker(zeroes_truncated=False)
     verified.take(3, batch_of(rows))
     assert "ended without a score" in verified.of_step(3, {}, {})[2].reason
 
 
-def test_the_most_masked_response_is_kept_beside_the_chosen(tmp_path: Path) -> None:
+def test_the_most_masked_response_is_kept_beside_the_chosen() -> None:
     rows = [trajectory(p % 9) for p in range(40)]
-    samples = maker(tmp_path)
+    samples = maker()
     samples.take(1, batch_of(rows))
     left_out = sorted(set(range(40)) - set(chosen(rows, 1)))
     counts = {left_out[0]: 1, left_out[5]: 3, left_out[6]: 2}

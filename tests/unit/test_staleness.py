@@ -22,7 +22,7 @@ from megatron_dppo.loop.rollouts.figures import (
     with_gap_named,
 )
 from megatron_dppo.loop.scoring import Selection
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from tests.unit.config_files import minimal
 
 

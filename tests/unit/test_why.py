@@ -13,8 +13,8 @@ from examples.why.figure import COLOURS, LABELS, PANELS, write_figure
 from examples.why.plan import ALGORITHMS, CONFIG, PlanError, PlannedRun, plan_runs
 from examples.why.table import cell, write_table
 from megatron_dppo.config import load_config, resolved_yaml
-from megatron_dppo.metrics.names import accuracy
 from megatron_dppo.metrics.records import encode_record
+from megatron_dppo.metrics.table import accuracy
 
 
 def test_a_band_is_the_mean_and_the_range_at_the_steps_that_all_seeds_have():

@@ -16,8 +16,8 @@ from megatron_dppo.data.columns import Form, discarded_rows
 from megatron_dppo.data.sampling import TrainingFiles
 from megatron_dppo.data.trajectory import TrajectoryFacts
 from megatron_dppo.loop.scoring import Selection
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.normal_ranges import BY_METRIC
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.table import BY_METRIC
 from megatron_dppo.system.errors import RunError
 
 log = logging.getLogger(__name__)

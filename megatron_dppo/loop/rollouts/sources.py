@@ -29,8 +29,8 @@ from megatron_dppo.loop.rollouts.figures import (
     staleness_figures,
 )
 from megatron_dppo.loop.scoring import GroupQuota, ScoredGeneration, Selection
-from megatron_dppo.metrics import names
-from megatron_dppo.metrics.timing import PhaseTimer
+from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
 from megatron_dppo.trainer.topology import Topology

@@ -31,7 +31,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel import random as megatron_random
 
 from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
-from megatron_dppo.metrics import names
+from megatron_dppo.metrics import table as names
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.trainer import platform

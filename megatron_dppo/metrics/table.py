@@ -1,0 +1,553 @@
+"""Every metric of a run, each in one row: its name in ``metrics.jsonl``, its meaning, what divides it, its normal
+range, and the panel of the report that draws it. docs/metrics.md is written from here.
+
+A constant is a metric's name. ``policy/``, ``mask/``, ``loss/`` and ``reference/`` are computed with the loss; the
+loop, the engine's session and weight updates add the others. Loads no torch and no matplotlib.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Dtype = Literal["float32", "bfloat16"]
+Stroke = Literal["first", "second", "third", "bound"]
+
+
+@dataclass(frozen=True)
+class NormalRange:
+    """What is normal for a metric. A figure outside is marked and explained; it changes nothing in the run.
+
+    ``label``: the metric's name for people. ``why``: likely causes of a figure outside the range, and what to check.
+    ``low``, ``high``: bounds (inclusive); infinite where there is none. ``high_bf16``: upper bound in bfloat16, where
+    rounding makes it larger. ``most_drop``, ``most_rise``: smallest and largest normal ratio to the mean of the last
+    steps.
+
+    Bounds whose ``why`` says "chosen bound", and the ratios, are this project's choice; the others are published for
+    DPPO (arXiv 2602.04879) or follow from the arithmetic.
+    """
+
+    label: str
+    why: str
+    low: float = -math.inf
+    high: float = math.inf
+    high_bf16: float | None = None
+    most_drop: float = 0.0
+    most_rise: float = math.inf
+
+    def upper(self, dtype: Dtype) -> float:
+        """Upper bound for a policy held in ``dtype``."""
+        return self.high_bf16 if dtype == "bfloat16" and self.high_bf16 is not None else self.high
+
+
+@dataclass(frozen=True)
+class Line:
+    """How the report draws a metric: in ``panel``, as ``legend``, times ``scale``. ``right``: on the right axis.
+
+    ``stroke`` "bound": what another line of the panel should stay at or above.
+    """
+
+    panel: str
+    legend: str
+    stroke: Stroke = "first"
+    scale: float = 1.0
+    right: bool = False
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A row. ``divisor``: the metric that divides this sum over all ranks; None: recorded unchanged. ``recorded_as``:
+    its name once it was divided; None: the same. ``share``: between 0 and 1, shown in percent.
+    """
+
+    name: str
+    meaning: str
+    divisor: str | None = None
+    recorded_as: str | None = None
+    share: bool = False
+    normal: NormalRange | None = None
+    line: Line | None = None
+
+    def show(self, value: float) -> str:
+        """``value`` as text with the metric's unit."""
+        return f"{100 * value:.3g}%" if self.share else f"{value:.3g}"
+
+    def range_text(self, dtype: Dtype) -> str:
+        """The normal range as text; empty where the metric has no bounds."""
+        if self.normal is None:
+            return ""
+        low, high = self.normal.low, self.normal.upper(dtype)
+        if math.isfinite(low) and math.isfinite(high):
+            return f"{self.show(low)} to {self.show(high)}"
+        if math.isfinite(high):
+            return f"at most {self.show(high)}"
+        return f"at least {self.show(low)}" if math.isfinite(low) else ""
+
+
+METRICS: dict[str, Metric] = {}
+"""Every row by its name, in the order of this file."""
+
+
+def _metric(name: str, meaning: str, divisor: str | None = None, **details: Any) -> str:
+    """Enter a row; ``details``: further fields of ``Metric``. The name."""
+    METRICS[name] = Metric(name, meaning, divisor, **details)
+    return name
+
+
+# --- of the first mini-batch of a step: before the batch changed the weights
+
+GAP_ON_POLICY = _metric(
+    "mismatch/mean_abs_prob_gap",
+    "policy/abs_prob_gap of the first mini-batch after a weight update: trainer and engine hold the same weights",
+    normal=NormalRange(
+        "|pi-mu| at equal weights",
+        "Trainer and engine disagree about the same tokens under the same weights: a weight "
+        "update that did not arrive whole, another sampling temperature, a different kernel or "
+        "precision, or experts routed differently.",
+        high=1e-4,
+        high_bf16=5e-3,
+    ),
+    line=Line("gap", "equal weights"),
+)
+GAP_STALE = _metric(
+    "policy/abs_prob_gap_stale",
+    "the same, of a batch sampled by older weights: includes the change of one step",
+)
+
+# --- of the tokens that train: sums over micro-batches and ranks
+
+TRAINED_TOKENS = _metric("policy/tokens", "tokens that train: loss_mask is True")
+LOSS = _metric(
+    "loss/sum",
+    "mean over trained tokens of -M min(w, C) A",
+    TRAINED_TOKENS,
+    recorded_as="loss/mean",
+)
+PENALTY = _metric("loss/penalty", "mean over trained tokens of the additive terms", TRAINED_TOKENS)
+GAP = _metric(
+    "policy/abs_prob_gap",
+    "mean |pi - mu| of the sampled tokens",
+    TRAINED_TOKENS,
+    normal=NormalRange(
+        "mean |pi-mu| of the step",
+        "The policy moves far within one rollout batch (stable DPPO runs stay near 0.004): a "
+        "smaller learning rate or fewer optimiser steps per batch. If the gap at equal weights is "
+        "equally large, check that first. Chosen bound.",
+        high=0.02,
+    ),
+    line=Line("gap", "whole step", "second"),
+)
+SIGNED_GAP = _metric("policy/prob_gap", "mean pi - mu of the sampled tokens", TRAINED_TOKENS)
+GAP_MAX = _metric("policy/prob_gap_max", "largest pi - mu")
+GAP_MIN = _metric("policy/prob_gap_min", "smallest pi - mu")
+RATIO_MAX = _metric("policy/ratio_max", "largest pi / mu")
+KL = _metric("policy/kl", "KL(mu || pi), nats: mean of r - 1 - log r", TRAINED_TOKENS)
+BAD_UPDATE = _metric(
+    "policy/bad_update",
+    "share of tokens with A < 0 and mu - pi >= 0.5",
+    TRAINED_TOKENS,
+    share=True,
+    normal=NormalRange(
+        "bad updates (A<0 and mu-pi >= 0.5)",
+        "Tokens of high probability in the engine lost 0.5 of probability or more: a sign of a "
+        "coming collapse. Stable runs stay at or below 0.5%.",
+        high=0.005,
+    ),
+)
+ENTROPY = _metric(
+    "policy/entropy",
+    "mean entropy of pi at the trained tokens, nats",
+    TRAINED_TOKENS,
+    normal=NormalRange(
+        "entropy",
+        "It should fall slowly. A sudden drop is a collapse: the responses of a group become "
+        "equal, and training has no further effect.",
+        most_drop=0.4,
+    ),
+    line=Line("entropy", "policy"),
+)
+TOPK_MASS = _metric(
+    "policy/topk_mass",
+    "mean mass of mu on TopK(mu)",
+    TRAINED_TOKENS,
+    normal=NormalRange(
+        "mass of the engine's top K",
+        "The top-K ids hold little of the distribution, so the Top-K divergence is coarse: a "
+        "larger K, or a lower temperature.",
+        low=0.99,
+    ),
+)
+REFERENCE_KL = _metric(
+    "reference/kl",
+    "mean of the penalty on leaving the reference, before its factor, nats",
+    TRAINED_TOKENS,
+)
+REFERENCE_CLAMPED = _metric(
+    "reference/clamped",
+    "share of tokens whose log reference - log pi is above 20 and counts as 20",
+    TRAINED_TOKENS,
+)
+POSITIVE = _metric("mask/tokens_positive", "trained tokens with A > 0")
+NEGATIVE = _metric("mask/tokens_negative", "trained tokens with A < 0")
+MASKED = _metric("mask/masked", "tokens that the mask blocks")
+MASKED_POSITIVE = _metric(
+    "mask/masked_positive",
+    "share of the tokens with A > 0 that the mask blocks",
+    POSITIVE,
+    share=True,
+    normal=NormalRange(
+        "masked tokens of positive advantage",
+        "The trust region blocks more than the rare tokens it is meant for (Binary-TV at "
+        "0.15-0.2: well under 1%): steps too large, stale rollouts, or a threshold set for "
+        "another divergence. Ratio clips block more than DPPO.",
+        high=0.01,
+    ),
+    line=Line("masked", "A > 0", scale=100),
+)
+MASKED_NEGATIVE = _metric(
+    "mask/masked_negative",
+    "share of the tokens with A < 0 that the mask blocks",
+    NEGATIVE,
+    share=True,
+    normal=NormalRange(
+        "masked tokens of negative advantage",
+        "As for positive advantages; here the mask also keeps unlikely tokens from being pushed to "
+        "probability 0.",
+        high=0.01,
+    ),
+    line=Line("masked", "A < 0", "second", scale=100),
+)
+CAP_HIT = _metric(
+    "mask/cap_hit",
+    "share of tokens whose weight the cap cuts",
+    TRAINED_TOKENS,
+    share=True,
+    normal=NormalRange(
+        "tokens at the ratio cap",
+        "Importance ratios are cut on many tokens: the batch is far off-policy. Chosen bound.",
+        high=0.01,
+    ),
+)
+NONFINITE = _metric(
+    "mask/nonfinite",
+    "tokens that are blocked because mu, pi', TopK(mu) or their weight is not finite",
+)
+ROLLOUT_PROB_OF_MASKED = _metric(
+    "mask/rollout_prob_of_masked", "mean mu of the blocked tokens", MASKED
+)
+ENTROPY_OF_MASKED = _metric(
+    "mask/entropy_of_masked", "mean entropy of pi where a token is blocked, nats", MASKED
+)
+PPO_ONLY = _metric(
+    "mask/ppo_only",
+    "share of tokens that Clip-Higher would block and this mask does not",
+    TRAINED_TOKENS,
+)
+DPPO_ONLY = _metric(
+    "mask/dppo_only",
+    "share of tokens that this mask blocks and Clip-Higher would not",
+    TRAINED_TOKENS,
+)
+COMPARED = _metric("r3/compared", "recorded tokens x layers: their natural routing is compared")
+ROUTING_AGREEMENT = _metric(
+    "r3/agreement",
+    "share of recorded tokens x layers whose natural routing (the top-k experts as a set) is the engine's",
+    COMPARED,
+    share=True,
+    normal=NormalRange(
+        "natural routing as the engine's",
+        "The trainer's routers would choose other experts than the engine recorded. Rounding in "
+        "bfloat16 moves up to a tenth of the choices; far fewer matches mean recordings of other "
+        "layers, tokens or weights. Chosen bound.",
+        low=0.75,
+    ),
+    line=Line("gap", "routing", "third", scale=100, right=True),
+)
+ROUTING_AGREEMENT_FIRST = _metric(
+    "r3/agreement_first", "r3/agreement of the first mini-batch", share=True
+)
+ROUTING_BYTES_PER_TOKEN = _metric(
+    "r3/bytes_per_token", "bytes of recorded routing for each token of prompt and response"
+)
+ROUTING_UNRECORDED = _metric(
+    "r3/unrecorded_share",
+    "share of the tokens (the last of each sequence excluded) whose routing is not replayed",
+    share=True,
+)
+ROUTING_DISCARDED = _metric(
+    "r3/discarded_tokens",
+    "recorded tokens that are not replayed: the tokens after them were sampled by other weights",
+)
+
+# --- of rollouts
+
+REWARD = _metric(
+    "reward/mean", "mean reward of all generated groups", line=Line("reward", "training reward")
+)
+REWARD_TRAINED = _metric(
+    "reward/mean_trained",
+    "the same over the trained groups only; recorded where zero-variance groups are dropped",
+)
+ZERO_VARIANCE_GROUPS = _metric(
+    "reward/groups_without_spread",
+    "share of the groups whose responses all have the same reward",
+    share=True,
+    normal=NormalRange(
+        "zero-variance groups (all responses with the same reward)",
+        "The advantages of such groups are 0, so they have no gradient: the problems are too easy "
+        "or too hard. Chosen bound.",
+        high=0.8,
+    ),
+)
+REWARD_TIMEOUTS = _metric(
+    "reward/timeouts", "checks that exceeded reward.timeout_s, since the record before"
+)
+REWARD_CRASHES = _metric("reward/crashes", "checks whose process died, since the record before")
+RESPONSE_LENGTH = _metric(
+    "rollout/response_length", "mean tokens of a response", line=Line("length", "length")
+)
+TRUNCATED = _metric(
+    "rollout/truncated",
+    "share of the responses that hit the length limit",
+    share=True,
+    normal=NormalRange(
+        "truncated responses",
+        "Many responses reach the length limit: raise rollout.max_response_tokens, or check "
+        "whether responses have become longer without need. Chosen bound.",
+        high=0.1,
+    ),
+    line=Line("length", "truncated (right axis)", "second", scale=100, right=True),
+)
+TOKENS = _metric("rollout/tokens", "response tokens of all generated groups")
+GENERATION_SECONDS = _metric(
+    "rollout/generation_s",
+    "seconds from the first request of the batch to its last response, also where the trainer worked at the same time",
+)
+TOKENS_PER_SECOND = _metric("rollout/tokens_per_second", "rollout/tokens / rollout/generation_s")
+GENERATION_WAITED = _metric(
+    "rollout/generation_waited_s",
+    "the part of rollout/generation_s in which the trainer only waited",
+)
+GENERATION_OVERLAPPED = _metric(
+    "rollout/generation_overlapped",
+    "share of rollout/generation_s in which the trainer did other work",
+    share=True,
+)
+STALENESS = _metric(
+    "rollout/staleness",
+    "mean age of the sampling weights over the batch's response tokens, in weight versions",
+)
+STALENESS_MAX = _metric("rollout/staleness_max", "largest such age")
+GENERATION_ROUNDS = _metric(
+    "rollout/generation_rounds", "rounds of generation until the batch was full"
+)
+GROUPS_GENERATED = _metric("rollout/groups_generated", "groups generated for the batch")
+GROUPS_DROPPED = _metric("rollout/groups_dropped", "zero-variance groups that were replaced")
+GROUPS_SURPLUS = _metric(
+    "rollout/groups_surplus", "groups of non-zero variance beyond the size of the batch"
+)
+GROUPS_FILLED = _metric(
+    "rollout/groups_filled",
+    "zero-variance groups that were trained on because the last allowed round had ended",
+)
+
+# --- of training
+
+GRAD_NORM = _metric(
+    "optimizer/grad_norm",
+    "norm of the gradient before clipping, mean over the batch's optimiser steps",
+    normal=NormalRange(
+        "gradient norm",
+        "A jump to several times its recent size: a few tokens dominate the batch. Clipping "
+        "bounds one such step; many in a row often precede a collapse.",
+        most_rise=5.0,
+    ),
+)
+GRAD_NORM_MAX = _metric("optimizer/grad_norm_max", "the largest of these norms")
+LEARNING_RATE = _metric("optimizer/lr", "learning rate of the batch's last optimiser step")
+OPTIMIZER_STEPS = _metric("optimizer/steps", "optimiser steps of the batch")
+IDLE_SHARE = _metric(
+    "train/idle_share",
+    "share of the ranks' time that they wait for each other's micro-batches, by their FLOPs; mean over the batch's "
+    "optimiser steps",
+    share=True,
+    line=Line("memory", "ranks idle (right axis)", "second", scale=100, right=True),
+)
+TFLOPS = _metric(
+    "train/tflops_per_rank",
+    "floating-point operations of the model in a rank's second of training, 1e12: forward, and twice as many backward "
+    "(as many where only adapters are trained); what is computed again is not counted",
+    line=Line("tflops", "a rank"),
+)
+MFU = _metric(
+    "train/mfu",
+    "train/tflops_per_rank over the GPU's dense bf16 peak; not recorded on a CPU and on a GPU of an unknown peak",
+    share=True,
+    line=Line("mfu", "MFU", scale=100),
+)
+PEAK_MEMORY = _metric(
+    "train/peak_memory_gib",
+    "the most memory that a rank took, GiB: of its GPU in this step, or of the host since its start",
+    line=Line("memory", "fullest rank"),
+)
+CHECKPOINT_BYTES = _metric(
+    "checkpoint/bytes",
+    "bytes of the checkpoints that were published since the record before this one",
+)
+CHECKPOINT_WRITTEN = _metric(
+    "checkpoint/write_s",
+    "seconds from their first byte to their name; with checkpoint.background the run goes on meanwhile, and stands "
+    "still for time/checkpoint_s",
+)
+
+# --- of weight updates
+
+WEIGHT_UPDATES = _metric(
+    "weights/updates", "weight updates that the engine committed since the record before this one"
+)
+WEIGHT_UPDATES_VERIFIED = _metric(
+    "weights/verified", "the part of weights/updates in which every tensor was compared"
+)
+UPDATE_SECONDS = _metric(
+    "weights/update_s",
+    "seconds of the newest weight update",
+    line=Line("update seconds", "whole update"),
+)
+UPDATE_STALL = _metric(
+    "weights/stall_s",
+    "the part of weights/update_s from the engines' pause to the commit",
+    line=Line("update seconds", "engines paused", "second"),
+)
+UPDATE_BOUND = _metric(
+    "weights/bound_s",
+    "the fewest seconds of an update: the bytes that must enter one node over its network, at the rate that "
+    "weight_sync.network_gb_per_s states; 0 where nothing must. Not recorded without that rate",
+    line=Line("update seconds", "network's bound", "bound"),
+)
+UPDATE_BYTES = _metric("weights/bytes", "bytes of the weights that the engines took over")
+UPDATE_BYTES_MOVED = _metric(
+    "weights/bytes_moved",
+    "bytes that the trainer's ranks exchanged and sent to engines for the update",
+    line=Line("update bytes", "moved", scale=1e-9),
+)
+UPDATE_BYTES_BOUND = _metric(
+    "weights/bytes_bound",
+    "the static lower bound of weights/bytes_moved",
+    line=Line("update bytes", "bound", "bound", scale=1e-9),
+)
+UPDATE_BYTES_OVER_BOUND = _metric(
+    "weights/bytes_over_bound", "weights/bytes_moved / weights/bytes_bound"
+)
+UPDATE_BYTES_BETWEEN_NODES = _metric(
+    "weights/bytes_between_nodes",
+    "the part of weights/bytes_moved that left a node",
+    line=Line("update bytes", "between nodes", "second", scale=1e-9),
+)
+UPDATE_BYTES_BETWEEN_NODES_BOUND = _metric(
+    "weights/bytes_between_nodes_bound", "the static lower bound of weights/bytes_between_nodes"
+)
+UPDATE_BYTES_INTO_NODE_BOUND = _metric(
+    "weights/bytes_into_node_bound", "the fewest bytes that must enter the node that needs the most"
+)
+UPDATE_RATE = _metric("weights/gb_per_s", "GB of weights per second of weights/stall_s")
+CANARY_MAX = _metric(
+    "weights/canary_max_abs_diff",
+    "largest difference of a log-probability between trainer and engine after the update, nats",
+)
+CANARY_MEAN = _metric("weights/canary_mean_abs_diff", "mean of these differences")
+
+BY_METRIC: dict[str, NormalRange] = {
+    name: row.normal for name, row in METRICS.items() if row.normal is not None
+}
+"""Metric -> what is normal, where that is known."""
+
+
+def means(values: Mapping[str, float]) -> dict[str, float]:
+    """Metric name -> number to record, from sums, maxima and minima reduced over all ranks: each sum divided by its
+    divisor, nan where that is 0. Names without a row pass unchanged.
+    """
+    recorded = {}
+    for name, value in values.items():
+        row = METRICS.get(name)
+        if row is None or row.divisor is None:
+            recorded[name] = value
+        else:
+            count = values[row.divisor]
+            recorded[row.recorded_as or name] = value / count if count else math.nan
+    return recorded
+
+
+# --- names with a variable part
+
+
+def accuracy(evaluation_set: str) -> str:
+    """Name of the metric avg@k on a held-out set."""
+    return f"evaluation/{evaluation_set}/accuracy"
+
+
+def accuracy_set(name: str) -> str | None:
+    """Inverse of ``accuracy``: the held-out set's name; None for another metric."""
+    if name.startswith("evaluation/") and name.endswith("/accuracy"):
+        return name.removeprefix("evaluation/").removesuffix("/accuracy")
+    return None
+
+
+def file_prompts(file: str) -> str:
+    """Name of the metric of a batch's prompts from one of several training files."""
+    return f"data/{file}/prompts"
+
+
+def file_reward(file: str) -> str:
+    """Name of the metric of the mean reward of the responses to these prompts."""
+    return f"data/{file}/reward"
+
+
+def phase_seconds(phase: str) -> str:
+    """Name of the metric of a phase's seconds in a step."""
+    return f"time/{phase}_s"
+
+
+def phase_of(name: str) -> str | None:
+    """Inverse of ``phase_seconds``: the phase; None for another metric."""
+    if name.startswith("time/") and name.endswith("_s"):
+        return name.removeprefix("time/").removesuffix("_s")
+    return None
+
+
+_INTRODUCTION = """\
+# Metrics
+
+Generated by `python -m megatron_dppo.metrics.table > docs/metrics.md` from the table of metrics in that file.
+
+Each step is a line of `metrics.jsonl`, and the same numbers are in TensorBoard. A sum over tokens is divided once, by a
+count over all ranks, so that no mean depends on packing or layout; where that count is 0, or a number is not finite,
+the record has null. Beside these rows a record has `time/PHASE_s` (seconds of the step's phases, which sum to its
+time), `evaluation/SET/accuracy` (avg@k), `data/FILE/prompts` and `data/FILE/reward` of each of several training files,
+and `weights/PHASE_s` of the newest weight update. The console marks a figure outside its normal range and says what to
+check.
+
+| name | meaning | divided by | normal, float32 (bfloat16) |
+|---|---|---|---|
+"""
+
+
+def reference() -> str:
+    """The table as Markdown."""
+    rows = []
+    for row in METRICS.values():
+        normal = [row.range_text("float32"), row.range_text("bfloat16")]
+        if row.normal is not None and row.normal.most_drop:
+            normal = [f"at least {row.normal.most_drop:g} of the mean of the steps before"] * 2
+        if row.normal is not None and math.isfinite(row.normal.most_rise):
+            normal = [f"at most {row.normal.most_rise:g} times the mean of the steps before"] * 2
+        text = normal[0] if normal[0] == normal[1] else f"{normal[0]} ({normal[1]})"
+        divisor = f"`{row.divisor}`" if row.divisor else ""
+        meaning = row.meaning.replace("|", "\\|")
+        rows.append(f"| `{row.recorded_as or row.name}` | {meaning} | {divisor} | {text} |\n")
+    return _INTRODUCTION + "".join(rows)
+
+
+if __name__ == "__main__":
+    print(reference(), end="")
