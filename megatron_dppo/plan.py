@@ -16,18 +16,16 @@ from typing import Any
 from rich.console import Console
 
 from megatron_dppo import EXAMPLES
-from megatron_dppo.config import ConfigError, TrainConfig, load_config
+from megatron_dppo.config import ConfigError, load_config
 from megatron_dppo.logging import fatal
-from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.devices import DEVICES, GB, GIB, NETWORK_LATENCY, Cluster
-from megatron_dppo.planner.facts import job_of, shape_of
-from megatron_dppo.planner.report import print_plan, print_proposals
-from megatron_dppo.planner.run_plan import Verdict, verdict
+from megatron_dppo.planner.facts import shape_of
+from megatron_dppo.planner.report import draw, plan_json, print_plan, print_proposals
+from megatron_dppo.planner.run_plan import RunPlan
 from megatron_dppo.planner.search import (
     MOST_NODES,
-    Lengths,
     Proposal,
-    layout_problems,
+    Question,
     least_nodes,
     nearest,
     search,
@@ -42,36 +40,62 @@ WIDTH = 118
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan; the process's exit code: 0 it fits, 2 refused."""
-    words = _parser().parse_intermixed_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     try:
-        config = load_config(words.recipe, words.overrides)
-        shape = shape_of(config.model.hf_checkpoint, words.model_configs)
+        config = load_config(options.recipe, options.overrides)
+        shape = shape_of(config.model.hf_checkpoint, options.model_configs)
+        lengths = (options.mean_response, options.mean_prompt)
+        cluster, storage = _cluster(options), options.storage_gbps * GB
+        question = Question(config, shape, cluster, *lengths, storage)
+        return _weights(question, options) if options.weights else _plan(question, options)
     except RunError as error:
         fatal(str(error))
-    if words.weights:
-        return _weights(config, shape, words)
-    cluster = _cluster(words)
-    lengths = Lengths(words.mean_response, words.mean_prompt)
-    plan, problems = _planned(config, shape, cluster, words)
-    wanted = words.search or problems
-    proposals = search(config, shape, cluster, lengths) if wanted else []
-    shown = proposals[:SHOWN] if words.search else nearest(proposals, NEAREST)
-    larger = None
-    if wanted and not shown:
-        larger = least_nodes(config, shape, cluster, lengths)
-    if words.meta:
-        problems += _meta_problems(config, shape, plan, shown)
-    if words.png and plan is not None:
-        from megatron_dppo.planner.report import draw
 
-        draw(plan, words.png)
-    if words.json:
-        print(json.dumps(_as_json(config, plan, problems, shown, larger), indent=1))
+
+def _cluster(options: argparse.Namespace) -> Cluster:
+    device = DEVICES[options.gpu]
+    if options.network_gbps is not None:
+        device = replace(device, network=options.network_gbps * GB)
+    return Cluster(
+        device,
+        options.nodes,
+        options.gpus_per_node,
+        round(options.host_memory_gib * GIB),
+        options.network_latency_us * 1e-6,
+    )
+
+
+def _weights(question: Question, options: argparse.Namespace) -> int:
+    """Print a weight update's plan of buckets for every rank; 2 where it would not be a whole update."""
+    if faults := question.layout_faults():
+        raise ConfigError(faults, options.recipe)
+    plan = weight_plan(question.facts(), question.cluster.gpus_per_node)
+    print(json.dumps(asdict(plan), indent=1) if options.json else "\n".join(plan.lines()))
+    return 2 if plan.problems else 0
+
+
+def _plan(question: Question, options: argparse.Namespace) -> int:
+    faults = question.layout_faults()
+    plan = None if faults else question.plan()
+    if plan is not None:
+        faults = list(plan.faults)
+    searched = options.search or faults
+    proposals = search(question) if searched else []
+    shown = proposals[:SHOWN] if options.search else nearest(proposals, NEAREST)
+    larger = least_nodes(question) if searched and not shown else None
+    if options.meta:
+        planned = [] if plan is None else [question]
+        faults += _meta_faults([*planned, *(proposal.question for proposal in shown)])
+    if options.png and plan is not None:
+        draw(plan, options.png)
+    steps = question.config.run.steps
+    if options.json:
+        print(json.dumps(_as_json(steps, plan, faults, shown, larger), indent=1))
     else:
-        _print(config, plan, problems, shown, words)
-        if wanted and not shown:
-            print(_none_fits(cluster, words.gpu, larger))
-    return 2 if problems or (words.search and not shown) else 0
+        _print(steps, plan, faults, shown, options)
+        if searched and not shown:
+            print(_none_fits(question.cluster, options.gpu, larger))
+    return 2 if faults or (options.search and not shown) else 0
 
 
 def _none_fits(cluster: Cluster, gpu: str, larger: Cluster | None) -> str:
@@ -82,123 +106,58 @@ def _none_fits(cluster: Cluster, gpu: str, larger: Cluster | None) -> str:
     return f"{text}; the least that does: {larger.nodes} x {size} (--nodes {larger.nodes})."
 
 
-def _cluster(words: argparse.Namespace) -> Cluster:
-    device = DEVICES[words.gpu]
-    if words.network_gbps is not None:
-        device = replace(device, network=words.network_gbps * GB)
-    return Cluster(
-        device,
-        words.nodes,
-        words.gpus_per_node,
-        round(words.host_memory_gib * GIB),
-        words.network_latency_us * 1e-6,
-    )
-
-
-def _weights(config: TrainConfig, shape: ModelShape, words: argparse.Namespace) -> int:
-    """Print a weight update's plan of buckets for every rank; 2 where it would not be a whole update."""
-    problems = layout_problems(config, shape)
-    if problems:
-        fatal(str(ConfigError(problems, words.recipe)))
-    nodes = words.gpus_per_node
-    found = weight_plan(job_of(config, shape, ranks_per_node=nodes), nodes)
-    print(json.dumps(asdict(found), indent=1) if words.json else "\n".join(found.lines()))
-    return 2 if found.problems else 0
-
-
-def _planned(
-    config: TrainConfig, shape: ModelShape, cluster: Cluster, words: argparse.Namespace
-) -> tuple[Verdict | None, list[str]]:
-    """The plan, and why it can't work; None where the layout is none."""
-    problems = layout_problems(config, shape)
-    if problems:
-        return None, problems
-    job = job_of(
-        config,
-        shape,
-        mean_response=words.mean_response,
-        mean_prompt=words.mean_prompt,
-        ranks_per_node=cluster.gpus_per_node,
-    )
-    plan = verdict(job, cluster, words.storage_gbps * GB)
-    return plan, list(plan.problems)
-
-
 def _print(
-    config: TrainConfig,
-    plan: Verdict | None,
-    problems: list[str],
+    steps: int,
+    plan: RunPlan | None,
+    faults: list[str],
     shown: list[Proposal],
-    words: argparse.Namespace,
+    options: argparse.Namespace,
 ) -> None:
     console = Console()
     console.width = max(console.width, WIDTH)
-    if plan is not None:
+    if plan is None:
+        console.print(str(ConfigError(faults, options.recipe)), highlight=False, soft_wrap=True)
+    else:
         print_plan(console, plan)
         if plan.fits and plan.seconds is not None:
-            steps, hours = config.run.steps, plan.gpu_hours * config.run.steps
-            idle = plan.seconds.idle.items() if plan.job.engine.servers else ()
+            idle = plan.seconds.idle.items() if plan.facts.engine.servers else ()
             waits = "".join(f"{name} idle {share:.0%} of a step; " for name, share in idle)
             text = (
-                f"{waits}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: {hours:,.0f} "
-                "GPU-hours, idle GPUs included, evaluation left out."
+                f"{waits}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
+                f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs included, evaluation left out."
             )
             console.print(text, highlight=False, soft_wrap=True)
-    else:
-        console.print(str(ConfigError(problems, words.recipe)), highlight=False, soft_wrap=True)
     if shown:
-        console.print("" if words.search else "What would fit, with the fewest changes:")
+        console.print("" if options.search else "What would fit, with the fewest changes:")
         print_proposals(console, shown)
 
 
-def _meta_problems(
-    config: TrainConfig, shape: ModelShape, plan: Verdict | None, shown: list[Proposal]
-) -> list[str]:
+def _meta_faults(questions: Sequence[Question]) -> list[str]:
     """Build each layout's modules on the meta device; what differs from the conversion's rules."""
     from megatron_dppo.trainer.model import compare
 
-    configs = [config] if plan is not None else []
-    found: list[str] = []
-    for layout_config in [*configs, *(p.config for p in shown)]:
-        comparison = compare(layout_config, shape)
+    faults: list[str] = []
+    for question in questions:
+        comparison = compare(question.config, question.shape)
         print(comparison.summary(), file=sys.stderr)
-        found += comparison.faults
-    return found
+        faults += comparison.problems
+    return faults
 
 
 def _as_json(
-    config: TrainConfig,
-    plan: Verdict | None,
-    problems: list[str],
+    steps: int,
+    plan: RunPlan | None,
+    faults: list[str],
     shown: list[Proposal],
     larger: Cluster | None,
 ) -> dict[str, Any]:
     return {
-        "fits": not problems,
-        "problems": problems,
+        "fits": not faults,
+        "problems": faults,
         "least_nodes": None if larger is None else larger.nodes,
-        "gpu_hours": None if plan is None else plan.gpu_hours * config.run.steps,
+        "gpu_hours": None if plan is None else plan.gpu_hours * steps,
         "plan": None if plan is None else plan_json(plan),
         "proposals": [{"overrides": p.changes, "plan": plan_json(p.plan)} for p in shown],
-    }
-
-
-def plan_json(plan: Verdict) -> dict[str, Any]:
-    """Every number of a plan as plain values; bytes and seconds."""
-    seconds = plan.seconds
-    return {
-        "limits": [plan.memory_limit, plan.time_limit],
-        "layout": asdict(plan.job.trainer.layout),
-        "ranks": [{**rank.parts, "stage": rank.stage, "total": rank.total} for rank in plan.ranks],
-        "engine": None if plan.engine is None else asdict(plan.engine),
-        "hosts": [{**asdict(host), "total": host.total} for host in plan.hosts],
-        "nodes": [asdict(node) for node in plan.nodes],
-        "batches": asdict(plan.batches),
-        "columns": asdict(plan.columns),
-        "transfer": asdict(plan.transfer),
-        "seconds": None if seconds is None else {**asdict(seconds), "total": seconds.total},
-        "idle": None if seconds is None or not plan.job.engine.servers else seconds.idle,
-        "gpu_hours": plan.gpu_hours,
     }
 
 

@@ -75,15 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _memory(config: TrainConfig, machine: Machine) -> str:
     from megatron_dppo.planner.run_plan import memory_here
 
-    return memory_here(config, machine)
+    return memory_here(config, machine)[0]
 
 
 def start_problems(config: TrainConfig, machine: Machine) -> list[str]:
     """Why the run can't be started on ``machine``: one line for each reason."""
     from megatron_dppo.launch.local import local_placement
-    from megatron_dppo.planner.run_plan import memory_problems  # loads numpy
+    from megatron_dppo.planner.run_plan import memory_here  # loads numpy
 
-    problems = [*machine_problems(config, machine), *memory_problems(config, machine)]
+    _, memory_faults = memory_here(config, machine)
+    problems = [*machine_problems(config, machine), *memory_faults]
     if machine.gpus:
         problems += allocator_problems(config, os.environ)
     try:

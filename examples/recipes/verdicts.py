@@ -13,8 +13,8 @@ from pathlib import Path
 
 from megatron_dppo.config import load_config
 from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.facts import job_of, shape_of
-from megatron_dppo.planner.run_plan import Verdict, verdict
+from megatron_dppo.planner.facts import facts_of, shape_of
+from megatron_dppo.planner.run_plan import RunPlan, plan_run
 
 HERE = Path(__file__).resolve().parent
 MODELS = HERE.parent / "model_configs"
@@ -34,11 +34,11 @@ GPUS = ("h100", "a100", "h200", "b200")
 BEGIN, END = "<!-- verdicts -->", "<!-- end of verdicts -->"
 
 
-def plans(recipe: str) -> dict[str, Verdict]:
+def plans(recipe: str) -> dict[str, RunPlan]:
     """The verdict by kind of GPU."""
     config = load_config(HERE / f"{recipe}.yaml")
-    job = job_of(config, shape_of(config.model.hf_checkpoint, MODELS))
-    return {gpu: verdict(job, Cluster(DEVICES[gpu], NODES[recipe])) for gpu in GPUS}
+    facts = facts_of(config, shape_of(config.model.hf_checkpoint, MODELS))
+    return {gpu: plan_run(facts, Cluster(DEVICES[gpu], NODES[recipe])) for gpu in GPUS}
 
 
 def table() -> str:
@@ -56,14 +56,14 @@ def table() -> str:
 
 def _row(recipe: str) -> list[str]:
     found = plans(recipe)
-    job = found["h100"].job
-    ranks = f"{job.trainer.layout.world_size}: {job.trainer.layout.describe()}"
-    servers = f"{job.engine.servers} x TP{job.engine.tensor}"
+    facts = found["h100"].facts
+    ranks = f"{facts.trainer.layout.world_size}: {facts.trainer.layout.describe()}"
+    servers = f"{facts.engine.servers} x TP{facts.engine.tensor}"
     cells = [_cell(plan) for plan in found.values()]
     return [f"`{recipe}`", f"{NODES[recipe]} x 8", ranks, servers, *cells]
 
 
-def _cell(plan: Verdict) -> str:
+def _cell(plan: RunPlan) -> str:
     if not plan.fits or plan.seconds is None or plan.engine is None:
         return "does not fit"
     share = plan.fullest.total / plan.cluster.device.memory

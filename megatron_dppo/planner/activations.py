@@ -8,7 +8,7 @@ from megatron_dppo.model.adapters import AdaptedLinear, adapted_linears
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.splits import padded_vocab_size
-from megatron_dppo.planner.facts import TrainerJob
+from megatron_dppo.planner.facts import TrainerFacts
 
 # What the layers' kernels keep for the backward pass, per token: Transformer Engine's on GPUs,
 # torch's on CPUs.
@@ -40,12 +40,12 @@ class LocalSizes:
     item: int
 
     @classmethod
-    def of(cls, job: TrainerJob, qk_norm: bool) -> LocalSizes:
-        """Of a rank of ``job``. With expert tensor parallelism a rank computes a slice for the tokens of its whole
+    def of(cls, trainer: TrainerFacts, qk_norm: bool) -> LocalSizes:
+        """Of a rank of ``facts``. With expert tensor parallelism a rank computes a slice for the tokens of its whole
         group."""
-        shape, layout = job.shape, job.layout
+        shape, layout = trainer.shape, trainer.layout
         sizes, tensor = shape.sizes(), layout.tensor
-        rows = 1 / tensor if job.sequence_parallel else 1.0
+        rows = 1 / tensor if trainer.sequence_parallel else 1.0
         return cls(
             hidden=shape.hidden_size,
             query=sizes["query"] / tensor,
@@ -59,7 +59,7 @@ class LocalSizes:
             assignments=shape.experts_per_token * rows * layout.expert_tensor,
             experts=shape.num_experts,
             experts_per_token=shape.experts_per_token,
-            item=job.item_bytes,
+            item=trainer.item_bytes,
         )
 
 
@@ -162,7 +162,7 @@ def _router(s: LocalSizes, row_id_map: float) -> float:
 # layers keep.
 
 
-def with_adapters(trained: LayerBytes, s: LocalSizes, job: TrainerJob) -> LayerBytes:
+def with_adapters(trained: LayerBytes, s: LocalSizes, trainer: TrainerFacts) -> LayerBytes:
     """``trained``, of a layer whose weights are trained, as it is with adapters on frozen ones.
 
     - A frozen norm of torch's keeps one fp32 tensor of its size less. A norm that is fused into an adapted linear is
@@ -172,12 +172,12 @@ def with_adapters(trained: LayerBytes, s: LocalSizes, job: TrainerJob) -> LayerB
       has laid them together: once for a micro-batch.
     - The input that a frozen linear doesn't keep, its adapter does; of linears without adapters this counts too much.
     """
-    assert job.trained is not None
-    adapters = job.trained.adapters
-    own = adapted_linears(adapters, job.shape, job.layout, 0)
-    layer = [linear for linear in own if linear.layer == own[0].layer]
+    assert trainer.trained is not None
+    adapters = trainer.trained.adapters
+    linears = adapted_linears(adapters, trainer.shape, trainer.layout, 0)
+    layer = [linear for linear in linears if linear.layer == linears[0].layer]
     fused = sum(_has_norm(linear) for linear in layer)
-    if job.transformer_engine:
+    if trainer.transformer_engine:
         norms = fused * (2 * s.hidden * s.item + _FLOAT) * s.rows
         heads = 0.0
     else:
@@ -188,7 +188,7 @@ def with_adapters(trained: LayerBytes, s: LocalSizes, job: TrainerJob) -> LayerB
     for linear in layer:
         rows = s.assignments if linear.of_experts else 1.0
         products = len(linear.parts) * adapters.rank * s.item * rows
-        laid_out = _laid_out(linear, adapters.rank) * s.item / job.tokens
+        laid_out = _laid_out(linear, adapters.rank) * s.item / trainer.tokens
         inner[_is_attention(linear)] += products + laid_out
     return replace(
         trained,
@@ -248,38 +248,35 @@ _TOPK = 8 + 8 + 4 + 4 + 8 + 4 + 4
 """Bytes per token and Top-K id: ids and columns int64, owned and reduced logits fp32, log pi fp64 and fp32, mu."""
 
 
-def logits_bytes(job: TrainerJob) -> int:
+def logits_bytes(trainer: TrainerFacts) -> int:
     """Logits of one micro-batch: tokens x padded vocabulary / TP, in the model's type.
 
     ``vocab_parallel/policy_stats.py`` reads them where they are and writes their gradient over them; no fp32 copy is
     made (``fp32_output=False`` in ``trainer/step.py``; the kernels hold rows in registers).
     """
-    tensor = job.layout.tensor
-    columns = padded_vocab_size(job.shape.vocab_size, tensor) // tensor
-    return job.tokens * columns * job.item_bytes
+    tensor = trainer.layout.tensor
+    columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor
+    return trainer.tokens * columns * trainer.item_bytes
 
 
-def statistics_bytes(job: TrainerJob, topk: int) -> int:
+def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
     """Statistics, and the packed row that tensor-parallel ranks reduce: 3 fp32 a rank (``vocab_parallel/wire.py``)."""
-    slots = 12 * job.layout.tensor if job.layout.tensor > 1 else 0
-    return job.tokens * (_STATISTICS + slots + _TOPK * (topk + 1 if topk else 0))
+    slots = 12 * trainer.layout.tensor if trainer.layout.tensor > 1 else 0
+    return trainer.tokens * (_STATISTICS + slots + _TOPK * (topk + 1 if topk else 0))
 
 
-def head_bytes(job: TrainerJob, topk: int) -> int:
+def head_bytes(trainer: TrainerFacts, topk: int) -> int:
     """All that the last stage holds of one micro-batch between the last layer and its backward pass.
 
-    Final norm as ``kernels`` counts norms; with sequence parallelism the output layer gathers its input once more,
+    Final norm as layers count norms; with sequence parallelism the output layer gathers its input once more,
     tokens x hidden, into a buffer that forward and backward share.
     """
-    hidden = job.shape.hidden_size
-    rows = 1 / job.layout.tensor if job.sequence_parallel else 1.0
-    kept = 2 * job.item_bytes if job.transformer_engine else 8 + job.item_bytes
-    norm = job.tokens * rows * (hidden * kept + 4)
-    return round(norm) + logits_bytes(job) + statistics_bytes(job, topk)
+    hidden = trainer.shape.hidden_size
+    rows = 1 / trainer.layout.tensor if trainer.sequence_parallel else 1.0
+    norm_bytes = 2 * trainer.item_bytes if trainer.transformer_engine else 8 + trainer.item_bytes
+    norm = trainer.tokens * rows * (hidden * norm_bytes + 4)
+    return round(norm) + logits_bytes(trainer) + statistics_bytes(trainer, topk)
 
-
-# Memory of a rank that grows with a micro-batch: what forward keeps for backward, and what passes
-# work in.
 
 BUSIEST_RANK = 1.25
 """Tokens on the busiest expert-parallel rank over the mean. Assumption: routing is not balanced by a loss here."""
@@ -310,49 +307,49 @@ class ActivationBytes:
         return self.saved + self.working
 
 
-def layer_bytes(job: TrainerJob, busiest: float = 1.0) -> LayerBytes:
+def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0) -> LayerBytes:
     """What one layer keeps per token of a micro-batch; ``busiest``: a rank's experts' tokens over the mean."""
     sizes = LocalSizes.of(
-        job, family_of(job.shape).has_layer_parameter("self_attention.q_layernorm.weight")
+        trainer, family_of(trainer.shape).has_layer_parameter("self_attention.q_layernorm.weight")
     )
-    made = transformer_engine if job.transformer_engine else torch_modules
-    found = made(sizes, job.shape.is_moe)
-    if job.trained is not None:
-        found = with_adapters(found, sizes, job)
-    if not job.shape.is_moe:
-        return found
-    return LayerBytes(**{**vars(found), "mlp": found.mlp * busiest})
+    kernels = transformer_engine if trainer.transformer_engine else torch_modules
+    layer = kernels(sizes, trainer.shape.is_moe)
+    if trainer.trained is not None:
+        layer = with_adapters(layer, sizes, trainer)
+    if not trainer.shape.is_moe:
+        return layer
+    return LayerBytes(**{**vars(layer), "mlp": layer.mlp * busiest})
 
 
 def activation_bytes(
-    job: TrainerJob, stage: int, topk: int = 0, busiest: float = BUSIEST_RANK
+    trainer: TrainerFacts, stage: int, topk: int = 0, busiest: float = BUSIEST_RANK
 ) -> ActivationBytes:
-    """Of each rank of ``stage``, for micro-batches of ``job.tokens`` tokens.
+    """Of each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
 
-    kept = chunks in flight x layers of a chunk x tokens x bytes that a layer keeps under the recompute setting
-    (``kernels``). Full recomputation runs each layer's forward again before its backward (``uniform``, one layer), so
+    kept = chunks in flight x layers of a chunk x tokens x bytes that a layer keeps under the recompute setting.
+    Full recomputation runs each layer's forward again before its backward (``uniform``, one layer), so
     one layer's whole set lives beside the kept inputs. Working memory: gradients with respect to the widest tensors of
     a layer's backward pass, the experts' (or the MLP's) input and fused product.
     """
-    layer = layer_bytes(job, busiest)
-    layers = job.shape.num_layers // (job.layout.pipeline * job.layout.chunks)
-    in_flight = chunks_in_flight(job.layout, stage, job.micro_batches)
-    kept = in_flight * layers * job.tokens * layer.kept(job.recompute)
-    is_last = stage == job.layout.pipeline - 1
+    layer = layer_bytes(trainer, busiest)
+    layers = trainer.shape.num_layers // (trainer.layout.pipeline * trainer.layout.chunks)
+    in_flight = chunks_in_flight(trainer.layout, stage, trainer.micro_batches)
+    layer_tensors = in_flight * layers * trainer.tokens * layer.kept(trainer.recompute)
+    is_last = stage == trainer.layout.pipeline - 1
     return ActivationBytes(
-        kept=round(kept),
-        head=head_bytes(job, topk) if is_last else 0,
-        recomputed=round(job.tokens * layer.whole) if job.recompute == "full" else 0,
-        working=round(job.tokens * _working(job, busiest)),
+        kept=round(layer_tensors),
+        head=head_bytes(trainer, topk) if is_last else 0,
+        recomputed=round(trainer.tokens * layer.whole) if trainer.recompute == "full" else 0,
+        working=round(trainer.tokens * _working(trainer, busiest)),
     )
 
 
-def _working(job: TrainerJob, busiest: float) -> float:
+def _working(trainer: TrainerFacts, busiest: float) -> float:
     """Per token: gradients of the widest layer, h + 2f for each (token, expert) pair, and of the hidden states gathered
     over tensor-parallel ranks."""
-    sizes = LocalSizes.of(job, False)
+    sizes = LocalSizes.of(trainer, False)
     gathered = 2 * sizes.hidden
-    if job.shape.is_moe:
+    if trainer.shape.is_moe:
         wide = sizes.assignments * busiest * (2 * sizes.hidden + 2 * sizes.expert_ffn)
     else:
         wide = 2 * sizes.ffn

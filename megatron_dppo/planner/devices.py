@@ -36,9 +36,6 @@ def ceil_to(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-# The machines that a plan is made for: GPUs by name, with what their makers publish.
-
-
 @dataclass(frozen=True)
 class Device:
     """One GPU and its share of a node.
@@ -112,9 +109,10 @@ _BOARDS = {
 def device_named(name: str) -> Device | None:
     """The board by the name that its driver gives it, such as ``NVIDIA H100 80GB HBM3``; None for another one: a
     GH200 is no H200, and an A100 may have 64 GB."""
-    for pattern, known in _BOARDS.items():
+    # More specific patterns come first: an H100 PCIe has 80 GB, too.
+    for pattern, board in _BOARDS.items():
         if re.search(rf"\b{pattern}\b", name, re.IGNORECASE):
-            return DEVICES[known]
+            return DEVICES[board]
     return None
 
 

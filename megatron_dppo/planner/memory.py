@@ -40,7 +40,7 @@ from megatron_dppo.planner.devices import (
     power_of_two,
     usable_bytes,
 )
-from megatron_dppo.planner.facts import EngineJob, Job, RolloutJob, TrainerJob
+from megatron_dppo.planner.facts import EngineFacts, RolloutFacts, RunFacts, TrainerFacts
 from megatron_dppo.planner.parameters import Counts, RankParameters, elements, rank_parameters
 
 # GPU memory of NCCL's communicators, of a trainer rank and of an engine rank.
@@ -96,7 +96,7 @@ class StateBytes:
         return self.weights + self.gradients + self.optimizer
 
 
-def state_bytes(job: TrainerJob, stage: int) -> StateBytes:
+def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
     """Weights, gradient buffer and optimizer state of each rank of ``stage``.
 
     - weights: elements x 2 (bfloat16) or 4 (float32).
@@ -112,28 +112,28 @@ def state_bytes(job: TrainerJob, stage: int) -> StateBytes:
     - A reference policy is a copy of those of the model's own parameters that are trained; of the adapters, too, where
       they start from a folder (``ReferenceWeights``).
     """
-    parameters, frozen = rank_parameters(job.shape, job.layout, stage), 0
+    parameters, frozen = rank_parameters(trainer.shape, trainer.layout, stage), 0
     changed = parameters.elements
-    if job.trained is not None:
-        changed = job.trained.trained_base(job.shape, job.layout)
+    if trainer.trained is not None:
+        changed = trainer.trained.trained_base(trainer.shape, trainer.layout)
         frozen = parameters.elements - changed
-        parameters = job.trained.parameters(job.shape, job.layout, stage)
+        parameters = trainer.trained.parameters(trainer.shape, trainer.layout, stage)
     padded = [
-        _buffer_elements(counts, replicas) if job.distributed else elements(counts)
-        for counts, replicas in _groups(parameters, job.layout)
+        _buffer_elements(counts, replicas) if trainer.distributed else elements(counts)
+        for counts, replicas in _groups(parameters, trainer.layout)
     ]
-    held = sum(padded)
-    kept = changed if job.reference else 0
-    if job.reference_adapters:
-        kept = parameters.elements
+    buffered = sum(padded)
+    copied = changed if trainer.reference else 0
+    if trainer.reference_adapters:
+        copied = parameters.elements
     shared = [
-        size // replicas if job.distributed else size
-        for size, (_, replicas) in zip(padded, _groups(parameters, job.layout), strict=True)
+        size // replicas if trainer.distributed else size
+        for size, (_, replicas) in zip(padded, _groups(parameters, trainer.layout), strict=True)
     ]
     return StateBytes(
-        weights=(frozen + held + kept) * job.item_bytes,
-        gradients=held * job.gradient_bytes,
-        optimizer=round(sum(shared) * job.optimizer_bytes),
+        weights=(frozen + buffered + copied) * trainer.item_bytes,
+        gradients=buffered * trainer.gradient_bytes,
+        optimizer=round(sum(shared) * trainer.optimizer_bytes),
     )
 
 
@@ -190,17 +190,17 @@ class RankBytes:
         return steady + max(training, self.update_buckets)
 
 
-def rank_bytes(job: Job, stage: int, *, gpu: bool = True) -> RankBytes:
+def rank_bytes(facts: RunFacts, stage: int, *, gpu: bool = True) -> RankBytes:
     """Of each rank of ``stage``. Update: a bucket that is gathered, one that is sent, and one on its way to the
     engine's layout; columns on the way between ranks are smaller and earlier."""
-    activations = activation_bytes(job.trainer, stage, job.rollout.topk)
-    sends = job.engine.servers > 0
+    activations = activation_bytes(facts.trainer, stage, facts.rollout.topk)
+    sends = facts.engine.servers > 0
     return RankBytes(
         stage=stage,
-        state=state_bytes(job.trainer, stage),
+        state=state_bytes(facts.trainer, stage),
         activations=activations,
-        update_buckets=max(3 * job.bucket_bytes, 2 * _COLUMN_PIECE) if gpu else 0,
-        communicators=trainer_communicator_bytes(job.trainer.layout, sends=sends) if gpu else 0,
+        update_buckets=max(3 * facts.bucket_bytes, 2 * _COLUMN_PIECE) if gpu else 0,
+        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=sends) if gpu else 0,
         context=CONTEXT if gpu else 0,
         fragmentation=round(activations.total * FRAGMENTATION) if gpu else 0,
     )
@@ -250,7 +250,7 @@ def _elements(rule: Rule, shape: ModelShape, size: int) -> int:
     return math.prod(shard_of(rule.in_engine.split, rule.sources, shape, 0, size).shape)
 
 
-def kv_bytes_per_token(shape: ModelShape, engine: EngineJob) -> int:
+def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
     """Of one GPU: 2 x layers x key-value heads of the rank (at least one) x head size x bytes of an element (SGLang's
     ``MHATokenToKVPool``)."""
     heads = max(1, shape.num_query_groups // engine.tensor)
@@ -258,7 +258,7 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineJob) -> int:
     return 2 * layers * heads * shape.head_dim * engine.kv_bytes
 
 
-def default_fraction(device: Device, engine: EngineJob) -> float:
+def default_fraction(device: Device, engine: EngineFacts) -> float:
     """``mem_fraction_static`` as SGLang 0.5.23 chooses it (``arg_groups/memory_hook.py``): MiB kept free = 512 + 1.5 x
     chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and on GPUs above 60 GiB at least 10 GiB."""
     memory = device.memory / MIB
@@ -270,14 +270,14 @@ def default_fraction(device: Device, engine: EngineJob) -> float:
     return round((memory - reserved) / memory, 3)
 
 
-def chunk_tokens(engine: EngineJob, device: Device) -> int:
+def chunk_tokens(engine: EngineFacts, device: Device) -> int:
     """Tokens of a prefill's pass, as SGLang chooses them."""
     large = device.memory >= 160 * 1024 * MIB
     return engine.chunked_prefill or (2 * _CHUNKED_PREFILL if large else _CHUNKED_PREFILL)
 
 
 def engine_bytes(
-    shape: ModelShape, engine: EngineJob, rollout: RolloutJob, device: Device
+    shape: ModelShape, engine: EngineFacts, rollout: RolloutFacts, device: Device
 ) -> EngineBytes:
     """KV pool = fraction x free memory before the weights - weights; tokens = pool / bytes of a token.
 
@@ -334,7 +334,7 @@ class ColumnBytes:
     replicas: float
 
 
-def column_bytes(shape: ModelShape, rollout: RolloutJob) -> ColumnBytes:
+def column_bytes(shape: ModelShape, rollout: RolloutFacts) -> ColumnBytes:
     """Rows x bytes of a row, by the declarations in ``data/columns.py``, at the mean lengths.
 
     Routing (R3): layers x experts of a token, uint8 up to 256 experts, for every token but the last; the same beside
@@ -364,7 +364,7 @@ def routing_bytes_per_token(shape: ModelShape) -> int:
     return Form(narrow if shape.num_experts <= 256 else wide, trailing).row_bytes
 
 
-def _rows(column: Column, rollout: RolloutJob) -> float:
+def _rows(column: Column, rollout: RolloutFacts) -> float:
     """Rows of a rollout batch."""
     each = rollout.mean_response if column.rows is Rows.SAMPLED else rollout.mean_length - 1
     return rollout.responses * each
@@ -454,7 +454,7 @@ class HostBytes:
         return self.processes + self.batch + self.checkpoint + self.capture
 
 
-def host_bytes(job: Job, columns: ColumnBytes, node: NodeRoles, capture: int) -> HostBytes:
+def host_bytes(facts: RunFacts, columns: ColumnBytes, node: NodeRoles, capture: int) -> HostBytes:
     """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3.
 
     batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
@@ -462,23 +462,25 @@ def host_bytes(job: Job, columns: ColumnBytes, node: NodeRoles, capture: int) ->
     an element that it shares with its replicas (12 in float32); with adapters, of them alone. It copies into one pinned
     buffer, which torch's CachingHostAllocator rounds up to a power of two.
     """
-    copies = COPIES + job.rollout.staleness
-    per_rank = columns.replicas / job.trainer.layout.data
+    copies = COPIES + facts.rollout.staleness
+    per_rank = columns.replicas / facts.trainer.layout.data
     return HostBytes(
         processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
         batch=round(node.trainer * copies * per_rank),
-        checkpoint=len(node.ranks) * power_of_two(_copied(job)) if job.checkpoint_background else 0,
+        checkpoint=len(node.ranks) * power_of_two(_copied(facts))
+        if facts.checkpoint_background
+        else 0,
         capture=node.engine * capture,
     )
 
 
-def _copied(job: Job) -> int:
+def _copied(facts: RunFacts) -> int:
     """What a rank of the first stage writes: with its replicas it shares out what they all hold."""
-    layout, trained = job.trainer.layout, job.trainer.trained
+    layout, trained = facts.trainer.layout, facts.trainer.trained
     if trained is None:
-        held = rank_parameters(job.trainer.shape, layout, 0)
-        experts = elements(held.experts) * layout.expert * layout.expert_tensor
-        written = (elements(held.dense) * layout.tensor + experts) * layout.pipeline
+        counts = rank_parameters(facts.trainer.shape, layout, 0)
+        experts = elements(counts.experts) * layout.expert * layout.expert_tensor
+        written = (elements(counts.dense) * layout.tensor + experts) * layout.pipeline
     else:
-        written = trained.elements(job.trainer.shape)
-    return round(checkpoint_bytes(written, job.trainer.dtype) / layout.world_size)
+        written = trained.elements(facts.trainer.shape)
+    return round(checkpoint_bytes(written, facts.trainer.dtype) / layout.world_size)

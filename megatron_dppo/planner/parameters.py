@@ -16,8 +16,6 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import shard_of
 from megatron_dppo.model.shape import ModelShape
 
-# Parameters of a trainer rank, counted from the families' tables without making them.
-
 Counts = tuple[tuple[int, int], ...]
 """(elements, how many parameters have that size) of one group of parameters."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,14 +13,12 @@ from rich.table import Table
 from megatron_dppo.model.mapping import parameters
 from megatron_dppo.planner import activations, step_time
 from megatron_dppo.planner.devices import GIB, gb, gib
-from megatron_dppo.planner.run_plan import Verdict
+from megatron_dppo.planner.run_plan import RunPlan
 from megatron_dppo.planner.search import Proposal
 from megatron_dppo.planner.step_time import model_flops_utilisation
 
-# A plan as tables for people.
 
-
-def print_plan(console: Console, plan: Verdict) -> None:
+def print_plan(console: Console, plan: RunPlan) -> None:
     """Every part of the plan, and the verdict last."""
     for text in _head(plan):
         console.print(text, highlight=False)
@@ -38,15 +38,15 @@ def print_plan(console: Console, plan: Verdict) -> None:
     print_verdict(console, plan)
 
 
-def print_verdict(console: Console, plan: Verdict) -> None:
+def print_verdict(console: Console, plan: RunPlan) -> None:
     """Whether it fits and what is nearest to its bound, or everything that stands against it."""
     if plan.fits:
         console.print("It fits.", highlight=False)
         console.print(f"Limits: {plan.memory_limit}; {plan.time_limit}.", highlight=False)
         return
     console.print("It can't work:", highlight=False)
-    for problem in plan.problems:
-        console.print(f"  {problem}", highlight=False, soft_wrap=True)
+    for fault in plan.faults:
+        console.print(f"  {fault}", highlight=False, soft_wrap=True)
 
 
 def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
@@ -55,37 +55,37 @@ def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
         "Layouts that fit", "step", "generate", "train", "rank", "layout", "servers", "recompute"
     )
     for p in proposals:
-        seconds, engine = p.plan.seconds, p.plan.job.engine
+        seconds, engine = p.plan.seconds, p.plan.facts.engine
         assert seconds is not None
         table.add_row(
             f"{seconds.total:.0f} s", f"{seconds.generation:.0f} s", f"{seconds.trainer:.0f} s",
-            gib(p.plan.fullest.total), p.plan.job.trainer.layout.describe(),
-            f"{engine.servers} x TP{engine.tensor}", p.plan.job.trainer.recompute,
+            gib(p.plan.fullest.total), p.plan.facts.trainer.layout.describe(),
+            f"{engine.servers} x TP{engine.tensor}", p.plan.facts.trainer.recompute,
         )  # fmt: skip
     console.print(table)
     for number, p in enumerate(proposals, start=1):
-        words = " ".join(p.changes) or "the recipe as it is"
-        console.print(f"  {number}: {words}", highlight=False, soft_wrap=True)
+        changes = " ".join(p.changes) or "the recipe as it is"
+        console.print(f"  {number}: {changes}", highlight=False, soft_wrap=True)
 
 
-def _head(plan: Verdict) -> Iterable[str]:
-    job, cluster, found = plan.job, plan.cluster, plan.batches
-    shape, device = job.trainer.shape, cluster.device
+def _head(plan: RunPlan) -> Iterable[str]:
+    facts, cluster = plan.facts, plan.cluster
+    trainer, rollout, batches = facts.trainer, facts.rollout, facts.batches()
     yield (
-        f"{shape.family}, {parameters(shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
-        f"{cluster.gpus_per_node} {device.name}; trainer {job.trainer.layout.describe()}, recompute "
-        f"{job.trainer.recompute}, {'distributed' if job.trainer.distributed else 'plain'} optimizer"
+        f"{trainer.shape.family}, {parameters(trainer.shape) / 1e9:.2f} B parameters, on {cluster.nodes} x "
+        f"{cluster.gpus_per_node} {cluster.device.name}; trainer {trainer.layout.describe()}, recompute "
+        f"{trainer.recompute}, {'distributed' if trainer.distributed else 'plain'} optimizer"
     )
     yield (
-        f"A step: {found.responses:,} responses, {found.tokens / 1e6:.1f} M tokens at {job.rollout.mean_prompt:.0f} + "
-        f"{job.rollout.mean_response:.0f} each, at most {found.longest_tokens / 1e6:.1f} M; {found.optimizer_steps} "
-        f"optimiser steps of {found.per_step} responses, {found.replica:.0f} on each of "
-        f"{job.trainer.layout.data} replicas in about {found.micro_batches} micro-batches of up to "
-        f"{found.micro_batch_tokens:,} tokens"
+        f"A step: {rollout.responses:,} responses, {rollout.tokens / 1e6:.1f} M tokens at {rollout.mean_prompt:.0f} + "
+        f"{rollout.mean_response:.0f} each, at most {batches['longest_tokens'] / 1e6:.1f} M; {rollout.steps} "
+        f"optimiser steps of {batches['per_step']} responses, {batches['replica']:.0f} on each of "
+        f"{trainer.layout.data} replicas in about {trainer.micro_batches} micro-batches of up to "
+        f"{trainer.tokens:,} tokens"
     )
 
 
-def _roles(plan: Verdict) -> Table | None:
+def _roles(plan: RunPlan) -> Table | None:
     if not plan.nodes:
         return None
     table = _table("Who runs where", "node", "GPUs", "train", "serve", "servers", "idle")
@@ -99,7 +99,7 @@ def _roles(plan: Verdict) -> Table | None:
     return table
 
 
-def _ranks(plan: Verdict) -> Table:
+def _ranks(plan: RunPlan) -> Table:
     names = list(plan.ranks[0].parts)
     table = _table("A trainer rank's GPU, GiB", "stage", *names, "total", "of")
     for rank in plan.ranks:
@@ -109,11 +109,11 @@ def _ranks(plan: Verdict) -> Table:
     return table
 
 
-def _engine(plan: Verdict) -> Table | None:
-    engine, job = plan.engine, plan.job.engine
+def _engine(plan: RunPlan) -> Table | None:
+    engine, facts = plan.engine, plan.facts.engine
     if engine is None:
         return None
-    title = f"A server's GPU: {job.servers} servers x TP {job.tensor}, mem_fraction_static {engine.fraction}"
+    title = f"A server's GPU: {facts.servers} servers x TP {facts.tensor}, mem_fraction_static {engine.fraction}"
     table = _table(
         title, "weights", "KV pool", "left free", "KV tokens", "sequences at once", "all longest"
     )
@@ -124,7 +124,7 @@ def _engine(plan: Verdict) -> Table | None:
     return table
 
 
-def _hosts(plan: Verdict) -> Table | None:
+def _hosts(plan: RunPlan) -> Table | None:
     if not plan.nodes:
         return None
     table = _table(
@@ -137,8 +137,8 @@ def _hosts(plan: Verdict) -> Table | None:
     return table
 
 
-def _data(plan: Verdict) -> Table:
-    columns, moved = plan.columns, plan.transfer
+def _data(plan: RunPlan) -> Table:
+    columns, moved = plan.columns, plan.traffic
     table = _table("What moves", "what", "bytes", "seconds")
     table.add_row(
         "a weight update, to each engine GPU",
@@ -158,7 +158,7 @@ def _data(plan: Verdict) -> Table:
     return table
 
 
-def _time(plan: Verdict) -> Table | None:
+def _time(plan: RunPlan) -> Table | None:
     seconds = plan.seconds
     if seconds is None:
         return None
@@ -169,34 +169,35 @@ def _time(plan: Verdict) -> Table | None:
         "tokens/s/GPU",
         "MFU",
     )
-    used = plan.job.trainer.layout.world_size + plan.job.engine.servers * plan.job.engine.gpus
-    rate = plan.job.rollout.tokens / seconds.total / used
-    mfu = model_flops_utilisation(plan.job, seconds, plan.cluster)
+    used = plan.facts.trainer.layout.world_size + plan.facts.engine.servers * plan.facts.engine.gpus
+    rate = plan.facts.rollout.tokens / seconds.total / used
+    mfu = model_flops_utilisation(plan.facts, seconds, plan.cluster)
     cells = [f"{value:.1f}" for value in seconds.phases.values()]
     table.add_row(*cells, f"{seconds.total:.0f}", f"{rate:,.0f}", f"{mfu:.0%}")
     return table
 
 
-def _evaluation(plan: Verdict) -> str | None:
-    asked, seconds = plan.job.evaluation, plan.seconds
-    if asked is None or seconds is None or not seconds.evaluation:
+def _evaluation(plan: RunPlan) -> str | None:
+    evaluation, seconds = plan.facts.evaluation, plan.seconds
+    if evaluation is None or seconds is None or not seconds.evaluation:
         return None
-    each = seconds.evaluation / asked.every
+    each = seconds.evaluation / evaluation.every
     return (
-        f"Evaluation: {asked.problems} problems x {asked.samples} take {seconds.evaluation:.0f} s, before the first "
-        f"step and every {asked.every} steps: {each:.0f} s for each step, {each / (seconds.total + each):.0%} of all."
+        f"Evaluation: {evaluation.problems} problems x {evaluation.samples} take {seconds.evaluation:.0f} s, before the "
+        f"first step and every {evaluation.every} steps: {each:.0f} s for each step, "
+        f"{each / (seconds.total + each):.0%} of all."
     )
 
 
-def _print_assumptions(console: Console, plan: Verdict) -> None:
-    known = {
+def _print_assumptions(console: Console, plan: RunPlan) -> None:
+    assumptions = {
         **step_time.assumptions(),
         "seconds from node to node": plan.cluster.network_latency,
         "busiest expert rank over the mean": activations.BUSIEST_RANK,
     }
-    text = "; ".join(f"{name} {value:g}" for name, value in known.items())
+    text = "; ".join(f"{name} {value:g}" for name, value in assumptions.items())
     console.print(f"Assumed: {text}. Formulas and sources: docs/planner.md.", highlight=False)
-    ignored = sorted(plan.job.not_counted)
+    ignored = sorted(plan.facts.not_counted)
     if ignored:
         console.print(f"Not counted: {', '.join(ignored)}.", highlight=False)
 
@@ -208,8 +209,6 @@ def _table(title: str, *headings: str) -> Table:
     return table
 
 
-# A plan's memory as a picture: one bar for each kind of GPU, by part.
-
 _COLOURS = {
     "weights": "#4C72B0", "gradients": "#DD8452", "optimizer": "#55A868", "activations": "#C44E52",
     "logits": "#8172B3", "working": "#937860", "communicators": "#8C8C8C", "context": "#CCB974",
@@ -217,23 +216,23 @@ _COLOURS = {
 }  # fmt: skip
 
 
-def bars(plan: Verdict) -> dict[str, dict[str, float]]:
+def bars(plan: RunPlan) -> dict[str, dict[str, float]]:
     """Bar -> part -> GiB, from the top: each trainer stage, then a server's GPU."""
-    found = {
+    parts_by_bar = {
         f"trainer, stage {rank.stage}": {part: size / GIB for part, size in rank.parts.items()}
         for rank in plan.ranks
     }
     engine = plan.engine
     if engine is not None:
-        found["server"] = {
+        parts_by_bar["server"] = {
             "weights": engine.weights / GIB,
             "KV cache": max(0, engine.kv_pool) / GIB,
             "left free": engine.reserved / GIB,
         }
-    return found
+    return parts_by_bar
 
 
-def draw(plan: Verdict, path: str | Path) -> None:
+def draw(plan: RunPlan, path: str | Path) -> None:
     """Write the picture as PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -263,3 +262,22 @@ def draw(plan: Verdict, path: str | Path) -> None:
         axes.spines[side].set_visible(False)
     figure.tight_layout(rect=(0, 0, 1, 1 - 0.42 / figure.get_figheight()))
     figure.savefig(path, dpi=120)
+
+
+def plan_json(plan: RunPlan) -> dict[str, Any]:
+    """Every number of a plan as plain values; bytes and seconds."""
+    seconds = plan.seconds
+    return {
+        "limits": [plan.memory_limit, plan.time_limit],
+        "layout": asdict(plan.facts.trainer.layout),
+        "ranks": [{**rank.parts, "stage": rank.stage, "total": rank.total} for rank in plan.ranks],
+        "engine": None if plan.engine is None else asdict(plan.engine),
+        "hosts": [{**asdict(host), "total": host.total} for host in plan.hosts],
+        "nodes": [asdict(node) for node in plan.nodes],
+        "batches": plan.facts.batches(),
+        "columns": asdict(plan.columns),
+        "transfer": asdict(plan.traffic),
+        "seconds": None if seconds is None else {**asdict(seconds), "total": seconds.total},
+        "idle": None if seconds is None or not plan.facts.engine.servers else seconds.idle,
+        "gpu_hours": plan.gpu_hours,
+    }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_dppo.config import ConfigError
 from megatron_dppo.config.machine import Machine
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.errors import LayoutError, ModelError
@@ -13,7 +14,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import EngineLayout, check_engine_layout
 from megatron_dppo.planner.activations import activation_bytes
 from megatron_dppo.planner.devices import Cluster, Device, device_named, gib
-from megatron_dppo.planner.facts import Batches, Job, batches, job_of
+from megatron_dppo.planner.facts import RunFacts, facts_of
 from megatron_dppo.planner.memory import (
     LEAST_RESERVED,
     ColumnBytes,
@@ -32,36 +33,35 @@ from megatron_dppo.planner.memory import (
     weight_bytes,
 )
 from megatron_dppo.planner.step_time import StepSeconds, step_seconds
-from megatron_dppo.planner.traffic import STORAGE, Transfer, transfer
+from megatron_dppo.planner.traffic import STORAGE, Traffic, traffic
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RunPlan:
     """A plan. ``engine`` None: the run starts no servers, or they can't hold the model. ``hosts``: of the nodes, in
     order. ``misplaced``: why the roles don't fit the nodes; ``too_large``: what exceeds a memory; a line each."""
 
-    job: Job
+    facts: RunFacts
     cluster: Cluster
     nodes: tuple[NodeRoles, ...]
-    batches: Batches
     ranks: tuple[RankBytes, ...]
     engine: EngineBytes | None
     hosts: tuple[HostBytes, ...]
     columns: ColumnBytes
-    transfer: Transfer
+    traffic: Traffic
     seconds: StepSeconds | None
     misplaced: tuple[str, ...]
     too_large: tuple[str, ...]
 
     @property
-    def problems(self) -> tuple[str, ...]:
+    def faults(self) -> tuple[str, ...]:
         """Everything that stands against it."""
         return self.misplaced + self.too_large
 
     @property
     def fits(self) -> bool:
         """Whether nothing stands against it."""
-        return not self.problems
+        return not self.faults
 
     @property
     def gpu_hours(self) -> float:
@@ -92,73 +92,69 @@ class Verdict:
         text = f"{name}, {longest / self.seconds.total:.0%} of a step"
         engine = self.engine
         if name == "generation" and engine is not None:
-            asked = self.batches.responses // self.job.engine.servers
-            if engine.sequences < asked:
+            waiting = self.facts.rollout.responses // self.facts.engine.servers
+            if engine.sequences < waiting:
                 text += (
-                    f"; {engine.sequences} of a server's {asked} sequences run at once (KV cache)"
+                    f"; {engine.sequences} of a server's {waiting} sequences run at once (KV cache)"
                 )
         return text
 
 
-def verdict(job: Job, cluster: Cluster, storage: float = STORAGE) -> Verdict:
-    """The plan of ``job`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
-    nodes, misplaced = node_roles(job.roles, cluster)
-    ranks = tuple(rank_bytes(job, stage) for stage in range(job.trainer.layout.pipeline))
-    columns, moved = (
-        column_bytes(job.trainer.shape, job.rollout),
-        transfer(job, cluster.device, storage),
-    )
-    engine, problems = _engine(job, cluster)
-    hosts = _hosts(job, nodes, columns, engine)
-    problems += [*_gpu_problems(ranks, cluster), *_host_problems(hosts, cluster)]
-    problems += _sharing_problems(job, ranks, engine, cluster)
-    seconds = None if job.engine.servers and engine is None else step_seconds(job, cluster, moved)
-    return Verdict(
-        job=job,
+def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> RunPlan:
+    """The plan of ``facts`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
+    nodes, misplaced = node_roles(facts.roles, cluster)
+    ranks = tuple(rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
+    columns = column_bytes(facts.trainer.shape, facts.rollout)
+    moved = traffic(facts, cluster.device, storage)
+    engine, too_large = _engine(facts, cluster)
+    capture = 0
+    if engine is not None and facts.rollout.routing:
+        capture = capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
+    hosts = tuple(host_bytes(facts, columns, node, capture) for node in nodes)
+    too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
+    too_large += _sharing_faults(facts, ranks, engine, cluster)
+    is_timed = engine is not None or not facts.engine.servers
+    return RunPlan(
+        facts=facts,
         cluster=cluster,
         nodes=nodes,
-        batches=batches(job),
         ranks=ranks,
         engine=engine,
         hosts=hosts,
         columns=columns,
-        transfer=moved,
-        seconds=seconds,
+        traffic=moved,
+        seconds=step_seconds(facts, cluster, moved) if is_timed else None,
         misplaced=tuple(misplaced),
-        too_large=tuple(problems),
+        too_large=tuple(too_large),
     )
 
 
-def _engine(job: Job, cluster: Cluster) -> tuple[EngineBytes | None, list[str]]:
-    engine, shape = job.engine, job.trainer.shape
+def _engine(facts: RunFacts, cluster: Cluster) -> tuple[EngineBytes | None, list[str]]:
+    """A server's GPU, and what is wrong with it; None where there is no server, or it can't hold the model."""
+    engine, shape = facts.engine, facts.trainer.shape
     if not engine.servers:
         return None, []
     try:
         check_engine_layout(shape, EngineLayout(engine.tensor, engine.expert))
     except LayoutError as error:
         return None, [f"sglang: {error}"]
-    found = engine_bytes(shape, engine, job.rollout, cluster.device)
-    return found, list(_engine_problems(found, job))
-
-
-def _engine_problems(found: EngineBytes, job: Job) -> Iterator[str]:
-    longest = job.rollout.longest_prompt + job.rollout.longest_response
-    if found.kv_tokens < longest:
-        yield (
-            f"engine GPU memory: {gib(found.weights)} of weights leave a KV cache of "
-            f"{found.kv_tokens:,} tokens in mem_fraction_static {found.fraction}, expected at least "
-            f"one sequence of {longest:,}"
+    parts = engine_bytes(shape, engine, facts.rollout, cluster.device)
+    groups = engine_communicator_bytes(engine.tensor, facts.senders)
+    longest, faults = facts.rollout.longest, []
+    if parts.kv_tokens < longest:
+        faults.append(
+            f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {parts.kv_tokens:,} tokens in "
+            f"mem_fraction_static {parts.fraction}, expected at least one sequence of {longest:,}"
         )
-    groups = engine_communicator_bytes(job.engine.tensor, job.senders)
-    if found.reserved < groups + LEAST_RESERVED:
-        yield (
-            f"engine GPU memory: mem_fraction_static {found.fraction} leaves {gib(found.reserved)} "
-            f"free, expected at least {gib(groups + LEAST_RESERVED)}: {gib(groups)} of communicators "
-            f"and {gib(LEAST_RESERVED)} to work in"
+    if parts.reserved < groups + LEAST_RESERVED:
+        faults.append(
+            f"engine GPU memory: mem_fraction_static {parts.fraction} leaves {gib(parts.reserved)} free, expected at "
+            f"least {gib(groups + LEAST_RESERVED)}: {gib(groups)} of communicators and {gib(LEAST_RESERVED)} to work in"
         )
+    return parts, faults
 
 
-def _gpu_problems(ranks: tuple[RankBytes, ...], cluster: Cluster) -> Iterator[str]:
+def _rank_faults(ranks: tuple[RankBytes, ...], cluster: Cluster) -> Iterator[str]:
     device = cluster.device
     for rank in ranks:
         if rank.total > device.memory:
@@ -169,12 +165,12 @@ def _gpu_problems(ranks: tuple[RankBytes, ...], cluster: Cluster) -> Iterator[st
             )
 
 
-def _sharing_problems(
-    job: Job, ranks: tuple[RankBytes, ...], engine: EngineBytes | None, cluster: Cluster
+def _sharing_faults(
+    facts: RunFacts, ranks: tuple[RankBytes, ...], engine: EngineBytes | None, cluster: Cluster
 ) -> Iterator[str]:
     """Servers that begin at a rank's GPU (``sglang.base_gpu_id``) share its memory."""
-    first = job.roles.first_device
-    if engine is None or first is None or first >= job.roles.ranks:
+    first = facts.roles.first_device
+    if engine is None or first is None or first >= facts.roles.ranks:
         return
     rank, server = max(rank.total for rank in ranks), engine.weights + max(0, engine.kv_pool)
     if rank + server > cluster.device.memory:
@@ -185,16 +181,7 @@ def _sharing_problems(
         )
 
 
-def _hosts(
-    job: Job, nodes: tuple[NodeRoles, ...], columns: ColumnBytes, engine: EngineBytes | None
-) -> tuple[HostBytes, ...]:
-    capture = 0
-    if engine is not None and job.rollout.routing:
-        capture = capture_host_bytes(job.trainer.shape, engine.kv_tokens)
-    return tuple(host_bytes(job, columns, node, capture) for node in nodes)
-
-
-def _host_problems(hosts: tuple[HostBytes, ...], cluster: Cluster) -> Iterator[str]:
+def _host_faults(hosts: tuple[HostBytes, ...], cluster: Cluster) -> Iterator[str]:
     for node, host in enumerate(hosts):
         if host.total > cluster.node_memory:
             yield (
@@ -204,79 +191,50 @@ def _host_problems(hosts: tuple[HostBytes, ...], cluster: Cluster) -> Iterator[s
             )
 
 
-# The planner's verdict on the machine that a run would be started on.
+def memory_here(config: TrainConfig, machine: Machine) -> tuple[str, list[str]]:
+    """What the run takes of the memory of ``machine``, in a line; and what does not fit there, a line each.
 
-NVIDIA = Path("/proc/driver/nvidia/gpus")
-
-
-def memory_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
-    """What does not fit the memory of ``machine``, a line each; nothing where its GPUs are of an unknown kind, and
-    where the checkpoint's config.json can't be read, which other checks tell."""
-    if machine.gpus:
-        device = device_here()
-        if device is not None and (job := _job(config, gpu=True)) is not None:
-            cluster = Cluster(device, 1, machine.gpus, machine.memory_bytes)
-            yield from verdict(job, cluster).too_large
-        return
-    job = _job(config, gpu=False)
-    if job is None:
-        return
-    needed = _state(job) + _engines(job)
-    if needed > machine.memory_bytes:
-        yield (
-            f"memory: weights, gradients and optimizer of {job.trainer.layout.world_size} ranks and the weights of "
-            f"{job.engine.servers} servers take {gib(needed)}, this machine has {gib(machine.memory_bytes)}"
-        )
-
-
-def memory_here(config: TrainConfig, machine: Machine) -> str:
-    """What the run takes of this machine's memory, in a line."""
+    Nothing is refused where its GPUs are of an unknown kind.
+    """
     gpu = machine.gpus > 0
-    job = _job(config, gpu=gpu)
-    if job is None:
-        return "memory: unknown"
-    layout = job.trainer.layout
-    first, live = state_bytes(job.trainer, 0), activation_bytes(job.trainer, 0)
-    return (
-        f"memory: {layout.world_size} ranks, each of weights {gib(first.weights)}, gradients {gib(first.gradients)}, "
-        f"optimizer {gib(first.optimizer)}, activations up to {gib(live.saved)}; {job.engine.servers} servers with "
-        f"weights of {gib(_engines(job) / max(1, job.engine.servers))}{_judged() if gpu else ''}"
+    try:
+        facts = facts_of(config, load_model_shape(config.model.hf_checkpoint), gpu=gpu)
+    except (ConfigError, ModelError):
+        # The checks of the configuration tell what can't be read.
+        return "memory: unknown", []
+    trainer, engine = facts.trainer, facts.engine
+    stages, world = range(trainer.layout.pipeline), trainer.layout.world_size
+    states = [state_bytes(trainer, stage) for stage in stages]
+    try:
+        rank = weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))
+    except ModelError:
+        rank = 0
+    servers = engine.servers * engine.tensor * rank
+    live = activation_bytes(trainer, 0).saved
+    line = (
+        f"memory: {world} ranks, each of weights {gib(states[0].weights)}, gradients {gib(states[0].gradients)}, "
+        f"optimizer {gib(states[0].optimizer)}, activations up to {gib(live)}; {engine.servers} servers with "
+        f"weights of {gib(servers / max(1, engine.servers))}"
     )
+    if gpu:
+        device = device_here()
+        if device is None:
+            unknown = "the GPUs are of a kind that the planner does not know"
+            return f"{line}; whether that fits is not judged: {unknown}", []
+        cluster = Cluster(device, 1, machine.gpus, machine.memory_bytes)
+        judged = f"{line}; judged as {device.name} of {gib(device.memory)}"
+        return judged, list(plan_run(facts, cluster).too_large)
+    needed = sum(state.total for state in states) * trainer.layout.stage_ranks + servers
+    if needed <= machine.memory_bytes:
+        return line, []
+    return line, [
+        f"memory: weights, gradients and optimizer of {world} ranks and the weights of {engine.servers} servers take "
+        f"{gib(needed)}, this machine has {gib(machine.memory_bytes)}"
+    ]
 
 
-def _judged() -> str:
-    device = device_here()
-    if device is None:
-        return "; whether that fits is not judged: the GPUs are of a kind that the planner does not know"
-    return f"; judged as {device.name} of {gib(device.memory)}"
-
-
-def device_here(folder: Path = NVIDIA) -> Device | None:
+def device_here(folder: Path = Path("/proc/driver/nvidia/gpus")) -> Device | None:
     """The kind of this machine's first GPU, by the name that its driver gives it; None for an unknown one."""
     for entry in sorted(folder.glob("*/information")):
         return device_named(entry.read_text(encoding="utf-8"))
     return None
-
-
-def _job(config: TrainConfig, *, gpu: bool) -> Job | None:
-    try:
-        return job_of(config, load_model_shape(config.model.hf_checkpoint), gpu=gpu)
-    except ModelError:
-        return None
-
-
-def _state(job: Job) -> int:
-    """Weights, gradients and optimizer of all ranks."""
-    layout = job.trainer.layout
-    return sum(
-        state_bytes(job.trainer, s).total * layout.stage_ranks for s in range(layout.pipeline)
-    )
-
-
-def _engines(job: Job) -> int:
-    engine = job.engine
-    try:
-        layout = EngineLayout(engine.tensor, engine.expert)
-        return engine.servers * engine.tensor * weight_bytes(job.trainer.shape, layout)
-    except ModelError:
-        return 0

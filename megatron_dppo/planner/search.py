@@ -1,4 +1,4 @@
-"""The layouts that fit a cluster, best first."""
+"""A recipe on a cluster: whether its layout is one at all, its plan, and the layouts that fit, best first."""
 
 from __future__ import annotations
 
@@ -12,17 +12,9 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.devices import Cluster
-from megatron_dppo.planner.facts import job_of
-from megatron_dppo.planner.run_plan import Verdict, verdict
-
-# Whether a configuration's layout is one at all: the checks that come before any arithmetic.
-
-
-def layout_problems(config: TrainConfig, shape: ModelShape) -> list[str]:
-    """What is wrong with the layout by itself, with the model, and with the batch sizes; no file is looked at."""
-    problems = list(world_problems(config)) or [*batch_problems(config)]
-    return problems + [p for check in LAYOUT_CHECKS for p in check(config, shape)]
-
+from megatron_dppo.planner.facts import RunFacts, facts_of
+from megatron_dppo.planner.run_plan import RunPlan, plan_run
+from megatron_dppo.planner.traffic import STORAGE
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RECOMPUTE = ("none", "selective", "full")
@@ -34,12 +26,48 @@ FULLEST = 0.9
 
 
 @dataclass(frozen=True)
+class Question:
+    """A recipe on a cluster.
+
+    ``mean_response``, ``mean_prompt``: assumed or measured, tokens; None: as ``facts_of`` assumes. ``storage``:
+    bytes/s of the shared file system.
+    """
+
+    config: TrainConfig
+    shape: ModelShape
+    cluster: Cluster
+    mean_response: float | None = None
+    mean_prompt: float | None = None
+    storage: float = STORAGE
+
+    def layout_faults(self) -> list[str]:
+        """What is wrong with the layout by itself, with the model, and with the batch sizes; no file is looked at."""
+        # Batch sizes are shared out over replicas, of which a wrong world has no number.
+        faults = list(world_problems(self.config)) or list(batch_problems(self.config))
+        return faults + [f for check in LAYOUT_CHECKS for f in check(self.config, self.shape)]
+
+    def facts(self) -> RunFacts:
+        """Of the run. The layout must be one."""
+        return facts_of(
+            self.config,
+            self.shape,
+            mean_response=self.mean_response,
+            mean_prompt=self.mean_prompt,
+            ranks_per_node=self.cluster.gpus_per_node,
+        )
+
+    def plan(self) -> RunPlan:
+        """The plan. The layout must be one."""
+        return plan_run(self.facts(), self.cluster, self.storage)
+
+
+@dataclass(frozen=True)
 class Proposal:
     """A layout that fits. ``changes``: what differs from the recipe, as overrides of the command line."""
 
     changes: tuple[str, ...]
-    config: TrainConfig
-    plan: Verdict
+    question: Question
+    plan: RunPlan
 
     @property
     def seconds(self) -> float:
@@ -48,55 +76,23 @@ class Proposal:
         return self.plan.seconds.total
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """Assumed or measured means, tokens; None: as ``job_of`` assumes."""
-
-    response: float | None = None
-    prompt: float | None = None
-
-
-def search(
-    config: TrainConfig, shape: ModelShape, cluster: Cluster, lengths: Lengths | None = None
-) -> list[Proposal]:
+def search(question: Question) -> list[Proposal]:
     """Every valid layout of the cluster's GPUs that fits, by expected seconds of a step.
 
     Tried: trainer and engine shares in halves of a node, tensor, pipeline, virtual pipeline and expert sizes, the three
     recompute settings, the servers' tensor sizes. All else stays as the recipe says; the optimizer is distributed.
     """
-    found = _fitting(config, shape, cluster, lengths or Lengths())
-    return sorted(found, key=lambda proposal: proposal.seconds)
+    return sorted(_fitting(question), key=lambda proposal: proposal.seconds)
 
 
-def least_nodes(
-    config: TrainConfig, shape: ModelShape, cluster: Cluster, lengths: Lengths | None = None
-) -> Cluster | None:
+def least_nodes(question: Question) -> Cluster | None:
     """The cluster with the fewest more nodes of its kind on which some layout fits; None where none of ``MOST_NODES``
     does."""
-    for nodes in range(cluster.nodes + 1, MOST_NODES + 1):
-        larger = replace(cluster, nodes=nodes)
-        if next(_fitting(config, shape, larger, lengths or Lengths()), None) is not None:
+    for nodes in range(question.cluster.nodes + 1, MOST_NODES + 1):
+        larger = replace(question.cluster, nodes=nodes)
+        if next(_fitting(replace(question, cluster=larger)), None) is not None:
             return larger
     return None
-
-
-def _fitting(
-    config: TrainConfig, shape: ModelShape, cluster: Cluster, lengths: Lengths
-) -> Iterator[Proposal]:
-    for changed in _candidates(config, shape, cluster):
-        if layout_problems(changed, shape):
-            continue
-        job = job_of(
-            changed,
-            shape,
-            mean_response=lengths.response,
-            mean_prompt=lengths.prompt,
-            ranks_per_node=cluster.gpus_per_node,
-        )
-        plan = verdict(job, cluster)
-        is_safe = plan.fullest.total <= FULLEST * cluster.device.memory
-        if plan.fits and is_safe and plan.seconds is not None:
-            yield Proposal(tuple(_changes(config, changed)), changed, plan)
 
 
 def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:
@@ -104,40 +100,40 @@ def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:
     return sorted(proposals, key=lambda p: (len(p.changes), p.seconds))[:count]
 
 
-def _candidates(config: TrainConfig, shape: ModelShape, cluster: Cluster) -> Iterator[TrainConfig]:
-    for world, servers, engine_tensor in _splits(config, cluster):
-        for sizes in _layouts(world, shape):
-            for recompute in _RECOMPUTE:
-                yield _with(
-                    config,
-                    parallel=asdict(sizes),
-                    recompute=recompute,
-                    servers=servers,
-                    engine_tensor=engine_tensor,
-                )
+def _fitting(question: Question) -> Iterator[Proposal]:
+    for candidate in _candidates(question):
+        if candidate.layout_faults():
+            continue
+        plan = candidate.plan()
+        is_safe = plan.fullest.total <= FULLEST * question.cluster.device.memory
+        if plan.fits and is_safe and plan.seconds is not None:
+            yield Proposal(tuple(_changes(question, candidate)), candidate, plan)
+
+
+def _candidates(question: Question) -> Iterator[Question]:
+    for world, servers, engine_tensor in _splits(question):
+        for sizes, recompute in product(_layouts(world, question.shape), _RECOMPUTE):
+            yield _changed(question, sizes, recompute, servers, engine_tensor)
 
 
 def _layouts(world: int, shape: ModelShape) -> Iterator[LayoutSizes]:
     """The layouts of ``world`` ranks that hold the model; expert tensor parallelism as it follows from the rest."""
-    sizes = product(_tensors(), _POWERS, (None, 2, 4), _experts(shape))
-    for tensor, pipeline, virtual, expert in sizes:
-        found = LayoutSizes(world, tensor, pipeline, virtual, expert)
-        if not size_faults(found) and not model_faults(found, shape):
-            yield found
+    experts = (1,)
+    if shape.is_moe:
+        experts = tuple(size for size in _POWERS if shape.num_experts % size == 0)
+    for tensor, pipeline, virtual, expert in product(_tensors(), _POWERS, (None, 2, 4), experts):
+        sizes = LayoutSizes(world, tensor, pipeline, virtual, expert)
+        if not size_faults(sizes) and not model_faults(sizes, shape):
+            yield sizes
 
 
 def _tensors() -> tuple[int, ...]:
     return tuple(size for size in _POWERS if size <= MOST_TENSOR)
 
 
-def _experts(shape: ModelShape) -> tuple[int, ...]:
-    if not shape.is_moe:
-        return (1,)
-    return tuple(size for size in _POWERS if shape.num_experts % size == 0)
-
-
-def _splits(config: TrainConfig, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
+def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
     """(trainer ranks, servers, GPUs of a server) of the whole cluster, in halves of a node."""
+    config, cluster = question.config, question.cluster
     if not config.engine.started or config.rollout.replay_from is not None:
         yield cluster.gpus, 0, 1
         return
@@ -148,37 +144,38 @@ def _splits(config: TrainConfig, cluster: Cluster) -> Iterator[tuple[int, int, i
                 yield world, (cluster.gpus - world) // tensor, tensor
 
 
-def _with(
-    config: TrainConfig,
-    *,
-    parallel: dict[str, Any],
-    recompute: str,
-    servers: int,
-    engine_tensor: int,
-) -> TrainConfig:
+def _changed(
+    question: Question, sizes: LayoutSizes, recompute: str, servers: int, engine_tensor: int
+) -> Question:
+    config = question.config
     table = {**config.sglang}
-    if engine_tensor != int(table.get("tp_size") or 1):
+    if engine_tensor != _engine_tensor(question):
         table["tp_size"] = engine_tensor
-    return config.model_copy(
-        update={
-            "parallel": config.parallel.model_copy(update=parallel),
-            "training": config.training.model_copy(update={"recompute": recompute}),
-            "optimizer": config.optimizer.model_copy(update={"distributed": True}),
-            "engine": config.engine.model_copy(update={"servers": servers}),
-            "sglang": table,
-        }
-    )
+    sections: dict[str, dict[str, Any]] = {
+        "parallel": asdict(sizes),
+        "training": {"recompute": recompute},
+        "optimizer": {"distributed": True},
+        "engine": {"servers": servers},
+    }
+    changed = {
+        name: getattr(config, name).model_copy(update=values) for name, values in sections.items()
+    }
+    return replace(question, config=config.model_copy(update={**changed, "sglang": table}))
 
 
-def _changes(before: TrainConfig, after: TrainConfig) -> Iterator[str]:
+def _changes(before: Question, after: Question) -> Iterator[str]:
     for section in ("parallel", "training", "optimizer", "engine"):
-        old, new = getattr(before, section), getattr(after, section)
+        old, new = getattr(before.config, section), getattr(after.config, section)
         for key in type(new).model_fields:
             if _meaning(old, key) != _meaning(new, key):
                 value = getattr(new, key)
                 yield f"{section}.{key}=" + ("" if value is None else str(value).lower())
-    if (before.sglang.get("tp_size") or 1) != (after.sglang.get("tp_size") or 1):
-        yield f"sglang.tp_size={after.sglang['tp_size']}"
+    if _engine_tensor(before) != _engine_tensor(after):
+        yield f"sglang.tp_size={_engine_tensor(after)}"
+
+
+def _engine_tensor(question: Question) -> int:
+    return int(question.config.sglang.get("tp_size") or 1)
 
 
 def _meaning(section: Any, key: str) -> Any:

@@ -9,10 +9,10 @@ from megatron_dppo.model.shape import ModelShape, active_parameters
 from megatron_dppo.model.shape import forward_flops as model_flops
 from megatron_dppo.planner.activations import bubble
 from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
-from megatron_dppo.planner.facts import EngineJob, Job, TrainerJob
+from megatron_dppo.planner.facts import EngineFacts, RunFacts, TrainerFacts
 from megatron_dppo.planner.memory import chunk_tokens, engine_bytes, kv_bytes_per_token
 from megatron_dppo.planner.parameters import rank_parameters
-from megatron_dppo.planner.traffic import Transfer
+from megatron_dppo.planner.traffic import Traffic
 
 # Floating-point operations of a token, from those of a sequence (model/flops.py).
 
@@ -51,7 +51,7 @@ _ITEM = 2
 
 
 def network_seconds(
-    shape: ModelShape, engine: EngineJob, cluster: Cluster, tokens: float, sampled: float
+    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float, sampled: float
 ) -> float:
     """Seconds between nodes in one forward pass over ``tokens`` tokens, of which ``sampled`` get logits; 0 where
     a tensor parallel group is inside a node.
@@ -74,7 +74,7 @@ def network_seconds(
 
 
 def hand_over_seconds(
-    shape: ModelShape, engine: EngineJob, cluster: Cluster, tokens: float
+    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float
 ) -> float:
     """Seconds in which a pipeline stage hands ``tokens`` hidden states (bf16) to a stage on another node; 0 where all
     stages are on one. Each GPU of the stage sends its part, on a port of its own: latency + bytes / rate."""
@@ -97,7 +97,7 @@ REDUCE_LATENCY = 15e-6
 """Seconds of one small all-reduce over NVLink; two a layer under tensor parallelism. Assumption."""
 
 
-def decode_seconds(job: Job, cluster: Cluster, running: float, context: float) -> float:
+def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: float) -> float:
     """One decode step of a server with ``running`` sequences of ``context`` tokens: max(bytes / memory rate, FLOPs /
     peak) + collectives + overhead. Bytes of a GPU: the weights that the batch touches, and the KV cache of all
     sequences.
@@ -105,7 +105,7 @@ def decode_seconds(job: Job, cluster: Cluster, running: float, context: float) -
     With p pipeline stages the batch is p parts, each in another stage, and every part passes all stages: p times what
     a stage, 1 / p of the layers, takes for a part and for handing it on. So weights are read p times.
     """
-    shape, engine, device = job.trainer.shape, job.engine, cluster.device
+    shape, engine, device = facts.trainer.shape, facts.engine, cluster.device
     stages = engine.pipeline
     part = max(1.0, running / stages)
     touched = touched_parameters(shape, part) * 2 / engine.gpus
@@ -129,47 +129,48 @@ def touched_parameters(shape: ModelShape, running: float) -> float:
     return dense + expert * shape.num_experts * share
 
 
-def generation_seconds(job: Job, cluster: Cluster) -> float:
+def generation_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Seconds from the first prompt to the last response, over all servers.
 
     Bulk: sampled tokens of a server / sequences at once, each at the decode step of that batch and half of the mean
     length; prompts once a group (the prefix cache serves the rest). Tail: what the longest response needs beyond the
     mean one, with a tenth of the sequences.
     """
-    rollout, engine, device = job.rollout, job.engine, cluster.device
+    rollout, engine, device = facts.rollout, facts.engine, cluster.device
+    # Responses come from a file, or from servers that others started.
     if not engine.servers:
         return 0.0
-    memory = engine_bytes(job.trainer.shape, engine, rollout, device)
+    memory = engine_bytes(facts.trainer.shape, engine, rollout, device)
     waiting = rollout.responses / engine.servers
-    leaders = job.trainer.layout.data * rollout.max_concurrent / engine.servers
+    leaders = facts.trainer.layout.data * rollout.max_concurrent / engine.servers
     running = max(1.0, min(waiting, memory.sequences, leaders))
     context = rollout.mean_prompt + rollout.mean_response / 2
     bulk = rollout.response_tokens / engine.servers / running
-    bulk *= decode_seconds(job, cluster, running, context)
+    bulk *= decode_seconds(facts, cluster, running, context)
     beyond = rollout.longest_response - rollout.mean_response
-    tail = beyond * decode_seconds(job, cluster, max(1.0, running / 10), rollout.longest_response)
-    return bulk + prefill_seconds(job, cluster) + tail
+    tail = beyond * decode_seconds(facts, cluster, max(1.0, running / 10), rollout.longest_response)
+    return bulk + prefill_seconds(facts, cluster) + tail
 
 
-def evaluation_seconds(job: Job, cluster: Cluster) -> float:
+def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """One evaluation: generation of its responses, which are as long as training's unless its limit is lower."""
-    asked = job.evaluation
-    if asked is None:
+    evaluation = facts.evaluation
+    if evaluation is None:
         return 0.0
     rollout = replace(
-        job.rollout,
-        prompts=asked.problems,
-        group_size=asked.samples,
-        longest_response=asked.longest_response,
-        mean_response=min(job.rollout.mean_response, asked.longest_response),
+        facts.rollout,
+        prompts=evaluation.problems,
+        group_size=evaluation.samples,
+        longest_response=evaluation.longest_response,
+        mean_response=min(facts.rollout.mean_response, evaluation.longest_response),
     )
-    return generation_seconds(replace(job, rollout=rollout), cluster)
+    return generation_seconds(replace(facts, rollout=rollout), cluster)
 
 
-def prefill_seconds(job: Job, cluster: Cluster) -> float:
+def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Every prompt once, on all servers: FLOPs / (peak x utilisation) + what passes over chunks of prompts take
     between nodes. With p pipeline stages p - 1 more passes fill and drain them."""
-    shape, rollout, engine = job.trainer.shape, job.rollout, job.engine
+    shape, rollout, engine = facts.trainer.shape, facts.rollout, facts.engine
     tokens = rollout.prompts * rollout.mean_prompt / engine.servers
     seconds = tokens * linear_flops(shape)
     seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
@@ -242,39 +243,39 @@ class StepSeconds:
         }
 
 
-def step_seconds(job: Job, cluster: Cluster, transfer: Transfer) -> StepSeconds:
+def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSeconds:
     """training = tokens x FLOPs of a token / (GPUs x peak x utilisation) x imbalance x (1 + bubble) + optimiser steps x
     overhead; a pass for recomputed or reference log-probabilities costs its forward FLOPs; checkpoints are spread
     over the steps between them."""
-    trainer, rollout, device = job.trainer, job.rollout, cluster.device
+    trainer, rollout, device = facts.trainer, facts.rollout, cluster.device
     rate = trainer.layout.world_size * device.flops * _utilisation(trainer)
     slowed = UNBALANCED * (1 + bubble(trainer.layout, trainer.micro_batches))
     length, tokens = rollout.mean_length, rollout.tokens
     train = tokens * _training_flops(trainer, length) / rate * slowed
     again = tokens * forward_flops(trainer.shape, length) / rate * slowed
     return StepSeconds(
-        generation=generation_seconds(job, cluster),
+        generation=generation_seconds(facts, cluster),
         recompute_pass=again * (rollout.recompute_pass + trainer.reference),
         training=train + rollout.steps * OVERHEAD,
-        communication=communication_seconds(job, cluster),
-        update=transfer.update_seconds if job.engine.servers else 0.0,
-        checkpoint=transfer.checkpoint_seconds / job.checkpoint_every,
+        communication=communication_seconds(facts, cluster),
+        update=traffic.update_seconds if facts.engine.servers else 0.0,
+        checkpoint=traffic.checkpoint_seconds / facts.checkpoint_every,
         overlapped=rollout.staleness > 0,
-        evaluation=evaluation_seconds(job, cluster),
+        evaluation=evaluation_seconds(facts, cluster),
     )
 
 
-def _training_flops(trainer: TrainerJob, length: float) -> float:
+def _training_flops(trainer: TrainerFacts, length: float) -> float:
     """Of one token; frozen linears need no product for their weights' gradients, and adapters' are left out."""
     every = training_flops(trainer.shape, length, trainer.recompute)
     return every if trainer.trained is None else every - linear_flops(trainer.shape)
 
 
-def _utilisation(trainer: TrainerJob) -> float:
+def _utilisation(trainer: TrainerFacts) -> float:
     return MOE_UTILISATION if trainer.shape.is_moe else DENSE_UTILISATION
 
 
-def communication_seconds(job: Job, cluster: Cluster) -> float:
+def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
     """Collectives of all passes of a step, none overlapped.
 
     - Tensor parallelism: 2 gathers and 2 scatters (or 2 all-reduces) of tokens x hidden in a layer's forward pass, the
@@ -283,10 +284,10 @@ def communication_seconds(job: Job, cluster: Cluster) -> float:
     - Replicas: gradients fp32 reduced and weights gathered, once in an optimiser step.
     Ranks of a group that spans nodes go at the network's rate, others at NVLink's.
     """
-    trainer, layout, shape = job.trainer, job.trainer.layout, job.trainer.shape
+    trainer, layout, shape = facts.trainer, facts.trainer.layout, facts.trainer.shape
     device, node = cluster.device, cluster.gpus_per_node
     passes = 3 if trainer.recompute == "full" else 2
-    tokens = job.rollout.tokens / layout.data  # on one replica
+    tokens = facts.rollout.tokens / layout.data  # on one replica
     layers = shape.num_layers / layout.pipeline
     hidden = tokens * shape.hidden_size * trainer.item_bytes * layers * passes
     tensor = 4 * hidden * (layout.tensor - 1) / layout.tensor / _link(device, layout.tensor <= node)
@@ -295,31 +296,31 @@ def communication_seconds(job: Job, cluster: Cluster) -> float:
         moved = 2 * hidden * shape.experts_per_token / layout.tensor * layout.expert_tensor
         inside = layout.expert * layout.expert_tensor <= node
         expert = moved * (layout.expert - 1) / layout.expert / _link(device, inside)
-    return tensor + expert + _replica_seconds(job, cluster)
+    return tensor + expert + _replica_seconds(facts, cluster)
 
 
-def _replica_seconds(job: Job, cluster: Cluster) -> float:
-    layout = job.trainer.layout
+def _replica_seconds(facts: RunFacts, cluster: Cluster) -> float:
+    layout = facts.trainer.layout
     if layout.data == 1:
         return 0.0
-    trained = job.trainer.trained
-    held = rank_parameters(job.trainer.shape, layout, 0)
+    trained = facts.trainer.trained
+    parameters = rank_parameters(facts.trainer.shape, layout, 0)
     if trained is not None:
-        held = trained.parameters(job.trainer.shape, layout, 0)
-    moved = held.elements * (4 + job.trainer.item_bytes)
+        parameters = trained.parameters(facts.trainer.shape, layout, 0)
+    moved = parameters.elements * (4 + facts.trainer.item_bytes)
     inside = layout.stage_ranks <= cluster.gpus_per_node
-    return job.rollout.steps * moved / _link(cluster.device, inside)
+    return facts.rollout.steps * moved / _link(cluster.device, inside)
 
 
 def _link(device: Device, inside_a_node: bool) -> float:
     return LINK_EFFICIENCY * (device.nvlink if inside_a_node else device.network)
 
 
-def model_flops_utilisation(job: Job, seconds: StepSeconds, cluster: Cluster) -> float:
+def model_flops_utilisation(facts: RunFacts, seconds: StepSeconds, cluster: Cluster) -> float:
     """6 x active parameters x tokens, and attention's, over the trainer's peak during its own seconds."""
-    shape, rollout = job.trainer.shape, job.rollout
+    shape, rollout = facts.trainer.shape, facts.rollout
     useful = rollout.tokens * training_flops(shape, rollout.mean_length, "none")
-    return useful / (seconds.trainer * cluster.device.flops * job.trainer.layout.world_size)
+    return useful / (seconds.trainer * cluster.device.flops * facts.trainer.layout.world_size)
 
 
 def assumptions() -> dict[str, float]:

@@ -18,7 +18,7 @@ from megatron_dppo.model.gather_plan import (
 from megatron_dppo.model.mapping import parameters
 from megatron_dppo.model.shape import checkpoint_bytes
 from megatron_dppo.planner.devices import GB, Device, gib
-from megatron_dppo.planner.facts import Job
+from megatron_dppo.planner.facts import RunFacts
 from megatron_dppo.planner.memory import PER_COMMUNICATOR
 
 # Bytes and seconds of a weight update and of a checkpoint, at stated bandwidths.
@@ -34,7 +34,7 @@ STORAGE = 5 * GB
 
 
 @dataclass(frozen=True)
-class Transfer:
+class Traffic:
     """``update``: bytes of a weight update, which every engine GPU receives whole. ``gathered``: of them, what moves
     between trainer ranks first, at most. ``checkpoint``: bytes of weights and optimizer state."""
 
@@ -46,7 +46,7 @@ class Transfer:
     checkpoint_seconds: float
 
 
-def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
+def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffic:
     """Update: every engine GPU receives all weights; senders broadcast in turn, so seconds = bytes / (a network port's
     rate x efficiency) + buckets x latency + a fixed part. Gathered first, within nodes where one rank of each sends:
     all but the sender's own shards; a holder has whole experts with expert tensor parallelism 1. Adapters alone are
@@ -55,18 +55,18 @@ def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
     Checkpoint: elements x (2 + 12) for bfloat16 (weights, fp32 master, two moments), x (4 + 8) for float32, over the
     storage's bytes/s; with adapters, of them alone.
     """
-    trainer = job.trainer
+    trainer = facts.trainer
     count = parameters(trainer.shape)
     stored = count if trainer.trained is None else trainer.trained.elements(trainer.shape)
     state = checkpoint_bytes(stored, trainer.dtype)
-    if job.updates_adapters:
+    if facts.updates_adapters:
         sent = gathered = stored * trainer.item_bytes
         buckets, wire = 1, 2 * sent / storage
     else:
-        sent, gathered = count * trainer.item_bytes, _gathered(job)
-        buckets = job.senders * math.ceil(sent / job.senders / job.bucket_bytes)
+        sent, gathered = count * trainer.item_bytes, _gathered(facts)
+        buckets = facts.senders * math.ceil(sent / facts.senders / facts.bucket_bytes)
         wire = sent / (device.network * BROADCAST_EFFICIENCY) + buckets * BUCKET_LATENCY
-    return Transfer(
+    return Traffic(
         update=sent,
         gathered=gathered,
         buckets=buckets,
@@ -76,16 +76,16 @@ def transfer(job: Job, device: Device, storage: float = STORAGE) -> Transfer:
     )
 
 
-def _gathered(job: Job) -> int:
+def _gathered(facts: RunFacts) -> int:
     """Bytes of all weights that move between trainer ranks."""
-    shape, layout = job.trainer.shape, job.trainer.layout
+    shape, layout = facts.trainer.shape, facts.trainer.layout
     experts = (
         shape.num_layers * shape.num_experts * 3 * shape.hidden_size * shape.moe_ffn_hidden_size
     )
     spread = (parameters(shape) - experts) * (layout.tensor - 1) / layout.tensor
-    own = job.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
-    spread += experts * (1 - own)
-    return round(spread * job.trainer.item_bytes)
+    whole_share = facts.senders / (layout.expert * layout.pipeline) / layout.expert_tensor
+    spread += experts * (1 - whole_share)
+    return round(spread * facts.trainer.item_bytes)
 
 
 # A weight update on paper: the very plan of buckets that the ranks make, counted and checked for
@@ -147,16 +147,16 @@ class WeightPlan:
         yield "every element is sent once" if not self.problems else "\n".join(self.problems)
 
 
-def weight_plan(job: Job, ranks_per_node: int) -> WeightPlan:
-    """The update of ``job`` whose trainer has ``ranks_per_node`` ranks on each node."""
-    trainer, item = job.trainer, job.trainer.item_bytes
+def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
+    """The update of ``facts`` whose trainer has ``ranks_per_node`` ranks on each node."""
+    trainer, item = facts.trainer, facts.trainer.item_bytes
     plan = hf_buckets_plan(
         trainer.shape,
         trainer.layout,
-        job.bucket_bytes,
+        facts.bucket_bytes,
         item,
         spread=True,
-        ranks_per_node=job.ranks_per_sender,
+        ranks_per_node=facts.ranks_per_sender,
     )
     sent: Counter[int] = Counter()
     for bucket in plan:

@@ -84,13 +84,13 @@ def judge_shared_folder(evidence: Mapping[str, Evidence], needs: Needs) -> Itera
         if host != other and other not in evidence[host]["replaced"]
     }
     for host, count in culprits(missed):
-        got = f"unseen or old with {count} of {len(evidence) - 1} other nodes, either way"
-        yield Finding(host, f"{needs.run_directory}: files of others", got, "seen, and replaced")
+        others = f"unseen or old with {count} of {len(evidence) - 1} other nodes, either way"
+        yield Finding(host, f"{needs.run_directory}: files of others", others, "seen, and replaced")
     winners = [host for host in sorted(evidence) if evidence[host]["won"]]
     if evidence and len(winners) != 1:
-        got = ", ".join(winners) or "nobody"
+        names = ", ".join(winners) or "nobody"
         subject = f"{needs.run_directory}: winner of exclusive creation"
-        yield Finding(EVERYWHERE, subject, got, "one node")
+        yield Finding(EVERYWHERE, subject, names, "one node")
 
 
 def collect_network(site: Site) -> dict[str, Any]:
@@ -159,8 +159,8 @@ def judge_network(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
         if host != other and not evidence[host]["reached"].get(other)
     }
     for host, count in culprits(broken):
-        got = f"no connection with {count} of {len(evidence) - 1} other nodes"
-        yield Finding(host, "network", got, "a connection with each")
+        others = f"no connection with {count} of {len(evidence) - 1} other nodes"
+        yield Finding(host, "network", others, "a connection with each")
 
 
 def reachable_interface(evidence: Mapping[str, Evidence], host: str) -> str | None:

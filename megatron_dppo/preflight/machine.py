@@ -48,9 +48,9 @@ def judge_host(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Findi
     for host, entry in evidence.items():
         addresses = entry["resolves_to"]
         if all(address.startswith("127.") or address == "::1" for address in addresses):
-            got = ", ".join(addresses) or "no address"
+            text = ", ".join(addresses) or "no address"
             subject = f"address of its own host name {entry['host_name']}"
-            yield Finding(host, subject, got, "one that other nodes can reach")
+            yield Finding(host, subject, text, "one that other nodes can reach")
 
 
 def collect_memory(site: Site) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 
 from megatron_dppo.config.lora import adapters_of, updates_adapters
 from megatron_dppo.config.machine import LEAST_OPEN_FILES
-from megatron_dppo.config.schema import EngineConfig, TrainConfig
+from megatron_dppo.config.schema import EngineConfig, LoraConfig, TrainConfig
 from megatron_dppo.model.adapters import trained_elements
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
@@ -60,8 +60,10 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
 
     On disk: the checkpoints to keep, and one in the making.
     """
-    weights, update, checkpoint = _model_bytes(config)
     sync = config.weight_sync
+    weights, update, checkpoint = _model_bytes(
+        config.model.hf_checkpoint, config.model.dtype, config.lora
+    )
     pythons = pythons_of(config.engine, generates=config.rollout.replay_from is None)
     through_shm = sync.strategy == "disk" and sync.directory is None
     return Needs(
@@ -78,11 +80,10 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
     )
 
 
-def _model_bytes(config: TrainConfig) -> tuple[int, int, int]:
+def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, int]:
     """Bytes of all weights, of what a weight update sends, and of one checkpoint."""
-    lora, dtype = config.lora, config.model.dtype
     try:
-        shape = load_model_shape(config.model.hf_checkpoint)
+        shape = load_model_shape(folder)
         trained = trained_elements(shape, adapters_of(lora, shape), routers=lora.train_router)
     except ModelError:
         # No node is at fault where the model can't be read, and the check of the configuration refuses it.

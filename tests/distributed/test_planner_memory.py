@@ -101,7 +101,7 @@ def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], fold
     """(state, activations) of each rank of the case."""
     from megatron_dppo.model.families import load_model_shape
     from megatron_dppo.planner.activations import activation_bytes
-    from megatron_dppo.planner.facts import trainer_job
+    from megatron_dppo.planner.facts import trainer_facts
     from megatron_dppo.planner.memory import state_bytes
     from tests.distributed.test_trainer_parity import run_config
 
@@ -109,7 +109,7 @@ def planned(family: str, parallel: dict[str, Any], changes: dict[str, Any], fold
         str(folder / family), {**parallel, "world_size": 2}, {"dtype": "bfloat16", **changes}
     )
     shape = load_model_shape(folder / family)
-    job = trainer_job(config, shape, MICRO_BATCHES, TOKENS, gpu=False)
+    job = trainer_facts(config, shape, MICRO_BATCHES, TOKENS, gpu=False)
     stages = [job.layout.coordinates(rank).pp for rank in range(2)]
     return [(state_bytes(job, s), activation_bytes(job, s, busiest=1.0)) for s in stages]
 

@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from megatron_dppo import plan as command
-from megatron_dppo.algorithms.policy_loss import build_algorithm
-from megatron_dppo.algorithms.table import PRESETS, carried_topk
+from megatron_dppo.algorithms.table import PRESETS, Preset, algorithm_facts
 from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import Machine
+from megatron_dppo.logging import FatalError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
@@ -31,7 +31,7 @@ from megatron_dppo.planner.activations import (
     logits_bytes,
 )
 from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.facts import EvaluationJob, Job, batches, job_of, senders
+from megatron_dppo.planner.facts import EvaluationFacts, RunFacts, facts_of, senders
 from megatron_dppo.planner.memory import (
     PER_COMMUNICATOR,
     _copied,
@@ -44,11 +44,10 @@ from megatron_dppo.planner.memory import (
     state_bytes,
     weight_bytes,
 )
-from megatron_dppo.planner.needs import needs_of
 from megatron_dppo.planner.parameters import rank_parameters
 from megatron_dppo.planner.report import bars, print_plan
-from megatron_dppo.planner.run_plan import device_here, memory_here, memory_problems, verdict
-from megatron_dppo.planner.search import nearest, search
+from megatron_dppo.planner.run_plan import device_here, memory_here, plan_run
+from megatron_dppo.planner.search import Question, nearest, search
 from megatron_dppo.planner.step_time import (
     StepSeconds,
     attention_flops,
@@ -61,7 +60,7 @@ from megatron_dppo.planner.step_time import (
     touched_parameters,
     training_flops,
 )
-from megatron_dppo.planner.traffic import transfer
+from megatron_dppo.planner.traffic import traffic
 from megatron_dppo.slurm.site import SiteConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,8 +73,8 @@ def recipe(name="qwen3_30b_a3b_base", *overrides):
     return load_config(RECIPES / f"{name}.yaml", overrides)
 
 
-def job(name="qwen3_30b_a3b_base", *overrides, shape=MOE, **lengths) -> Job:
-    return job_of(recipe(name, *overrides), shape, **lengths)
+def facts(name="qwen3_30b_a3b_base", *overrides, shape=MOE, **lengths) -> RunFacts:
+    return facts_of(recipe(name, *overrides), shape, **lengths)
 
 
 LAYOUTS = [
@@ -114,15 +113,15 @@ def test_adam_state_by_hand():
     experts = 48 * 16 * 3 * 2048 * 768
     held = rank_parameters(MOE, Layout(tensor=4, expert=8, data=4), 0)
     assert sum(size * count for size, count in held.experts) == experts == 3_623_878_656
-    state = state_bytes(job().trainer, 0)
+    state = state_bytes(facts().trainer, 0)
     dense = held.elements - experts
     assert state.weights == pytest.approx(2 * held.elements, rel=1e-6)
     assert state.gradients == 2 * state.weights
     assert state.optimizer == pytest.approx(12 * (experts / 2 + dense / 4), rel=1e-6)
-    plain = state_bytes(job("qwen3_30b_a3b_base", "optimizer.distributed=false").trainer, 0)
+    plain = state_bytes(facts("qwen3_30b_a3b_base", "optimizer.distributed=false").trainer, 0)
     assert plain.total == 18 * held.elements  # 65 GB of experts alone
     assert plain.total > 65e9
-    full = state_bytes(job("qwen3_30b_a3b_base", "model.dtype=float32").trainer, 0)
+    full = state_bytes(facts("qwen3_30b_a3b_base", "model.dtype=float32").trainer, 0)
     assert full.optimizer == state.optimizer * 8 // 12
     assert full.weights == 2 * state.weights
 
@@ -131,12 +130,12 @@ def test_a_reference_policys_copy_by_hand():
     lora, penalty = "qwen3_30b_a3b_base_lora", "algorithm.reference_kl=0.1"
 
     def weights(recipe, *words):
-        return state_bytes(job(recipe, "optimizer.distributed=false", *words).trainer, 0).weights
+        return state_bytes(facts(recipe, "optimizer.distributed=false", *words).trainer, 0).weights
 
     plain, adapted = weights("qwen3_30b_a3b_base"), weights(lora)
     assert weights("qwen3_30b_a3b_base", penalty) == 2 * plain
     assert weights(lora, penalty) == adapted
-    adapters = state_bytes(job(lora, "optimizer.distributed=false").trainer, 0).gradients // 4
+    adapters = state_bytes(facts(lora, "optimizer.distributed=false").trainer, 0).gradients // 4
     assert weights(lora, penalty, "lora.start_from=there") == adapted + 2 * adapters
 
 
@@ -154,7 +153,7 @@ def test_1f1b_and_interleaved_micro_batches_in_flight():
 
 def test_a_layer_of_transformer_engine_by_hand():
     """Per token of TP4 with sequence parallelism: hidden 2048, queries 4096, keys 512, 8 of 128 experts of 768."""
-    layer = layer_bytes(job().trainer)
+    layer = layer_bytes(facts().trainer)
     assert layer.input == 2048 / 4 * 2
     assert layer.norms == 2 * (2 * 2048 * 2 + 4) / 4
     queries, keys = 4096 / 4, 512 / 4
@@ -168,7 +167,7 @@ def test_a_layer_of_transformer_engine_by_hand():
 
 def test_activations_by_hand():
     """Full recomputation keeps 48 inputs and one whole layer; without it a stage keeps every layer it has in flight."""
-    trainer = job().trainer
+    trainer = facts().trainer
     found = activation_bytes(trainer, 0, busiest=1.0)
     assert found.kept == 48 * 17408 * 1024
     assert found.recomputed == round(17408 * layer_bytes(trainer).whole)
@@ -180,23 +179,23 @@ def test_activations_by_hand():
 
 
 def test_batches_by_hand():
-    found = batches(job(mean_response=3744, mean_prompt=256))
-    assert (found.responses, found.optimizer_steps, found.per_step, found.replica) == (
+    found = facts(mean_response=3744, mean_prompt=256).batches()
+    assert (found["responses"], found["optimizer_steps"], found["per_step"], found["replica"]) == (
         4096,
         8,
         512,
         128,
     )
-    assert found.tokens == 4096 * 4000
-    assert found.micro_batches == round(128 * 4000 / (17408 * 0.9)) == 33
-    assert found.longest_tokens == 4096 * 17408
-    assert found.micro_batch_tokens == 17408
+    assert found["tokens"] == 4096 * 4000
+    assert found["micro_batches"] == round(128 * 4000 / (17408 * 0.9)) == 33
+    assert found["longest_tokens"] == 4096 * 17408
+    assert found["micro_batch_tokens"] == 17408
 
 
 def test_columns_by_hand():
     """384 bytes of routing a token, also on the wire; Top-20 8 bytes an id."""
     assert routing_bytes_per_token(MOE) == 384
-    both = job(
+    both = facts(
         "qwen3_30b_a3b_base_r3", "algorithm.name=dppo-topk-tv", mean_response=100, mean_prompt=1
     )
     found = column_bytes(MOE, both.rollout)
@@ -204,7 +203,7 @@ def test_columns_by_hand():
     assert found.routing_wire == found.routing
     assert found.topk == 4096 * 100 * 20 * 8
     assert found.replicas == found.routing + found.topk + 4096 * (101 * 5 + 100 * 8)
-    assert column_bytes(MOE, job().rollout).routing_wire == 0
+    assert column_bytes(MOE, facts().rollout).routing_wire == 0
 
 
 def test_flops_by_hand():
@@ -227,7 +226,7 @@ def test_engine_weights_are_those_of_the_engines_map(layout):
 
 
 def test_kv_cache_by_hand():
-    run = job(mean_response=8192, mean_prompt=256)
+    run = facts(mean_response=8192, mean_prompt=256)
     assert kv_bytes_per_token(MOE, run.engine) == 2 * 48 * 2 * 128 * 2
     assert kv_bytes_per_token(MOE, replace(run.engine, tensor=8)) == 2 * 48 * 1 * 128 * 2
     found = engine_bytes(MOE, run.engine, run.rollout, DEVICES["h100"])
@@ -237,7 +236,7 @@ def test_kv_cache_by_hand():
 
 
 def test_update_and_checkpoint_by_hand():
-    found = transfer(job(), DEVICES["h100"], storage=10e9)
+    found = traffic(facts(), DEVICES["h100"], storage=10e9)
     assert parameters(MOE) == 30_532_122_624
     assert found.update == 2 * parameters(MOE)
     assert found.checkpoint == 14 * parameters(MOE)
@@ -247,21 +246,21 @@ def test_update_and_checkpoint_by_hand():
     experts = 48 * 128 * 3 * 2048 * 768
     dense = parameters(MOE) - experts
     assert found.gathered == round(2 * (dense * 3 / 4 + experts * 7 / 8))
-    holders = transfer(job("qwen3_30b_a3b_base", "weight_sync.senders=holders"), DEVICES["h100"])
+    holders = traffic(facts("qwen3_30b_a3b_base", "weight_sync.senders=holders"), DEVICES["h100"])
     assert holders.buckets == 8 * 15  # eight senders of 7.6 GB
     assert holders.gathered == round(2 * dense * 3 / 4)
 
 
 def test_an_update_of_adapters_by_hand():
     attention = ("lora.target_modules=[attention]", "weight_sync.strategy=disk")
-    found = transfer(
-        job("qwen3_30b_a3b_base_lora", "lora.update=adapters", *attention), DEVICES["h100"], 5e9
+    found = traffic(
+        facts("qwen3_30b_a3b_base_lora", "lora.update=adapters", *attention), DEVICES["h100"], 5e9
     )
     widths = (2048 + 4096) + 2 * (2048 + 512) + (4096 + 2048)  # of q, k and v, o
     assert found.update == found.gathered == 2 * 48 * 32 * widths
     assert found.buckets == 1
     assert found.update_seconds == pytest.approx(1 + 2 * found.update / 5e9)
-    merged = transfer(job("qwen3_30b_a3b_base_lora", *attention), DEVICES["h100"], 5e9)
+    merged = traffic(facts("qwen3_30b_a3b_base_lora", *attention), DEVICES["h100"], 5e9)
     assert merged.update == 2 * parameters(MOE)
     assert merged.checkpoint == found.checkpoint == 7 * found.update
 
@@ -295,7 +294,7 @@ def test_senders_are_the_gather_plans(layout, holders, nodes):
     ],
 )  # fmt: skip
 def test_forwarded_options_change_a_parameters_bytes(overrides, gradient, optimizer):
-    trainer = job("qwen3_30b_a3b_base", *overrides).trainer
+    trainer = facts("qwen3_30b_a3b_base", *overrides).trainer
     assert (trainer.gradient_bytes, trainer.optimizer_bytes) == (gradient, optimizer)
     weights = state_bytes(trainer, 0).weights
     assert state_bytes(trainer, 0).gradients == weights // trainer.item_bytes * gradient
@@ -318,7 +317,7 @@ def test_fp8_pads_each_ranks_tokens():
     assert recipe("qwen3_30b_a3b_base", "megatron.fp8=hybrid").token_multiple == 16
     both = "megatron={fp8: e4m3, fp8_recipe: mxfp8}"
     assert recipe("qwen3_30b_a3b_base", both).token_multiple == 32
-    longest = job(
+    longest = facts(
         "qwen3_30b_a3b_base", "megatron.fp8=hybrid", "training.micro_batch_tokens=40001"
     ).trainer
     assert longest.tokens == 40_064  # the next multiple of TP4 x 16
@@ -333,69 +332,94 @@ def test_communicators_by_hand():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_what_an_algorithm_needs_is_what_its_preset_says(name):
-    algorithm = build_algorithm(name)
-    found = needs_of(recipe("qwen3_30b_a3b_base", f"algorithm.name={name}"), 512)
-    recomputed = algorithm.needs_recomputed or algorithm.needs_recomputed_distribution
-    assert found.recompute_pass == recomputed
-    expected = 512 if algorithm.needs_recomputed_distribution else carried_topk(algorithm, 0, 512)
-    assert found.topk == expected
+def test_what_an_algorithm_needs_is_what_its_row_says(name):
+    row = algorithm_facts(name)
+    rollout = facts_of(recipe("qwen3_30b_a3b_base", f"algorithm.name={name}"), MOE).rollout
+    assert rollout.recompute_pass == (row.needs_recomputed or row.needs_recomputed_distribution)
+    assert rollout.topk == (MOE.vocab_size if row.preset.whole_vocabulary else row.topk)
+
+
+@pytest.mark.parametrize(
+    ("row", "topk", "recomputes"),
+    [
+        (Preset("factor", {"clip_high": 1.0}), 0, False),
+        (Preset("factor", {"clip_high": 1.0}, anchor="recomputed"), 0, True),
+        (Preset("topk_tv", {"tv_threshold": 0.1, "topk": 7}, divergence="topk_tv"), 7, False),
+        (Preset("topk_tv", divergence="topk_tv", whole_vocabulary=True), MOE.vocab_size, False),
+    ],
+)
+def test_a_row_that_docs_extending_adds_is_planned_by_what_it_says(
+    monkeypatch, row, topk, recomputes
+):
+    """Whatever its name is: it was once guessed from parts of it."""
+    monkeypatch.setitem(PRESETS, "factor", row)
+    planned = plan_run(facts("qwen3_30b_a3b_base", "algorithm.name=factor"), H100)
+    assert planned.facts.rollout.topk == topk
+    assert (planned.seconds.recompute_pass > 0) == recomputes
+    assert (planned.columns.topk > 0) == (topk > 0)
+
+
+def test_an_algorithm_that_nobody_knows_is_refused(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100", "--nodes", "4"]
+    with pytest.raises(FatalError, match="algorithm: unknown algorithm 'factor'"):
+        command.main([*words, "algorithm.name=factor"])
 
 
 def test_trainers_and_servers_of_four_nodes():
-    nodes, problems = node_roles(job().roles, H100)
-    assert problems == []
+    nodes, faults = node_roles(facts().roles, H100)
+    assert faults == []
     assert [(n.trainer, n.engine, n.servers, n.idle) for n in nodes] == [
         (8, 0, (), 0), (8, 0, (), 0), (0, 8, (0, 1, 2, 3), 0), (0, 8, (4, 5, 6, 7), 0),
     ]  # fmt: skip
-    half = job("qwen3_30b_a3b_base", "parallel.world_size=4", "parallel.expert=4", "engine.servers=3",
+    half = facts("qwen3_30b_a3b_base", "parallel.world_size=4", "parallel.expert=4", "engine.servers=3",
                "sglang.tp_size=3")  # fmt: skip
     nodes, _ = node_roles(half.roles, Cluster(DEVICES["h100"], 2))
     assert [(n.trainer, n.engine, n.servers, n.idle) for n in nodes] == [
         (4, 3, (0,), 1),
         (0, 6, (1, 2), 2),
     ]
-    nodes, problems = node_roles(job().roles, Cluster(DEVICES["h100"], 3))
+    nodes, faults = node_roles(facts().roles, Cluster(DEVICES["h100"], 3))
     assert nodes == ()
-    assert problems[0].startswith("devices: 16 ranks and 8 servers of 2 do not fit on 3 hosts of 8")
+    assert faults[0].startswith("devices: 16 ranks and 8 servers of 2 do not fit on 3 hosts of 8")
 
 
 def test_what_does_not_fit_is_refused_by_part():
     plain = ["optimizer.distributed=false", "training.recompute=none"]
-    found = verdict(job("qwen3_30b_a3b_base", *plain), H100)
-    (problem,) = found.problems
+    found = plan_run(facts("qwen3_30b_a3b_base", *plain), H100)
+    (problem,) = found.faults
     assert problem.startswith("trainer GPU memory: a rank of stage 0 needs 9")
     assert "optimizer 4" in problem
     assert problem.endswith("expected at most the 79.6 GiB of a H100 SXM 80GB")
-    assert verdict(job(), H100).fits
-    crowded = verdict(job("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.97"), H100)
-    assert "mem_fraction_static 0.97 leaves" in crowded.problems[0]
-    single = verdict(job("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.36"), H100)
-    assert "expected at least one sequence of 17,408" in single.problems[0]
-    shared = verdict(job("qwen3_30b_a3b_base", "sglang.base_gpu_id=0"), H100)
-    (problem,) = shared.problems
+    assert plan_run(facts(), H100).fits
+    crowded = plan_run(facts("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.97"), H100)
+    assert "mem_fraction_static 0.97 leaves" in crowded.faults[0]
+    single = plan_run(facts("qwen3_30b_a3b_base", "sglang.mem_fraction_static=0.36"), H100)
+    assert "expected at least one sequence of 17,408" in single.faults[0]
+    shared = plan_run(facts("qwen3_30b_a3b_base", "sglang.base_gpu_id=0"), H100)
+    (problem,) = shared.faults
     assert problem.startswith(
         "GPU memory: sglang.base_gpu_id 0 puts a server on a rank's GPU, which then needs 116"
     )
-    poor = verdict(job(), replace(H100, host_memory=2**34))
-    assert poor.problems[0].startswith("host memory: node 0 needs")
-    assert len(poor.problems) == 4
+    poor = plan_run(facts(), replace(H100, host_memory=2**34))
+    assert poor.faults[0].startswith("host memory: node 0 needs")
+    assert len(poor.faults) == 4
 
 
 def test_every_rank_copies_its_share_of_a_checkpoint():
-    hosts = verdict(job(), H100).hosts
+    hosts = plan_run(facts(), H100).hosts
     trainers = [host.checkpoint for host in hosts if host.checkpoint]
     assert len(set(trainers)) == 1
     # 14 bytes x 30.53 B / 16 ranks are 24.9 GiB (and replicated norms); a pinned buffer of 32 GiB holds them.
     assert trainers == [8 * 32 * 2**30] * 2
-    assert _copied(job()) * 16 == pytest.approx(14 * parameters(MOE), rel=0.02)
-    lora = job("qwen3_30b_a3b_base_lora")
+    assert _copied(facts()) * 16 == pytest.approx(14 * parameters(MOE), rel=0.02)
+    lora = facts("qwen3_30b_a3b_base_lora")
     share = 14 * lora.trainer.trained.elements(MOE) / 16
     assert _copied(lora) == pytest.approx(share, rel=1e-6)
-    copied = verdict(lora, H100).hosts[0].checkpoint / 8
+    copied = plan_run(lora, H100).hosts[0].checkpoint / 8
     assert share <= copied < 2 * share
     assert math.log2(copied).is_integer()
-    waiting = verdict(job("qwen3_30b_a3b_base", "checkpoint.background=false"), H100)
+    waiting = plan_run(facts("qwen3_30b_a3b_base", "checkpoint.background=false"), H100)
     assert not any(host.checkpoint for host in waiting.hosts)
 
 
@@ -405,20 +429,20 @@ def test_evaluation_is_the_generation_of_its_responses(tmp_path):
     sets[0].write_text("{}\n" * 30 + "\n")
     words = ["evaluation.every=5", "evaluation.samples_per_prompt=32"]
     held_out = f"data.evaluation={{a: {sets[0]}, b: {sets[1]}}}"
-    asked = job("qwen3_30b_a3b_base", held_out, *words)
-    assert asked.evaluation == EvaluationJob(60, 32, asked.rollout.longest_response, 5)
+    asked = facts("qwen3_30b_a3b_base", held_out, *words)
+    assert asked.evaluation == EvaluationFacts(60, 32, asked.rollout.longest_response, 5)
     batch = (
         "rollout.prompts_per_step=60",
         "rollout.group_size=32",
         "training.prompts_per_mini_batch=60",
     )
-    alike = step_seconds(job("qwen3_30b_a3b_base", *batch), H100, transfer(asked, H100.device))
-    plan = verdict(asked, H100)
+    alike = step_seconds(facts("qwen3_30b_a3b_base", *batch), H100, traffic(asked, H100.device))
+    plan = plan_run(asked, H100)
     assert plan.seconds.evaluation == alike.generation > 100
-    assert plan.seconds.total == verdict(replace(asked, evaluation=None), H100).seconds.total
-    shorter = job("qwen3_30b_a3b_base", held_out, *words, "evaluation.max_response_tokens=2048")
-    assert 0 < verdict(shorter, H100).seconds.evaluation < plan.seconds.evaluation / 2
-    assert verdict(job("qwen3_30b_a3b_base", "data.evaluation={}"), H100).seconds.evaluation == 0
+    assert plan.seconds.total == plan_run(replace(asked, evaluation=None), H100).seconds.total
+    shorter = facts("qwen3_30b_a3b_base", held_out, *words, "evaluation.max_response_tokens=2048")
+    assert 0 < plan_run(shorter, H100).seconds.evaluation < plan.seconds.evaluation / 2
+    assert plan_run(facts("qwen3_30b_a3b_base", "data.evaluation={}"), H100).seconds.evaluation == 0
     console = Console(record=True, width=200)
     print_plan(console, plan)
     each = plan.seconds.evaluation / 5
@@ -427,20 +451,20 @@ def test_evaluation_is_the_generation_of_its_responses(tmp_path):
 
 
 def test_search_ranks_what_fits_and_says_how_to_get_there():
-    found = search(recipe(), MOE, H100)
+    found = search(Question(recipe(), MOE, H100))
     seconds = [p.seconds for p in found]
     assert seconds == sorted(seconds)
     assert all(p.plan.fullest.total <= 0.9 * H100.device.memory for p in found)
     best = found[0]
-    again = job_of(recipe("qwen3_30b_a3b_base", *best.changes), MOE)
-    assert verdict(again, H100).seconds == best.plan.seconds
+    again = facts_of(recipe("qwen3_30b_a3b_base", *best.changes), MOE)
+    assert plan_run(again, H100).seconds == best.plan.seconds
     close = nearest(found, 3)
     assert len(close) == 3
     assert len(close[0].changes) == min(len(p.changes) for p in found)
 
 
 def test_bars_of_a_picture_add_up_to_the_plan():
-    plan = verdict(job(), H100)
+    plan = plan_run(facts(), H100)
     drawn = bars(plan)
     assert list(drawn) == ["trainer, stage 0", "server"]
     assert sum(drawn["trainer, stage 0"].values()) == pytest.approx(
@@ -464,7 +488,7 @@ def test_the_command_prints_every_part_and_exits_0(capsys, monkeypatch):
     assert tree["fits"]
     assert (
         tree["plan"]["ranks"][0]["total"]
-        == verdict(job("qwen3_30b_a3b_base_r3"), H100).fullest.total
+        == plan_run(facts("qwen3_30b_a3b_base_r3"), H100).fullest.total
     )
 
 
@@ -496,8 +520,8 @@ def test_where_no_layout_fits_the_least_that_does_is_named(capsys, monkeypatch):
     tree = json.loads(capsys.readouterr().out)
     assert (tree["fits"], tree["proposals"]) == (False, [])
     least = tree["least_nodes"]
-    assert search(recipe(), MOE, replace(H100, nodes=least))
-    assert not search(recipe(), MOE, replace(H100, nodes=least - 1))
+    assert search(Question(recipe(), MOE, replace(H100, nodes=least)))
+    assert not search(Question(recipe(), MOE, replace(H100, nodes=least - 1)))
     assert command.main([*words, "--nodes", "1"]) == 2
     out = capsys.readouterr().out
     assert (
@@ -516,11 +540,11 @@ def test_who_waits_for_whom_and_the_gpu_hours_by_hand(capsys, monkeypatch):
     ahead = replace(seconds, overlapped=True)
     assert ahead.total == 70
     assert ahead.idle == {"trainers": pytest.approx(3 / 7), "servers": pytest.approx(1 / 14)}
-    plan = replace(verdict(job(), H100), seconds=seconds)
+    plan = replace(plan_run(facts(), H100), seconds=seconds)
     assert plan.gpu_hours == pytest.approx(100 * 32 / 3600)
     monkeypatch.chdir(ROOT)
     words = ["examples/recipes/qwen3_30b_a3b_base.yaml", "--gpu", "h100", "--nodes", "4"]
-    monkeypatch.setattr(command, "verdict", lambda *_: plan)
+    monkeypatch.setattr(Question, "plan", lambda _: plan)
     assert command.main(words) == 0
     out = capsys.readouterr().out
     steps = recipe().run.steps
@@ -545,12 +569,13 @@ def test_memory_where_there_is_no_gpu(tmp_path):
     # Tied embeddings: the engine holds 1,720,574,976 parameters, as the trainer's ranks do.
     needed = 1_720_574_976 * (2 * 18 + 2)
     machine = Machine(cores=2, gpus=0, memory_bytes=needed, open_files=1024)
-    assert list(memory_problems(config, machine)) == []
-    (problem,) = memory_problems(config, replace(machine, memory_bytes=needed - 1))
-    assert problem.startswith(
+    line, faults = memory_here(config, machine)
+    assert faults == []
+    _, (fault,) = memory_here(config, replace(machine, memory_bytes=needed - 1))
+    assert fault.startswith(
         "memory: weights, gradients and optimizer of 2 ranks and the weights of 1 servers take 60.9"
     )
-    assert "2 ranks, each of weights 3.2 GiB, gradients 6.4 GiB" in memory_here(config, machine)
+    assert "2 ranks, each of weights 3.2 GiB, gradients 6.4 GiB" in line
 
 
 @pytest.mark.parametrize(
@@ -596,7 +621,7 @@ def test_a_site_file_names_every_kind_of_gpu():
     ],
 )
 def test_a_decoded_token_of_a_server_over_nodes(nodes, each, seconds):
-    run = job("qwen3_30b_a3b_base", "sglang.tp_size=16")
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=16")
     assert (MOE.num_layers, MOE.hidden_size, MOE.vocab_size) == (48, 2048, 151_936)
     cluster = Cluster(DEVICES["h100"], nodes, each)
     found = network_seconds(MOE, run.engine, cluster, 256, 256)
@@ -608,7 +633,7 @@ def test_a_decoded_token_of_a_server_over_nodes(nodes, each, seconds):
 
 def test_pipeline_stages_of_a_server_over_nodes():
     """Two stages of eight GPUs: a part of 128 tokens is handed on in 128 x 4,096 / 8 bytes a port, at 0.7 x 50 GB/s."""
-    run = job("qwen3_30b_a3b_base", "sglang.tp_size=8", "sglang.pp_size=2")
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=8", "sglang.pp_size=2")
     over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))
     found = hand_over_seconds(MOE, run.engine, over, 128)
     assert found == pytest.approx(1e-5 + 128 * 4096 / 8 / 35e9)
@@ -619,7 +644,7 @@ def test_pipeline_stages_of_a_server_over_nodes():
 
 def test_pipeline_stages_read_the_weights_once_for_each_part():
     """One stage of as many GPUs as a stage here has reads all weights once a step."""
-    run = job("qwen3_30b_a3b_base", "sglang.tp_size=4", "sglang.pp_size=2")
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=4", "sglang.pp_size=2")
     whole = Cluster(DEVICES["h100"], 1, 8)
     half = replace(run, engine=replace(run.engine, pipeline=1))
     reduce = 96 * 15e-6
@@ -632,7 +657,7 @@ def test_pipeline_stages_read_the_weights_once_for_each_part():
 
 
 def test_pipeline_stages_are_filled_and_drained_in_prefill():
-    run = job("qwen3_30b_a3b_base", "sglang.tp_size=8")
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=8")
     rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
     run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
     stages = replace(run, engine=replace(run.engine, tensor=4, pipeline=2))
@@ -642,7 +667,7 @@ def test_pipeline_stages_are_filled_and_drained_in_prefill():
 
 def test_prompts_of_a_server_over_nodes():
     """Two passes of 8,192 tokens and 64 prompts: 97 x 8,192 x 4,096 bytes twice, 64 x 303,872 bytes."""
-    run = job("qwen3_30b_a3b_base", "sglang.tp_size=16")
+    run = facts("qwen3_30b_a3b_base", "sglang.tp_size=16")
     rollout = replace(run.rollout, prompts=128, mean_prompt=128.0)
     run = replace(run, rollout=rollout, engine=replace(run.engine, servers=1))
     over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))

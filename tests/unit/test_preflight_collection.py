@@ -11,8 +11,8 @@ from pathlib import Path
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.planner.devices import DEVICES
-from megatron_dppo.planner.facts import job_of
-from megatron_dppo.planner.traffic import transfer
+from megatron_dppo.planner.facts import facts_of
+from megatron_dppo.planner.traffic import traffic
 from megatron_dppo.preflight import inspection, needs_of, table
 from megatron_dppo.preflight.between_nodes import (
     addresses,
@@ -65,7 +65,7 @@ def test_the_planner_and_the_preflight_count_the_same_bytes(tmp_path):
         for dtype in ("float32", "bfloat16"):
             model = {"hf_checkpoint": str(MODEL), "dtype": dtype}
             config = config_of(tmp_path, model=model, weight_sync={"strategy": "disk"}, **section)
-            planned = transfer(job_of(config, shape), DEVICES["h100"])
+            planned = traffic(facts_of(config, shape), DEVICES["h100"])
             needs = needs_of(config, gpus=8)
             assert needs.disk_bytes == GIB + 3 * planned.checkpoint
             assert needs.shm_bytes == GIB // 4 + planned.update

@@ -10,7 +10,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.plan import main
-from megatron_dppo.planner.facts import job_of
+from megatron_dppo.planner.facts import facts_of
 from megatron_dppo.planner.traffic import plan_problems, weight_plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,7 +21,7 @@ MIB = 2**20
 
 
 def plan_of(shape, *words):
-    return weight_plan(job_of(load_config(RECIPE, words), shape), 8)
+    return weight_plan(facts_of(load_config(RECIPE, words), shape), 8)
 
 
 def test_the_full_model_on_256_ranks():

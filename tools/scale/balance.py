@@ -9,23 +9,23 @@ from bench_balance import LIMIT, long_tailed
 
 from megatron_dppo.data.packing import idle_share, plan_mini_batch
 from megatron_dppo.model.shape import forward_flops
-from megatron_dppo.planner.run_plan import Verdict
+from megatron_dppo.planner.run_plan import RunPlan
 
 HOW = "one optimiser step of log-normal lengths cut at the limit (tools/bench_balance.py, seed 0)"
 
 
-def by_tokens(plan: Verdict) -> str:
+def by_tokens(plan: RunPlan) -> str:
     """As "12.3%"."""
     return f"{_idle(plan)[0]:.1%}"
 
 
-def by_flops(plan: Verdict) -> str:
+def by_flops(plan: RunPlan) -> str:
     """As "1.2%"."""
     return f"{_idle(plan)[1]:.1%}"
 
 
-def _idle(plan: Verdict) -> tuple[float, float]:
-    rollout, trainer = plan.job.rollout, plan.job.trainer
+def _idle(plan: RunPlan) -> tuple[float, float]:
+    rollout, trainer = plan.facts.rollout, plan.facts.trainer
     return _simulated(
         rollout.longest_response, plan.batches.per_step, trainer.layout.data, trainer.tokens,
         *(forward_flops(trainer.shape).linear, forward_flops(trainer.shape).quadratic),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_dppo.planner import memory
 from megatron_dppo.planner.devices import gb, gib
-from megatron_dppo.planner.run_plan import Verdict
+from megatron_dppo.planner.run_plan import RunPlan
 from megatron_dppo.planner.step_time import model_flops_utilisation
 from tools.scale import balance
 
@@ -19,7 +19,7 @@ class Computed:
     """A row: ``of`` gives the cell of a size; ``how``: its formula and where it is from."""
 
     quantity: str
-    of: Callable[[Verdict], str]
+    of: Callable[[RunPlan], str]
     how: str
 
 
@@ -27,15 +27,15 @@ def _seconds(value: float) -> str:
     return f"{value:,.0f} s" if value >= 10 else f"{value:.2g} s"
 
 
-def _columns(name: str) -> Callable[[Verdict], str]:
+def _columns(name: str) -> Callable[[RunPlan], str]:
     return lambda plan: gb(getattr(plan.columns, name)) if getattr(plan.columns, name) else _NONE
 
 
-def _held(plan: Verdict) -> str:
-    return gb(plan.columns.replicas / plan.job.trainer.layout.data)
+def _held(plan: RunPlan) -> str:
+    return gb(plan.columns.replicas / plan.facts.trainer.layout.data)
 
 
-def _received(plan: Verdict) -> str:
+def _received(plan: RunPlan) -> str:
     """Bytes of columns over what arrives at ranks: with no copy that nobody trains on it is 1."""
     columns = plan.columns
     wire = columns.routing_wire + columns.topk_wire
@@ -43,64 +43,62 @@ def _received(plan: Verdict) -> str:
     return f"{wire / needed:.2f}" if needed else _NONE
 
 
-def _host(part: str) -> Callable[[Verdict], str]:
+def _host(part: str) -> Callable[[RunPlan], str]:
     return lambda plan: gib(max(getattr(host, part) for host in plan.hosts))
 
 
-def _checkpoint_rank(plan: Verdict) -> str:
-    return gb(plan.transfer.checkpoint / plan.job.trainer.layout.world_size)
+def _checkpoint_rank(plan: RunPlan) -> str:
+    return gb(plan.traffic.checkpoint / plan.facts.trainer.layout.world_size)
 
 
-def _nodes_apart(plan: Verdict) -> int:
+def _nodes_apart(plan: RunPlan) -> int:
     return sum(node.engine > 0 and node.trainer == 0 for node in plan.nodes)
 
 
-def _between_nodes(plan: Verdict) -> str:
+def _between_nodes(plan: RunPlan) -> str:
     """Bytes that must reach the nodes that serve and don't train."""
-    return gb(plan.transfer.update * _nodes_apart(plan))
+    return gb(plan.traffic.update * _nodes_apart(plan))
 
 
-def _bound(plan: Verdict) -> str:
+def _bound(plan: RunPlan) -> str:
     """All weights over the slowest link that they must cross."""
     device = plan.cluster.device
-    return _seconds(
-        plan.transfer.update / (device.network if _nodes_apart(plan) else device.nvlink)
-    )
+    return _seconds(plan.traffic.update / (device.network if _nodes_apart(plan) else device.nvlink))
 
 
-def _hash_bound(plan: Verdict) -> str:
-    return _seconds(plan.transfer.update / plan.job.senders / plan.cluster.device.hbm)
+def _hash_bound(plan: RunPlan) -> str:
+    return _seconds(plan.traffic.update / plan.facts.senders / plan.cluster.device.hbm)
 
 
-def _trainer_groups(plan: Verdict) -> str:
+def _trainer_groups(plan: RunPlan) -> str:
     held = plan.fullest.communicators
     return f"{held // memory.PER_COMMUNICATOR}: {gib(held)}"
 
 
-def _engine_groups(plan: Verdict) -> str:
-    count = int(plan.job.engine.tensor > 1) + plan.job.senders
+def _engine_groups(plan: RunPlan) -> str:
+    count = int(plan.facts.engine.tensor > 1) + plan.facts.senders
     return f"{count}: {gib(count * memory.PER_COMMUNICATOR)}"
 
 
-def _memory(plan: Verdict) -> str:
+def _memory(plan: RunPlan) -> str:
     return f"{gib(plan.fullest.total)}, {plan.fullest.total / plan.cluster.device.memory:.0%}"
 
 
-def _step(plan: Verdict) -> str:
+def _step(plan: RunPlan) -> str:
     return _seconds(plan.seconds.total) if plan.seconds is not None else _NONE
 
 
-def _mfu(plan: Verdict) -> str:
+def _mfu(plan: RunPlan) -> str:
     if plan.seconds is None:
         return _NONE
-    return f"{model_flops_utilisation(plan.job, plan.seconds, plan.cluster):.0%}"
+    return f"{model_flops_utilisation(plan.facts, plan.seconds, plan.cluster):.0%}"
 
 
 SECTIONS: dict[str, tuple[Computed, ...]] = {
     "Data plane": (
         Computed(
             "response tokens a step",
-            lambda plan: f"{plan.job.rollout.response_tokens / 1e6:.1f} M",
+            lambda plan: f"{plan.facts.rollout.response_tokens / 1e6:.1f} M",
             "responses x mean length, half of the longest but in the fullest step",
         ),
         Computed(
@@ -137,23 +135,23 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
     "Checkpoints": (
         Computed(
             "bytes",
-            lambda p: gb(p.transfer.checkpoint),
+            lambda p: gb(p.traffic.checkpoint),
             "parameters x (2 + 12) in bf16, x (4 + 8) in fp32",
         ),
         Computed("bytes a rank", _checkpoint_rank, "over all ranks alike"),
         Computed(
             "seconds at 5 GB/s together",
-            lambda p: _seconds(p.transfer.checkpoint_seconds),
+            lambda p: _seconds(p.traffic.checkpoint_seconds),
             "bytes / rate of the shared file system",
         ),
     ),
     "Weight updates": (
         Computed(
             "bytes to each engine GPU",
-            lambda p: gb(p.transfer.update),
+            lambda p: gb(p.traffic.update),
             "parameters x bytes of the dtype",
         ),
-        Computed("of them gathered first", lambda p: gb(p.transfer.gathered), "planner/traffic.py"),
+        Computed("of them gathered first", lambda p: gb(p.traffic.gathered), "planner/traffic.py"),
         Computed(
             "between nodes, at least",
             _between_nodes,
@@ -166,7 +164,7 @@ SECTIONS: dict[str, tuple[Computed, ...]] = {
         ),
         Computed(
             "expected",
-            lambda p: _seconds(p.transfer.update_seconds),
+            lambda p: _seconds(p.traffic.update_seconds),
             "planner/traffic.py, hash and canary included",
         ),
         Computed(

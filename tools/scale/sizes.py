@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from examples.recipes.verdicts import HERE, MODELS, NODES
 from megatron_dppo.config import load_config
 from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.facts import job_of, shape_of
-from megatron_dppo.planner.run_plan import Verdict, verdict
+from megatron_dppo.planner.facts import facts_of, shape_of
+from megatron_dppo.planner.run_plan import RunPlan, plan_run
 
 GPU = "h100"
 FULLEST = "30B-A3B R3, fullest step"
@@ -21,7 +21,7 @@ class Size:
     """One column of the report."""
 
     name: str
-    plan: Verdict
+    plan: RunPlan
 
 
 def sizes() -> list[Size]:
@@ -42,8 +42,8 @@ def sizes() -> list[Size]:
 
 def _plan(
     recipe: str, overrides: Sequence[str] = (), mean_response: float | None = None
-) -> Verdict:
+) -> RunPlan:
     config = load_config(HERE / f"{recipe}.yaml", list(overrides))
     shape = shape_of(config.model.hf_checkpoint, MODELS)
-    job = job_of(config, shape, mean_response=mean_response)
-    return verdict(job, Cluster(DEVICES[GPU], NODES[recipe]))
+    facts = facts_of(config, shape, mean_response=mean_response)
+    return plan_run(facts, Cluster(DEVICES[GPU], NODES[recipe]))

@@ -14,7 +14,7 @@ from megatron_dppo.gpu_check.part import Bench, LackingError, Row, part
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.planner.activations import activation_bytes
 from megatron_dppo.planner.devices import CONTEXT, gib
-from megatron_dppo.planner.facts import TrainerJob, trainer_job
+from megatron_dppo.planner.facts import TrainerFacts, trainer_facts
 from megatron_dppo.planner.memory import state_bytes
 from megatron_dppo.planner.step_time import MOE_UTILISATION
 
@@ -58,7 +58,7 @@ def full_layer(bench: Bench) -> Iterator[Row]:
     checkpoint = random_model(bench.folder / "checkpoint", config)
     policy = policy_config(checkpoint, "bfloat16", training={"micro_batch_tokens": sum(lengths)})
     shape = load_model_shape(checkpoint)
-    job = trainer_job(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
+    job = trainer_facts(policy, shape, 1, max(lengths), gpu=bench.gpus > 0)
     if bench.gpus:
         _require_memory(job)
     trainer = Trainer(policy)
@@ -70,7 +70,7 @@ def full_layer(bench: Bench) -> Iterator[Row]:
         file.unlink()  # gigabytes that nobody needs any more
 
 
-def _require_memory(job: TrainerJob) -> None:
+def _require_memory(job: TrainerFacts) -> None:
     import torch
 
     free, _ = torch.cuda.mem_get_info()
@@ -112,7 +112,7 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
     )
 
 
-def _memory(held_bytes: HeldBytes, job: TrainerJob) -> Iterator[Row]:
+def _memory(held_bytes: HeldBytes, job: TrainerFacts) -> Iterator[Row]:
     state, live = state_bytes(job, 0), activation_bytes(job, 0, busiest=1.0)
     yield compared("weights", held_bytes.weights, state.weights, STATE_TOLERANCE)
     yield compared("gradients", held_bytes.gradients, state.gradients, STATE_TOLERANCE)
