@@ -183,8 +183,8 @@ def _evaluation(plan: RunPlan) -> str | None:
         return None
     each = seconds.evaluation / evaluation.every
     return (
-        f"Evaluation: {evaluation.problems} problems x {evaluation.samples} take {seconds.evaluation:.0f} s, before the "
-        f"first step and every {evaluation.every} steps: {each:.0f} s for each step, "
+        f"Evaluation: {evaluation.problems} problems x {evaluation.samples} take {seconds.evaluation:.0f} s, before "
+        f"the first step and every {evaluation.every} steps: {each:.0f} s for each step, "
         f"{each / (seconds.total + each):.0%} of all."
     )
 
