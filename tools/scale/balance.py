@@ -27,7 +27,7 @@ def by_flops(plan: RunPlan) -> str:
 def _idle(plan: RunPlan) -> tuple[float, float]:
     rollout, trainer = plan.facts.rollout, plan.facts.trainer
     return _simulated(
-        rollout.longest_response, plan.batches.per_step, trainer.layout.data, trainer.tokens,
+        rollout.longest_response, plan.facts.batches()["per_step"], trainer.layout.data, trainer.tokens,
         *(forward_flops(trainer.shape).linear, forward_flops(trainer.shape).quadratic),
     )  # fmt: skip
 
