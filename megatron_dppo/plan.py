@@ -140,7 +140,7 @@ def _meta_faults(questions: Sequence[Question]) -> list[str]:
     for question in questions:
         comparison = compare(question.config, question.shape)
         print(comparison.summary(), file=sys.stderr)
-        faults += comparison.problems
+        faults += comparison.faults
     return faults
 
 

@@ -52,21 +52,21 @@ def memory_verdict(config: TrainConfig, site: SiteConfig, nodes: int) -> tuple[s
         return "memory: not planned, the nodes have no GPUs", []
     if site.gpu is None:
         return _UNKNOWN.format(names=", ".join(DEVICES)), []
-    from megatron_dppo.planner.facts import job_of  # loads numpy
-    from megatron_dppo.planner.run_plan import verdict
+    from megatron_dppo.planner.facts import facts_of  # loads numpy
+    from megatron_dppo.planner.run_plan import plan_run
 
     device = DEVICES[site.gpu]
     memory = device.host_memory if site.host_memory_gib is None else site.host_memory_gib * GIB
     cluster = Cluster(device, nodes, site.gpus_per_node, memory)
     shape = load_model_shape(config.model.hf_checkpoint)
-    plan = verdict(job_of(config, shape), cluster)
+    plan = plan_run(facts_of(config, shape), cluster)
     rank = plan.fullest.total / GIB
     fits = "fits" if plan.fits else "does not fit"
     line = (
         f"memory: {fits} on {nodes} x {site.gpus_per_node} {device.name}; the fullest rank takes "
         f"{rank:.1f} GiB; {plan.memory_limit}"
     )
-    return line, list(plan.problems)
+    return line, list(plan.faults)
 
 
 # What a submission comes to, and everything that can be refused before anything queues.
