@@ -118,7 +118,7 @@ def _candidates(question: Question) -> Iterator[Question]:
 
 def _layouts(world: int, shape: ModelShape) -> Iterator[LayoutSizes]:
     """The layouts of ``world`` ranks that hold the model; expert tensor parallelism as it follows from the rest."""
-    experts = (1,)
+    experts: tuple[int, ...] = (1,)
     if shape.is_moe:
         experts = tuple(size for size in _POWERS if shape.num_experts % size == 0)
     for tensor, pipeline, virtual, expert in product(_tensors(), _POWERS, (None, 2, 4), experts):

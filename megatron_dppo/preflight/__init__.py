@@ -133,7 +133,7 @@ class Verdict:
 def table(evidence: Mapping[str, Mapping[str, Evidence]], findings: Sequence[Finding]) -> str:
     """For people: a line a node, in which a value that was not collected is a dash, then what is wrong."""
     bad = {finding.host for finding in findings}
-    rows = [_COLUMNS]
+    rows: list[tuple[str, ...]] = [_COLUMNS]
     rows += [(*_cells(evidence[h]), "bad" if h in bad else "ok") for h in sorted(evidence)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
