@@ -48,18 +48,18 @@ REFUSED = 2
 
 def main(arguments: Sequence[str] | None = None) -> int | None:
     """Run the command that ``arguments`` (default: the command line) begin with on the rest of them; its exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
+    command_line = list(sys.argv[1:] if arguments is None else arguments)
+    if not command_line or command_line[0] in ("-h", "--help", "help"):
         print(_help())
-        return 0 if words else REFUSED
-    if words[0] in ("-V", "--version"):
+        return 0 if command_line else REFUSED
+    if command_line[0] in ("-V", "--version"):
         print(f"megatron-dppo {__version__}")
         return 0
-    if words[0] not in COMMANDS:
-        print(f"error: {_unknown(words[0])}", file=sys.stderr)
+    if command_line[0] not in COMMANDS:
+        print(f"error: {_unknown(command_line[0])}", file=sys.stderr)
         return REFUSED
-    module = importlib.import_module(COMMANDS[words[0]][0])
-    code: int | None = module.main(words[1:])
+    module = importlib.import_module(COMMANDS[command_line[0]][0])
+    code: int | None = module.main(command_line[1:])
     return code
 
 

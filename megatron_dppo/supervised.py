@@ -32,19 +32,19 @@ MODULE = "megatron_dppo.supervised"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, validate, run; the exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
-    words = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     adopt_slurm_rank()
     try:
-        config = load_as(SupervisedConfig, words.config, words.overrides)
-        if words.check:
-            check_everything_supervised(config, words.config)
+        config = load_as(SupervisedConfig, options.config, options.overrides)
+        if options.check:
+            check_everything_supervised(config, options.config)
             return 0
         if (
             "RANK" in os.environ or not config.forwards_to_megatron
         ):  # nothing that needs a library's word
-            check_supervised_config(config, words.config)
+            check_supervised_config(config, options.config)
         if "RANK" not in os.environ:
-            command = [words.config, *words.overrides]
+            command = [options.config, *options.overrides]
             refused = check_in_child(MODULE, command) if config.forwards_to_megatron else 0
             return refused or run_local(config, None, MODULE, this_machine())
     except RunError as error:

@@ -27,8 +27,8 @@ from megatron_dppo.config import (
 from megatron_dppo.config.checkpoint_folder import missing_weights
 from megatron_dppo.config.machine import (
     Machine,
-    allocator_problems,
-    machine_problems,
+    allocator_faults,
+    machine_faults,
     set_allocator,
     this_machine,
 )
@@ -49,27 +49,27 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse, validate, run; the process's exit code: 0 done, 1 failed, 2 refused, 130 stopped by
     Ctrl-C."""
-    words = _parser().parse_intermixed_args(arguments)
+    options = _parser().parse_intermixed_args(arguments)
     adopt_slurm_rank()
     try:
-        config = load_config(words.config, words.overrides)
-        if words.print_config:
+        config = load_config(options.config, options.overrides)
+        if options.print_config:
             print(resolved_yaml(config), end="")
             return 0
-        if words.check:
-            print(_checked(config, words).summary())
+        if options.check:
+            print(_checked(config, options).summary())
             here = this_machine()
             print(_memory(config, here))
-            for problem in [*_missing_weights(config), *start_problems(config, here)]:
-                print(f"on this machine it can't be started: {problem}")
+            for fault in [*_missing_weights(config), *start_faults(config, here)]:
+                print(f"on this machine it can't be started: {fault}")
             return 0
         if "RANK" in os.environ:
-            check_config(config, words.config)
-            _check_world(config, words.config)
+            check_config(config, options.config)
+            _check_world(config, options.config)
             _check_environment(config)
     except ConfigError as error:
         fatal(str(error))
-    return _run_rank(config) if "RANK" in os.environ else _supervise(config, words)
+    return _run_rank(config) if "RANK" in os.environ else _supervise(config, options)
 
 
 def _memory(config: TrainConfig, machine: Machine) -> str:
@@ -78,70 +78,70 @@ def _memory(config: TrainConfig, machine: Machine) -> str:
     return memory_here(config, machine)[0]
 
 
-def start_problems(config: TrainConfig, machine: Machine) -> list[str]:
+def start_faults(config: TrainConfig, machine: Machine) -> list[str]:
     """Why the run can't be started on ``machine``: one line for each reason."""
     from megatron_dppo.launch.local import local_placement
     from megatron_dppo.planner.run_plan import memory_here  # loads numpy
 
     _, memory_faults = memory_here(config, machine)
-    problems = [*machine_problems(config, machine), *memory_faults]
+    faults = [*machine_faults(config, machine), *memory_faults]
     if machine.gpus:
-        problems += allocator_problems(config, os.environ)
+        faults += allocator_faults(config, os.environ)
     try:
         local_placement(config.parallel.world_size, ServerSections.where_generated(config), machine)
     except PlacementError as error:
-        problems.append(str(error))
-    return problems
+        faults.append(str(error))
+    return faults
 
 
 def _missing_weights(config: TrainConfig) -> list[str]:
     folder = config.model.hf_checkpoint
-    return [f"model.hf_checkpoint: {problem}" for problem in missing_weights(folder)]
+    return [f"model.hf_checkpoint: {fault}" for fault in missing_weights(folder)]
 
 
-def _checked(config: TrainConfig, words: argparse.Namespace) -> Plan:
+def _checked(config: TrainConfig, options: argparse.Namespace) -> Plan:
     """What follows from the configuration. Raises ConfigError with what all checks say: of its values, of the
     libraries, of data and checkpoints, as far as those can be looked at then."""
-    from megatron_dppo.loop.resuming import data_and_resume_problems
+    from megatron_dppo.loop.resuming import data_and_resume_faults
 
     plan: Plan | None = None
-    problems: list[str] = []
+    faults: list[str] = []
     try:
-        plan = check_everything(config, words.config, weights=words.answers is not None)
+        plan = check_everything(config, options.config, weights=options.answers is not None)
     except ConfigError as error:
-        problems += error.problems
-    problems += data_and_resume_problems(config, problems, words.answers)
-    if problems or plan is None:
-        raise ConfigError(problems, words.config)
+        faults += error.faults
+    faults += data_and_resume_faults(config, faults, options.answers)
+    if faults or plan is None:
+        raise ConfigError(faults, options.config)
     return plan
 
 
-def _all_problems(config: TrainConfig, source: str, problems: list[str]) -> ConfigError:
+def _all_faults(config: TrainConfig, source: str, faults: list[str]) -> ConfigError:
     """Those of this machine, and those of the configuration that need no library."""
     try:
         check_config(config, source)
     except ConfigError as error:
-        problems = [*error.problems, *problems]
-    return ConfigError(problems, f"{source}, on this machine")
+        faults = [*error.faults, *faults]
+    return ConfigError(faults, f"{source}, on this machine")
 
 
 def _check_world(config: TrainConfig, source: str) -> None:
     """A launcher's world must be the configuration's. Raises ConfigError."""
     world = os.environ.get("WORLD_SIZE")
     if world != str(config.parallel.world_size):
-        problem = (
+        fault = (
             f"parallel.world_size: got {config.parallel.world_size}, but the launcher set "
             f"WORLD_SIZE to {world}"
         )
-        raise ConfigError([problem], source)
+        raise ConfigError([fault], source)
 
 
 def _check_environment(config: TrainConfig) -> None:
     """A rank's variables: set, or refused where a container's image has set them. Raises ConfigError."""
     if not this_machine().gpus:
         return
-    if problems := list(allocator_problems(config, os.environ)):
-        raise ConfigError(problems, "the environment of this rank")
+    if faults := list(allocator_faults(config, os.environ)):
+        raise ConfigError(faults, "the environment of this rank")
     set_allocator(config, os.environ)
 
 
@@ -158,14 +158,14 @@ def _run_rank(config: TrainConfig) -> NoReturn:
     end_now(0)
 
 
-def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
+def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
     """Have a child check everything, then run until the end."""
     from megatron_dppo.launch.local import run_local
     from megatron_dppo.launch.run_directory import is_finished
 
     machine = this_machine()
-    if problems := start_problems(config, machine):
-        fatal(str(_all_problems(config, words.config, problems)))
+    if faults := start_faults(config, machine):
+        fatal(str(_all_faults(config, options.config, faults)))
     if is_finished(config):
         print(
             f"nothing to do: the run in {config.run.directory} is at its last step, "
@@ -174,7 +174,7 @@ def _supervise(config: TrainConfig, words: argparse.Namespace) -> int:
         return 0
     try:
         with checked_answers_file() as path:
-            refused = check_in_child(MODULE, [words.config, *words.overrides, ANSWERS, path])
+            refused = check_in_child(MODULE, [options.config, *options.overrides, ANSWERS, path])
             return refused or run_local(
                 config, ServerSections.where_generated(config), MODULE, machine
             )

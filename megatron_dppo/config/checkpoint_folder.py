@@ -25,17 +25,17 @@ def read_checkpoint_folder(folder: str | Path, *, weights: bool = True) -> Model
     if not folder.is_dir():
         raise ConfigError([f"{_WHERE}: got {str(folder)!r}, which is not a folder"])
     shape: ModelShape | None = None
-    problems: list[str] = []
+    faults: list[str] = []
     try:
         shape = load_model_shape(folder)
     except UnsupportedModelError as error:
-        problems += error.faults
+        faults += error.faults
     except ModelConfigError as error:
-        problems.append(str(error))
-    problems += [*(missing_weights(folder) if weights else _damaged_index(folder))]
-    problems += _missing_tokenizer(folder)
-    if problems or shape is None:
-        raise ConfigError([f"{_WHERE}: {problem}" for problem in problems])
+        faults.append(str(error))
+    faults += [*(missing_weights(folder) if weights else _damaged_index(folder))]
+    faults += _missing_tokenizer(folder)
+    if faults or shape is None:
+        raise ConfigError([f"{_WHERE}: {fault}" for fault in faults])
     return shape
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,15 +18,16 @@ from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.forwarded import (
     SGLANG,
-    expert_kernel_problems,
-    megatron_problems,
-    replay_problems,
-    training_problems,
+    expert_kernel_faults,
+    megatron_faults,
+    replay_faults,
+    training_faults,
 )
+from megatron_dppo.config.layout import LAYOUT_CHECKS, Faults, Plan, world_faults
 from megatron_dppo.config.lora import (
-    adapter_update_problems,
-    engine_adapter_problems,
-    lora_problems,
+    adapter_update_faults,
+    engine_adapter_faults,
+    lora_faults,
 )
 from megatron_dppo.config.schema import (
     AlgorithmConfig,
@@ -36,10 +36,8 @@ from megatron_dppo.config.schema import (
     SupervisedConfig,
     TrainConfig,
 )
-from megatron_dppo.model.layout import Layout, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.model.splits import padded_vocab_size
-from megatron_dppo.system.network import url_problem
+from megatron_dppo.system.network import url_fault
 
 PLACEHOLDER = "{prompt}"
 """What a prompt template holds where the problem goes."""
@@ -48,7 +46,7 @@ MOST_STOPS = 32
 """Stop texts that SGLang takes."""
 
 
-def data_file_problems(config: TrainConfig) -> Iterator[str]:
+def data_file_faults(config: TrainConfig) -> Iterator[str]:
     """Files that are not there, weights of some files alone, names that can't name metrics."""
     data = config.data
     listed = not isinstance(data.train, str)
@@ -80,7 +78,7 @@ def data_file_problems(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def prompt_form_problems(config: TrainConfig) -> Iterator[str]:
+def prompt_form_faults(config: TrainConfig) -> Iterator[str]:
     """Templates without a place for the problem, and prompts that nothing would carry."""
     data = config.data
     if data.prompt_template is not None and data.prompt_template.count(PLACEHOLDER) != 1:
@@ -97,74 +95,6 @@ def prompt_form_problems(config: TrainConfig) -> Iterator[str]:
         yield f"rollout.stop: got {len(config.rollout.stop)} texts, expected at most {MOST_STOPS}"
     if "" in config.rollout.stop:
         yield "rollout.stop: got an empty text, expected texts that end a response"
-
-
-Problems = Iterator[str]
-LayoutCheck = Callable[[PolicyConfig, ModelShape], Problems]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What follows from a valid configuration. ``steps_per_batch``: optimiser steps in a rollout
-    batch."""
-
-    layout: Layout
-    sequence_parallel: bool
-    vocab: int
-    padded_vocab: int
-    steps_per_batch: int
-    responses_per_batch: int
-
-    @classmethod
-    def of(cls, config: TrainConfig, model: ModelShape) -> Plan:
-        """Derive; ``config`` must have passed its checks."""
-        sizes, rollout = config.parallel.sizes, config.rollout
-        return cls(
-            layout=Layout.of(sizes),
-            sequence_parallel=sizes.sequence_parallel(model),
-            vocab=model.vocab_size,
-            padded_vocab=padded_vocab_size(model.vocab_size, sizes.tensor),
-            steps_per_batch=rollout.prompts_per_step // config.training.prompts_per_mini_batch,
-            responses_per_batch=rollout.prompts_per_step * rollout.group_size,
-        )
-
-    def summary(self) -> str:
-        """The layout, the vocabulary and the steps, in a line."""
-        at = self.layout
-        sizes = {"TP": at.tensor, "PP": at.pipeline, "VPP": at.chunks, "DP": at.data}
-        experts = {"EP": at.expert, "ETP": at.expert_tensor, "expert DP": at.expert_data}
-        sequence = ", sequence parallel" if self.sequence_parallel else ""
-        padding = f" (padded to {self.padded_vocab})" if self.padded_vocab != self.vocab else ""
-        return (
-            f"{at.world_size} ranks: {_product(sizes)}, experts {_product(experts)}{sequence}; "
-            f"vocabulary {self.vocab}{padding}; a rollout batch is {self.responses_per_batch} "
-            f"responses and {self.steps_per_batch} optimiser steps"
-        )
-
-
-def _product(sizes: dict[str, int]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in sizes.items())
-
-
-def world_problems(config: PolicyConfig) -> Problems:
-    """What is wrong with the layout whatever the model is."""
-    yield from (problem.text("parallel.") for problem in size_faults(config.parallel.sizes))
-
-
-def _fits_the_model(config: PolicyConfig, model: ModelShape) -> Problems:
-    yield from (p.text("parallel.") for p in model_faults(config.parallel.sizes, model))
-
-
-def _dense_dispatches_nothing(config: PolicyConfig, model: ModelShape) -> Problems:
-    dispatcher = config.megatron.get("moe_token_dispatcher_type")
-    if dispatcher is not None and not model.is_moe:
-        yield (
-            f"megatron.moe_token_dispatcher_type: got {dispatcher!r}, expected nothing: "
-            f"{model.family} is a dense model"
-        )
-
-
-LAYOUT_CHECKS: tuple[LayoutCheck, ...] = (_fits_the_model, _dense_dispatches_nothing)
 
 
 LONGEST_TEXT = 4096
@@ -185,8 +115,8 @@ LONGEST_WAIT_S = 10**8
 
 def refuse_unusable_values(config: Section, source: str) -> None:
     """Raise ConfigError naming ``source`` for :func:`unusable_values`. Comes before checks that open paths."""
-    if problems := unusable_values(config):
-        raise ConfigError(problems, source)
+    if faults := unusable_values(config):
+        raise ConfigError(faults, source)
 
 
 def unusable_values(config: Section) -> list[str]:
@@ -198,24 +128,24 @@ def unusable_values(config: Section) -> list[str]:
     ]
 
 
-def without_os_errors(problems: Iterator[str]) -> Iterator[str]:
+def without_os_errors(faults: Iterator[str]) -> Iterator[str]:
     """``problems``; where the file system fails on a path (too long, no permission) that is one."""
     try:
-        yield from problems
+        yield from faults
     except OSError as error:
         yield f"{given(error.filename)}: {error.strerror}"
 
 
-def url_problems(config: TrainConfig) -> Iterator[str]:
+def url_faults(config: TrainConfig) -> Iterator[str]:
     """``engine.urls`` that no server can have, or that name one server twice."""
     urls = [url.rstrip("/") for url in config.engine.urls]
-    problems = [f"engine.urls: {problem}" for url in urls if (problem := url_problem(url))]
-    yield from problems
-    if not problems and len(set(urls)) < len(urls):
+    faults = [f"engine.urls: {fault}" for url in urls if (fault := url_fault(url))]
+    yield from faults
+    if not faults and len(set(urls)) < len(urls):
         yield f"engine.urls: got {urls}, expected each server once"
 
 
-def engine_split_problems(config: TrainConfig, model: ModelShape) -> Iterator[str]:
+def engine_split_faults(config: TrainConfig, model: ModelShape) -> Iterator[str]:
     """``sglang.tp_size`` against the model's attention heads and key-value heads."""
     heads, groups = model.num_attention_heads, model.num_query_groups
     size = config.sglang.get("tp_size") or 1
@@ -232,7 +162,7 @@ def engine_split_problems(config: TrainConfig, model: ModelShape) -> Iterator[st
         )
 
 
-def length_problems(config: TrainConfig, model: ModelShape) -> Iterator[str]:
+def length_faults(config: TrainConfig, model: ModelShape) -> Iterator[str]:
     """Prompts and responses against the model's positions, and what a server of them serves.
 
     A run that replays rollouts asks no server: it has all of the model's positions.
@@ -308,8 +238,8 @@ BATCH_FILES = "step_*.safetensors"
 """As ``data/batch_file.py`` names saved batches."""
 
 P = TypeVar("P", bound=PolicyConfig)
-Check = Callable[[TrainConfig], Problems]
-ModelCheck = Callable[[TrainConfig, ModelShape], Problems]
+Check = Callable[[TrainConfig], Faults]
+ModelCheck = Callable[[TrainConfig, ModelShape], Faults]
 
 
 def check_config(
@@ -321,34 +251,34 @@ def check_config(
     ``weights``: the model's weights must be there; its config.json and tokenizer always must.
     """
     refuse_unusable_values(config, source)
-    problems = [problem for check in CHECKS for problem in without_os_errors(check(config))]
-    model = _checked_model(config, MODEL_CHECKS, problems, source, weights=weights)
+    faults = [fault for check in CHECKS for fault in without_os_errors(check(config))]
+    model = _checked_model(config, MODEL_CHECKS, faults, source, weights=weights)
     return Plan.of(config, model)
 
 
 def check_supervised_config(config: SupervisedConfig, source: str = "configuration") -> None:
     """As :func:`check_config`, of a supervised run."""
     refuse_unusable_values(config, source)
-    problems = [
-        *world_problems(config),
-        *megatron_problems(config.megatron),
-        *training_problems(config),
-        *schedule_problems(config),
+    faults = [
+        *world_faults(config),
+        *megatron_faults(config.megatron),
+        *training_faults(config),
+        *schedule_faults(config),
     ]
     if not Path(config.data.train).is_file():
-        problems.append(f"data.train: got {config.data.train!r}, expected a JSONL or Parquet file")
+        faults.append(f"data.train: got {config.data.train!r}, expected a JSONL or Parquet file")
     if config.training.sequences_per_step < config.parallel.data:
-        problems.append(
+        faults.append(
             f"training.sequences_per_step: got {config.training.sequences_per_step}, expected at "
             f"least one for each of the {config.parallel.data} data-parallel ranks"
         )
-    _checked_model(config, (*LAYOUT_CHECKS, lora_problems), problems, source)
+    _checked_model(config, (*LAYOUT_CHECKS, lora_faults), faults, source)
 
 
 def _checked_model(
     config: P,
-    checks: Sequence[Callable[[P, ModelShape], Problems]],
-    problems: list[str],
+    checks: Sequence[Callable[[P, ModelShape], Faults]],
+    faults: list[str],
     source: str,
     *,
     weights: bool = True,
@@ -358,15 +288,15 @@ def _checked_model(
     try:
         model = read_checkpoint_folder(config.model.hf_checkpoint, weights=weights)
     except ConfigError as error:
-        problems += error.problems
+        faults += error.faults
     if model is not None:
-        problems += [p for check in checks for p in check(config, model)]
-    if problems or model is None:
-        raise ConfigError(problems, source)
+        faults += [p for check in checks for p in check(config, model)]
+    if faults or model is None:
+        raise ConfigError(faults, source)
     return model
 
 
-def batch_problems(config: TrainConfig) -> Problems:
+def batch_faults(config: TrainConfig) -> Faults:
     """Why a rollout batch can't be cut into optimiser steps, or shared by the data-parallel ranks."""
     rollout, size = config.rollout, config.training.prompts_per_mini_batch
     if rollout.prompts_per_step % size:
@@ -397,7 +327,7 @@ def batch_problems(config: TrainConfig) -> Problems:
         )
 
 
-def schedule_problems(config: PolicyConfig) -> Problems:
+def schedule_faults(config: PolicyConfig) -> Faults:
     """Numbers of the learning rate's schedule that don't go together."""
     optimizer = config.optimizer
     falls, end = optimizer.schedule != "constant", optimizer.decay_steps
@@ -415,7 +345,7 @@ def schedule_problems(config: PolicyConfig) -> Problems:
         yield f"optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr, {optimizer.lr}"
 
 
-def _untruncated_sampling(config: TrainConfig) -> Problems:
+def _untruncated_sampling(config: TrainConfig) -> Faults:
     reason = "the engine's log-probabilities ignore the truncation, the samples do not"
     if config.rollout.top_p != 1:
         yield f"rollout.top_p: got {config.rollout.top_p}, expected 1: {reason}"
@@ -423,17 +353,17 @@ def _untruncated_sampling(config: TrainConfig) -> Problems:
         yield f"rollout.top_k: got {config.rollout.top_k}, expected -1 (off): {reason}"
 
 
-def _algorithm(config: TrainConfig) -> Problems:
+def _algorithm(config: TrainConfig) -> Faults:
     try:
         config.algorithm.facts()
     except ValueError as error:
         yield f"algorithm: {error}"
 
 
-def _aggregation(config: TrainConfig) -> Problems:
+def _aggregation(config: TrainConfig) -> Faults:
     algorithm = config.algorithm
-    own = algorithm.aggregation == "sequence-mean-with-constant"
-    if not own and algorithm.aggregation_constant is not None:
+    takes_constant = algorithm.aggregation == "sequence-mean-with-constant"
+    if not takes_constant and algorithm.aggregation_constant is not None:
         yield (
             f"algorithm.aggregation_constant: got {algorithm.aggregation_constant} with "
             f"aggregation {algorithm.aggregation!r}, expected null: only "
@@ -441,7 +371,7 @@ def _aggregation(config: TrainConfig) -> Problems:
         )
 
 
-def _reference(config: TrainConfig) -> Problems:
+def _reference(config: TrainConfig) -> Faults:
     algorithm, unchanged = config.algorithm, AlgorithmConfig()
     if algorithm.reference_kl > 0:
         return
@@ -453,7 +383,7 @@ def _reference(config: TrainConfig) -> Problems:
             )
 
 
-def _replay_folder(config: TrainConfig) -> Problems:
+def _replay_folder(config: TrainConfig) -> Faults:
     folder = config.rollout.replay_from
     if folder is not None and not any(Path(folder).glob(BATCH_FILES)):
         yield (
@@ -462,7 +392,7 @@ def _replay_folder(config: TrainConfig) -> Problems:
         )
 
 
-def _profile(config: TrainConfig) -> Problems:
+def _profile(config: TrainConfig) -> Faults:
     """Steps and ranks that there are none of, so that no trace would come."""
     world, steps = config.parallel.world_size, config.run.steps
     if odd := [rank for rank in config.profile.ranks if not 0 <= rank < world]:
@@ -471,7 +401,7 @@ def _profile(config: TrainConfig) -> Problems:
         yield f"profile.steps: got {odd}, expected steps from 1 to run.steps = {steps}"
 
 
-def _staleness(config: TrainConfig) -> Problems:
+def _staleness(config: TrainConfig) -> Faults:
     if config.rollout.replay_from is not None and config.rollout.max_staleness:
         yield (
             f"rollout.max_staleness: got {config.rollout.max_staleness} with rollout.replay_from, "
@@ -479,7 +409,7 @@ def _staleness(config: TrainConfig) -> Problems:
         )
 
 
-def _oversampling(config: TrainConfig) -> Problems:
+def _oversampling(config: TrainConfig) -> Faults:
     rollout = config.rollout
     if rollout.oversampling > 1 and not rollout.drop_zero_variance_groups:
         yield (
@@ -488,13 +418,13 @@ def _oversampling(config: TrainConfig) -> Problems:
         )
 
 
-def _run_directory(config: TrainConfig) -> Problems:
+def _run_directory(config: TrainConfig) -> Faults:
     path = Path(config.run.directory)
     if path.exists() and not path.is_dir():
         yield f"run.directory: got {config.run.directory!r}, which is a file, expected a folder"
 
 
-def _engine_ports(config: TrainConfig) -> Problems:
+def _engine_ports(config: TrainConfig) -> Faults:
     engine = config.engine
     if engine.port is not None and engine.port + engine.started > 65536:
         yield (
@@ -503,7 +433,7 @@ def _engine_ports(config: TrainConfig) -> Problems:
         )
 
 
-def _deterministic(config: TrainConfig) -> Problems:
+def _deterministic(config: TrainConfig) -> Faults:
     if config.engine.deterministic and config.rollout.responses_per_call > 1:
         yield (
             f"rollout.responses_per_call: got {config.rollout.responses_per_call}, expected 1 with "
@@ -511,7 +441,7 @@ def _deterministic(config: TrainConfig) -> Problems:
         )
 
 
-def _certificates(config: TrainConfig) -> Problems:
+def _certificates(config: TrainConfig) -> Faults:
     path = config.engine.ca_file
     if path is None:
         return
@@ -521,16 +451,16 @@ def _certificates(config: TrainConfig) -> Problems:
         yield f"engine.ca_file: got {path!r}, expected a PEM file of certificates: {error}"
 
 
-def _forwarded(config: TrainConfig) -> Problems:
-    yield from megatron_problems(config.megatron)
-    yield from training_problems(config)
-    yield from SGLANG.problems(config.sglang)
+def _forwarded(config: TrainConfig) -> Faults:
+    yield from megatron_faults(config.megatron)
+    yield from training_faults(config)
+    yield from SGLANG.faults(config.sglang)
 
 
-def _router_replay(config: TrainConfig, model: ModelShape) -> Problems:
+def _router_replay(config: TrainConfig, model: ModelShape) -> Faults:
     if not config.rollout.router_replay:
         return
-    yield from replay_problems(config.megatron)
+    yield from replay_faults(config.megatron)
     if not model.is_moe:
         yield (
             f"rollout.router_replay: got true, expected false: {model.family} is a dense "
@@ -539,12 +469,12 @@ def _router_replay(config: TrainConfig, model: ModelShape) -> Problems:
         )
 
 
-def _expert_kernel(config: TrainConfig, model: ModelShape) -> Problems:
+def _expert_kernel(config: TrainConfig, model: ModelShape) -> Faults:
     if model.is_moe:
-        yield from expert_kernel_problems(config.sglang)
+        yield from expert_kernel_faults(config.sglang)
 
 
-def _topk(config: TrainConfig, model: ModelShape) -> Problems:
+def _topk(config: TrainConfig, model: ModelShape) -> Faults:
     if config.rollout.topk_log_probs > model.vocab_size:
         yield (
             f"rollout.topk_log_probs: got {config.rollout.topk_log_probs}, expected at most the "
@@ -557,7 +487,7 @@ def _topk(config: TrainConfig, model: ModelShape) -> Problems:
             yield f"algorithm: {error}"
 
 
-def _stop_tokens(config: TrainConfig, model: ModelShape) -> Problems:
+def _stop_tokens(config: TrainConfig, model: ModelShape) -> Faults:
     unknown = [t for t in config.rollout.stop_token_ids if not 0 <= t < model.vocab_size]
     if unknown:
         yield (
@@ -567,16 +497,16 @@ def _stop_tokens(config: TrainConfig, model: ModelShape) -> Problems:
 
 
 CHECKS: tuple[Check, ...] = (
-    url_problems,
-    world_problems,
-    batch_problems,
-    schedule_problems,
+    url_faults,
+    world_faults,
+    batch_faults,
+    schedule_faults,
     _untruncated_sampling,
     _algorithm,
     _aggregation,
     _reference,
-    data_file_problems,
-    prompt_form_problems,
+    data_file_faults,
+    prompt_form_faults,
     _replay_folder,
     _profile,
     _staleness,
@@ -586,16 +516,16 @@ CHECKS: tuple[Check, ...] = (
     _deterministic,
     _certificates,
     _forwarded,
-    engine_adapter_problems,
+    engine_adapter_faults,
 )
 MODEL_CHECKS: tuple[ModelCheck, ...] = (
     *LAYOUT_CHECKS,
-    lora_problems,
-    adapter_update_problems,
+    lora_faults,
+    adapter_update_faults,
     _router_replay,
     _expert_kernel,
-    length_problems,
-    engine_split_problems,
+    length_faults,
+    engine_split_faults,
     _topk,
     _stop_tokens,
 )

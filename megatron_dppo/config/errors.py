@@ -26,12 +26,12 @@ class ConfigError(RunError, ValueError):
     """A configuration that can't be run. ``problems``: one line for each, key first; ``source``:
     the file."""
 
-    def __init__(self, problems: Sequence[str], source: str = "configuration") -> None:
-        self.problems = tuple(problems)
+    def __init__(self, faults: Sequence[str], source: str = "configuration") -> None:
+        self.faults = tuple(faults)
         self.source = source
-        count = f" {len(self.problems)} problems" if len(self.problems) > 1 else ""
-        shown = self.problems[:MOST_SHOWN]
-        more = [f"and {len(problems) - len(shown)} more"] if len(shown) < len(problems) else []
+        count = f" {len(self.faults)} problems" if len(self.faults) > 1 else ""
+        shown = self.faults[:MOST_SHOWN]
+        more = [f"and {len(faults) - len(shown)} more"] if len(shown) < len(faults) else []
         super().__init__("\n  ".join([f"{source}:{count}", *shown, *more]))
 
 
@@ -84,17 +84,17 @@ def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return expectation(arguments[0], (*arguments[1:], *metadata))
     if origin in (Union, types.UnionType):
         inner, nothing = [a for a in arguments if a is not type(None)], type(None) in arguments
-        words = [expectation(a, metadata) for a in inner] + ["null"] * nothing
-        covered = {_NAMES[int]} if _NAMES[float] in words else set()
-        return " or ".join(dict.fromkeys(word for word in words if word not in covered))
+        alternatives = [expectation(a, metadata) for a in inner] + ["null"] * nothing
+        covered = {_NAMES[int]} if _NAMES[float] in alternatives else set()
+        return " or ".join(dict.fromkeys(word for word in alternatives if word not in covered))
     if origin is Literal:
         return "one of " + ", ".join(map(repr, arguments))
     if origin is dict and arguments:
         return f"a table of name: {expectation(arguments[1])}"
     if origin is list and arguments:
         return f"a list, each item {expectation(arguments[0])}"
-    known = _NAMES.get(origin or annotation)
-    return known + _bounds(metadata) if known else _class_expectation(origin or annotation)
+    name = _NAMES.get(origin or annotation)
+    return name + _bounds(metadata) if name else _class_expectation(origin or annotation)
 
 
 def _class_expectation(kind: Any) -> str:
@@ -106,11 +106,11 @@ def _class_expectation(kind: Any) -> str:
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
-    known = [m for m in metadata if isinstance(m, Gt | Ge | Lt | Le)]
-    words = [
-        f"{sign} {getattr(m, a)}" for m in known for kind, a, sign in _BOUNDS if type(m) is kind
+    bounds = [m for m in metadata if isinstance(m, Gt | Ge | Lt | Le)]
+    texts = [
+        f"{sign} {getattr(m, a)}" for m in bounds for kind, a, sign in _BOUNDS if type(m) is kind
     ]
-    return " " + " and ".join(words) if words else ""
+    return " " + " and ".join(texts) if texts else ""
 
 
 def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectation:
@@ -148,9 +148,9 @@ def section_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseMode
         kind = _bare(annotation)
         section = _is_section(kind)
         annotation = kind.model_fields[str(part)].annotation if section else _inside(kind, part)
-    found = _bare(annotation)
-    assert _is_section(found)
-    return found
+    bare = _bare(annotation)
+    assert _is_section(bare)
+    return bare
 
 
 def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:

@@ -39,7 +39,7 @@ class LibraryFields:
     computed: frozenset[str] = frozenset()
 
 
-def field_problem(
+def field_fault(
     fields: LibraryFields, key: str, value: Any, hidden: Collection[str] = ()
 ) -> str | None:
     """What is wrong with ``key: value``, in words; None where the library takes it.
@@ -193,7 +193,7 @@ class ForwardedTable:
     owned: Mapping[str, str]
     fixed: Mapping[str, str]
 
-    def problems(self, values: Mapping[str, Any]) -> Iterator[str]:
+    def faults(self, values: Mapping[str, Any]) -> Iterator[str]:
         """A line for each key that is not the user's to set here."""
         for key, value in values.items():
             reason = f"{self.owned[key]} sets it" if key in self.owned else self.fixed.get(key)
@@ -204,22 +204,22 @@ class ForwardedTable:
         """What of ``values`` the library itself has to know."""
         return {k: v for k, v in values.items() if k not in self.owned and k not in self.fixed}
 
-    def library_problems(self, values: Mapping[str, Any], fields: LibraryFields) -> Iterator[str]:
+    def library_faults(self, values: Mapping[str, Any], fields: LibraryFields) -> Iterator[str]:
         """A line for each free key that the library does not declare, or not with such a value."""
         ours = {*self.owned, *self.fixed}
         for key, value in self.free(values).items():
-            problem = field_problem(fields, key, value, ours)
-            if problem is not None:
-                yield f"{self.name}.{key}: got {given(value)}, {problem}"
+            fault = field_fault(fields, key, value, ours)
+            if fault is not None:
+                yield f"{self.name}.{key}: got {given(value)}, {fault}"
 
 
 MEGATRON = ForwardedTable("megatron", MEGATRON_OWNED, MEGATRON_FIXED)
 SGLANG = ForwardedTable("sglang", SGLANG_OWNED, SGLANG_FIXED)
 
 
-def megatron_problems(table: Mapping[str, Any]) -> Iterator[str]:
+def megatron_faults(table: Mapping[str, Any]) -> Iterator[str]:
     """What is wrong with the ``megatron:`` table, as far as our own sections tell."""
-    yield from MEGATRON.problems(table)
+    yield from MEGATRON.faults(table)
     if table.get("moe_token_dispatcher_type") == "allgather":
         yield (
             "megatron.moe_token_dispatcher_type: got 'allgather', expected 'alltoall' or 'flex': "
@@ -227,18 +227,18 @@ def megatron_problems(table: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def expert_kernel_problems(table: Mapping[str, Any]) -> Iterator[str]:
+def expert_kernel_faults(table: Mapping[str, Any]) -> Iterator[str]:
     """Kernels of the experts, in the ``sglang:`` table, whose layout of the weights can't be verified."""
-    found = table.get("moe_runner_backend")
-    if found not in (None, EXPERT_KERNEL):
+    backend = table.get("moe_runner_backend")
+    if backend not in (None, EXPERT_KERNEL):
         yield (
-            f"sglang.moe_runner_backend: got {given(found)}, expected {EXPERT_KERNEL!r}: other kernels keep the "
+            f"sglang.moe_runner_backend: got {given(backend)}, expected {EXPERT_KERNEL!r}: other kernels keep the "
             "experts' weights in a layout of their own (auto takes such a one on some GPUs), and their checksums "
             "match no trainer's"
         )
 
 
-def replay_problems(table: Mapping[str, Any]) -> Iterator[str]:
+def replay_faults(table: Mapping[str, Any]) -> Iterator[str]:
     """What in the ``megatron:`` table ``rollout.router_replay`` excludes."""
     for key, reason in MEGATRON_WITHOUT_REPLAY.items():
         if table.get(key, False) not in (False, None, "none"):
@@ -371,12 +371,12 @@ OPTIMIZER = ForwardedTable(
 """Fields of megatron.core's OptimizerConfig."""
 
 
-def training_problems(config: PolicyConfig) -> Iterator[str]:
+def training_faults(config: PolicyConfig) -> Iterator[str]:
     """What is wrong with both tables, as far as our own sections tell."""
-    yield from DDP.problems(config.megatron_ddp)
+    yield from DDP.faults(config.megatron_ddp)
     if config.megatron_ddp.get("overlap_param_gather") and not config.distributed_optimizer:
         yield (
             "megatron_ddp.overlap_param_gather: got true, expected optimizer.distributed: true with it: without "
             "it every replica has all weights, and nothing is gathered"
         )
-    yield from OPTIMIZER.problems(config.megatron_optimizer)
+    yield from OPTIMIZER.faults(config.megatron_optimizer)

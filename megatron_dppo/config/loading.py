@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(
                 problem="!!map is given to what is no table", problem_mark=node.start_mark
             )
-        seen: dict[str, int] = {}
+        line_of_key: dict[str, int] = {}
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
@@ -81,29 +81,29 @@ class _Loader(yaml.SafeLoader):
                     problem=f"the key {key!r} is not text; put it in quotes",
                     problem_mark=key_node.start_mark,
                 )
-            if key in seen:
+            if key in line_of_key:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {key!r} is given twice, in lines {seen[key]} and {line}",
+                    problem=f"the key {key!r} is given twice, in lines {line_of_key[key]} and {line}",
                     problem_mark=key_node.start_mark,
                 )
-            seen[key] = line
+            line_of_key[key] = line
         return super().construct_mapping(node, deep)
 
 
-def _count_values(node: yaml.Node, known: dict[int, int | None]) -> int:
+def _count_values(node: yaml.Node, counts: dict[int, int | None]) -> int:
     """Values in ``node`` with every alias written out. ``known``: the counts by node's id, None while
     one is being counted. Raises yaml.MarkedYAMLError above MAX_VALUES, or for a node in itself."""
-    if id(node) not in known:
-        known[id(node)] = None
+    if id(node) not in counts:
+        counts[id(node)] = None
         inside = 0
         for item in node.value if isinstance(node, yaml.CollectionNode) else ():
             for child in item if isinstance(item, tuple) else (item,):
-                inside += _count_values(child, known)
+                inside += _count_values(child, counts)
                 if inside >= MAX_VALUES:
-                    problem = f"more than {MAX_VALUES} values, an alias counted as what it repeats"
-                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        known[id(node)] = inside + 1
-    count = known[id(node)]
+                    fault = f"more than {MAX_VALUES} values, an alias counted as what it repeats"
+                    raise yaml.MarkedYAMLError(problem=fault, problem_mark=node.start_mark)
+        counts[id(node)] = inside + 1
+    count = counts[id(node)]
     if count is None:
         raise yaml.MarkedYAMLError(
             problem="an alias stands for what contains it", problem_mark=node.start_mark
@@ -247,17 +247,17 @@ def _read(path: Path, read: Callable[[Path], Tree], above: tuple[Path, ...]) -> 
     tree = read(path)
     if KEY not in tree:
         return tree
-    own = {key: value for key, value in tree.items() if key != KEY}
+    values = {key: value for key, value in tree.items() if key != KEY}
     name = tree[KEY]
     if not isinstance(name, str):
-        problem = f"{KEY}: got {given(name)}, expected the path of a configuration file"
-        raise ConfigError([problem], str(path))
+        fault = f"{KEY}: got {given(name)}, expected the path of a configuration file"
+        raise ConfigError([fault], str(path))
     if not _is_path(name):
         raise ConfigError([f"{KEY}: got {given(name)}, which is no path"], str(path))
     base = path.parent / name
     if not base.is_file():
         raise ConfigError([f"{KEY}: got {name!r}, but there is no file {base}"], str(path))
-    return merged(_read(base, read, (*above, where)), own)
+    return merged(_read(base, read, (*above, where)), values)
 
 
 _LONGEST_PATH = 1024
@@ -281,13 +281,13 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
     value. Checks across sections are :mod:`megatron_dppo.config.checks`'s. Raises ConfigError.
     """
     tree = {} if path is None else read_with_bases(Path(path), partial(_read_tree, schema=schema))
-    problems = _apply_overrides(tree, overrides)
+    faults = _apply_overrides(tree, overrides)
     _take_null_sets_away(tree)
-    problems += _fill_in_directory(tree)
+    faults += _fill_in_directory(tree)
     config, invalid = _validate(tree, schema)
-    problems += invalid if config is None else unusable_values(config)
-    if config is None or problems:
-        raise ConfigError(problems, "the command line" if path is None else str(path))
+    faults += invalid if config is None else unusable_values(config)
+    if config is None or faults:
+        raise ConfigError(faults, "the command line" if path is None else str(path))
     return config
 
 
@@ -313,16 +313,16 @@ def _read_tree(path: Path, schema: type[Section]) -> dict[str, Any]:
         tree = parse_yaml(text)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
-        at = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise ConfigError([f"not valid YAML: {error.problem}"], at) from error
+        position = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError([f"not valid YAML: {error.problem}"], position) from error
     except (yaml.YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError([f"not valid YAML: {reason}"], str(path)) from error
     except RecursionError as error:
         raise ConfigError(["nested too deeply, or in itself"], str(path)) from error
     if not isinstance(tree, dict):
-        problem = f"got {given(tree)} at the top level, expected a table with the sections "
-        raise ConfigError([problem + ", ".join(schema.model_fields)], str(path))
+        fault = f"got {given(tree)} at the top level, expected a table with the sections "
+        raise ConfigError([fault + ", ".join(schema.model_fields)], str(path))
     # A section whose lines are all commented out parses as null and means an empty table.
     return {
         name: {} if value is None and _is_table(schema, name) else value
@@ -339,20 +339,20 @@ def _is_table(schema: type[Section], name: str) -> bool:
 
 def _apply_overrides(tree: dict[str, Any], overrides: Iterable[str]) -> list[str]:
     """Set each in ``tree``; the problems of those that can't be."""
-    problems = []
+    faults = []
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not _KEY_PATH.fullmatch(key):
-            problems.append(f"override {override!r}: expected key.path=value")
+            faults.append(f"override {override!r}: expected key.path=value")
             continue
         try:
             value = parse_scalar(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
-            problems.append(f"override {override!r}: the value is not valid YAML: {reason}")
+            faults.append(f"override {override!r}: the value is not valid YAML: {reason}")
             continue
-        problems += _set(tree, key, value)
-    return problems
+        faults += _set(tree, key, value)
+    return faults
 
 
 def _set(tree: dict[str, Any], key: str, value: Any) -> list[str]:
@@ -380,21 +380,21 @@ def _fill_in_directory(tree: dict[str, Any]) -> list[str]:
     run = tree.get("run")
     if not isinstance(run, dict) or not isinstance(run.get("directory"), str):
         return []
-    problems = []
+    faults = []
 
     def value_of(match: re.Match[str]) -> str:
         value: Any = tree
         for name in match[1].split("."):
             value = value.get(name) if isinstance(value, dict) else None
         if value is None or isinstance(value, dict | list):
-            problems.append(
+            faults.append(
                 f"run.directory: {match[0]} stands for nothing, expected the path of a value that "
                 "this file or an override sets"
             )
         return str(value)
 
     run["directory"] = re.sub(r"\{([^{}]*)\}", value_of, run["directory"])
-    return problems
+    return faults
 
 
 def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str]]:
@@ -402,13 +402,13 @@ def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str
         return schema.model_validate(tree), []
     except ValidationError as error:
         errors = error.errors()
-        told = errors[: 2 * MOST_SHOWN]  # to guess what thousands of keys meant takes its time
-        problems = [_problem(schema, e["type"], e["loc"], e["input"]) for e in told]
+        shown = errors[: 2 * MOST_SHOWN]  # to guess what thousands of keys meant takes its time
+        faults = [_fault(schema, e["type"], e["loc"], e["input"]) for e in shown]
         # A union reports each of its branches.
-        return None, [*dict.fromkeys(problems), *(str(e["loc"]) for e in errors[len(told) :])]
+        return None, [*dict.fromkeys(faults), *(str(e["loc"]) for e in errors[len(shown) :])]
 
 
-def _problem(schema: type[Section], kind: str, location: tuple[int | str, ...], value: Any) -> str:
+def _fault(schema: type[Section], kind: str, location: tuple[int | str, ...], value: Any) -> str:
     """One line on one pydantic error."""
     if kind == "extra_forbidden":
         return _unknown_key(schema, location, value)
@@ -423,5 +423,5 @@ def _unknown_key(schema: type[Section], location: tuple[int | str, ...], value: 
     path = field_at(schema, location).path
     meant = suggestion(schema, location)
     hint = f"did you mean {meant}? " if meant else ""
-    known = ", ".join(section_at(schema, location).model_fields)
-    return f"{path}: unknown key (got {given(value)}); {hint}Expected one of: {known}"
+    expected = ", ".join(section_at(schema, location).model_fields)
+    return f"{path}: unknown key (got {given(value)}); {hint}Expected one of: {expected}"

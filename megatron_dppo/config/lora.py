@@ -18,7 +18,7 @@ from megatron_dppo.model.adapters import (
 from megatron_dppo.model.layout import Layout, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 
-Problems = Iterator[str]
+Faults = Iterator[str]
 _FUSED_IN_ENGINE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -31,7 +31,7 @@ def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
     return Adapters(lora.rank, lora.scale_alpha, modules, lora.experts == "shared")
 
 
-def lora_problems(config: PolicyConfig, shape: ModelShape) -> Problems:
+def lora_faults(config: PolicyConfig, shape: ModelShape) -> Faults:
     """What of the ``lora:`` section can't be, each with its key."""
     lora = config.lora
     if not lora.rank:
@@ -52,16 +52,16 @@ def lora_problems(config: PolicyConfig, shape: ModelShape) -> Problems:
         yield f"lora.train_router: got true, expected false: {shape.family} is a dense model"
     sizes = config.parallel.sizes
     if not size_faults(sizes) and not model_faults(sizes, shape):
-        found = adapter_faults(adapters, shape, Layout.of(sizes))
-        yield from (f"lora: {problem}" for problem in found)
+        faults = adapter_faults(adapters, shape, Layout.of(sizes))
+        yield from (f"lora: {fault}" for fault in faults)
     yield from _folder(lora)
 
 
-def engine_adapter_problems(config: TrainConfig) -> Problems:
+def engine_adapter_faults(config: TrainConfig) -> Faults:
     """What can't be together with ``lora.update``: engines are sent merged weights, or load adapters of the run's."""
-    own = ("lora_backend",) if updates_adapters(config.lora) else ()
+    set_here = ("lora_backend",) if updates_adapters(config.lora) else ()
     for key, value in config.sglang.items():
-        if "lora" in key and key not in own:
+        if "lora" in key and key not in set_here:
             yield (
                 f"sglang.{key}: got {given(value)}, expected nothing: engines are sent merged weights, or with "
                 "lora.update adapters what the lora section says"
@@ -70,19 +70,19 @@ def engine_adapter_problems(config: TrainConfig) -> Problems:
         yield from _needs_of_adapter_updates(config)
 
 
-def adapter_update_problems(config: TrainConfig, shape: ModelShape) -> Problems:
+def adapter_update_faults(config: TrainConfig, shape: ModelShape) -> Faults:
     """Why SGLang's LoRA can't compute with the adapters that ``lora.update: adapters`` would send."""
     if not updates_adapters(config.lora):
         return
     try:
         adapters = adapters_of(config.lora, shape)
-    except AdapterError:  # lora_problems names it
+    except AdapterError:  # lora_faults names it
         return
     assert adapters is not None
     modules = set(adapters.modules)
-    if found := sorted(modules & set(module_groups(shape).get(EXPERTS, ()))):
+    if of_experts := sorted(modules & set(module_groups(shape).get(EXPERTS, ()))):
         yield (
-            f"lora.update: got 'adapters' with {found} of experts, expected 'merged', or lora.target_modules "
+            f"lora.update: got 'adapters' with {of_experts} of experts, expected 'merged', or lora.target_modules "
             "of the attention and dense MLP only: SGLang's LoRA of experts runs in GPU kernels that are not tested here"
         )
     for fused in _FUSED_IN_ENGINE:
@@ -98,7 +98,7 @@ def updates_adapters(lora: LoraConfig) -> bool:
     return lora.rank > 0 and lora.update == "adapters"
 
 
-def _needs_of_adapter_updates(config: TrainConfig) -> Problems:
+def _needs_of_adapter_updates(config: TrainConfig) -> Faults:
     with_adapters = "with lora.update 'adapters'"
     if config.weight_sync.strategy != "disk":
         yield (
@@ -119,7 +119,7 @@ def _needs_of_adapter_updates(config: TrainConfig) -> Problems:
         )
 
 
-def _without_adapters(lora: LoraConfig) -> Problems:
+def _without_adapters(lora: LoraConfig) -> Faults:
     given = sorted(lora.model_fields_set - {"rank"})
     changed = [key for key in given if getattr(lora, key) != getattr(LoraConfig(), key)]
     if changed:
@@ -127,7 +127,7 @@ def _without_adapters(lora: LoraConfig) -> Problems:
         yield f"lora.rank: got 0 (off) with {keys}, expected a rank, or nothing of them"
 
 
-def _folder(lora: LoraConfig) -> Problems:
+def _folder(lora: LoraConfig) -> Faults:
     if lora.start_from is None:
         return
     missing = [n for n in (PEFT_CONFIG, PEFT_WEIGHTS) if not (Path(lora.start_from) / n).is_file()]

@@ -20,12 +20,12 @@ from megatron_dppo.system.network import InterfaceError, interface_address, reso
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def allocator_problems(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[str]:
+def allocator_faults(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[str]:
     """Expandable segments, which CUDA IPC does not hand to SGLang, with ``weight_sync.strategy`` tensor."""
-    found = expandable_segments(environment)
-    if found is not None and config.weight_sync.strategy == "tensor":
+    variable = expandable_segments(environment)
+    if variable is not None and config.weight_sync.strategy == "tensor":
         yield (
-            f"{found}: got {environment[found]!r} with weight_sync.strategy tensor, expected no "
+            f"{variable}: got {environment[variable]!r} with weight_sync.strategy tensor, expected no "
             "expandable_segments: an engine can't open such memory by a CUDA IPC handle"
         )
 
@@ -43,8 +43,8 @@ def set_allocator(config: PolicyConfig, environment: MutableMapping[str, str]) -
 def expandable_segments(environment: Mapping[str, str]) -> str | None:
     """The variable that has torch allocate expandable segments; None where none does."""
     for name in ALLOCATOR_VARIABLES:
-        words = environment.get(name, "").lower().replace(" ", "").split(",")
-        if "expandable_segments:true" in words:
+        settings = environment.get(name, "").lower().replace(" ", "").split(",")
+        if "expandable_segments:true" in settings:
             return name
     return None
 
@@ -80,9 +80,9 @@ def this_machine() -> Machine:
     )
 
 
-def machine_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
+def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
     """Why a run with all its ranks and servers can't work on ``machine``: one line for each reason."""
-    yield from _place_problems(config)
+    yield from _place_faults(config)
     ranks = config.parallel.world_size
     servers = config.engine.started if config.rollout.replay_from is None else 0
     if machine.open_files < LEAST_OPEN_FILES:
@@ -102,7 +102,7 @@ def machine_problems(config: TrainConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-def _place_problems(config: TrainConfig) -> Iterator[str]:
+def _place_faults(config: TrainConfig) -> Iterator[str]:
     """What the configuration names and this machine has not: an interface, a Python, folders to write in."""
     if config.parallel.interface is not None:
         try:
@@ -112,17 +112,17 @@ def _place_problems(config: TrainConfig) -> Iterator[str]:
     generates = config.rollout.replay_from is None
     packages = ["sglang"] * bool(config.engine.started) + ["smg"] * config.engine.uses_router
     if generates and packages:
-        yield from _host_problems(config.engine.host)
-        yield from _python_problems(config.engine.python, ["megatron_dppo", *packages])
+        yield from _host_faults(config.engine.host)
+        yield from _python_faults(config.engine.python, ["megatron_dppo", *packages])
     folders = {"run.directory": config.run.directory}
     if generates and config.weight_sync.strategy == "disk":
         folders["weight_sync.directory"] = config.weight_sync.directory or "/dev/shm"
     for key, folder in folders.items():
-        if problem := unwritable(Path(folder)):
-            yield f"{key}: {problem}, expected a folder of your own"
+        if fault := unwritable(Path(folder)):
+            yield f"{key}: {fault}, expected a folder of your own"
 
 
-def _host_problems(host: str) -> Iterator[str]:
+def _host_faults(host: str) -> Iterator[str]:
     """An address where servers and router can't listen."""
     try:
         address = resolve(host)
@@ -133,7 +133,7 @@ def _host_problems(host: str) -> Iterator[str]:
         yield f"engine.host: got {host!r}, expected an address of this machine ({error.strerror})"
 
 
-def _python_problems(python: str | None, packages: Sequence[str]) -> Iterator[str]:
+def _python_faults(python: str | None, packages: Sequence[str]) -> Iterator[str]:
     """An interpreter of the servers that is none, or that lacks what they run."""
     if python is None:
         return

@@ -32,14 +32,16 @@ def reference() -> str:
     """Every section and key of both kinds of run: what it takes, its default, its meaning."""
     parts = [_INTRODUCTION, "## `megatron-dppo train`\n", *_sections(TrainConfig)]
     parts += ["## `megatron-dppo supervised`\n", _summary(SupervisedConfig)]
-    known = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
-    parts += _sections(SupervisedConfig, known)
+    annotations = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
+    parts += _sections(SupervisedConfig, annotations)
     return "\n".join(parts)
 
 
-def _sections(schema: type[BaseModel], known: dict[str, Any] | None = None) -> Iterator[str]:
+def _sections(schema: type[BaseModel], annotations: dict[str, Any] | None = None) -> Iterator[str]:
     """A heading and a table for each section; those that are as in ``known`` are only named."""
-    shared = [name for name, field in schema.model_fields.items() if _is_in(known, name, field)]
+    shared = [
+        name for name, field in schema.model_fields.items() if _is_in(annotations, name, field)
+    ]
     if shared:
         yield "As above: " + ", ".join(f"`{name}`" for name in shared) + ".\n"
     for name, field in schema.model_fields.items():
@@ -75,8 +77,8 @@ def _forwarded(table: ForwardedTable) -> str:
     return "\n".join(rows) + "\n"
 
 
-def _is_in(known: dict[str, Any] | None, name: str, field: FieldInfo) -> bool:
-    return known is not None and known.get(name) == field.annotation
+def _is_in(annotations: dict[str, Any] | None, name: str, field: FieldInfo) -> bool:
+    return annotations is not None and annotations.get(name) == field.annotation
 
 
 def _summary(section: type[BaseModel]) -> str:

@@ -285,7 +285,7 @@ def table_faults(table: Mapping[str, Any]) -> list[str]:
 
     Raises LibraryMissingError where SGLang can't be imported.
     """
-    faults = list(SGLANG.library_problems(table, server_args_fields()))
+    faults = list(SGLANG.library_faults(table, server_args_fields()))
     undeclared = {fault.partition(":")[0] for fault in faults}
     for key, value in SGLANG.free(table).items():
         if value is not None and f"{SGLANG.name}.{key}" not in undeclared:

@@ -35,7 +35,7 @@ from megatron_dppo.system.files import (
     write_private,
 )
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.system.network import url_problem
+from megatron_dppo.system.network import url_fault
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,7 @@ class FleetRecord:
 
 def attached_name(url: str) -> str:
     """The name of a server that runs elsewhere. Raises ValueError for what is no URL."""
-    if fault := url_problem(url):
+    if fault := url_fault(url):
         raise ValueError(fault)
     return re.sub(r"[^\w.]+", "-", url.rstrip("/"))
 

@@ -100,7 +100,7 @@ def _with_libraries(
     try:
         results.append(check())
     except ConfigError as error:
-        faults += error.problems
+        faults += error.faults
     for key, check_name in names.items():
         # One that was refused already would be named twice.
         if any(fault.startswith(key) for fault in faults):
@@ -127,7 +127,7 @@ def gpu_faults(engine_device: str | None) -> Iterator[str]:
 
     from megatron_dppo.trainer import platform
 
-    fault = platform.gpu_problem()
+    fault = platform.gpu_fault()
     # A torch for CPUs and servers on CPUs are a run that was meant so.
     if fault is not None and not (engine_device == "cpu" and torch.version.cuda is None):
         yield fault
@@ -157,12 +157,12 @@ def library_faults(
     if MEGATRON.free(megatron):
         from megatron_dppo.trainer.megatron_config import transformer_fields
 
-        yield from MEGATRON.library_problems(megatron, transformer_fields())
+        yield from MEGATRON.library_faults(megatron, transformer_fields())
     if DDP.free(ddp) or OPTIMIZER.free(optimizer):
         from megatron_dppo.trainer.megatron_config import ddp_fields, optimizer_fields
 
-        yield from DDP.library_problems(ddp, ddp_fields())
-        yield from OPTIMIZER.library_problems(optimizer, optimizer_fields())
+        yield from DDP.library_faults(ddp, ddp_fields())
+        yield from OPTIMIZER.library_faults(optimizer, optimizer_fields())
 
 
 def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator[str]:

@@ -51,24 +51,24 @@ def evaluate(
         stop_token_ids=tuple(config.rollout.stop_token_ids),
         stop=tuple(config.rollout.stop),
     )
-    accuracies, kept = {}, []
+    accuracies, sample_lines = {}, []
     for name, problems in sets.items():
         positions = own_positions(range(len(problems)), topology)
-        own = [problems[p] for p in positions]
+        own_problems = [problems[p] for p in positions]
         seeds = None
         if config.engine.deterministic:
             purpose = f"evaluation on {name} after step {step}"
             seeds = SamplingSeeds(config.run.seed, purpose, positions)
-        job = GenerationJob(own, settings.samples_per_prompt, sampling, seeds=seeds)
+        job = GenerationJob(own_problems, settings.samples_per_prompt, sampling, seeds=seeds)
         generation = ScoredGeneration(engine, verifier, job, f"evaluate on {name}")
         generation.wait()
         scored = generation.scored(config.algorithm)
         size = settings.samples_per_prompt
-        asked = [problem for problem in own for _ in range(size)]
-        lines = [s.to_json() for s in samples.of_evaluation(step, name, asked, scored)]
+        repeated_problems = [problem for problem in own_problems for _ in range(size)]
+        lines = [s.to_json() for s in samples.of_evaluation(step, name, repeated_problems, scored)]
         parts = all_gather_json([sum(t.reward for t in scored), len(scored), lines])
         total, count = (sum(part[i] for part in parts) for i in range(2))
         accuracies[names.accuracy(name)] = total / count
         shown = [Sample.from_json(line) for *_, lines in parts for line in lines]
-        kept += [shown[i] for i in chosen(shown, step)]
-    return accuracies, kept
+        sample_lines += [shown[i] for i in chosen(shown, step)]
+    return accuracies, sample_lines

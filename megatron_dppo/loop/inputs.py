@@ -103,7 +103,7 @@ class RunData:
     @property
     def scored(self) -> dict[str, str]:
         """What ``bad_answers`` depends on: hashes of the files, the reward, and the tokenizer's folder."""
-        files = {path: found.sha256 for path, found in self._sets.items()}
+        files = {path: problem_set.sha256 for path, problem_set in self._sets.items()}
         model, limit = self._config.model.hf_checkpoint, self._config.data.max_prompt_tokens
         return files | {"reward": self._config.reward.name, "prompts": f"{limit} tokens, {model}"}
 
@@ -114,25 +114,27 @@ class RunData:
         """
         if self._config.rollout.replay_from is not None:
             return {path: list(map(list, s.unanswered)) for path, s in self._sets.items()}
-        known = handed_over(self.scored)
-        return bad_answers(self._sets, self._config.reward) if known is None else known
+        results = handed_over(self.scored)
+        return bad_answers(self._sets, self._config.reward) if results is None else results
 
     def settle(self, bad: BadAnswers) -> None:
         """Refuse bad answers or leave their problems out, as configured, and refuse training sets of fewer problems
         than a step draws. Raises DataError."""
         if self._config.data.on_bad_answer == "refuse":
             refuse_bad_answers(bad, self._sets)
-        self._sets = {path: without(found, path, bad) for path, found in self._sets.items()}
+        self._sets = {
+            path: without(problem_set, path, bad) for path, problem_set in self._sets.items()
+        }
         self.train = joined(self.train_parts)
-        for path, found in self._sets.items():
-            if found.bad_answers:
+        for path, problem_set in self._sets.items():
+            if problem_set.bad_answers:
                 row, why = bad[path][0]
                 log.warning(
                     "%s: %d problems were left out because their answers can't be used, the first "
                     "in %s: %s",
                     path,
-                    found.bad_answers,
-                    found.place(row),
+                    problem_set.bad_answers,
+                    problem_set.place(row),
                     why,
                 )
         self._refuse_small_set()
@@ -150,24 +152,24 @@ class RunData:
         )
 
     def _load(self, file: ProblemFile) -> ProblemSet:
-        found = load_problems(
+        problem_set = load_problems(
             file.path,
             self._tokenizer,
             max_prompt_tokens=self._config.data.max_prompt_tokens,
             form=self.form,
             keys_of=DataKeys(file.prompt_key, file.answer_key),
         )
-        if found.dropped:
+        if problem_set.dropped:
             log.warning(
                 "%s: %d of %d prompts are longer than data.max_prompt_tokens = %d and were left out; %d "
                 "problems are left",
                 file.path,
-                found.dropped,
-                found.records,
+                problem_set.dropped,
+                problem_set.records,
                 self._config.data.max_prompt_tokens,
-                len(found),
+                len(problem_set),
             )
-        return extracted(found, self._config.reward.name)
+        return extracted(problem_set, self._config.reward.name)
 
     def text_of(self, token_ids: Sequence[int] | np.ndarray) -> str:
         """Text of tokens, special ones included."""
@@ -268,8 +270,8 @@ class BackgroundHashes:
         self._bytes = sum(sizes.values())
         shares = _shares(sizes, topology.world_size)
         pool = ThreadPoolExecutor(1, "hash")
-        own = shares[topology.rank]
-        self._own = pool.submit(lambda: {name: sha256_of(files[name]) for name in own})
+        own_names = shares[topology.rank]
+        self._own = pool.submit(lambda: {name: sha256_of(files[name]) for name in own_names})
         pool.shutdown(wait=False)
 
     def wait(self) -> dict[str, str]:
@@ -293,9 +295,9 @@ def _shares(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
 
 def _problem(file: Path, expected: str) -> str:
     try:
-        found = sha256_of(file)
+        digest = sha256_of(file)
     except OSError as error:
         return f"{file}: {error.strerror}"
-    if found == expected:
+    if digest == expected:
         return ""
-    return f"{file}: its SHA-256 is {found[:12]}..., expected {expected[:12]}..."
+    return f"{file}: its SHA-256 is {digest[:12]}..., expected {expected[:12]}..."

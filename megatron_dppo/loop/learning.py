@@ -59,7 +59,7 @@ class LossRecord:
     def add(self, batch: PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
         """Keep a micro-batch's tokens. No device sync."""
         assert sums.blocked is not None
-        seen = {
+        statistics = {
             "loss_log_probs": inputs.log_probs.detach().float(),
             "loss_recomputed_log_probs": inputs.recomputed_log_probs,
             "loss_entropy": None if inputs.entropy is None else inputs.entropy.float(),
@@ -67,39 +67,41 @@ class LossRecord:
             "loss_trains": inputs.loss_mask & ~sums.blocked,
         }
         light = replace(batch, columns={}, valid={})
-        self._parts.append((light, {name: x for name, x in seen.items() if x is not None}))
+        self._parts.append((light, {name: x for name, x in statistics.items() if x is not None}))
 
     def collect(self, topology: Topology) -> LossColumns:
         """Everything kept since the last call, of all replicas, on global rank 0; elsewhere empty.
 
         Collective.
         """
-        own: LossColumns = {}
-        for batch, seen in self._parts:
-            own |= by_response(batch, seen)
+        own_columns: LossColumns = {}
+        for batch, statistics in self._parts:
+            own_columns |= by_response(batch, statistics)
         self._parts = []
         is_source = topology.is_last_stage and topology.tp_rank == 0
-        found: LossColumns = {}
+        all_columns: LossColumns = {}
         for rank, sends in enumerate(all_gather_json(is_source)):
             if sends:
-                blob = broadcast_bytes(_encoded(own) if rank == topology.rank else b"", rank)
-                found |= _decoded(blob) if topology.rank == 0 else {}
-        return found
+                blob = broadcast_bytes(
+                    _encoded(own_columns) if rank == topology.rank else b"", rank
+                )
+                all_columns |= _decoded(blob) if topology.rank == 0 else {}
+        return all_columns
 
 
-def by_response(batch: PackedBatch, seen: Mapping[str, Tensor]) -> LossColumns:
+def by_response(batch: PackedBatch, statistics: Mapping[str, Tensor]) -> LossColumns:
     """The rows of each response's sampled tokens. ``seen``: tensors [T] beside ``batch``."""
     rows = torch.nonzero(batch.loss_mask).squeeze(1)
-    arrays = {name: x[rows].cpu().numpy() for name, x in seen.items()}
+    arrays = {name: x[rows].cpu().numpy() for name, x in statistics.items()}
     # Rows before each sequence's end: the rows of one sequence lie next to each other.
     ends = torch.searchsorted(rows, batch.cu_seqlens[1:].to(rows)).cpu().numpy()
-    found: LossColumns = {}
+    columns: LossColumns = {}
     for position, start, end in zip(
         batch.sequence_index.tolist(), [0, *ends[:-1]], ends, strict=True
     ):
         if end > start:
-            found[position] = {name: x[start:end] for name, x in arrays.items()}
-    return found
+            columns[position] = {name: x[start:end] for name, x in arrays.items()}
+    return columns
 
 
 def _encoded(columns: LossColumns) -> bytes:
@@ -398,8 +400,8 @@ class Learner:
         """This rank's share of one optimiser step. Packs are made anew when they are used: those of a
         whole step would take as much memory as the step's columns."""
         replayed, delivery = self._config.router_replay, batch.delivery
-        own = plan.of_rank(self.layout.dp_rank)
-        trained = {p: delivery.trajectories[p] for p in own}
+        own_positions = plan.of_rank(self.layout.dp_rank)
+        trained = {p: delivery.trajectories[p] for p in own_positions}
         if not replayed:
             trained = {p: t.without(RECORDING) for p, t in trained.items()}
         return pack_mini_batch(trained, plan, self.layout, self._config.algorithm, delivery.forms)
@@ -412,21 +414,23 @@ class Learner:
         if not (is_needed or keeps_reference):
             return []
         batches = self._packed(batch, plan).micro_batches
-        found: list[Columns] = [{} for _ in batches]
+        columns_by_batch: list[Columns] = [{} for _ in batches]
         if self._algorithm.needs_recomputed:
-            for b, p, columns in zip(batches, self._trainer.log_probs(batches), found, strict=True):
+            for b, p, columns in zip(
+                batches, self._trainer.log_probs(batches), columns_by_batch, strict=True
+            ):
                 columns["recomputed_log_probs"] = _where_trained(b, p)
         if self._algorithm.needs_recomputed_distribution:
             size = self._trainer.shape.vocab_size
             asking = [_with_whole_vocabulary(b, size) for b in batches]
-            told = self._trainer.topk_log_probs(asking)
-            for b, p, columns in zip(asking, told, found, strict=True):
+            values = self._trainer.topk_log_probs(asking)
+            for b, p, columns in zip(asking, values, columns_by_batch, strict=True):
                 columns |= {"topk_ids": b.column("topk_ids"), "topk_log_probs": p.cpu()}
         if keeps_reference:
-            told = self._trainer.reference_log_probs(batches)
-            for b, p, columns in zip(batches, told, found, strict=True):
+            values = self._trainer.reference_log_probs(batches)
+            for b, p, columns in zip(batches, values, columns_by_batch, strict=True):
                 columns["reference_log_probs"] = _where_trained(b, p)
-        return found
+        return columns_by_batch
 
 
 def _unchecked(metrics: MetricSums) -> None:
@@ -438,11 +442,11 @@ def stages_of(trainer: Trainer, *, replays: bool) -> Stages:
     topology = trainer.topology
     if topology.pp_size == 1 or not replays:
         return Stages(topology.pp_size)
-    told = {
+    ranks_by_stage = {
         stage: layers
         for stage, layers in all_gather_json([topology.pp_rank, trainer.replayed_layers])
     }
-    return Stages(topology.pp_size, [told[stage] for stage in range(topology.pp_size)])
+    return Stages(topology.pp_size, [ranks_by_stage[stage] for stage in range(topology.pp_size)])
 
 
 def _with_columns(mini: MiniBatch, further: Sequence[Columns]) -> MiniBatch:
@@ -486,10 +490,10 @@ def _with_whole_vocabulary(batch: PackedBatch, size: int) -> PackedBatch:
 
 def _of_the_first(values: dict[str, float]) -> dict[str, float]:
     """What the first mini-batch's means tell under names of their own: nothing has moved the weights yet."""
-    told = {names.GAP_ON_POLICY: values[names.GAP]}
+    figures = {names.GAP_ON_POLICY: values[names.GAP]}
     if names.ROUTING_AGREEMENT in values:
-        told[names.ROUTING_AGREEMENT_FIRST] = values[names.ROUTING_AGREEMENT]
-    return _measured(told)
+        figures[names.ROUTING_AGREEMENT_FIRST] = values[names.ROUTING_AGREEMENT]
+    return _measured(figures)
 
 
 def _measured(values: dict[str, float]) -> dict[str, float]:

@@ -277,7 +277,7 @@ _NEEDED_FOR_DATA = ("data", "model.hf_checkpoint", "reward")
 """Keys without which the data can't be read and scored."""
 
 
-def data_and_resume_problems(
+def data_and_resume_faults(
     config: TrainConfig, refused: Sequence[str] = (), answers: str | None = None
 ) -> list[str]:
     """Compare inputs with their hashes where a list has them, open the data, score every gold answer with

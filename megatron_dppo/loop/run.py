@@ -370,9 +370,11 @@ class Run:
     def _save_batch(self, step: int, batch: Mapping[int, Trajectory]) -> None:
         if self.config.rollout.save and self.trainer.topology.rank == 0:
             folder = Path(self.config.run.directory) / ROLLOUTS_FOLDER
-            seen = self.learner.loss_columns
+            loss_columns = self.learner.loss_columns
             try:
-                whole = [t.with_columns(**seen.get(i, {})) for i, t in sorted(batch.items())]
+                whole = [
+                    t.with_columns(**loss_columns.get(i, {})) for i, t in sorted(batch.items())
+                ]
                 save_batch(folder, step, whole)
             except OSError as error:
                 raise RecordingError(f"rollout.save: {folder}: {error.strerror}") from error

@@ -79,10 +79,10 @@ def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> floa
         config.training.micro_batch_tokens,
         trainer.micro_batch_multiple,
     )
-    own = plan[trainer.topology.dp_rank]
+    own_batches = plan[trainer.topology.dp_rank]
     batches = [
         pack([samples[i] for i in rows], indices=rows, pad_multiple=trainer.pad_multiple)
-        for rows in own
+        for rows in own_batches
     ]
     tokens = sum(s.sampled for s in samples)
     values = trainer.train_mini_batch(batches, _loss, float(tokens)).metrics.values()

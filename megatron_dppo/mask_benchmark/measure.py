@@ -128,7 +128,7 @@ class Update:
     ``dead``: bool [T]; these tokens get A = 0, so their rows are skipped.
     """
 
-    def __init__(self, bench: Bench, algorithm: Algorithm, dead: Tensor | None = None) -> None:
+    def __init__(self, bench: RankBench, algorithm: Algorithm, dead: Tensor | None = None) -> None:
         self.bench, self.algorithm = bench, algorithm
         tokens, k = bench.options.tokens, bench.options.topk
         generator = torch.Generator().manual_seed(1)
@@ -188,7 +188,7 @@ class Update:
         return {"loss": loss_ms, "total": statistics_ms + loss_ms + clock.read()[unit]}
 
 
-def mask_overheads(bench: Bench) -> list[dict[str, Any]]:
+def mask_overheads(bench: RankBench) -> list[dict[str, Any]]:
     """Measure every mask and row skipping; returns one row for each.
 
     ``overhead``: median over repetitions of (with mask - without) / without, of the whole update,
@@ -273,7 +273,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
     prepare_megatron(options.tp)
-    bench = Bench(options, device)
+    bench = RankBench(options, device)
     rows = bench.compare()
     result = {
         "settings": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
@@ -286,7 +286,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-class Bench:
+class RankBench:
     """The logits of this rank, one buffer to run on, and the token ids."""
 
     def __init__(self, options: argparse.Namespace, device: str) -> None:

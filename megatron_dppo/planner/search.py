@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
-from megatron_dppo.config.checks import LAYOUT_CHECKS, batch_problems, world_problems
+from megatron_dppo.config.checks import batch_faults
+from megatron_dppo.config.layout import LAYOUT_CHECKS, world_faults
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
@@ -43,7 +44,7 @@ class Question:
     def layout_faults(self) -> list[str]:
         """What is wrong with the layout by itself, with the model, and with the batch sizes; no file is looked at."""
         # Batch sizes are shared out over replicas, of which a wrong world has no number.
-        faults = list(world_problems(self.config)) or list(batch_problems(self.config))
+        faults = list(world_faults(self.config)) or list(batch_faults(self.config))
         return faults + [f for check in LAYOUT_CHECKS for f in check(self.config, self.shape)]
 
     def facts(self) -> RunFacts:

@@ -173,11 +173,11 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
         largest_bucket=max(bucket.elements for bucket in plan) * item,
         sender_memory=max(_COPIES * b.elements + _incoming(b) for b in plan) * item,
         engine_communicators=len(sent) * PER_COMMUNICATOR,
-        problems=tuple(plan_problems(plan)),
+        problems=tuple(plan_faults(plan)),
     )
 
 
-def plan_problems(plan: Sequence[Bucket]) -> Iterator[str]:
+def plan_faults(plan: Sequence[Bucket]) -> Iterator[str]:
     """Tensors that come twice, and elements that come from no rank or from two."""
     names = Counter(tensor.name for bucket in plan for tensor in bucket.tensors)
     yield from (f"{name} is in {count} buckets" for name, count in names.items() if count > 1)

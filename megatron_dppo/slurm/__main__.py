@@ -28,59 +28,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _supervise(words: argparse.Namespace) -> int:
+def _supervise(options: argparse.Namespace) -> int:
     """What a batch script ends in: runs the recipe inside this job."""
     from megatron_dppo.slurm.supervise import supervise
 
-    return supervise(words.recipe, words.overrides, words.site)
+    return supervise(options.recipe, options.overrides, options.site)
 
 
-def _submit(words: argparse.Namespace) -> int:
+def _submit(options: argparse.Namespace) -> int:
     """Checks a recipe, shows what it comes to, hands it to sbatch."""
     from megatron_dppo.slurm.submit import Request, submit
 
     return submit(
         Request(
-            recipe=words.recipe,
-            overrides=words.overrides,
-            site_file=words.site,
-            site_overrides=words.set,
-            nodes=words.nodes,
-            sbatch_flags=words.sbatch,
-            dry_run=words.dry_run,
+            recipe=options.recipe,
+            overrides=options.overrides,
+            site_file=options.site,
+            site_overrides=options.set,
+            nodes=options.nodes,
+            sbatch_flags=options.sbatch,
+            dry_run=options.dry_run,
         )
     )
 
 
-def _status(words: argparse.Namespace) -> int:
+def _status(options: argparse.Namespace) -> int:
     """Tells where a run is: step, figures, servers, starts and why each ended."""
     from megatron_dppo.slurm.status import require_run, status_lines
 
-    print("\n".join(status_lines(require_run(words.run))))
+    print("\n".join(status_lines(require_run(options.run))))
     return 0
 
 
-def _watch(words: argparse.Namespace) -> int:
+def _watch(options: argparse.Namespace) -> int:
     """Shows the status until the run has ended."""
     from megatron_dppo.slurm.status import require_run, watch
 
-    watch(require_run(words.run), words.every)
+    watch(require_run(options.run), options.every)
     return 0
 
 
-def _stop(words: argparse.Namespace) -> int:
+def _stop(options: argparse.Namespace) -> int:
     """Has a run save a checkpoint and end."""
     from megatron_dppo.slurm.status import require_run, stop
 
-    print(stop(require_run(words.run)))
+    print(stop(require_run(options.run)))
     return 0
 
 
-def _logs(words: argparse.Namespace) -> int:
+def _logs(options: argparse.Namespace) -> int:
     """Shows the end of a run's logs."""
     from megatron_dppo.slurm.status import log_lines, require_run
 
-    print("\n".join(log_lines(require_run(words.run), words.name, words.lines)))
+    print("\n".join(log_lines(require_run(options.run), options.name, options.lines)))
     return 0
 
 
@@ -142,11 +142,11 @@ _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Command]] 
 
 
 def _parser() -> argparse.ArgumentParser:
-    told = "\n".join(f"  {name:10} {act.__doc__}" for name, (_, act) in _COMMANDS.items())
+    commands_help = "\n".join(f"  {name:10} {act.__doc__}" for name, (_, act) in _COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
         description="Runs on a Slurm cluster; status, watch, stop and logs also of runs on this machine.",
-        epilog=f"commands:\n{told}\n`{_PROGRAM} COMMAND --help` tells more.",
+        epilog=f"commands:\n{commands_help}\n`{_PROGRAM} COMMAND --help` tells more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=_COMMANDS, metavar="COMMAND")

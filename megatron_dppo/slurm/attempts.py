@@ -70,8 +70,8 @@ class AttemptBook:
 
     def all(self) -> list[Attempt]:
         """In the order in which they began. Files that can't be read are left out."""
-        found = [a for path in self._folder.glob("*-*.json") if (a := _read(path)) is not None]
-        return sorted(found, key=lambda attempt: (attempt.started, attempt.attempt))
+        attempts = [a for path in self._folder.glob("*-*.json") if (a := _read(path)) is not None]
+        return sorted(attempts, key=lambda attempt: (attempt.started, attempt.attempt))
 
     def begin(self, attempt: Attempt) -> Attempt:
         """Note that ``attempt`` begins, and that earlier ones without an end vanished."""
@@ -115,12 +115,12 @@ def fruitless(attempts: Sequence[Attempt]) -> int:
 
 def _read(path: Path) -> Attempt | None:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        known = {field.name for field in fields(Attempt)}
-        if not isinstance(found, dict) or not found.keys() <= known:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        names = {field.name for field in fields(Attempt)}
+        if not isinstance(record, dict) or not record.keys() <= names:
             return None
-        pairs = tuple((str(node), str(why)) for node, why in found.pop("excluded", ()))
-        return Attempt(**{**found, "hosts": tuple(found["hosts"]), "excluded": pairs})
+        pairs = tuple((str(node), str(why)) for node, why in record.pop("excluded", ()))
+        return Attempt(**{**record, "hosts": tuple(record["hosts"]), "excluded": pairs})
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

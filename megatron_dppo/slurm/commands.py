@@ -18,27 +18,27 @@ class SlurmError(RunError):
     """A client program of Slurm failed; the message holds what it said."""
 
 
-def slurm(*words: str) -> str:
+def slurm(*command: str) -> str:
     """What a client program prints. Raises SlurmError."""
     try:
         done = subprocess.run(
-            words, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
+            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
         )
     except FileNotFoundError as error:
         raise SlurmError(
-            f"{words[0]} is not on the path: this is no machine of a Slurm cluster"
+            f"{command[0]} is not on the path: this is no machine of a Slurm cluster"
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{' '.join(words)}: no answer within {_PATIENCE_S:.0f} s") from error
+        raise SlurmError(f"{' '.join(command)}: no answer within {_PATIENCE_S:.0f} s") from error
     if done.returncode:
-        said = done.stderr.strip() or done.stdout.strip()
-        raise SlurmError(f"{' '.join(words)}: {said}")
+        message = done.stderr.strip() or done.stdout.strip()
+        raise SlurmError(f"{' '.join(command)}: {message}")
     return done.stdout
 
 
-def record(*words: str) -> dict[str, str]:
+def record(*query: str) -> dict[str, str]:
     """The first line of ``scontrol -o show WORDS`` as fields. Raises SlurmError."""
-    return fields(slurm("scontrol", "-o", "show", *words))
+    return fields(slurm("scontrol", "-o", "show", *query))
 
 
 def fields(line: str) -> dict[str, str]:
@@ -58,9 +58,9 @@ def end_time(job: str) -> float | None:
 
 def addresses(names: Sequence[str]) -> list[str]:
     """Where the other nodes reach each of these. Raises SlurmError for one that can't be resolved."""
-    found = [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
-    others = [address for address in found if not address.startswith("127.")]
-    return [_outward(others) if a.startswith("127.") and others else a for a in found]
+    resolved = [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
+    others = [address for address in resolved if not address.startswith("127.")]
+    return [_outward(others) if a.startswith("127.") and others else a for a in resolved]
 
 
 def _resolve(name: str) -> str:
@@ -95,8 +95,8 @@ def exclude(job: str, nodes: Sequence[str]) -> None:
         if "JobId" not in part:
             continue
         before = part.get("ExcNodeList", "(null)")
-        known = [] if before in ("(null)", "") else [before]
-        excluded = ",".join([*known, *nodes])
+        excluded_before = [] if before in ("(null)", "") else [before]
+        excluded = ",".join([*excluded_before, *nodes])
         slurm("scontrol", "update", f"JobId={part['JobId']}", f"ExcNodeList={excluded}")
 
 

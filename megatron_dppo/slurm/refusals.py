@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_dppo.config.forwarded import SGLANG, LibraryMissingError
-from megatron_dppo.config.machine import allocator_problems
+from megatron_dppo.config.machine import allocator_faults
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import table_faults_elsewhere
 from megatron_dppo.logging import say
@@ -43,12 +43,12 @@ def seconds_of(text: str) -> float | None:
     return numbers[0] * 60.0 + numbers[1]  # minutes:seconds
 
 
-def directory_problems(directory: Path) -> Iterator[str]:
+def directory_faults(directory: Path) -> Iterator[str]:
     """A run's folder that can't be made, or written in, or that Slurm writes no output in."""
     if "\\" in str(directory):  # a backslash turns the symbols of its patterns off
         yield f"run.directory: {directory} has a backslash, expected a path without one"
-    if problem := unwritable(directory):
-        yield f"run.directory: {problem}, expected a folder of your own that all nodes share"
+    if fault := unwritable(directory):
+        yield f"run.directory: {fault}, expected a folder of your own that all nodes share"
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,12 @@ SRUN = FlagForm(
 )
 
 
-def flag_problems(flags: Sequence[str], form: FlagForm) -> Iterator[str]:
+def flag_faults(flags: Sequence[str], form: FlagForm) -> Iterator[str]:
     """Words that are no option, or that lack their value: they would take the place of the script or the
     command that follows, or have one of its words for their value."""
-    words = iter(flags)
-    for word in words:
-        if complaint := _flag_complaint(word, words, form):
+    remaining = iter(flags)
+    for word in remaining:
+        if complaint := _flag_complaint(word, remaining, form):
             yield f"{form.key}: got {word!r}, {complaint}"
 
 
@@ -103,11 +103,11 @@ def _flag_complaint(word: str, following: Iterator[str], form: FlagForm) -> str 
         return f"expected --name=value in one word, or --{', --'.join(sorted(form.alone))}"
     if not re.fullmatch(r"-[a-zA-Z].*", word, re.DOTALL):
         return "expected an option such as --constraint=h100"
-    for place, letter in enumerate(word[1:], start=2):
+    for end, letter in enumerate(word[1:], start=2):
         if letter in form.refused:
             return f"after -{letter} no job could be told of"
         if letter in form.with_value:
-            has_value = place < len(word) or next(following, "")
+            has_value = end < len(word) or next(following, "")
             return None if has_value else "which lacks its value"
     return None
 
@@ -123,14 +123,14 @@ def partition_of(name: str | None) -> dict[str, str] | None:
     return next((r for r in records if name is not None or r.get("Default") == "YES"), None)
 
 
-def time_problems(site: SiteConfig, partition: Mapping[str, str] | None) -> Iterator[str]:
+def time_faults(site: SiteConfig, partition: Mapping[str, str] | None) -> Iterator[str]:
     """A time limit that is none, that the partition does not give, or that leaves no time for a step.
 
     Without one of our own the partition's counts.
     """
-    told = partition or {}
-    most = told.get("MaxTime", "UNLIMITED")
-    default = told.get("DefaultTime", "NONE")
+    limits = partition or {}
+    most = limits.get("MaxTime", "UNLIMITED")
+    default = limits.get("DefaultTime", "NONE")
     inherited = most if default == "NONE" else default
     try:
         limit = seconds_of(inherited if site.time is None else str(site.time))
@@ -139,7 +139,7 @@ def time_problems(site: SiteConfig, partition: Mapping[str, str] | None) -> Iter
         return
     least = site.start_s + site.checkpoint_margin_s
     if limit is not None and limit < least:
-        given = f"none, partition {told.get('PartitionName')} gives {inherited}"
+        given = f"none, partition {limits.get('PartitionName')} gives {inherited}"
         yield (
             f"time: got {given if site.time is None else site.time}, {limit:.0f} s, expected at least "
             f"{least} s: a start and a step (start_s {site.start_s}), and what is kept to save a "
@@ -152,11 +152,11 @@ def time_problems(site: SiteConfig, partition: Mapping[str, str] | None) -> Iter
     ):
         yield (
             f"time: got {site.time}, expected at most {most}, the limit of partition "
-            f"{told['PartitionName']}: the job would wait for ever"
+            f"{limits['PartitionName']}: the job would wait for ever"
         )
 
 
-def node_problems(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str]:
+def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str]:
     """More nodes than a partition has."""
     total = (partition or {}).get("TotalNodes", "")
     if partition is not None and total.isdigit() and nodes > int(total):
@@ -166,7 +166,7 @@ def node_problems(nodes: int, partition: Mapping[str, str] | None) -> Iterator[s
         )
 
 
-def environment_problems(
+def environment_faults(
     config: TrainConfig, site: SiteConfig, flags: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[str]:
     """Variables of the steps on GPUs that the run can't work with: the site file's, and those of
@@ -176,19 +176,19 @@ def environment_problems(
         return
     chosen = "SBATCH_EXPORT" in environment or any(f.startswith("--export") for f in flags)
     variables = {**({} if chosen else environment), **site.environment}
-    for problem in allocator_problems(config, variables):
-        yield f"{problem}; the job would have it from the site file's environment, or this shell's"
+    for fault in allocator_faults(config, variables):
+        yield f"{fault}; the job would have it from the site file's environment, or this shell's"
 
 
-def site_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:
+def site_faults(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:
     """Names in the site file that nothing has, a container that lacks something."""
     if unknown := [name for name in site.preflight_skip if name not in CHECKS]:
         yield f"preflight_skip: got {unknown[0]!r}, expected some of {', '.join(CHECKS)}"
-    yield from _shell_problems(site)
+    yield from _shell_faults(site)
     for name in site.environment:
         if not _VARIABLE.fullmatch(name):
             yield f"environment: got the name {name!r}, expected letters, digits and _ alone"
-    yield from flag_problems(site.srun_flags, SRUN)
+    yield from flag_faults(site.srun_flags, SRUN)
     container, python = site.container, config.engine.python
     if container.kind == "none":
         if container.image or container.server_image:
@@ -201,19 +201,19 @@ def site_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Ite
     for image in (container.image, container.server_image):
         if image is not None and image.startswith("/") and not Path(image).exists():
             yield f"container.image: got {image!r}, which is not there"
-    yield from _mount_problems(config, site, directory)
+    yield from _mount_faults(config, site, directory)
 
 
-def _shell_problems(site: SiteConfig) -> Iterator[str]:
+def _shell_faults(site: SiteConfig) -> Iterator[str]:
     """A prologue that is no shell, a ``gres`` of another number of GPUs than the roles are placed on."""
     if site.prologue:
-        words = ["bash", "-n"]
+        command = ["bash", "-n"]
         parsed = subprocess.run(
-            words, input=site.prologue, capture_output=True, text=True, check=False
+            command, input=site.prologue, capture_output=True, text=True, check=False
         )
         if parsed.returncode:
-            told = parsed.stderr.strip().splitlines()[0]
-            yield f"prologue: {told}; expected lines that bash can run"
+            message = parsed.stderr.strip().splitlines()[0]
+            yield f"prologue: {message}; expected lines that bash can run"
     if site.gres is None:
         return
     gpus = [entry.split("(")[0].split(":") for entry in site.gres.split(",")]
@@ -225,7 +225,7 @@ def _shell_problems(site: SiteConfig) -> Iterator[str]:
         )
 
 
-def server_option_problems(config: TrainConfig, site: SiteConfig) -> Iterator[str]:
+def server_option_faults(config: TrainConfig, site: SiteConfig) -> Iterator[str]:
     """Values of the ``sglang:`` table that the servers would end over, by the Python that they get.
 
     Nothing where the run starts no server, and where that Python can't be asked from here: the job's own
@@ -246,14 +246,14 @@ def server_option_problems(config: TrainConfig, site: SiteConfig) -> Iterator[st
         say(f"sglang: checked in the job alone: {error}")
 
 
-def _mount_problems(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:
+def _mount_faults(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:
     """Paths of the run that its ranks and servers would not find inside."""
-    seen = site.container.seen_inside(str(Path.cwd()))
+    folders = site.container.seen_inside(str(Path.cwd()))
     files = (*config.data.train_files, *config.data.evaluation_files.values())
     paths = {"run.directory": directory, "model.hf_checkpoint": Path(config.model.hf_checkpoint)}
     paths |= {f"data: {file.path}": Path(file.path) for file in files}
     for key, path in paths.items():
-        if not any(path.absolute().is_relative_to(folder) for folder in seen):
+        if not any(path.absolute().is_relative_to(folder) for folder in folders):
             yield (
                 f"container.mounts: {key} is in none of them under its own path, expected such as "
                 f"{path.absolute().parent}:{path.absolute().parent}"

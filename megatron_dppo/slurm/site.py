@@ -60,13 +60,13 @@ class ContainerConfig(Section):
 
 
 def _pyxis(image: str, mounts: list[str], folder: str, flags: Sequence[str]) -> StepForm:
-    own = (
+    container_flags = (
         f"--container-image={image}",
         f"--container-mounts={','.join(mounts)}",
         f"--container-workdir={folder}",
         "--no-container-mount-home",
     )
-    return StepForm((*flags, *own))
+    return StepForm((*flags, *container_flags))
 
 
 def _apptainer(image: str, mounts: list[str], folder: str, flags: Sequence[str]) -> StepForm:
@@ -170,8 +170,8 @@ class SiteConfig(Section):
         """Devices of a node: of the job that ``environment`` describes, else as configured."""
         if not self.gpus_per_node:
             return int(environment.get("SLURM_NTASKS_PER_NODE") or self.processes_per_node)
-        asked = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")
-        return int(asked.rpartition(":")[2]) if asked else self.gpus_per_node
+        gpus = environment.get("SLURM_GPUS_PER_NODE") or environment.get("SLURM_GPUS_ON_NODE")
+        return int(gpus.rpartition(":")[2]) if gpus else self.gpus_per_node
 
 
 def site_path(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:

@@ -56,11 +56,11 @@ def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
         return merged([folder / file for file in _TOLD], count)
     named = re.compile(rf"{re.escape(name)}(?!\d)")  # rank1 is not rank12
     paths = (path for path in folder.glob("*") if named.match(path.name))
-    found = sorted(paths, key=lambda path: path.stat().st_mtime)
-    if not found:
-        known = ", ".join(sorted(path.name for path in folder.glob("*"))) or "none"
-        raise LaunchError(f"{folder}: no log begins with {name!r}; there are: {known}")
-    return [f"# {found[-1]}", *tail(found[-1], count).splitlines()]
+    logs = sorted(paths, key=lambda path: path.stat().st_mtime)
+    if not logs:
+        names = ", ".join(sorted(path.name for path in folder.glob("*"))) or "none"
+        raise LaunchError(f"{folder}: no log begins with {name!r}; there are: {names}")
+    return [f"# {logs[-1]}", *tail(logs[-1], count).splitlines()]
 
 
 def important_lines(directory: Path, count: int) -> list[str]:
@@ -265,9 +265,9 @@ def _figure(name: str, value: float | None, form: str) -> list[str]:
 
 
 def _held_out(records: Sequence[Record]) -> list[str]:
-    for found in reversed(records):
-        if (accuracy := mean_accuracy(found)) is not None:
-            return [f"held-out {accuracy:.3f} (step {step_of(found)})"]
+    for record in reversed(records):
+        if (accuracy := mean_accuracy(record)) is not None:
+            return [f"held-out {accuracy:.3f} (step {step_of(record)})"]
     return []
 
 

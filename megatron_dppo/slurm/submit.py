@@ -23,14 +23,14 @@ from megatron_dppo.slurm.attempts import JOB_FILE
 from megatron_dppo.slurm.commands import SlurmError, slurm
 from megatron_dppo.slurm.refusals import (
     SBATCH,
-    directory_problems,
-    environment_problems,
-    flag_problems,
-    node_problems,
+    directory_faults,
+    environment_faults,
+    flag_faults,
+    node_faults,
     partition_of,
-    server_option_problems,
-    site_problems,
-    time_problems,
+    server_option_faults,
+    site_faults,
+    time_faults,
 )
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.slurm.status import UNKNOWN, job_state
@@ -116,9 +116,9 @@ class Submission:
 
     @property
     def _nodes_by_group(self) -> list[int]:
-        found = self.placement
-        known = dict.fromkeys((*found.rank_hosts, *found.server_hosts, *found.unused))
-        return [len(group) for group in Allocation(tuple(known)).groups]
+        placement = self.placement
+        hosts = dict.fromkeys((*placement.rank_hosts, *placement.server_hosts, *placement.unused))
+        return [len(group) for group in Allocation(tuple(hosts)).groups]
 
     @property
     def directory(self) -> Path:
@@ -159,7 +159,7 @@ class Submission:
         """Options of the servers' nodes in a heterogeneous job; the script's own hold for the first group."""
         site = self.site
         named = {"account": site.account, "qos": site.qos, "time": site.time}
-        told = [f"--{name}={value}" for name, value in named.items() if value is not None]
+        flags = [f"--{name}={value}" for name, value in named.items() if value is not None]
         return [
             word
             for nodes in others
@@ -169,31 +169,31 @@ class Submission:
                 site.device_flag,
                 f"--partition={site.server_partition}",
                 "--exclusive",
-                *told,
+                *flags,
                 *site.sbatch_flags,
             )
         ]
 
-    def problems(self, extra: Sequence[str] = ()) -> Iterator[str]:
+    def faults(self, extra: Sequence[str] = ()) -> Iterator[str]:
         """Why the job could not work, apart from what ``check_config`` and the placement say.
 
         ``extra``: as for ``command``. Flags that name a partition or a time are left to sbatch.
         """
         if shutil.which("sbatch") is None:
             yield "sbatch: not on the path, expected a login node of a Slurm cluster"
-        yield from directory_problems(self.directory)
-        yield from flag_problems(self.site.sbatch_flags, SBATCH)
-        yield from flag_problems(extra, replace(SBATCH, key="--sbatch"))
+        yield from directory_faults(self.directory)
+        yield from flag_faults(self.site.sbatch_flags, SBATCH)
+        yield from flag_faults(extra, replace(SBATCH, key="--sbatch"))
         partitions: list[dict[str, str] | None] = [None]
         flags = (*self.site.sbatch_flags, *extra)
         if not any(flag.startswith(_OWN_LIMITS) for flag in flags):
             names = [self.site.partition, *filter(None, [self.site.server_partition])]
             partitions = [partition_of(name) for name in names]
-        yield from dict.fromkeys(p for part in partitions for p in time_problems(self.site, part))
+        yield from dict.fromkeys(p for part in partitions for p in time_faults(self.site, part))
         for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
-            yield from node_problems(nodes, partition)
-        yield from environment_problems(self.config, self.site, flags, os.environ)
-        yield from site_problems(self.config, self.site, self.directory)
+            yield from node_faults(nodes, partition)
+        yield from environment_faults(self.config, self.site, flags, os.environ)
+        yield from site_faults(self.config, self.site, self.directory)
 
 
 PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
@@ -218,8 +218,8 @@ def submit(request: Request) -> int:
     site = load_site(site_path(request.site_file), request.site_overrides)
     config = load_config(request.recipe, request.overrides)
     findings = _checked(config, site, request)
-    if findings.problems and not request.dry_run:
-        raise ConfigError(findings.problems, request.recipe)
+    if findings.faults and not request.dry_run:
+        raise ConfigError(findings.faults, request.recipe)
     if (submission := findings.submission) is not None:
         print(f"run directory: {submission.directory}\n")
         print(f"{submission.placement.table()}\n\n{findings.memory}\n")
@@ -228,8 +228,8 @@ def submit(request: Request) -> int:
         print(f"# {SITE_FILE}\n{resolved_yaml(site)}")
     if submission is not None and request.dry_run:
         print(shlex.join(submission.command(request.sbatch_flags)), flush=True)
-    if findings.problems:
-        raise ConfigError(findings.problems, f"{request.recipe} would be refused")
+    if findings.faults:
+        raise ConfigError(findings.faults, f"{request.recipe} would be refused")
     assert submission is not None
     return 0 if request.dry_run else _hand_over(submission, request.sbatch_flags)
 
@@ -253,7 +253,7 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
     return 0
 
 
-def _waiting_problems(directory: Path) -> Iterator[str]:
+def _waiting_faults(directory: Path) -> Iterator[str]:
     """A second job on one run's directory could only wait for the first one's lease, and end."""
     job = job_state(directory, [])
     if job.state not in (None, UNKNOWN):
@@ -270,28 +270,28 @@ class _Findings:
 
     submission: Submission | None
     memory: str
-    problems: list[str]
+    faults: list[str]
 
 
 def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> _Findings:
-    problems: list[str] = []
+    faults: list[str] = []
     submission, memory = None, "memory: not planned, for the configuration can't be used"
     try:
         check_config(config, request.recipe)
     except ConfigError as error:
-        problems += error.problems
-    fits = not problems
+        faults += error.faults
+    fits = not faults
     try:
         submission = Submission.plan(config, site, request.nodes)
     except PlacementError as error:
-        problems.append(str(error))
+        faults.append(str(error))
     if submission is not None:
-        problems += [
-            *submission.problems(request.sbatch_flags),
-            *_waiting_problems(submission.directory),
+        faults += [
+            *submission.faults(request.sbatch_flags),
+            *_waiting_faults(submission.directory),
         ]
     if submission is not None and fits:
         memory, lacking = memory_verdict(config, site, submission.nodes)
-        problems += lacking
-    problems += server_option_problems(config, site)
-    return _Findings(submission, memory, problems)
+        faults += lacking
+    faults += server_option_faults(config, site)
+    return _Findings(submission, memory, faults)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_dppo.config.loading import load_config, resolved_yaml
-from megatron_dppo.config.machine import allocator_problems
+from megatron_dppo.config.machine import allocator_faults
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
@@ -100,8 +100,10 @@ class Job:
         names = [name for nodes in groups.values() for name in hostnames(nodes)]
         group_of = {name: g for g, nodes in groups.items() for name in hostnames(nodes)}
         devices = site.devices(os.environ)
-        places = zip(names, commands.addresses(names), strict=True)
-        hosts = tuple(Host(name, at, devices, group_of[name]) for name, at in places)
+        named_addresses = zip(names, commands.addresses(names), strict=True)
+        hosts = tuple(
+            Host(name, address, devices, group_of[name]) for name, address in named_addresses
+        )
         return cls(
             job, attempt, hosts, commands.end_time(job), devices if site.gpus_per_node else 0
         )
@@ -237,12 +239,12 @@ class Steps:
         folder = self._directory.path / "preflight" / f"{job.id}-{job.attempt}"
         gpus = 0 if config.engine.device == "cpu" else job.gpus
         ports = sorted(_ports(placement))
-        words = [self._python, "-m", "megatron_dppo.preflight", str(self._directory.config)]
-        words += [f"--evidence={folder}", f"--gpus={gpus}", f"--nodes={len(job.hosts)}"]
-        words += [f"--port={port}" for port in ports] + [f"--skip={name}" for name in skipped]
+        command = [self._python, "-m", "megatron_dppo.preflight", str(self._directory.config)]
+        command += [f"--evidence={folder}", f"--gpus={gpus}", f"--nodes={len(job.hosts)}"]
+        command += [f"--port={port}" for port in ports] + [f"--skip={name}" for name in skipped]
         output = self._directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
-        self._run("preflight", words, job.hosts, output, tolerant=True)
+        self._run("preflight", command, job.hosts, output, tolerant=True)
         if self._stops.came():  # nodes that were ended before they answered are not ill
             return {}
         names = [host.name for host in job.hosts]
@@ -257,7 +259,7 @@ class Steps:
             reasons[finding.host].append(str(finding))
         if EVERYWHERE in reasons:
             raise LaunchError(f"preflight: {'; '.join(reasons[EVERYWHERE])}; see {output}")
-        return {host: "; ".join(found) for host, found in reasons.items()}
+        return {host: "; ".join(findings_of_host) for host, findings_of_host in reasons.items()}
 
     def _run(
         self,
@@ -346,8 +348,8 @@ class Start:
             max_failures=self._site.max_failures,
         )
         if decision.why == "cancelled" and (lost := bad_nodes(names)):
-            told = ", ".join(f"{name} is {state}" for name, state in lost.items())
-            decision = replace(decision, detail=f"by Slurm, which lost a node: {told}")
+            states = ", ".join(f"{name} is {state}" for name, state in lost.items())
+            decision = replace(decision, detail=f"by Slurm, which lost a node: {states}")
         bad = {**bad_nodes(names), **self._left_out} if decision.requeue else {}
         ended = replace(
             ended,
@@ -401,8 +403,8 @@ class Start:
 
     def _require_environment(self) -> None:
         """What this process has, every step gets. Raises LaunchError for what the run can't work with."""
-        if problems := list(allocator_problems(self._config, os.environ)) if self._job.gpus else []:
-            raise LaunchError("; ".join(problems))
+        if faults := list(allocator_faults(self._config, os.environ)) if self._job.gpus else []:
+            raise LaunchError("; ".join(faults))
 
     def _preflight(self, placement: Placement) -> dict[str, str]:
         """Nodes that must be left out, with the reason. Raises LaunchError where none is to blame."""
@@ -422,8 +424,10 @@ class Start:
         fleet = None
         if self._sections is not None:
             spares = Spares(placement.unused)
-            own = self._job.hosts[0].address  # Slurm starts the batch process on the first node
-            grounds = Grounds(self._runtime_at, own, spares.host_now)
+            first_address = self._job.hosts[
+                0
+            ].address  # Slurm starts the batch process on the first node
+            grounds = Grounds(self._runtime_at, first_address, spares.host_now)
             fleet = supervised_fleet(
                 self._sections,
                 directory,
@@ -463,16 +467,16 @@ def _place_again(roles: Roles, sound: Allocation, bad: Mapping[str, str]) -> Pla
     Raises PreflightError where they are too few, LaunchError where of several none is left: then what the
     run asks for is at fault, and other nodes would not help.
     """
-    told = "; ".join(f"{name}: {why}" for name, why in bad.items())
-    log.warning("preflight leaves out %s", told)
+    reasons = "; ".join(f"{name}: {why}" for name, why in bad.items())
+    log.warning("preflight leaves out %s", reasons)
     try:
         if sound.hosts:
             return place(roles, sound)
     except PlacementError as error:
-        raise PreflightError(f"preflight left out {told}; {error}") from error
+        raise PreflightError(f"preflight left out {reasons}; {error}") from error
     if len(bad) > 1:
-        raise LaunchError(f"preflight: no node is fit: {told}")
-    raise PreflightError(f"preflight left out the only node: {told}")
+        raise LaunchError(f"preflight: no node is fit: {reasons}")
+    raise PreflightError(f"preflight left out the only node: {reasons}")
 
 
 _EXCLUDE_TRIES = 20

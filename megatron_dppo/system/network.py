@@ -113,7 +113,7 @@ def _usable(addresses: Sequence[Any]) -> list[str]:
 _HOST = re.compile(r"[\w-]+(\.[\w-]+)*")
 
 
-def url_problem(url: str) -> str | None:
+def url_fault(url: str) -> str | None:
     """What is wrong with ``url``, in a line; None where a server can have it.
 
     It is ``http`` or ``https``, a host's name or address, perhaps a port from 1 on and a path.

@@ -20,7 +20,7 @@ from megatron_dppo.config.forwarded import (
     OPTIMIZER,
     ForwardedTable,
     LibraryFields,
-    megatron_problems,
+    megatron_faults,
     read_value,
 )
 from megatron_dppo.config.schema import PolicyConfig
@@ -165,17 +165,17 @@ def transformer_values(table: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError with a line for each key that is no field, or that another section sets, and
     for each value that does not fit.
     """
-    return _values(MEGATRON, megatron_problems(table), transformer_fields(), table)
+    return _values(MEGATRON, megatron_faults(table), transformer_fields(), table)
 
 
 def ddp_values(table: Mapping[str, Any]) -> dict[str, Any]:
     """The ``megatron_ddp:`` table likewise."""
-    return _values(DDP, DDP.problems(table), ddp_fields(), table)
+    return _values(DDP, DDP.faults(table), ddp_fields(), table)
 
 
 def optimizer_values(table: Mapping[str, Any]) -> dict[str, Any]:
     """The ``megatron_optimizer:`` table likewise."""
-    return _values(OPTIMIZER, OPTIMIZER.problems(table), optimizer_fields(), table)
+    return _values(OPTIMIZER, OPTIMIZER.faults(table), optimizer_fields(), table)
 
 
 def _values(
@@ -184,7 +184,7 @@ def _values(
     fields: LibraryFields,
     table: Mapping[str, Any],
 ) -> dict[str, Any]:
-    faults = [*own_faults, *rules.library_problems(table, fields)]
+    faults = [*own_faults, *rules.library_faults(table, fields)]
     if faults:
         raise ValueError("\n".join(faults))
     return {key: read_value(fields.types[key], value) for key, value in table.items()}

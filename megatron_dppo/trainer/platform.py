@@ -102,7 +102,7 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
-def gpu_problem() -> str | None:
+def gpu_fault() -> str | None:
     """Why torch can't use the GPU that this process may see; None where it can, or there is none."""
     if has_cuda() or not compute.has_visible_gpu():
         return None
@@ -147,7 +147,7 @@ def current() -> Platform:
 
     Raises UnusableGpuError where a torch for GPUs can't use the one it may see.
     """
-    problem = gpu_problem()
+    problem = gpu_fault()
     if problem is not None and torch.version.cuda is not None:
         raise UnusableGpuError(problem)
     if problem is not None:

@@ -26,7 +26,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, length_problems
+from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, length_faults
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.trajectory import Trajectory, VersionSpan
 from megatron_dppo.engine import recordings
@@ -357,10 +357,10 @@ def test_the_longest_sequences_that_the_checks_take_are_served_and_no_longer_one
     config = run_config(
         model, data={"max_prompt_tokens": prompt}, rollout={"max_response_tokens": 64}
     )
-    (refusal,) = length_problems(config, shape)
+    (refusal,) = length_faults(config, shape)
     longest = int(re.search(r"expected at most (\d+)", refusal)[1])
     sections = {"data": {"max_prompt_tokens": prompt}, "rollout": {"max_response_tokens": longest}}
-    assert not list(length_problems(run_config(model, **sections), shape))
+    assert not list(length_faults(run_config(model, **sections), shape))
     info = runner.run(client.get_json("/server_info"))
     assert info["max_req_input_len"] == 2048 - PROMPT_SPARE_POSITIONS + 1
 

@@ -80,3 +80,8 @@ def of_every_character(response: str, answer: str) -> float:
 def is_the_answer(response: str, answer: str) -> float:
     """1 where they are equal."""
     return float(response == answer)
+
+
+def end_at_once(response: str, answer: str) -> float:
+    """Ends its worker."""
+    os._exit(3)

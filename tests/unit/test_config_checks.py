@@ -26,7 +26,7 @@ def problems(check):
     def run(*overrides, model=MOE):
         with pytest.raises(ConfigError) as caught:
             check(*overrides, model=model)
-        return list(caught.value.problems)
+        return list(caught.value.faults)
 
     return run
 
@@ -477,7 +477,7 @@ def test_many_problems_are_a_screen():
     error = ConfigError([f"key{i}: wrong" for i in range(1000)], "config.yaml")
     assert len(str(error).splitlines()) == 16
     assert str(error).endswith("key13: wrong\n  and 986 more")
-    assert len(error.problems) == 1000
+    assert len(error.faults) == 1000
 
 
 @pytest.mark.parametrize("content", [None, "no certificate"])

@@ -46,7 +46,7 @@ def problems(tmp_path):
         try:
             check_config(config)
         except ConfigError as error:
-            return [*error.problems, *faults]
+            return [*error.faults, *faults]
         return faults
 
     return faults_of

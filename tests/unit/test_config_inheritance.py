@@ -58,4 +58,4 @@ def test_a_path_is_relative_to_its_own_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path.parent)
     with pytest.raises(ConfigError) as refused:
         load_config(tmp_path / "deep" / "top.yaml")
-    assert not [p for p in refused.value.problems if p.startswith("run")]
+    assert not [p for p in refused.value.faults if p.startswith("run")]

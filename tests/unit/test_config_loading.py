@@ -57,7 +57,7 @@ def load(tmp_path, tree):
 def problems_of(load, *overrides):
     with pytest.raises(ConfigError) as caught:
         load(*overrides)
-    return list(caught.value.problems)
+    return list(caught.value.faults)
 
 
 @pytest.mark.parametrize(("text", "value"), VALUES)

@@ -36,7 +36,7 @@ def machine(tmp_path, monkeypatch):
 
 def test_a_machine_without_a_gpu_trains_on_cpus(machine):
     assert not compute.has_visible_gpu()
-    assert platform.gpu_problem() is None
+    assert platform.gpu_fault() is None
     assert platform.current().distributed_backend == "gloo"
 
 

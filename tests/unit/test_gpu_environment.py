@@ -6,7 +6,7 @@ import pytest
 
 from megatron_dppo import train
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.machine import Machine, allocator_problems, expandable_segments
+from megatron_dppo.config.machine import Machine, allocator_faults, expandable_segments
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.trainer.platform import complete
 
@@ -46,7 +46,7 @@ def test_what_the_user_set_stays_and_is_said():
 def test_expandable_segments_are_refused_where_memory_is_shared(environment, found):
     assert expandable_segments(environment) == found
     for strategy in ("tensor", "distributed"):
-        problems = list(allocator_problems(config(strategy), environment))
+        problems = list(allocator_faults(config(strategy), environment))
         assert len(problems) == (found is not None and strategy == "tensor")
         assert all(line.startswith(f"{found}: got ") for line in problems)
 

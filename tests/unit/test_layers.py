@@ -134,3 +134,13 @@ def test_ranks_send_to_each_other_in_batches_alone():
             f"{module}.{name}" for name in names for module in ("dist", "torch.distributed")
         }
         assert not found, f"{path} calls {found}; write dist.P2POp and dist.batch_isend_irecv"
+
+
+def test_a_public_class_has_a_name_of_its_own():
+    files = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                files.setdefault(node.name, []).append(str(path.relative_to(PACKAGE)))
+    assert len(files) > 100
+    assert {name: paths for name, paths in files.items() if len(paths) > 1} == {}

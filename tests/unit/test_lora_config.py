@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_dppo.config import ConfigError, check_config, load_config
-from megatron_dppo.config.lora import adapters_of, lora_problems
+from megatron_dppo.config.lora import adapters_of, lora_faults
 from megatron_dppo.config.schema import LoraConfig, SupervisedConfig
 from megatron_dppo.model.families import load_model_shape
 from tests.unit.config_files import DENSE, MOE, minimal, write_checkpoint, write_config
@@ -16,7 +16,7 @@ def problems(tmp_path):
         try:
             check_config(config)
         except ConfigError as error:
-            return list(error.problems)
+            return list(error.faults)
         return []
 
     return run
@@ -126,7 +126,7 @@ def test_a_supervised_run_has_no_engines_for_adapters(tmp_path):
                 "lora": {"rank": 4, "update": update},
             }
         )
-        return list(lora_problems(config, load_model_shape(tmp_path / "model")))
+        return list(lora_faults(config, load_model_shape(tmp_path / "model")))
 
     assert problems("merged") == []
     assert problems("adapters") == [

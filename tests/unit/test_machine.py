@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_dppo.config.machine import Machine, machine_problems, this_machine
+from megatron_dppo.config.machine import Machine, machine_faults, this_machine
 from megatron_dppo.config.schema import TrainConfig
 from tests.unit.config_files import minimal
 
@@ -26,30 +26,30 @@ def machine(**values: int) -> Machine:
 
 
 def test_a_small_run_fits_here(tmp_path):
-    assert list(machine_problems(config(tmp_path), this_machine())) == []
+    assert list(machine_faults(config(tmp_path), this_machine())) == []
     assert this_machine().cores >= 1
 
 
 def test_few_open_files_are_told_with_their_number(tmp_path):
-    assert list(machine_problems(config(tmp_path), machine(open_files=128))) == []
-    (problem,) = machine_problems(config(tmp_path), machine(open_files=127))
+    assert list(machine_faults(config(tmp_path), machine(open_files=128))) == []
+    (problem,) = machine_faults(config(tmp_path), machine(open_files=127))
     assert problem == ("open files: this process may have 127, expected at least 128 (ulimit -n)")
 
 
 def test_gpus_of_ranks(tmp_path):
     settings = config(tmp_path, parallel={"world_size": 4})
-    (problem,) = machine_problems(settings, machine(gpus=3))
+    (problem,) = machine_faults(settings, machine(gpus=3))
     assert problem == "GPUs: 4 ranks need one each, this machine has 3"
-    assert list(machine_problems(settings, machine(gpus=4))) == []
+    assert list(machine_faults(settings, machine(gpus=4))) == []
 
 
 def test_cores_where_there_is_no_gpu(tmp_path):
     settings = config(tmp_path, parallel={"world_size": 15}, engine={"servers": 2})
-    (problem,) = machine_problems(settings, machine())
+    (problem,) = machine_faults(settings, machine())
     assert problem.startswith("cores: 17 processes of ranks and servers on 2 cores")
-    assert list(machine_problems(settings, machine(cores=3))) == []
+    assert list(machine_faults(settings, machine(cores=3))) == []
     replayed = config(tmp_path, parallel={"world_size": 16}, rollout={"replay_from": "x"})
-    assert list(machine_problems(replayed, machine())) == []
+    assert list(machine_faults(replayed, machine())) == []
 
 
 DISK = {"strategy": "disk"}
@@ -70,7 +70,7 @@ DISK = {"strategy": "disk"}
     ],
 )  # fmt: skip
 def test_what_the_configuration_names_is_on_this_machine(tmp_path, sections, problem):
-    (told,) = machine_problems(config(tmp_path, **sections), this_machine())
+    (told,) = machine_faults(config(tmp_path, **sections), this_machine())
     assert told.startswith(problem)
 
 
@@ -81,7 +81,7 @@ def test_an_interpreter_without_the_servers_packages_is_told(tmp_path):
     python.chmod(0o755)
     for servers, lacking in {1: "megatron_dppo, sglang", 2: "megatron_dppo, sglang, smg"}.items():
         asked = config(tmp_path, engine={"python": str(python), "servers": servers})
-        (told,) = machine_problems(asked, this_machine())
+        (told,) = machine_faults(asked, this_machine())
         assert told == f"engine.python: got {str(python)!r}, which lacks {lacking}"
 
 
@@ -93,6 +93,6 @@ def test_what_starts_nothing_here_needs_no_python_and_no_disk(tmp_path):
         engine={"python": "/nowhere", "host": "203.0.113.9"},
         weight_sync={**DISK, "directory": "/proc"},
     )
-    assert list(machine_problems(asked, this_machine())) == []
+    assert list(machine_faults(asked, this_machine())) == []
     elsewhere = {"urls": ["http://10.0.0.1:3000"], "python": "/nowhere", "host": "203.0.113.9"}
-    assert list(machine_problems(config(tmp_path, engine=elsewhere), this_machine())) == []
+    assert list(machine_faults(config(tmp_path, engine=elsewhere), this_machine())) == []

@@ -15,11 +15,11 @@ from megatron_dppo.slurm.__main__ import main
 from megatron_dppo.slurm.refusals import (
     SBATCH,
     SRUN,
-    environment_problems,
-    flag_problems,
-    node_problems,
+    environment_faults,
+    flag_faults,
+    node_faults,
     seconds_of,
-    time_problems,
+    time_faults,
 )
 from megatron_dppo.slurm.site import ContainerConfig, SiteConfig, load_site, site_path
 from megatron_dppo.slurm.submit import Submission, memory_verdict
@@ -56,8 +56,8 @@ def site(**values) -> SiteConfig:
 
 def test_flags_that_only_change_what_is_asked_for():
     flags = ["-C", "h", "-Ch", "--constraint=h", "--hold", "-H", "-kC", "h", "--exclusive", "-N1"]
-    assert list(flag_problems(flags, SBATCH)) == []
-    assert list(flag_problems(["--label", "-lu", "-W", "5", "-W5", "--mem=0"], SRUN)) == []
+    assert list(flag_faults(flags, SBATCH)) == []
+    assert list(flag_faults(["--label", "-lu", "-W", "5", "-W5", "--mem=0"], SRUN)) == []
 
 
 def test_a_directory_with_a_percent_sign_is_no_pattern(tmp_path):
@@ -307,7 +307,7 @@ def test_expandable_segments_that_the_job_would_get(
     settings = config(tmp_path, weight_sync={"strategy": strategy})
     for gpus in (0, 2):
         cluster = site(environment=site_file, gpus_per_node=gpus)
-        problems = list(environment_problems(settings, cluster, flags, shell))
+        problems = list(environment_faults(settings, cluster, flags, shell))
         assert len(problems) == (refused and gpus > 0)
         assert all(p.startswith("PYTORCH_ALLOC_CONF: got 'expandable_") for p in problems)
 
@@ -365,20 +365,20 @@ PARTITION = {
     ],
 )
 def test_the_time_limits_of_a_partition(time, partition, messages):
-    found = list(time_problems(site(time=time), {**PARTITION, **partition}))
+    found = list(time_faults(site(time=time), {**PARTITION, **partition}))
     assert len(found) == len(messages)
     assert all(problem.startswith(text) for problem, text in zip(found, messages, strict=True))
 
 
 def test_a_qos_may_raise_a_partitions_limit_and_no_partition_has_none():
-    assert list(time_problems(site(time="9-0", qos="long"), PARTITION)) == []
-    assert list(time_problems(site(time=None), None)) == []
+    assert list(time_faults(site(time="9-0", qos="long"), PARTITION)) == []
+    assert list(time_faults(site(time=None), None)) == []
 
 
 def test_a_partition_of_too_few_nodes():
-    [problem] = node_problems(5, PARTITION)
+    [problem] = node_faults(5, PARTITION)
     assert problem.startswith("nodes: got 5, expected at most 4, those of partition gpu")
-    assert list(node_problems(4, PARTITION)) == list(node_problems(9, None)) == []
+    assert list(node_faults(4, PARTITION)) == list(node_faults(9, None)) == []
 
 
 def test_without_sbatch_nothing_is_submitted(tmp_path, capsys, monkeypatch):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_dppo.system.network import url_problem
+from megatron_dppo.system.network import url_fault
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from megatron_dppo.system.network import url_problem
     ],
 )
 def test_what_a_server_can_have_is_taken(url):
-    assert url_problem(url) is None
+    assert url_fault(url) is None
 
 
 @pytest.mark.parametrize(
@@ -36,11 +36,11 @@ def test_what_a_server_can_have_is_taken(url):
     ],
 )
 def test_anything_else_is_refused(url):
-    assert url_problem(url) == f"got {url!r}, expected http://host:port"
+    assert url_fault(url) == f"got {url!r}, expected http://host:port"
 
 
 @pytest.mark.parametrize("url", ["http://host:65536", "http://host:x", "http://[::1:3"])
 def test_what_urlsplit_says_is_told(url):
-    problem = url_problem(url)
+    problem = url_fault(url)
     assert problem is not None
     assert problem.startswith(f"got {url!r}, expected http://host:port: ")

@@ -11,7 +11,7 @@ from megatron_dppo.model.gather_plan import hf_buckets_plan
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.plan import main
 from megatron_dppo.planner.facts import facts_of
-from megatron_dppo.planner.traffic import plan_problems, weight_plan
+from megatron_dppo.planner.traffic import plan_faults, weight_plan
 
 ROOT = Path(__file__).resolve().parents[2]
 MOE = load_model_shape(ROOT / "examples" / "model_configs" / "qwen3-30b-a3b-base")
@@ -61,14 +61,14 @@ def test_a_tensor_that_comes_twice_or_not_whole_is_told():
         SMALL, Layout(tensor=2, expert_tensor=2), 10**9, 2, spread=True
     )
     assert not others
-    assert list(plan_problems([bucket])) == []
+    assert list(plan_faults([bucket])) == []
     first, second, *rest = bucket.tensors
-    assert f"{second.name} is in 2 buckets" in plan_problems(
+    assert f"{second.name} is in 2 buckets" in plan_faults(
         [bucket, replace(bucket, tensors=(second,))]
     )
     for pieces in (first.pieces[:1], first.pieces[:1] * 2):
         broken = replace(bucket, tensors=(replace(first, pieces=pieces), second, *rest))
-        assert list(plan_problems([broken])) == [f"{first.name}: its pieces do not tile it"]
+        assert list(plan_faults([broken])) == [f"{first.name}: its pieces do not tile it"]
 
 
 def test_the_command_prints_it(capsys):
