@@ -31,7 +31,7 @@ test: lint types  ## every check: lint, types, unit, distributed, integration an
 unit: setup  ## the fast tests alone
 	@$(RUN_IN_VENV) -m pytest tests/unit
 
-mutants: setup  ## the numerical core changed one operator at a time: prints what no test notices (also MODULES="algorithms/masks.py ...")
+mutants: setup  ## the numerical core changed one operator at a time: prints what no test notices (also MODULES="algorithms/rules.py ...")
 	@[ -d .mutants ] || $(PYTHON_IN_VENV) -m pip install -q --no-deps --target .mutants -r tools/environment/mutation.txt
 	@PYTHONPATH=.mutants $(PYTHON_IN_VENV) tools/mutants.py --processes $(TEST_PROCESSES) $(MODULES)
 
