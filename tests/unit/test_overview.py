@@ -11,9 +11,11 @@ from megatron_dppo.model.families import FAMILIES
 ROOT = Path(__file__).resolve().parents[2]
 OVERVIEW = (ROOT / "docs" / "overview.md").read_text()
 MOST_FILES = {
+    "A prompt, file by file": 26,
     "A token, file by file": 14,
     "A weight update, file by file": 8,
     "An engine's death, file by file": 9,
+    "A Slurm job, file by file": 28,
 }
 
 
