@@ -249,7 +249,9 @@ def clone(tmp_path):
     for name in STUBS:
         (stubs / name).mkdir(parents=True)
         (stubs / name / "__init__.py").touch()
-    for path in Path(sysconfig.get_path("purelib")).glob("setuptools*"):
+    site = Path(sysconfig.get_path("purelib"))
+    # from Python 3.12 on the library has no distutils: setuptools brings its own by this hook
+    for path in (*site.glob("setuptools*"), site / "_distutils_hack"):
         (stubs / path.name).symlink_to(path)
     return folder
 
