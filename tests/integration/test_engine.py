@@ -243,7 +243,9 @@ def test_a_stop_text_ends_a_response_and_every_token_is_kept(runner, client, ref
             continue
         ended += 1
         assert result.finish_reason == "stop"
-        assert whole[: whole.index(next(text for text in stop if text in whole))] == result.text
+        text = whole[: whole.index(next(text for text in stop if text in whole))]
+        # bytes that begin a character and don't end it: the engine's text may lack them
+        assert text.replace("\ufffd", "") == result.text.replace("\ufffd", "")
     assert ended > 4
 
 

@@ -90,7 +90,7 @@ def test_the_recipe_passes_every_check_with_any_algorithm(name, algorithm, tmp_p
 @pytest.mark.parametrize("gpu", verdicts.GPUS)
 def test_the_recipe_fits_the_hardware_that_it_names(name, gpu):
     plan = verdicts.plans(name)[gpu]
-    assert plan.problems == ()
+    assert plan.faults == ()
     assert all(node.idle == 0 for node in plan.nodes)
 
 

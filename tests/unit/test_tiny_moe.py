@@ -69,7 +69,7 @@ def test_splits_are_disjoint_and_answers_right(data):
 
 
 def test_the_warm_start_mixes_two_writers(data):
-    reward = find_reward("exact_integer")
+    reward = find_reward("exact_integer").load()
     worked = [r for r in data["warm_start"] if not r["response"].startswith("=")]
     guessed = [r for r in data["warm_start"] if r["response"].startswith("=")]
     assert len(worked) / len(data["warm_start"]) == pytest.approx(WORKED_OUT_SHARE, abs=0.02)
