@@ -33,9 +33,11 @@ def make_trainer(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any] 
 
 def error_of(action) -> tuple[str, str]:
     """Type and text of the error that ``action`` raises; two empty strings without one."""
+    from megatron_dppo.system.errors import RunError
+
     try:
         action()
-    except (LookupError, RuntimeError, ValueError) as error:
+    except (LookupError, RunError, RuntimeError, ValueError) as error:
         return type(error).__name__, str(error)
     return "", ""
 

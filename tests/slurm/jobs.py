@@ -47,7 +47,7 @@ class StandInJob:
         self.config = write_config(
             folder,
             run={"directory": str(self.directory), "steps": steps},
-            model={"hf_checkpoint": str(ROOT / "examples/model_configs/qwen3-1.7b-base")},
+            model={"hf_checkpoint": str(self._model())},
             parallel=parallel or {"world_size": 2},
             rollout=SMALL_ROLLOUTS | (rollout or {}),
             sglang=sglang or {},
@@ -58,6 +58,15 @@ class StandInJob:
         self.site = folder / "site.yaml"
         self.site.write_text(json.dumps(defaults | site))
         self.job = 0
+
+    def _model(self) -> Path:
+        """One layer of a real model: the preflight asks for room for its checkpoints, which any machine has."""
+        source = ROOT / "examples/model_configs/qwen3-1.7b-base/config.json"
+        shape = json.loads(source.read_text()) | {"num_hidden_layers": 1, "vocab_size": 1024}
+        folder = self.folder / "model"
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(shape))
+        return folder
 
     def _engine_python(self) -> Path:
         """An interpreter that runs the stand-in for every module, and scripts as they are."""

@@ -49,7 +49,7 @@ class Small:
         for name, value in {**KEYS.to_variables(), **self.endpoint.variables}.items():
             monkeypatch.setenv(name, value)
         topology: Any = SimpleNamespace(rank=0)
-        trainer: Any = SimpleNamespace(topology=topology, shape=None)
+        trainer: Any = SimpleNamespace(topology=topology, shape=None, weights=dict)
         self.session = EngineSession(config, trainer, stop=lambda: False, fence=lambda: None)
         self.session._updater._plan = ()  # the trainer that would make one is not needed
 
@@ -157,7 +157,7 @@ def test_rank_0_keeps_the_record_where_a_launcher_started_the_ranks(tmp_path, mo
     small = runner.run(SmallServer("elsewhere").start())
     config = config_of(tmp_path, tmp_path, servers=0, urls=[small.url], router=False)
     topology: Any = SimpleNamespace(rank=0)
-    trainer: Any = SimpleNamespace(topology=topology, shape=None)
+    trainer: Any = SimpleNamespace(topology=topology, shape=None, weights=dict)
     with EngineSession(config, trainer, stop=lambda: False) as session:
         [server] = session._connections.record.servers()
         assert (server.url, server.origin) == (small.url, "config")
