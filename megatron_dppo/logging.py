@@ -37,8 +37,6 @@ _failure_mark: Path | None = None
 
 
 class FatalError(SystemExit):
-    """The user can put it right, so a message says all and no traceback follows. Exit status 2."""
-
     def __init__(self, message: str) -> None:
         super().__init__(REFUSED)
         self.message = message
@@ -148,8 +146,7 @@ def _standard_output() -> IO[str]:
 class ConsoleHandler(logging.Handler):
     """One unwrapped line a record; third-party records only from WARNING on, Python warnings never.
 
-    rich's own handler folds lines at the terminal's width, 80 columns in a pipe, which nobody can
-    grep.
+    rich's own handler folds lines at the terminal's width, 80 columns in a pipe, which nobody can grep.
     """
 
     def __init__(self, console: Console) -> None:
@@ -157,13 +154,11 @@ class ConsoleHandler(logging.Handler):
         self.console = console
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a person at the terminal should see the record."""
         if record.name.split(".")[0] == PACKAGE:
             return True
         return record.levelno >= logging.WARNING and record.name != "py.warnings"
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record above whatever progress bar is alive."""
         text = Text(self.format(record), style=_STYLES.get(min(record.levelno, logging.ERROR), ""))
         self.console.print(text, soft_wrap=True)
 
@@ -186,7 +181,6 @@ class LogFile(logging.FileHandler):
                 print(f"{self.baseFilename}: can't be written: {error.strerror}", file=sys.stderr)
 
     def close(self) -> None:
-        """Close the file; what a full disk did not take is lost, and was said."""
         with contextlib.suppress(OSError):
             super().close()
 
@@ -196,10 +190,9 @@ def configure_logging(
 ) -> None:
     """Send this process's records to its log file, and to the terminal for rank 0 and supervisor.
 
-    ``directory``: the run's; the file is ``logs/rank<N>.log`` (``logs/supervisor.log`` for rank
-    None), appended to by a resumed run. None: the terminal only. ``level`` holds for this package;
-    others start at WARNING. An uncaught exception is written to the file too. A second call
-    replaces what the first one set up.
+    ``directory``: the run's; the file is ``logs/rank<N>.log`` (``logs/supervisor.log`` for rank None), appended to by a
+    resumed run. None: the terminal only. ``level`` holds for this package; others start at WARNING. An uncaught
+    exception is written to the file too. A second call replaces what the first one set up.
     """
     global _failure_mark  # noqa: PLW0603  one process, one mark
     process = "supervisor" if rank is None else f"rank{rank}"
@@ -276,9 +269,8 @@ def _to_files(
 def fatal(message: str) -> NoReturn:
     """End the process with status 2 over something that the user can put right: no traceback.
 
-    Prints ``error: <message>`` to standard error, and to the log file where one is configured.
-    Raises FatalError, a SystemExit, so that open files and child processes are still closed on the
-    way out.
+    Prints ``error: <message>`` to standard error, and to the log file where one is configured. Raises FatalError, a
+    SystemExit, so that open files and child processes are still closed on the way out.
     """
     note_failure()
     _to_files(message)

@@ -186,7 +186,6 @@ def reply_to(connection: Connection) -> None:
 
 
 def main() -> None:
-    """Answer until the parent is gone."""
     # Ctrl-C is the parent's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(int(sys.argv[1]))

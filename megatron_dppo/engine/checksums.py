@@ -1,6 +1,5 @@
-"""What the engine's checksums must be, from the very Hugging Face tensors that the trainer holds;
-bucket by bucket, in any order, by as many ranks as send.
-"""
+"""What the engine's checksums must be, from the very Hugging Face tensors that the trainer holds; bucket by bucket, in
+any order, by as many ranks as send."""
 
 from __future__ import annotations
 
@@ -97,10 +96,9 @@ class IncompleteWeightsError(EngineError, ValueError):
 class ExpectedChecksums:
     """Checksums of the Hugging Face tensors that one rank sends, as the engine will compute them.
 
-    An engine tensor that several ranks fill (experts of several expert-parallel ranks) is hashed in
-    parts: ``partial`` goes to the rank that compares, and ``digests`` puts all together.
-    ``weights_dtype``: of every weight. Raises IncompleteWeightsError where a part of the model does
-    not begin at a whole 32-bit word.
+    An engine tensor that several ranks fill (experts of several expert-parallel ranks) is hashed in parts: ``partial``
+    goes to the rank that compares, and ``digests`` puts all together. ``weights_dtype``: of every weight. Raises
+    IncompleteWeightsError where a part of the model does not begin at a whole 32-bit word.
     """
 
     def __init__(self, tensors: EngineTensors, weights_dtype: dtype) -> None:
@@ -131,7 +129,6 @@ class ExpectedChecksums:
         self._unfinished.append(add_parts(parts))
 
     def partial(self) -> Any:
-        """What ``add`` took so far, as plain JSON values."""
         for finish in self._unfinished:
             finish()
         self._unfinished.clear()

@@ -38,8 +38,6 @@ _JSON = {"Content-Type": "application/json"}
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered, whatever its status."""
-
     status: int
     headers: Mapping[str, str]
     body: bytes
@@ -112,9 +110,7 @@ class HttpClient:
         admin: bool = False,
         timeout_s: float | None = CONTROL_TIMEOUT_S,
     ) -> Answer:
-        """The answer of any status; ``timeout_s`` None waits for ever. Raises EngineLostError where
-        none comes in time.
-        """
+        """The answer of any status; ``timeout_s`` None: no limit. Raises EngineLostError where none comes in time."""
         headers = self._admin_headers if admin else self._api_headers
         headers = headers | _JSON if body is not None else headers
         async with self._open(method, path, headers, timeout_s, body) as answer:
@@ -187,7 +183,6 @@ class HttpClient:
         return bytes(content)
 
     def _raise(self, path: str, answer: Answer) -> NoReturn:
-        """The error for an answer that is no 2xx."""
         message = f"{self.url}{path} answered {answer.status}: {answer.reason}"
         if answer.status >= 500:
             raise EngineLostError(message)
@@ -219,7 +214,6 @@ class HttpClient:
         *,
         timeout_s: float = CONTROL_TIMEOUT_S,
     ) -> dict[str, Any]:
-        """As ``control``, where the answer must be a JSON object."""
         return self._object(path, await self.control(path, body, timeout_s=timeout_s))
 
     async def answers(self, timeout_s: float = 10.0) -> bool:
@@ -230,9 +224,8 @@ class HttpClient:
         return await self._is_answered("/model_info", timeout_s)
 
     async def schedules(self, timeout_s: float = 10.0) -> bool:
-        """Whether a server's scheduler answers in time, which ``answers`` can't tell: the process that
-        speaks HTTP answers it by itself. A paused scheduler does, a stopped or hung one doesn't.
-        """
+        """Whether a server's scheduler answers in time, which ``answers`` can't tell: the process that speaks HTTP
+        answers it by itself. A paused scheduler does, a stopped or hung one doesn't."""
         return await self._is_answered("/server_info", timeout_s)
 
     async def _is_answered(self, path: str, timeout_s: float) -> bool:
@@ -351,8 +344,7 @@ class EngineClient(HttpClient):
         return answer.status == 204
 
     async def abort(self, rid: str, count: int = 1) -> None:
-        """End the call ``rid`` of ``count`` requests early; it raises AbortedError then. Unknown
-        ids are ignored."""
+        """End the call ``rid`` of ``count`` requests early; it raises AbortedError then. Unknown ids are ignored."""
         ids = request_ids(rid, count)
         await asyncio.gather(*(self.control("/abort_request", {"rid": i}) for i in ids))
 
@@ -378,7 +370,6 @@ class EngineClient(HttpClient):
         return True
 
     def note_life(self) -> None:
-        """Something was generated just now."""
         self._last_life = asyncio.get_running_loop().time()
 
     def note_answer(self) -> None:

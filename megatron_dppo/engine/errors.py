@@ -35,8 +35,7 @@ class PortHeldError(EngineStartError):
 
 
 class EngineLostError(EngineError):
-    """The server, or the last of several, died, hung or answered 5xx: restart it, restore its
-    weights, ask again."""
+    """The server, or the last of several, died, hung or answered 5xx: restart it, restore its weights, ask again."""
 
 
 class ServerLostError(EngineError):

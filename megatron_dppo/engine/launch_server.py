@@ -1,14 +1,13 @@
 """Entry point of the engine's process: SGLang's own server, with the keys kept out of sight.
 
-``python -m megatron_dppo.engine.launch_server <SGLang's own flags>`` with one JSON object on
-standard input: ``{"api_key": str | null, "admin_api_key": str}``. SGLang takes its keys only as
-command-line flags, where ``ps`` shows them, prints them in its log, and answers them to whoever
-holds the API key at ``/server_info``. Here they come through a pipe, and the printed configuration
-says ``<redacted>``. Of a server over several hosts one such process runs on each, and all get the same
-flags; the environment names the hosts, among which each finds itself.
+``python -m megatron_dppo.engine.launch_server <SGLang's own flags>`` with one JSON object on standard input:
+``{"api_key": str | null, "admin_api_key": str}``. SGLang takes its keys only as command-line flags, where ``ps`` shows
+them, prints them in its log, and answers them to whoever holds the API key at ``/server_info``. Here they come through
+a pipe, and the printed configuration says ``<redacted>``. Of a server over several hosts one such process runs on each,
+and all get the same flags; the environment names the hosts, among which each finds itself.
 
-The kernel ends this process with the thread that started it (``system.processes``); those that
-SGLang spawns end with this one.
+The kernel ends this process with the thread that started it (``system.processes``); those that SGLang spawns end with
+this one.
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ def private_place() -> Iterator[Path]:
 
 
 def name_shared_memory() -> None:
-    """Have this process's shared memory and semaphores begin with the server's name."""
     # Whoever ends the server then knows what to remove. Python has no public setting for it.
     prefix = f"/{os.environ[_NAME_VARIABLE]}"
     config: dict[str, Any] = process.current_process()._config  # type: ignore[attr-defined]
@@ -81,7 +79,6 @@ def name_shared_memory() -> None:
 
 
 def keep_snapshots_private() -> None:
-    """Put SGLang's file of load snapshots into the runtime directory."""
     from sglang.srt.managers import load_snapshot
 
     # In /dev/shm it would be left behind.
@@ -171,7 +168,6 @@ _PARENT_VARIABLE = "MEGATRON_DPPO_ENGINE_PARENT"
 
 
 def redact_keys(configuration: dict[str, Any]) -> dict[str, Any]:
-    """``configuration`` with every key that is set replaced by ``<redacted>``."""
     hidden = {name: "<redacted>" for name in KEY_FIELDS if configuration.get(name)}
     return {**configuration, **hidden}
 
@@ -207,7 +203,6 @@ def hold_own_port(host: str, port: int) -> socket.socket:
 
 
 def _change_sglang() -> None:
-    """In this process and in each that SGLang spawns."""
     redact_server_args()
     keep_snapshots_private()
     bind_stores()
@@ -218,8 +213,7 @@ def _change_sglang() -> None:
 
 def watch_supervisor(kill: Callable[..., None]) -> None:
     """End this server, and have its Slurm job requeued, once the run's supervisor gives no sign of life, where the
-    environment names its heartbeat.
-    """
+    environment names its heartbeat."""
     # A job that outlives its batch process (--no-kill) would keep its nodes until its time limit.
     path = os.environ.get(HEARTBEAT_VARIABLE)
     if path is None:
@@ -245,7 +239,6 @@ def host_flags(environment: Mapping[str, str]) -> list[str]:
 
 
 def main() -> None:
-    """Read the keys, parse SGLang's flags, run its server until it is told to stop."""
     start = json.load(sys.stdin)
     # On the server's own machine, before SGLang looks for its compiler.
     if has_visible_gpu():

@@ -88,14 +88,11 @@ class ServerHosts:
 
     @property
     def variable(self) -> str:
-        """The value of HOSTS_VARIABLE."""
         return json.dumps(dict(self.addresses))
 
 
 @dataclass(frozen=True)
 class ServerSections:
-    """The parts of a run's configuration that say what its SGLang servers must be."""
-
     model: ModelConfig
     data: DataConfig
     rollout: RolloutConfig
@@ -106,7 +103,6 @@ class ServerSections:
 
     @classmethod
     def of(cls, config: TrainConfig) -> ServerSections:
-        """Those of a whole configuration."""
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
     @classmethod
@@ -197,8 +193,7 @@ def adapter_options(config: ServerSections) -> dict[str, Any]:
 def cpu_kv_tokens(config: ServerSections) -> int:
     """Tokens of key-value cache for a CPU server.
 
-    Enough for every request in flight at full length, within CPU_KV_CACHE_BYTES, and never below
-    two sequences.
+    Enough for every request in flight at full length, within CPU_KV_CACHE_BYTES, and never below two sequences.
     """
     sequence = config.sequence_tokens
     wanted = config.rollout.max_concurrent_requests * sequence
@@ -219,11 +214,9 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
     env = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
     env |= {
         "PYTHONUNBUFFERED": "1",
-        # /health would otherwise generate a token: a second each time, and 503 while generation is
-        # paused.
+        # /health would otherwise generate a token: a second each time, and 503 while generation is paused.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
-        # Longer than the client keeps an idle connection, so that the server never closes one under
-        # a request.
+        # Longer than the client keeps an idle connection, so that the server never closes one under a request.
         "SGLANG_TIMEOUT_KEEP_ALIVE": "60",
         # How soon the server sees that a client is gone and aborts its request (stock: 4 s).
         "SGLANG_REQUEST_STATE_WAIT_TIMEOUT": "1",
@@ -351,7 +344,6 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print the problems of the table on standard input."""
     print(json.dumps(table_faults(json.load(sys.stdin))))
 
 
@@ -468,9 +460,8 @@ async def _scores(client: EngineClient, token: int) -> bool:
 
 
 def check_layout(url: str, info: Mapping[str, Any], dtype: str, shape: ModelShape) -> None:
-    """Raise EngineMismatchError where ``/server_info`` names a layout, or a type of weights, whose
-    weight updates can't be verified, or does not say which.
-    """
+    """Raise EngineMismatchError where ``/server_info`` names a layout, or a type of weights, whose weight updates can't
+    be verified, or does not say which."""
     _require(f"{url}/server_info", info, _LAYOUT)
     for dimension in _SINGLE:
         if info.get(dimension, 1) != 1:

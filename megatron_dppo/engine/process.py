@@ -115,13 +115,11 @@ class ChildServer(ABC):
 
     @property
     def url(self) -> str:
-        """Base URL for clients."""
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
         return f"http://{host}:{self.port}"
 
     @property
     def pid(self) -> int:
-        """Process id of the server, or of what runs it elsewhere."""
         if self._process is None:
             raise ValueError(f"{self.title} was not started")
         return self._process.pid
@@ -211,7 +209,6 @@ class ChildServer(ABC):
             remove_left_behind()
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
-        """The last ``lines`` lines of the server's log."""
         return tail(self.log_path, lines)
 
     def _give_up(self, reason: str) -> NoReturn:
@@ -262,8 +259,7 @@ class EngineProcess(ChildServer):
         config: the run's sections.
         port: where it listens, at ``host`` (``engine.host`` by default).
         log_path: its output is appended there; its options go beside it.
-        seed: of its sampling. Give each server and each restart another one, or it repeats the
-            samples of the other.
+        seed: of its sampling. Give each server and each restart another one, or it repeats the samples of the other.
         api_key: opens generation and information; None leaves them open.
         admin_api_key: opens whatever changes the server.
         first_device: the first of its GPUs on its host, or on each of them.
@@ -298,7 +294,6 @@ class EngineProcess(ChildServer):
         self._variables = server_environment(config, hosts)
 
     def start(self) -> None:
-        """As ChildServer's, with the options in a file beside the log."""
         if self._process is None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             write_options(self._options, self.options_path)

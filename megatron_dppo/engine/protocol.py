@@ -48,9 +48,7 @@ class SamplingParams:
             raise ValueError(f"temperature must be a finite number >= 0, got {self.temperature}")
 
     def as_json(self) -> dict[str, Any]:
-        """SGLang's ``sampling_params``; every number is sent, so that no default of the model's
-        folder applies.
-        """
+        """SGLang's ``sampling_params``; every number is sent, so that no default of the model's folder applies."""
         seed = {} if self.seed is None else {"sampling_seed": self.seed}
         return {
             "max_new_tokens": self.max_new_tokens,
@@ -69,8 +67,7 @@ class SamplingParams:
 class RoutedShape:
     """What the engine captures of a model's routing.
 
-    ``hidden_layers``: layers in the capture; ``moe_layers``: which of them route; ``top_k`` of
-    ``experts``.
+    ``hidden_layers``: layers in the capture; ``moe_layers``: which of them route; ``top_k`` of ``experts``.
     """
 
     hidden_layers: int
@@ -95,9 +92,8 @@ class RoutedShape:
 class GenerationRequest:
     """One response to draw.
 
-    ``key`` names it to the caller, and outlives retries. ``columns``: what is asked of the engine
-    beside what every request is, as options by the names of ``SOURCES``.
-    ``problem_id`` and ``sample_index`` go into the trajectory.
+    ``key`` names it to the caller, and outlives retries. ``columns``: what is asked of the engine beside what every
+    request is, as options by the names of ``SOURCES``. ``problem_id`` and ``sample_index`` go into the trajectory.
     """
 
     key: Hashable
@@ -351,8 +347,7 @@ def _check_version(meta: dict[str, Any], request: GenerationRequest, version: in
 def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajectory:
     """One answer, checked against its request; reward and advantage are still 0.
 
-    Raises AbortedError where the server ended it early, and EngineAnswerError where a field is
-    missing or contradicts.
+    Raises AbortedError where the server ended it early, and EngineAnswerError where a field is missing or contradicts.
     """
     meta = answer.get("meta_info", {})
     try:

@@ -51,8 +51,7 @@ _COLLECTED = (
 class Notice:
     """Of one recording [rows, layers, experts a token].
 
-    ``folder``: of the file, on the server's host; its name is ``id``. ``hash``: of the file's bytes
-    (``content_hash``).
+    ``folder``: of the file, on the server's host; its name is ``id``. ``hash``: of the file's bytes (``content_hash``).
     """
 
     id: str
@@ -63,11 +62,9 @@ class Notice:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def encode(self) -> bytes:
-        """What stands in the answer."""
         return _MAGIC + json.dumps(asdict(self)).encode()
 
     @classmethod
@@ -164,7 +161,6 @@ class RecordingStore:
         self._written: dict[Path, float] = {}
 
     def put(self, routed: np.ndarray) -> Notice:
-        """Store a recording [rows, layers, experts a token]. Raises OSError where there is no room for it."""
         self._forget_old()
         array = narrowed(routed)
         with_room = (f for f in self._folders[:-1] if array.nbytes <= free_bytes(f))
@@ -285,7 +281,6 @@ class Outlet:
         self._store = store
 
     def __call__(self, result: Any, processor: Any, request: Any) -> None:
-        """Leave a notice in place of the recording, which SGLang has brought to the host by then."""
         import torch
         from sglang.srt.managers.schedule_batch import FINISH_ABORT
         from sglang.srt.runtime_context import get_parallel

@@ -1,15 +1,14 @@
 """SGLang's checksum of a tensor on a GPU, computed part by part, in any order and by several ranks.
 
-``/weights_checker`` hashes CUDA tensors with this tiled 64-bit mix (16 hexadecimal digits); on a CPU
-our platform plugin has it do the same in place of SHA-256, which takes ten times as long and can't
-be put together from parts. With the tensor's bytes as little-endian 32-bit words ``v_i`` (zero-padded
-at the end) and ``n`` their number::
+``/weights_checker`` hashes CUDA tensors with this tiled 64-bit mix (16 hexadecimal digits); on a CPU our platform
+plugin has it do the same in place of SHA-256, which takes ten times as long and can't be put together from parts. With
+the tensor's bytes as little-endian 32-bit words ``v_i`` (zero-padded at the end) and ``n`` their number::
 
     h(tile, s) = fmix(4n ^ sum_{i in tile} fmix(v_i ^ (i P + s) ^ rotl(i, r)))       mod 2^32
     checksum   = splitmix(sum_tile  h(tile, s1) 2^32 + h(tile, s2))                  mod 2^64
 
-where tiles are runs of 8192 words, ``fmix`` is MurmurHash3's 32-bit finaliser and ``splitmix``
-SplitMix64's. It finds accidents, not adversaries.
+where tiles are runs of 8192 words, ``fmix`` is MurmurHash3's 32-bit finaliser and ``splitmix`` SplitMix64's. It finds
+accidents, not adversaries.
 """
 
 from __future__ import annotations
@@ -64,7 +63,6 @@ class WordRun:
 
     @property
     def words(self) -> int:
-        """Words of this part, at least one."""
         return self.data.numel() // WORD
 
     @property
@@ -226,7 +224,6 @@ Part = tuple["TiledHash", Tensor, int]
 
 
 def tiled_hash(tensor: Tensor) -> str:
-    """The checksum of a whole tensor, as the engine prints it."""
     whole = TiledHash(tensor.numel() * tensor.element_size())
     whole.add(tensor, 0)
     return whole.hexdigest()
@@ -235,8 +232,7 @@ def tiled_hash(tensor: Tensor) -> str:
 def add_parts(parts: Sequence[Part]) -> Callable[[], None]:
     """Start to hash all of ``parts``, by one kernel; what is returned waits for it and adds the sums.
 
-    The parts may change then, and on a GPU once their stream has gone on. Raises ValueError as
-    ``TiledHash.add``.
+    The parts may change then, and on a GPU once their stream has gone on. Raises ValueError as ``TiledHash.add``.
     """
     runs = [(whole, whole.run(part, start)) for whole, part, start in parts]
     filled = [(whole, run) for whole, run in runs if run is not None]
@@ -279,7 +275,6 @@ class TiledHash:
         return run_of(part, first, self._words) if size else None
 
     def take(self, sums: PartSums) -> None:
-        """Add the sums of a part."""
         closed, edges = sums
         self._sum = (self._sum + closed) & MASK64
         for tile, high, low in edges:
@@ -290,7 +285,6 @@ class TiledHash:
         return [self._sum, [[tile, *sums] for tile, sums in self._open.items()]]
 
     def merge(self, state: list[Any]) -> None:
-        """Add what another hash of the same tensor took."""
         self.take((state[0], state[1]))
 
     def hexdigest(self) -> str:

@@ -170,7 +170,6 @@ class EngineWeights:
         await self._order("/pause_generation", {"mode": "in_place"})
 
     async def resume(self) -> None:
-        """Let generation go on."""
         await self._order("/continue_generation")
 
     async def set_version(self, label: str) -> None:
@@ -184,7 +183,6 @@ class EngineWeights:
             )
 
     async def version(self) -> str:
-        """The ``weight_version`` that answers carry."""
         info = await self.client.get_json("/model_info")
         with self._reading("/model_info"):
             return str(info["weight_version"])
@@ -226,8 +224,7 @@ class EngineWeights:
         self, address: str, port: int, name: str, backend: str, *, first_rank: int, size: int
     ) -> None:
         """Have the engine's ranks, from ``first_rank`` of ``size`` on, join the broadcast group ``name`` of
-        torch.distributed's ``backend`` whose rendezvous is at ``address``; returns when all of it have joined.
-        """
+        torch.distributed's ``backend`` whose rendezvous is at ``address``; returns when all of it have joined."""
         body = {
             "master_address": address,
             "master_port": port,
@@ -267,7 +264,6 @@ class EngineWeights:
         await self._move("/update_weights_from_distributed", body)
 
     async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
-        """Have the engine load a bucket from memory that it shares with this process."""
         payloads = shared_payloads(header.names, header.shapes, self._dtype, data, self.ranks)
         body = {
             "serialized_named_tensors": payloads,
@@ -282,7 +278,6 @@ class EngineWeights:
         await self._move("/update_weights_from_disk", body)
 
     async def end(self) -> None:
-        """Close the update session."""
         await self._move("/end_weight_update", {})
 
     async def checksums(self) -> list[dict[str, str]]:
@@ -300,7 +295,6 @@ class EngineWeights:
         return [by_rank[rank] for rank in range(self.ranks)]
 
     async def check_tensors(self) -> None:
-        """Raise EngineMismatchError where the server holds tensors of other names than the run's model."""
         pairs = zip(await self.checksums(), self.tensors.sizes, strict=True)
         for rank, (actual, sizes) in enumerate(pairs):
             lacks, has = sorted(sizes.keys() - actual.keys()), sorted(actual.keys() - sizes.keys())
@@ -331,13 +325,11 @@ class EngineWeights:
             return dict(json.loads(loaded[ADAPTER_DIGESTS]))
 
     async def drop_adapters(self, keep: str | None = None) -> None:
-        """Have the engine drop all adapters but ``keep``."""
         for name in await self.adapter_names():
             if name != keep:
                 await self._move("/unload_lora_adapter", {"lora_name": name})
 
     async def adapter_names(self) -> list[str]:
-        """Names of the adapters that the engine has."""
         models = await self.client.get_json("/v1/models")
         with self._reading("/v1/models"):
             return [model["id"] for model in models["data"] if model["parent"] is not None]
@@ -488,8 +480,7 @@ def _pickled(value: Any) -> bytes:
 @contextmanager
 def _file_system_sharing() -> Iterator[None]:
     # torch's other strategy sends file descriptors, which can't cross to a process that is no child: they kill the
-    # server.
-    # The strategy is the process's: one thread allocates a bucket while another hands over the one before.
+    # server. The strategy is the process's: one thread allocates a bucket while another hands over the one before.
     with _SHARING:
         before = torch.multiprocessing.get_sharing_strategy()
         torch.multiprocessing.set_sharing_strategy("file_system")

@@ -65,7 +65,6 @@ def _add(record: _Record, options: argparse.Namespace) -> int:
 
 
 def _awaited_state(record: RecordClient, name: str, wait_s: float) -> str:
-    """What the trainer, who has the keys and must be reachable back, finds; waited for, but not long."""
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline:
         status = record.status()

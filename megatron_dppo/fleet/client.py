@@ -57,8 +57,7 @@ class ActiveServer:
 
 
 async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]]) -> T:
-    """The result of ``call``; ServerLostError when somebody cancels its task, which is in ``calls``
-    meanwhile."""
+    """The result of ``call``; ServerLostError when somebody cancels its task, which is in ``calls`` meanwhile."""
     task = asyncio.create_task(call)
     calls.add(task)
     try:
@@ -103,9 +102,8 @@ class FleetClient:
     # --- who serves
 
     async def serve(self, members: Sequence[Member], version: int) -> None:
-        """Generate on ``members``, which have committed weight version ``version``. Ends
-        every suspension. No generation may be under way.
-        """
+        """Generate on ``members``, which have committed weight version ``version``. Ends every suspension. No
+        generation may be under way."""
         staying = {active.member: active for active in self._servers if active.member in members}
         for active in self._servers:
             if active.member not in staying:
@@ -136,13 +134,11 @@ class FleetClient:
     # --- GenerationClient
 
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
-        """As GenerationClient says; every token comes from the committed weights."""
         if self._router is not None and self._router.usable and self._live():
             return await self._through_router(self._router, requests, rid)
         return await self._directly(requests, rid)
 
     async def abort(self, rid: str, count: int) -> None:
-        """End a call, on whatever server it is."""
         # The HTTP router does not forward aborts, and doesn't tell which server has a call.
         aborts = (active.client.abort(rid, count) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
@@ -150,9 +146,7 @@ class FleetClient:
                 raise outcome
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
-        """Suspend servers that hang, and stop using a lost router; raises EngineLostError when no
-        server is left.
-        """
+        """Suspend servers that hang, and stop using a lost router; raises EngineLostError when no server is left."""
         tasks = []
         for active in self._live():
             active.watch = asyncio.create_task(self._watch(active, hang_timeout_s))

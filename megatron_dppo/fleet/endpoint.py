@@ -64,7 +64,6 @@ class EndpointAddress:
 
     @classmethod
     def read(cls, path: Path) -> EndpointAddress | None:
-        """The address in ``path``; None where no process offers the record."""
         value = read_object(path)
         if value is None:
             return None
@@ -113,7 +112,6 @@ class FleetEndpoint:
 
     @property
     def variables(self) -> dict[str, str]:
-        """The environment in which ranks find the endpoint."""
         return {ENDPOINT_VARIABLE: self.url}
 
     def start(self) -> None:
@@ -159,7 +157,6 @@ class _Handler(BaseHTTPRequestHandler):
     server: _HttpServer
 
     def do_POST(self) -> None:
-        """Check the key, then the question, then answer it."""
         header = self.headers.get("Authorization", "").encode()
         if not hmac.compare_digest(header, self.server.expected):
             self._answer(401, {"error": "the admin key is missing or wrong"})
@@ -195,7 +192,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log what was refused."""
         # Questions come every second: the others are not worth a line.
         if str(args[1:2]) != "('200',)":
             log.info("fleet endpoint, asked by %s: %s", self.client_address[0], format % args)
@@ -245,7 +241,6 @@ class RecordClient:
         self._keys = keys
 
     def keys(self, server: Server) -> Keys:
-        """The keys that ``server`` takes."""
         return self._keys if server.replaceable else Keys.of_environment()
 
     def servers(self) -> list[Server]:

@@ -94,7 +94,6 @@ class GenerationLimits:
 
     @classmethod
     def of(cls, rollout: RolloutConfig, engine: EngineConfig) -> GenerationLimits:
-        """The limits that a run's configuration sets."""
         return cls(
             concurrency=rollout.max_concurrent_requests,
             request_timeout_s=rollout.response_timeout_s,
@@ -114,7 +113,6 @@ class GenerationProgress:
 
     @property
     def tokens_per_second(self) -> float:
-        """Response tokens of finished responses, a second."""
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
@@ -190,8 +188,6 @@ class GenerationEnd(IntEnum):
 
 @dataclass
 class Generation:
-    """A job that runs in the background: ``done`` holds what earlier attempts finished."""
-
     job: GenerationJob
     description: str
     on_response: OnResponse | None = None
@@ -208,7 +204,6 @@ class Generation:
 
     @property
     def total(self) -> int:
-        """Responses that the job asks for."""
         return len(self.job.problems) * self.job.group_size
 
     def resume(
@@ -218,7 +213,6 @@ class Generation:
         limits: GenerationLimits,
         stop: Callable[[], bool],
     ) -> None:
-        """Start to generate, in the background, the responses that are missing."""
         requests = self.job.requests(self.done)
         self.latest = None
         if not requests:
@@ -260,7 +254,6 @@ class Generation:
         self.latest = now
 
     async def _timed(self, work: Awaitable[Results]) -> Results:
-        """``work``, with the moment kept at which it ended."""
         try:
             return await work
         finally:
@@ -279,10 +272,9 @@ async def generate_many(
     """Results by key, in the order of ``requests`` whatever the order of completion.
 
     Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
-    StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as
-    they come. In every case nothing of this call is left running on a server. ``on_progress`` and
-    ``stop`` are called a few times a second, ``on_response`` with each response as it comes; none of
-    them may block.
+    StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as they come. In every
+    case nothing of this call is left running on a server. ``on_progress`` and ``stop`` are called a few times a second,
+    ``on_response`` with each response as it comes; none of them may block.
     """
     keys = [request.key for request in requests]
     if len(set(keys)) != len(keys):
@@ -296,8 +288,6 @@ async def generate_many(
 
 
 class _Generation:
-    """State of one ``generate_many``."""
-
     def __init__(
         self,
         client: GenerationClient,

@@ -85,7 +85,6 @@ class HttpRouterProcess(ChildServer):
 
 
 def http_router_options(host: str, port: int, metrics_port: int, policy: str) -> dict[str, Any]:
-    """Fields of smg's RouterArgs."""
     # Retries, deadlines and health are the client's business: it knows which weights a server has, and
     # counts a response once. So the router tries once, waits, and judges nobody.
     return {
@@ -141,7 +140,6 @@ class HttpRouterClient:
         return await self._client.exchange("POST", "/generate", body, timeout_s=None)
 
     async def alive(self, timeout_s: float) -> bool:
-        """Whether the router's process answers."""
         try:
             await self._client.request("GET", "/liveness", timeout_s=timeout_s)
         except (EngineLostError, EngineRequestError):
@@ -211,8 +209,7 @@ class HttpRouterLink:
 
     Args:
         find: where the router is published now, and its keys; None while there is none.
-        registers: this client tells the router of the servers; other clients of a run wait until
-            it knows them.
+        registers: this client tells the router of the servers; other clients of a run wait until it knows them.
 
     ``usable``: calls may go through it.
     """
@@ -228,18 +225,15 @@ class HttpRouterLink:
 
     @property
     def url(self) -> str:
-        """Where it was found last."""
         return self.server.url if self.server is not None else "the router"
 
     async def serve(self, servers: Mapping[str, str | None]) -> None:
-        """Have it send calls to ``servers``, URLs with their API keys; it is ``usable`` where that
-        worked."""
+        """Have it send calls to ``servers``, URLs with their API keys; it is ``usable`` where that worked."""
         self._wanted = dict(servers)
         self.usable = False
         await self._connect()
 
     async def remove(self, url: str) -> None:
-        """Have it send nothing more to this server."""
         self._wanted.pop(url, None)
         if self._client is not None:
             try:
@@ -280,7 +274,6 @@ class HttpRouterLink:
                     on_lost(self, f"{self.url}: silent for {clock() - last_life:.0f} s")
 
     async def close(self) -> None:
-        """Close the connections."""
         if self._client is not None:
             await self._client.close()
             self._client = None

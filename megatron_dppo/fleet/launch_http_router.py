@@ -1,9 +1,8 @@
 """Entry point of the HTTP router's process: smg, with the keys kept out of sight.
 
-``python -m megatron_dppo.fleet.launch_http_router`` with one JSON object on standard input:
-``{"options": {field of smg's RouterArgs: value}, "api_key": str, "admin_api_key":
-str}``. smg takes its keys only as command-line flags, where ``ps`` shows them; here they come
-through a pipe. The process dies with the parent's thread that started it.
+``python -m megatron_dppo.fleet.launch_http_router`` with one JSON object on standard input: ``{"options": {field of
+smg's RouterArgs: value}, "api_key": str, "admin_api_key": str}``. smg takes its keys only as command-line flags, where
+``ps`` shows them; here they come through a pipe. The process dies with the parent's thread that started it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import sys
 
 
 def main() -> None:
-    """Read the options and run the router until it is told to stop."""
     start = json.load(sys.stdin)
     print(json.dumps(start["options"]), flush=True)
     from smg.launch_router import launch_router

@@ -81,7 +81,6 @@ class Member:
 
     @classmethod
     def of(cls, server: Server, keys: Keys, engine: EngineConfig) -> Member:
-        """As the run's configuration sees a server."""
         # Those that the run starts are published after their first answers.
         first_answer_s = 0.0 if server.replaceable else engine.start_timeout_s
         return cls(server, keys, engine.ca_file, first_answer_s)
@@ -130,7 +129,6 @@ class ServerState:
     examination: Examination | None = None
 
     def describe(self, server: Server) -> str:
-        """For the user's command."""
         if self.serves:
             return "serves"
         if reason := self.quarantined or self.lost:
@@ -148,7 +146,6 @@ class ServerStates(dict[Server, ServerState]):
         return self.setdefault(server, ServerState())
 
     def keep(self, published: Collection[Server]) -> None:
-        """Forget every other server."""
         for server in set(self) - set(published):
             self.pop(server, None)
 
@@ -156,16 +153,15 @@ class ServerStates(dict[Server, ServerState]):
 class Examiner:
     """Examines the attached servers of a run: whether they fit, and why not; rank 0 has it.
 
-    Whatever goes wrong while a server is examined means that it is refused, or, where it does not
-    answer, that it is asked again in a while. A refusal lasts until the server is attached anew.
-    Coroutines run on one event loop.
+    Whatever goes wrong while a server is examined means that it is refused, or, where it does not answer, that it is
+    asked again in a while. A refusal lasts until the server is attached anew. Coroutines run on one event loop.
 
     Args:
         record: where servers are published; another process, so it is asked in a thread.
         engine: what the configuration says of servers.
         states: where examinations are kept; members are left alone.
-        check: raises EngineMismatchError for a server that does not serve what the run trains or can't
-            be updated, EngineError where it does not answer.
+        check: raises EngineMismatchError for a server that does not serve what the run trains or can't be updated,
+            EngineError where it does not answer.
         on_news: called in a thread when there is another examination of a server.
     """
 
@@ -239,7 +235,6 @@ class Examiner:
 
 
 def _reason_of(error: BaseException) -> str:
-    """The error in words, with what to do about a key."""
     text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
     if isinstance(error, EngineRequestError) and error.status in _NO_KEY:
         return (
@@ -282,13 +277,12 @@ class FleetMembership:
     def choose(
         self, current: Sequence[Member], suspended: Mapping[str, str]
     ) -> list[Member] | None:
-        """Members of the next update: those of ``current`` that still are in order, and newcomers
-        that answer; at least one. None when a stop was asked for while there was none.
+        """Members of the next update: those of ``current`` that still are in order, and newcomers that answer; at least
+        one. None when a stop was asked for while there was none.
 
-        ``suspended``: why, by name, of those that a rank suspended since. The first time it waits a
-        while for every server that the configuration names. Raises EngineUnavailableError after
-        ``engine.start_timeout_s`` without a server, EngineMismatchError where ``engine.urls`` names
-        one that does not fit the run.
+        ``suspended``: why, by name, of those that a rank suspended since. The first time it waits a while for every
+        server that the configuration names. Raises EngineUnavailableError after ``engine.start_timeout_s`` without a
+        server, EngineMismatchError where ``engine.urls`` names one that does not fit the run.
         """
         self._note_suspended(current, suspended)
         expected, self._expected = self._expected, 1
@@ -369,7 +363,6 @@ class FleetMembership:
                 self._lose(server, suspended[server.name])
 
     def _present(self, members: Sequence[Member]) -> list[Member]:
-        """Those of ``members`` that are published and in order, and newcomers."""
         published = self._record.servers()
         self._states.keep(published)
         in_order = {
@@ -472,10 +465,8 @@ class FleetMembership:
 
 
 def member_to_json(member: Member) -> list[Any]:
-    """For the other ranks."""
     return [asdict(member.server), asdict(member.keys), member.ca_file, member.first_answer_s]
 
 
 def member_from_json(value: list[Any]) -> Member:
-    """What ``member_to_json`` wrote."""
     return Member(Server(**value[0]), Keys(**value[1]), *value[2:])

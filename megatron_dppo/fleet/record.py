@@ -1,18 +1,17 @@
 """The record of a run's servers: kept by one process, which offers it over HTTP to ranks and commands.
 
-The supervisor keeps it; rank 0 where a launcher such as torchrun started the ranks. It is that process's
-memory. What is on the disk is for those that come after it, and for those that only look:
+The supervisor keeps it; rank 0 where a launcher such as torchrun started the ranks. It is that process's memory. What
+is on the disk is for those that come after it, and for those that only look:
 
     <run.directory>/engine/
       fleet.json      servers, router, weight version and states as they were written last; servers that were
                       attached by command are in the next start's record too
       endpoint.json   where the record is offered while the run runs
 
-The folder is its owner's alone. A file appears by a rename, so that a reader sees a whole file or none. One
-that is damaged all the same, or that another user owns or could write, is renamed to ``*.json.damaged``, with
-a warning, and counts as none. No key is in any file: keys of servers started here reach the ranks through their
-environment.
-Loads no torch.
+The folder is its owner's alone. A file appears by a rename, so that a reader sees a whole file or none. One that is
+damaged all the same, or that another user owns or could write, is renamed to ``*.json.damaged``, with a warning, and
+counts as none. No key is in any file: keys of servers started here reach the ranks through their environment. Loads no
+torch.
 """
 
 from __future__ import annotations
@@ -53,11 +52,10 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server is. ``origin``: started by this run's supervisor, named in ``engine.urls``, or
-    attached by command.
+    """Where a server is. ``origin``: started by this run's supervisor, named in ``engine.urls``, or attached by
+    command.
 
-    ``incarnation`` grows by one with each restart by the supervisor, and is another one for each
-    attachment by command.
+    ``incarnation`` grows by one with each restart by the supervisor, and is another one for each attachment by command.
     """
 
     name: str
@@ -85,7 +83,6 @@ class Keys:
         return cls(os.environ.get(API_KEY_VARIABLE), os.environ.get(ADMIN_KEY_VARIABLE))
 
     def to_variables(self) -> dict[str, str]:
-        """The environment in which ``handed_down`` finds these keys."""
         return {STARTED_KEYS_VARIABLE: json.dumps(asdict(self))}
 
     @classmethod
@@ -122,17 +119,14 @@ class FleetRecord:
         return sorted(servers, key=lambda server: _natural(server.name))
 
     def router(self) -> Server | None:
-        """The router, while it is healthy."""
         return self._servers.get(ROUTER)
 
     def publish(self, server: Server) -> None:
-        """Record a healthy server, or the HTTP router."""
         with self._lock:
             self._servers[server.name] = server
             self._write()
 
     def withdraw(self, server: Server) -> None:
-        """Take out a server, or the HTTP router, with the report on it."""
         with self._lock:
             self._servers.pop(server.name, None)
             self._reports.pop(server.name, None)
@@ -148,8 +142,7 @@ class FleetRecord:
     # --- servers that run elsewhere
 
     def attach(self, url: str, origin: Origin = "command") -> Server:
-        """Add a server that runs elsewhere. Raises ValueError for what is no URL, or is a member
-        already."""
+        """Add a server that runs elsewhere. Raises ValueError for what is no URL, or is a member already."""
         # Another attachment of one URL is another server: what was made of the first is forgotten.
         number = time.time_ns() // 1_000_000 if origin == "command" else 0
         server = Server(attached_name(url), url.rstrip("/"), number, origin=origin)
@@ -160,8 +153,7 @@ class FleetRecord:
         return server
 
     def detach(self, url: str) -> Server:
-        """Take out an attached server. Raises ValueError where there is none, or it was started
-        here."""
+        """Take out an attached server. Raises ValueError where there is none, or it was started here."""
         with self._lock:
             for server in self.servers():
                 if server.url == url.rstrip("/") and not server.replaceable:
@@ -192,8 +184,7 @@ class FleetRecord:
                 self._reports[name] = incarnation
 
     def take_report(self, name: str) -> int | None:
-        """Remove the report on ``name``; the incarnation that it is about, None where there is
-        none."""
+        """Remove the report on ``name``; the incarnation that it is about, None where there is none."""
         with self._lock:
             return self._reports.pop(name, None)
 
@@ -215,7 +206,6 @@ class FleetRecord:
                     self._servers.setdefault(name, server)
 
     def _read(self) -> tuple[dict[str, Server], Json]:
-        """Servers and status of the file."""
         content = read_object(self._file) or {}
         try:
             servers = {name: _server(v) for name, v in content.get("servers", {}).items()}

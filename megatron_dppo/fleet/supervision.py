@@ -67,7 +67,6 @@ class RestartBudget:
         return len(self._taken)
 
     def pause(self, before: int) -> float:
-        """Seconds to wait where ``before`` attempts came to nothing."""
         return min(self._first_pause * 2.0 ** min(before, 30), LONGEST_PAUSE_S)
 
 
@@ -81,15 +80,11 @@ class FirstStartError(EngineGivenUpError):
 
 @dataclass(frozen=True)
 class _Starting:
-    """The process runs, and is waited for in a thread."""
-
     healthy: Future[float]
 
 
 @dataclass(frozen=True)
 class _Published:
-    """The server is healthy, as far as is known."""
-
     server: Server
 
 
@@ -149,7 +144,6 @@ class SupervisedServer:
 
     @property
     def is_published(self) -> bool:
-        """Whether it is healthy, as far as is known."""
         return isinstance(self._state, _Published)
 
     @property
@@ -158,8 +152,7 @@ class SupervisedServer:
         return self._state.error if isinstance(self._state, _Failed) else None
 
     def start(self) -> None:
-        """Start the next incarnation and return at once; :meth:`check` publishes it when it is
-        healthy."""
+        """Start the next incarnation and return at once; :meth:`check` publishes it when it is healthy."""
         self.incarnation += 1
         self._process = process = self._make_process(self.incarnation)
         try:
@@ -204,7 +197,6 @@ class SupervisedServer:
         self._waiter.shutdown()
 
     def _started(self, healthy: Future[float]) -> None:
-        """A start has come to its end: go over to the state that follows."""
         assert self._process is not None
         process, error = self._process, healthy.exception()
         if error is None:
@@ -316,11 +308,9 @@ class SupervisedFleet:
 
     @property
     def rank_variables(self) -> dict[str, str]:
-        """The environment in which ranks find the servers and their keys."""
         return {**self.keys.to_variables(), **self._endpoint.variables}
 
     def start(self) -> None:
-        """Start every process and return at once."""
         self._endpoint.start()
         for server in self._everything:
             server.start()

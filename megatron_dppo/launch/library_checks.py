@@ -1,7 +1,6 @@
 """Every check of a configuration, those that need torch, Megatron-Core or SGLang included.
 
-Run in a child process before anything starts: the imports take seconds, and the supervisor stays
-small.
+Run in a child process before anything starts: the imports take seconds, and the supervisor stays small.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ def check_in_child(module: str, arguments: Sequence[str]) -> int:
 def check_everything(config: TrainConfig, source: str, *, weights: bool) -> Plan:
     """Run every check of a run of reinforcement learning.
 
-    Returns what follows from the configuration. Raises ConfigError with all faults, naming
-    ``source``: those that need no library, and names of rewards and options of libraries
-    that nobody knows. ``weights``: as in ``check_config``.
+    Returns what follows from the configuration. Raises ConfigError with all faults, naming ``source``: those that need
+    no library, and names of rewards and options of libraries that nobody knows. ``weights``: as in ``check_config``.
     """
     from megatron_dppo.rewards import find_reward
 
@@ -78,7 +76,6 @@ def check_everything(config: TrainConfig, source: str, *, weights: bool) -> Plan
 
 
 def check_everything_supervised(config: SupervisedConfig, source: str) -> None:
-    """As :func:`check_everything`, of a supervised run."""
     _with_libraries(
         partial(check_supervised_config, config, source),
         source,
@@ -186,7 +183,6 @@ def server_faults(sections: ServerSections, *, starts_servers: bool) -> Iterator
 
 
 def _check_adapters(lora: LoraConfig, checkpoint: str) -> None:
-    """Raise ValueError where the adapters to start from are not those that the run trains."""
     if lora.start_from is None or not lora.rank:
         return
     from megatron_dppo.checkpoint_conversion.adapters import PeftReader

@@ -43,11 +43,10 @@ _ENDING_S = 10.0
 def run_local(
     config: PolicyConfig, sections: ServerSections | None, module: str, machine: Machine
 ) -> int:
-    """Run ``python -m <module> <run.directory>/config.yaml`` as ``parallel.world_size`` ranks here;
-    the exit code.
+    """Run ``python -m <module> <run.directory>/config.yaml`` as ``parallel.world_size`` ranks here; the exit code.
 
-    Starts its servers and their router too; ``sections``: what they must be, None where nothing is generated.
-    Raises LaunchError where the folder or a port that was asked for is taken, or the machine has too few GPUs.
+    Starts its servers and their router too; ``sections``: what they must be, None where nothing is generated. Raises
+    LaunchError where the folder or a port that was asked for is taken, or the machine has too few GPUs.
     """
     ranks = config.parallel.world_size
     placement = local_placement(ranks, sections, machine)
@@ -99,7 +98,6 @@ def local_placement(ranks: int, sections: ServerSections | None, machine: Machin
 
 
 def processes(servers: int, ranks: int) -> str:
-    """What a run starts, in words: ``the engine and 2 ranks``."""
     trainer = f"{ranks} rank{'s' if ranks > 1 else ''}"
     if not servers:
         return trainer
@@ -109,7 +107,6 @@ def processes(servers: int, ranks: int) -> str:
 def rank_command(
     module: str, directory: RunDirectory, python: str = sys.executable
 ) -> Sequence[str]:
-    """The program of every rank."""
     return [python, "-m", module, str(directory.config)]
 
 
@@ -142,12 +139,11 @@ def _require_free(key: str, host: str, port: int) -> None:
 
 
 class RankGroup:
-    """``world_size`` copies of ``command``, told apart by torch.distributed's environment
-    variables.
+    """``world_size`` copies of ``command``, told apart by torch.distributed's environment variables.
 
-    ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's
-    standard output, to write its log and draw its progress on. ``variables``: of the environment of
-    every rank, beside those of this process. ``master_host``: the address on which rank 0 listens.
+    ``outputs``: one file a rank, for its standard output and error. Rank 0 also gets this process's standard output, to
+    write its log and draw its progress on. ``variables``: of the environment of every rank, beside those of this
+    process. ``master_host``: the address on which rank 0 listens.
     """
 
     def __init__(
@@ -166,7 +162,6 @@ class RankGroup:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self) -> None:
-        """Start every rank; call from the main thread."""
         size = len(self._outputs)
         # Threads share the cores fairly.
         threads = max(1, len(os.sched_getaffinity(0)) // size)
@@ -194,14 +189,9 @@ class RankGroup:
             self._processes.append(process)
 
     def codes(self) -> list[int | None]:
-        """Exit codes by rank; None while one runs."""
         return [process.poll() for process in self._processes]
 
     def failures(self, grace_s: float) -> list[RankFailure]:
-        """Ranks that ended with an error, the likely cause first; empty while there is none.
-
-        Others that fail because of it have ``grace_s`` seconds to do so.
-        """
         if not any(self.codes()):
             return []
         # A rank's end makes the others fail in their collectives, and they may be faster to exit. So those that
@@ -219,16 +209,13 @@ class RankGroup:
         return sorted(failures, key=lambda failure: failure.failed_at)
 
     def _ending(self) -> bool:
-        """Whether a rank that failed has not ended yet."""
         both = zip(self.codes(), self._outputs, strict=True)
         return any(code is None and failure_mark(path).exists() for code, path in both)
 
     def ended(self) -> bool:
-        """See Ranks."""
         return None not in self.codes()
 
     def ask_to_stop(self) -> None:
-        """SIGTERM to each rank that still runs."""
         for process in self._processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)

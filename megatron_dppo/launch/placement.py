@@ -1,11 +1,10 @@
-"""Who runs where: the trainer's ranks, the SGLang servers and their router on the hosts of an
-allocation.
+"""Who runs where: the trainer's ranks, the SGLang servers and their router on the hosts of an allocation.
 
-Pure: reads no file, opens no socket. A run on one machine and one on a cluster are placed by the same
-function. A *device* is a GPU or, on a host without GPUs, room for one process.
+Pure: reads no file, opens no socket. A run on one machine and one on a cluster are placed by the same function. A
+*device* is a GPU or, on a host without GPUs, room for one process.
 
-Ranks come first, host by host; the servers take the devices after them, each on devices next to each
-other of one host, or on all devices of several. The router runs beside the first rank.
+Ranks come first, host by host; the servers take the devices after them, each on devices next to each other of one host,
+or on all devices of several. The router runs beside the first rank.
 """
 
 from __future__ import annotations
@@ -50,7 +49,6 @@ class Allocation:
 
     @property
     def groups(self) -> list[tuple[Host, ...]]:
-        """The hosts by group, in order."""
         groups = dict.fromkeys(host.group for host in self.hosts)
         return [tuple(h for h in self.hosts if h.group == group) for group in groups]
 
@@ -81,7 +79,6 @@ class ServerPlace:
 
     @property
     def host(self) -> Host:
-        """Where clients reach it."""
         return self.hosts[0]
 
     @property
@@ -91,14 +88,12 @@ class ServerPlace:
 
     @property
     def name(self) -> str:
-        """Under which it is published."""
         return f"engine{self.index}"
 
 
 @dataclass(frozen=True)
 class RouterPlace:
-    """The servers' HTTP router. Ports are None where free ones are looked for; ``port_step`` is as a
-    server's."""
+    """The servers' HTTP router. Ports are None where free ones are looked for; ``port_step`` is as a server's."""
 
     host: Host
     port: int | None
@@ -121,26 +116,21 @@ class Placement:
 
     @property
     def master_address(self) -> str:
-        """Where the ranks meet."""
         return self.ranks[0].host.address
 
     @property
     def rank_hosts(self) -> tuple[Host, ...]:
-        """The hosts of the ranks, each once, in order."""
         return tuple(dict.fromkeys(rank.host for rank in self.ranks))
 
     @property
     def server_hosts(self) -> tuple[Host, ...]:
-        """The hosts of the servers, each once, in order."""
         return tuple(dict.fromkeys(host for server in self.servers for host in server.hosts))
 
     @property
     def ranks_per_host(self) -> int:
-        """Ranks on each of ``rank_hosts``."""
         return len(self.ranks) // len(self.rank_hosts)
 
     def table(self) -> str:
-        """One line for each role on a host, aligned."""
         rows = [("host", "role", "devices", "address")]
         rows += [self._rank_row(host) for host in self.rank_hosts]
         if self.router is not None:
@@ -199,7 +189,6 @@ class Roles:
 
     @classmethod
     def of(cls, ranks: int, sections: ServerSections | None) -> Roles:
-        """Those of ``ranks`` and of the servers that the configuration starts; None: nothing is generated."""
         if sections is None:
             return cls(ranks)
         engine, table = sections.engine, sections.sglang
@@ -222,7 +211,6 @@ class Roles:
         return max(-(-self.ranks // devices), -(-first // devices) + more)
 
     def ports(self, devices: int) -> int:
-        """Ports of one server on hosts of ``devices`` devices."""
         return _SPANNING_PORTS if self.server_devices > devices else 1
 
 
@@ -262,7 +250,6 @@ def place(roles: Roles, allocation: Allocation) -> Placement:
 
 
 def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
-    """In a heterogeneous job ranks take the first group of hosts, and servers the others."""
     first, *others = allocation.groups
     if not others:
         return roles
@@ -313,7 +300,6 @@ def _room_for_all(roles: Roles) -> int:
 
 
 def _require_fit(roles: Roles, devices: int) -> None:
-    """Refuse ranks and servers that can't be cut into hosts of ``devices`` devices."""
     if roles.ranks > devices and roles.ranks % devices:
         fits = roles.ranks - roles.ranks % devices
         raise PlacementError(

@@ -44,12 +44,10 @@ class RunDirectory:
         self._fleet: FleetRecord | None = None
 
     def rank_output(self, rank: int) -> Path:
-        """Standard output and error of a rank."""
         return self.path / "logs" / f"rank{rank}.out"
 
     @property
     def step_messages(self) -> Path:
-        """What srun itself said of the ranks' step."""
         return self.path / "logs" / "ranks.srun"
 
     @property
@@ -63,13 +61,11 @@ class RunDirectory:
 
     @property
     def fleet(self) -> FleetRecord:
-        """The servers, between entering and leaving."""
         assert self._fleet is not None
         return self._fleet
 
     @property
     def lease(self) -> Lease:
-        """The lease, between entering and leaving."""
         assert self._lease is not None
         return self._lease
 
@@ -99,14 +95,12 @@ class RunDirectory:
         self._lease = None
 
     def count_start(self) -> int:
-        """How many supervisors have started this run before; counts this one."""
         path = self.path / "starts"
         before = int(path.read_text()) if path.exists() else 0
         write_atomically(path, f"{before + 1}\n")
         return before
 
     def write_config(self, text: str) -> None:
-        """Put ``config.yaml`` there."""
         write_atomically(self.config, text)
 
 

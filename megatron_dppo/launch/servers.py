@@ -35,8 +35,6 @@ class Grounds:
 
 @dataclass(frozen=True)
 class _Maker:
-    """Makes the processes of servers and router, not started."""
-
     sections: ServerSections
     directory: RunDirectory
     keys: Keys

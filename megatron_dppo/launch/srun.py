@@ -126,7 +126,6 @@ class SrunLauncher(Launcher):
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
     ) -> StartedProcess:
-        """See Launcher."""
         srun = self._form.command(
             command,
             name=self._name,
@@ -158,7 +157,6 @@ class SrunProcess(StartedProcess):
         self._fence = fence
 
     def stop(self, grace_s: float) -> None:
-        """See ``kill``."""
         self.kill()
 
     def kill(self) -> None:
@@ -218,7 +216,6 @@ def hostnames(nodes: str) -> list[str]:
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Slurm's ``2(x3),1`` as ``[2, 2, 2, 1]``."""
     counts = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
         counts += [int(count)] * int(times or 1)
@@ -280,7 +277,6 @@ class SrunRanks:
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """See Ranks."""
         for rank in range(self._count):
             keep_previous(self._directory.rank_output(rank))
         keep_previous(self._messages)
@@ -293,7 +289,6 @@ class SrunRanks:
             )
 
     def ended(self) -> bool:
-        """See Ranks."""
         # Slurm may give 0 for a step whose node died: what the run left behind tells.
         return self._code() == 0
 
@@ -313,12 +308,10 @@ class SrunRanks:
         return [*by_itself, *others] or [unknown]
 
     def ask_to_stop(self) -> None:
-        """See Ranks."""
         # By a file, which rank 0 reads: a signal through srun reaches their child processes too.
         ask_to_stop(self._directory.stop_file)
 
     def kill(self) -> None:
-        """See Ranks."""
         if self._popen is not None:
             SrunProcess(self._popen, self._fence).kill()
 

@@ -105,8 +105,7 @@ def terminal_stops() -> StopRequests:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """A rank that ended with an error; None: one that nobody can name. ``failed_at``: when, in epoch
-    seconds."""
+    """A rank that ended with an error; None: one that nobody can name. ``failed_at``: when, in epoch seconds."""
 
     rank: int | None
     code: int
@@ -114,7 +113,6 @@ class RankFailure:
     failed_at: float
 
     def report(self) -> str:
-        """What happened to it, and the end of what it said."""
         who = "the ranks' step" if self.rank is None else f"rank {self.rank}"
         return (
             f"{who} {describe_exit(self.code)}; the end of {self.output}:\n"
@@ -187,8 +185,7 @@ class Outcome:
 
 
 class Supervisor:
-    """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its
-    descendants.
+    """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its descendants.
 
     Args:
         ranks: the trainer.
@@ -212,7 +209,6 @@ class Supervisor:
         self._given_up = ""
 
     def run(self) -> Outcome:
-        """Run to the end."""
         adopt_orphans()
         outcome = Outcome(FAILED, "failed", "the supervisor failed")
         with self._stops.listening():

@@ -112,12 +112,10 @@ class Verdict:
 
     @property
     def bad_hosts(self) -> list[str]:
-        """Nodes with a finding of their own."""
         return sorted({f.host for f in self.findings} - {EVERYWHERE})
 
     @property
     def is_good(self) -> bool:
-        """Whether all nodes can start."""
         return not self.findings
 
     def write(self, folder: Path) -> None:

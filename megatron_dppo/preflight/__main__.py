@@ -54,7 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _alone(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: Path) -> int:
-    """Judge this machine and tell the result."""
     verdict = Verdict(judge({host: evidence}, needs, [host]))
     verdict.write(folder)
     print(table({host: evidence}, verdict.findings))
@@ -71,7 +70,6 @@ def _in_step(host: str, evidence: Mapping[str, Evidence], needs: Needs, folder: 
 
 
 def _default_gpus(device: str | None, ranks: int) -> int:
-    """GPUs of a node where the command line does not tell."""
     # A run that finds no GPU trains and serves on CPUs.
     if device == "cpu" or (device is None and not this_machine().gpus):
         return 0

@@ -88,7 +88,6 @@ class Meeting:
         self._folder = folder / "meeting"
 
     def say(self, topic: str, content: Mapping[str, Any]) -> None:
-        """Publish this node's word on a topic."""
         folder = self._folder / topic
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / self.host, json.dumps(content))
@@ -101,7 +100,6 @@ class Meeting:
         return self.read(topic)
 
     def read(self, topic: str) -> dict[str, Any]:
-        """What has been said on it so far, by host."""
         folder = self._folder / topic
         # Listed before it is read: on NFS that refreshes what this node remembers of the folder's names.
         return {host: json.loads((folder / host).read_text()) for host in self._hosts(topic)}
@@ -123,7 +121,6 @@ class Meeting:
 
 
 def write_evidence(folder: Path, host: str, evidence: Mapping[str, Evidence]) -> None:
-    """Write a node's file."""
     write_atomically(folder / f"{host}.json", json.dumps(evidence, indent=1, sort_keys=True) + "\n")
 
 

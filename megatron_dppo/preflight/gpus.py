@@ -188,7 +188,6 @@ def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
 
 
 def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
-    """Of one node."""
     driver, cuda = entry["driver"], entry["cuda"]
     major = cuda.partition(".")[0] if cuda else None
     least = LEAST_DRIVER.get(int(major)) if major else None

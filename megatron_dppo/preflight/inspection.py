@@ -1,7 +1,6 @@
 """Versions that an interpreter runs with, as JSON on standard output: ``PYTHON inspection.py PACKAGE...``.
 
-Runs in any environment: standard library alone, nothing of this package, and no torch, whose import takes
-seconds.
+Runs in any environment: standard library alone, nothing of this package, and no torch, whose import takes seconds.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from pathlib import Path
 
 
 def package_version(name: str) -> str | None:
-    """Version of a distribution; None where it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -61,7 +61,6 @@ def collect_memory(site: Site) -> dict[str, Any]:
 
 
 def judge_memory(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """At least what the run needs of both."""
     available, shm = _by_host(evidence, "available"), _by_host(evidence, "shm_free")
     yield from too_little("free memory", available, needs.memory_bytes, "GiB")
     yield from too_little("free space in /dev/shm", shm, needs.shm_bytes, "GiB")
@@ -81,7 +80,6 @@ def collect_disk(site: Site) -> dict[str, Any]:
 
 
 def judge_disk(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """At least what the run needs of both."""
     free = _by_host(evidence, "run_directory_free")
     yield from too_little(f"free space in {needs.run_directory}", free, needs.disk_bytes, "GiB")
     for host, entry in evidence.items():
@@ -112,7 +110,6 @@ def collect_ports(site: Site) -> dict[str, Any]:
 
 
 def judge_ports(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Finding]:
-    """None of the run's ports is taken."""
     for host, entry in evidence.items():
         for port in entry["taken"]:
             yield Finding(host, f"port {port}", "taken", "free")

@@ -81,7 +81,6 @@ def needs_of(config: TrainConfig, *, gpus: int, ports: Iterable[int] = ()) -> Ne
 
 
 def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, int]:
-    """Bytes of all weights, of what a weight update sends, and of one checkpoint."""
     try:
         shape = load_model_shape(folder)
         trained = trained_elements(shape, adapters_of(lora, shape), routers=lora.train_router)
@@ -94,7 +93,6 @@ def _model_bytes(folder: str, dtype: str, lora: LoraConfig) -> tuple[int, int, i
 
 
 def pythons_of(engine: EngineConfig, *, generates: bool) -> dict[str, str]:
-    """Interpreter by role; no engine where the run starts no servers."""
     pythons = {"trainer": sys.executable}
     if engine.started and generates:
         pythons["engine"] = engine.python or sys.executable

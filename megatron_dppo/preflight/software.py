@@ -25,7 +25,6 @@ _TIMEOUT_S = 60.0
 
 
 def collect_pythons(site: Site) -> dict[str, Any]:
-    """By role: the interpreter, its version, versions of packages, NCCL's version."""
     pins = [line for lines in site.needs.requirements.values() for line in lines]
     packages = sorted({"torch", *(Requirement(line).name for line in pins)})
     pythons = site.needs.pythons
@@ -35,7 +34,6 @@ def collect_pythons(site: Site) -> dict[str, Any]:
 
 
 def inspect_python(python: str, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What an interpreter tells of itself. Raises CheckError where it can't."""
     command = [python, str(_INSPECTION), *packages]
     try:
         done = subprocess.run(

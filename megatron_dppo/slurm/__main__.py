@@ -14,7 +14,6 @@ Command = Callable[[argparse.Namespace], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse and obey; the exit code: 2 where something is refused."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = _parser().parse_args(given[:1]).command
     prepare, act = _COMMANDS[name]

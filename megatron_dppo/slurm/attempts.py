@@ -57,13 +57,10 @@ class Attempt:
 
     @property
     def progressed(self) -> bool:
-        """Whether it left a newer checkpoint than it found."""
         return self.saved > self.first_saved
 
 
 class AttemptBook:
-    """The attempts of the run in ``directory``."""
-
     def __init__(self, directory: str | Path) -> None:
         self._run = Path(directory)
         self._folder = self._run / "attempts"
@@ -83,17 +80,14 @@ class AttemptBook:
         return begun
 
     def end(self, attempt: Attempt) -> Attempt:
-        """Note how ``attempt`` ended, with what the run had reached."""
         ended = self.reached(attempt)
         self._write(ended)
         return ended
 
     def saved(self) -> int | None:
-        """Step of the newest checkpoint; None where none was written."""
         return read_history(self._run).saved
 
     def reached(self, attempt: Attempt) -> Attempt:
-        """``attempt`` with ``saved`` and ``recorded`` as the run's folder has them now."""
         history = read_history(self._run)
         return replace(attempt, saved=history.saved or 0, recorded=history.recorded or 0)
 
@@ -126,7 +120,6 @@ def _read(path: Path) -> Attempt | None:
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """The text's lines as one, cut."""
     flat = re.sub(r"\s+", " ", text).strip()
     return flat if len(flat) <= longest else flat[: longest - 3] + "..."
 

@@ -19,7 +19,6 @@ class SlurmError(RunError):
 
 
 def slurm(*command: str) -> str:
-    """What a client program prints. Raises SlurmError."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, check=False, timeout=_PATIENCE_S
@@ -42,7 +41,6 @@ def record(*query: str) -> dict[str, str]:
 
 
 def fields(line: str) -> dict[str, str]:
-    """``A=b C=d`` as a dictionary; values with spaces end at the first one."""
     first, _, _ = line.partition("\n")
     return dict(re.findall(r"(\S+?)=(\S*)", first))
 
@@ -78,13 +76,11 @@ def _outward(others: Sequence[str]) -> str:
 
 
 def bad_nodes(names: Sequence[str]) -> dict[str, str]:
-    """Those of the nodes that Slurm itself can't use, with their state."""
     states = {name: record("node", name).get("State", "UNKNOWN") for name in names}
     return {name: s for name, s in states.items() if any(bad in s for bad in _BAD_STATES)}
 
 
 def requeue(job: str) -> None:
-    """End this job and let it start again later. Raises SlurmError."""
     slurm("scontrol", "requeue", job)
 
 

@@ -157,7 +157,6 @@ def time_faults(site: SiteConfig, partition: Mapping[str, str] | None) -> Iterat
 
 
 def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str]:
-    """More nodes than a partition has."""
     total = (partition or {}).get("TotalNodes", "")
     if partition is not None and total.isdigit() and nodes > int(total):
         yield (
@@ -169,9 +168,8 @@ def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str
 def environment_faults(
     config: TrainConfig, site: SiteConfig, flags: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[str]:
-    """Variables of the steps on GPUs that the run can't work with: the site file's, and those of
-    ``environment`` that sbatch hands on, which is all unless ``flags`` or a variable of its own say what.
-    """
+    """Variables of the steps on GPUs that the run can't work with: the site file's, and those of ``environment`` that
+    sbatch hands on, which is all unless ``flags`` or a variable of its own say what."""
     if not site.gpus_per_node:
         return
     chosen = "SBATCH_EXPORT" in environment or any(f.startswith("--export") for f in flags)

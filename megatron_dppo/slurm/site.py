@@ -50,7 +50,6 @@ class ContainerConfig(Section):
     def form(
         self, folder: str, *, server: bool, flags: Sequence[str] = (), prologue: str = ""
     ) -> StepForm:
-        """How a step of ranks, or of a ``server``, is started from ``folder``, after a ``prologue``."""
         if self.kind == "none":
             return StepForm(tuple(flags), prologue_words(prologue))
         image = (self.server_image if server else None) or self.image or ""
@@ -93,8 +92,6 @@ _FORMS = {"pyxis": _pyxis, "apptainer": _apptainer}
 
 
 class SiteConfig(Section):
-    """What sbatch is told for every run of a group."""
-
     partition: str | None = None
     """``--partition``."""
     account: str | None = None
@@ -161,7 +158,6 @@ class SiteConfig(Section):
         return f"--ntasks-per-node={self.processes_per_node}"
 
     def form(self, folder: str, *, server: bool) -> StepForm:
-        """How a step of ranks, or of a ``server``, is started from ``folder``."""
         return self.container.form(
             folder, server=server, flags=self.srun_flags, prologue=self.prologue
         )
@@ -175,7 +171,6 @@ class SiteConfig(Section):
 
 
 def site_path(given: str | None, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The site file that counts; None where there is none."""
     named = given or environment.get(SITE_VARIABLE)
     if named:
         return Path(named)

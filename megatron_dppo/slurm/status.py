@@ -113,7 +113,6 @@ class JobState:
 
     @property
     def alive(self) -> bool:
-        """Whether the job runs, or waits to, as far as is known."""
         return self.state is not None
 
 
@@ -128,12 +127,10 @@ class LocalRun:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, as far as is known."""
         return self.state is not None
 
 
 def require_run(directory: str) -> Path:
-    """The folder of a run. Raises LaunchError where there is none."""
     path = Path(directory)
     try:
         is_run = any((path / name).is_file() for name in (JOB_FILE, LEASE_FILE))
@@ -167,7 +164,6 @@ def run_state(directory: Path) -> JobState | LocalRun:
 
 
 def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
-    """The state of the run's newest job."""
     file = directory / JOB_FILE
     job = file.read_text(encoding="utf-8").strip() if file.is_file() else None
     if job is None and attempts:
@@ -184,7 +180,6 @@ def job_state(directory: Path, attempts: Sequence[Attempt]) -> JobState:
 
 
 def status_lines(directory: Path) -> Iterator[str]:
-    """The whole status, for people."""
     attempts, state = AttemptBook(directory).all(), run_state(directory)
     yield f"run: {directory}"
     if isinstance(state, LocalRun):
@@ -201,7 +196,6 @@ def status_lines(directory: Path) -> Iterator[str]:
 
 
 def _local_state(run: LocalRun, directory: Path) -> str:
-    """The state in a line of a run without Slurm."""
     began = time.strftime("%m-%d %H:%M:%S", time.localtime(run.holder.taken))
     if run.state == RUNNING:
         return f"runs as {run.holder.describe()}, since {began}"
@@ -217,7 +211,6 @@ def _local_state(run: LocalRun, directory: Path) -> str:
 
 
 def state_of(job: JobState, attempts: Sequence[Attempt]) -> str:
-    """The run's state in a line."""
     last = attempts[-1] if attempts else None
     if job.state == "PENDING":
         reason = f" ({job.reason})" if job.reason else ""

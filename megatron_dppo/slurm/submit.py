@@ -45,8 +45,7 @@ _UNKNOWN = "memory: not planned, as the site file's gpu names none of {names}"
 def memory_verdict(config: TrainConfig, site: SiteConfig, nodes: int) -> tuple[str, list[str]]:
     """A line for people, and what speaks against the run.
 
-    ``config`` must have passed its checks. Nothing is planned where the site does not name its GPUs, or
-    has none.
+    ``config`` must have passed its checks. Nothing is planned where the site does not name its GPUs, or has none.
     """
     if not site.gpus_per_node:
         return "memory: not planned, the nodes have no GPUs", []
@@ -122,7 +121,6 @@ class Submission:
 
     @property
     def directory(self) -> Path:
-        """Of the run."""
         return Path(self.config.run.directory).resolve()
 
     def command(self, extra: Sequence[str] = ()) -> list[str]:
@@ -202,8 +200,6 @@ PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks for."""
-
     recipe: str
     overrides: Sequence[str]
     site_file: str | None = None

@@ -109,7 +109,6 @@ class Job:
         )
 
     def stops(self, margin_s: float) -> StopRequests:
-        """What asks this start to end."""
         signals: dict[int, Stop] = {
             signal.SIGUSR1: TIME,
             signal.SIGUSR2: Stop("asked", 0),
@@ -216,8 +215,7 @@ class Steps:
         self._stops = stops
 
     def check(self, host: Host) -> Outcome | None:
-        """Have ``host`` check everything that needs the libraries; why it refused, None where it did
-        not."""
+        """Have ``host`` check everything that needs the libraries; why it refused, None where it did not."""
         path = self._directory.path / "logs" / "check.out"
         command = [*rank_command(MODULE, self._directory, self._python), CHECK]
         code = self._run("check", command, [host], path, tolerant=False)
@@ -313,8 +311,6 @@ def _ports(placement: Placement) -> set[int]:
 
 
 class Start:
-    """One start of the run inside its job."""
-
     def __init__(
         self,
         config: TrainConfig,
@@ -333,7 +329,6 @@ class Start:
         self._left_out: dict[str, str] = {}
 
     def run(self) -> Decision:
-        """Supervise it and write down how it ended."""
         job, names = self._job, tuple(host.name for host in self._job.hosts)
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
         attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
@@ -407,7 +402,6 @@ class Start:
             raise LaunchError("; ".join(faults))
 
     def _preflight(self, placement: Placement) -> dict[str, str]:
-        """Nodes that must be left out, with the reason. Raises LaunchError where none is to blame."""
         return self._steps().preflight(
             self._config, self._job, placement, self._site.preflight_skip
         )
@@ -485,8 +479,7 @@ _LAST_BREATH_S = 2.0
 
 
 def supervise(config_path: str, overrides: Sequence[str], site_file: str | None) -> int:
-    """Run the recipe inside this job; the batch process's exit code. Raises ConfigError, LaunchError,
-    SlurmError."""
+    """Run the recipe inside this job; the batch process's exit code. Raises ConfigError, LaunchError, SlurmError."""
     site = load_site(site_path(site_file))
     os.environ.update(site.environment)
     config = load_config(config_path, overrides)

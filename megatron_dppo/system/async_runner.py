@@ -30,7 +30,6 @@ class AsyncRunner(Closing):
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start ``coroutine``; cancelling the future cancels it."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -43,7 +42,6 @@ class AsyncRunner(Closing):
             raise
 
     def cancel_all(self) -> None:
-        """Cancel what is left on the loop, and wait until it has cleaned up."""
         self.run(_cancel_others())
 
     def close(self) -> None:

@@ -148,8 +148,7 @@ class KernelBuildError(RuntimeError):
 
 def cache_directory(source: Path) -> Path:
     """A folder under ``$TORCH_EXTENSIONS_DIR`` or torch's own ``torch_extensions`` in the user's cache
-    (``$XDG_CACHE_HOME`` or ``~/.cache``), named after all that the build depends on.
-    """
+    (``$XDG_CACHE_HOME`` or ``~/.cache``), named after all that the build depends on."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
     return Path(root) / f"megatron_dppo_{source.stem}_{_key(source)}"
@@ -174,8 +173,7 @@ def build_library(source: Path) -> ctypes.CDLL:
         ) from error
     try:
         with open(folder / "building", "w") as lock:
-            # Held by the kernel of the OS, so it ends with its process; torch's own lock file
-            # outlives a killed build.
+            # Held by the kernel of the OS, so it ends with its process; torch's own lock file outlives a killed build.
             fcntl.flock(lock, fcntl.LOCK_EX)
             (folder / "lock").unlink(missing_ok=True)
             library = _compile(source, folder)

@@ -1,19 +1,18 @@
 """The right to write in a run's folder: one start at a time has it, on whatever host it runs.
 
-A holder renews a counter in the background. A start that finds a holder takes the lease over where the
-holder gave it back, where its process is gone (both on one machine), where Slurm has restarted its job,
-or where its counter stands still for ``PATIENCE_S`` of the newcomer's own clock; else it is refused.
-Of starts that race for one lease exactly one gets it. A holder that was only stopped for a while, and
-goes on after it was succeeded, is held off by the fence.
+A holder renews a counter in the background. A start that finds a holder takes the lease over where the holder gave it
+back, where its process is gone (both on one machine), where Slurm has restarted its job, or where its counter stands
+still for ``PATIENCE_S`` of the newcomer's own clock; else it is refused. Of starts that race for one lease exactly one
+gets it. A holder that was only stopped for a while, and goes on after it was succeeded, is held off by the fence.
 
     <folder>/lease.json                 the holder
     <folder>/lease/<nonce>.beat         what the holder of that nonce renews; nobody else writes it
     <folder>/lease/<nonce>.next/holder.json
                                         the start that succeeds the holder of that nonce
 
-Relied on, also of NFS and Lustre: a rename is atomic, a rename of a folder onto one that is not empty
-fails, and a file that is opened by its name after a rename has the new content. Not relied on: locks,
-attributes (times, sizes), listings of folders, equal clocks, process ids of other hosts.
+Relied on, also of NFS and Lustre: a rename is atomic, a rename of a folder onto one that is not empty fails, and a file
+that is opened by its name after a rename has the new content. Not relied on: locks, attributes (times, sizes), listings
+of folders, equal clocks, process ids of other hosts.
 """
 
 from __future__ import annotations
@@ -75,7 +74,6 @@ class Holder:
 
     @classmethod
     def of_this_process(cls, environment: Mapping[str, str] = os.environ) -> Holder:
-        """This process, under a new nonce."""
         job = environment.get("SLURM_JOB_ID")
         cluster = environment.get("SLURM_CLUSTER_NAME")
         attempt = environment.get("SLURM_RESTART_COUNT", "0")
@@ -94,23 +92,19 @@ class Holder:
         )
 
     def describe(self) -> str:
-        """For a message: the process, its host, its Slurm job."""
         job = f" (Slurm job {self.job}, attempt {self.attempt})" if self.job else ""
         return f"process {self.pid} on {self.host}{job}"
 
     def how_to_end(self) -> str:
-        """For a message: the command that ends it."""
         if self.job:
             return f"scancel {self.job.partition('@')[0]}"
         return f"kill {self.pid}, on {self.host}"
 
     def is_neighbour(self, other: Holder) -> bool:
-        """Whether both see the same process ids."""
         machine = self.host, self.boot, self.namespace
         return machine == (other.host, other.boot, other.namespace)
 
     def runs(self) -> bool:
-        """Whether the process lives; to be asked by a neighbour alone."""
         return process_start(self.pid) == self.pid_start
 
     def is_earlier_attempt(self, of: Holder) -> bool:
@@ -159,7 +153,6 @@ class LeaseFiles:
         return True
 
     def give_up_claim(self, last: Holder | None) -> None:
-        """Remove the claim on ``last``."""
         shutil.rmtree(self._claim_on(last), ignore_errors=True)
 
     def install(self, holder: Holder) -> None:
@@ -181,13 +174,11 @@ class LeaseFiles:
             return None
 
     def write_beat(self, holder: Holder, beat: Beat) -> None:
-        """Renew. Raises OSError."""
         self._folder.mkdir(parents=True, exist_ok=True)
         content = {**asdict(beat), "time": round(time.time(), 3)}
         write_atomically(self.beat_of(holder), json.dumps(content))
 
     def beat_of(self, holder: Holder) -> Path:
-        """The file that ``holder`` renews."""
         return self._folder / f"{holder.nonce}.beat"
 
     def _claim_on(self, holder: Holder | None) -> Path:
@@ -254,7 +245,6 @@ class Fence:
         self.nonce = nonce
 
     def check(self) -> None:
-        """Raise FencedError unless this start holds the folder."""
         try:
             holder = self._files.holder()
         except (LeaseError, OSError) as error:
@@ -363,7 +353,6 @@ class Lease:
         return self._stands_still(holder, beat)
 
     def _stands_still(self, holder: Holder, first: Beat | None) -> bool:
-        """Whether a counter does not change for so long."""
         # By this machine's clock alone, for clocks differ; the last look is after the time is up.
         self._announce(
             f"{self._files.path} is held by {holder.describe()}, which can't be asked from here: "

@@ -54,7 +54,6 @@ def hold_port(host: str, port: int) -> socket.socket:
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raise PortTakenError where ``port`` of ``host`` can't be bound."""
     hold_port(host, port).close()
 
 

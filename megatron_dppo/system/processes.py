@@ -45,14 +45,13 @@ def start_process(
     """Start ``command`` in a session and process group of its own, which Ctrl-C does not reach.
 
     Args:
-        command: program and arguments. Everybody can read them with ``ps``: secrets go through
-            ``stdin``.
+        command: program and arguments. Everybody can read them with ``ps``: secrets go through ``stdin``.
         environment: all of the child's variables.
         output: file descriptor for its standard output, or ``subprocess.PIPE``.
         errors: the same for its standard error; by default both go to ``output``.
         stdin: ``subprocess.PIPE`` opens an unbuffered pipe to its standard input.
-        dies_with_thread: the kernel kills it when the *thread* that called this ends, and so also
-            when this process is killed. Call it from a thread that lives as long as the child.
+        dies_with_thread: the kernel kills it when the *thread* that called this ends, and so also when this process is
+            killed. Call it from a thread that lives as long as the child.
         inherited: further descriptors that it gets, under the same numbers.
     """
     end_with = functools.partial(die_with_parent, os.getpid()) if dies_with_thread else None
@@ -133,7 +132,6 @@ def kill_descendants(timeout_s: float = 10.0) -> list[int]:
 
 
 def child_ids() -> frozenset[int]:
-    """Process ids of this process's children."""
     return frozenset(child.pid for child in psutil.Process().children())
 
 
@@ -180,7 +178,6 @@ def kill_families(processes: Iterable[subprocess.Popen[bytes]]) -> None:
 
 
 def _family(pid: int) -> list[psutil.Process]:
-    """Descendants of a process; empty where it has ended."""
     try:
         return psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -211,7 +208,6 @@ def process_start(pid: int) -> int | None:
 
 
 def describe_exit(code: int) -> str:
-    """A return code as ``Popen`` gives it, in words."""
     if code >= 0:
         return f"exited with code {code}"
     name = signal.Signals(-code).name
@@ -220,7 +216,6 @@ def describe_exit(code: int) -> str:
 
 
 def tail(path: Path, lines: int = 40) -> str:
-    """The last ``lines`` lines of a log file; empty where it is empty or missing."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -255,7 +250,6 @@ class StartedProcess:
         kill_families([self._process])
 
     def kill(self) -> None:
-        """End it and every descendant by force; returns when they are gone. Harmless twice."""
         kill_families([self._process])
 
 
@@ -360,7 +354,6 @@ def ask_to_stop(path: Path) -> None:
 
 
 def withdraw_stop(path: Path) -> None:
-    """Make the file, asking for nothing."""
     path.write_text("", encoding="utf-8")
 
 
@@ -398,7 +391,6 @@ class Heartbeat:
         self._since = clock()
 
     def stands_still_s(self) -> float:
-        """Seconds since it was last seen to change."""
         content = self._content()
         if content != self._seen:
             self._seen, self._since = content, self._clock()

@@ -69,7 +69,6 @@ def remove_left_behind() -> None:
 
 
 def remove_shared_tensors(pids: Iterable[int]) -> None:
-    """Remove tensors that processes, all ended, shared through torch's files in shared memory."""
     for pid in pids:
         for path in SHARED_MEMORY.glob(f"torch_{pid}_*"):
             with contextlib.suppress(OSError):
@@ -93,7 +92,6 @@ def _left_behind(base: Path) -> Iterator[Path]:
 
 
 def _namespace() -> int:
-    """The namespace of process ids that this process is in: an id of it means nothing elsewhere."""
     return os.stat("/proc/self/ns/pid").st_ino
 
 

@@ -68,11 +68,9 @@ class AdapterStrategy(Strategy):
         self.loaded = 0
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        """Forget what a failed update left."""
         self.abort()
 
     def send(self, bucket: Bucket) -> int:
-        """Keep a copy of the bucket: a folder of adapters is written at once."""
         self._tensors += [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in bucket]
         return sum(tensor.nbytes for _, tensor in bucket)
 
@@ -88,7 +86,6 @@ class AdapterStrategy(Strategy):
         self.abort()
 
     def abort(self) -> None:
-        """Remove what was written."""
         self._tensors = []
         if self._written is not None:
             shutil.rmtree(self._written, ignore_errors=True)
@@ -153,12 +150,10 @@ class AdapterUpdater(WeightUpdater):
         self._is_base_compared = False
 
     def attach(self, urls: Sequence[str]) -> None:
-        """As there; what the engines hold of the frozen model is unknown then."""
         self._is_base_compared = False
         super().attach(urls)
 
     def update(self, version: int) -> UpdateReport:
-        """As there, of the adapters. Where it fails, engines go on with the version before, if they have it."""
         report = super().update(version)
         self._is_base_compared, self._former = True, version
         return report
@@ -166,7 +161,6 @@ class AdapterUpdater(WeightUpdater):
     # --- the transaction's parts
 
     def _begin(self, phases: Phases, version: int, title: str) -> float:
-        """As there; then the engines hold the former version's adapters alone, or none."""
         self._name = adapter_name(version)
         if isinstance(self._strategy, AdapterStrategy):
             self._strategy.name = self._name
@@ -179,7 +173,6 @@ class AdapterUpdater(WeightUpdater):
         return paused
 
     def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
-        """Collect the adapters; where the engines' frozen model is unknown, hash the trainer's."""
         sent, received, _ = super()._stream(phases, verify=False)
         return sent, received, None if self._is_base_compared else self._hash_base(phases)
 
@@ -197,7 +190,6 @@ class AdapterUpdater(WeightUpdater):
         return loaded + (super()._verify(phases, partials) if partials else 0)
 
     def _commit(self, version: int, engines: Engines) -> None:
-        """Commit, then drop the former version's adapters, until when an engine could go back to them."""
         super()._commit(version, engines)
         try:
             engines.each(lambda engine: engine.drop_adapters(self._name))

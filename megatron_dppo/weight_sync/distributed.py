@@ -92,7 +92,6 @@ class DistributedStrategy(Strategy):
         return [group.address, group.port, group.name, group.backend]
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        """Have the engines join every sender's group, and open the update session."""
         new: list[str] = []
         if self._transfer.conducts:
             former, self._points = self._points, list(meeting_points)
@@ -120,14 +119,12 @@ class DistributedStrategy(Strategy):
         return data.numel()
 
     def arrive(self) -> None:
-        """Wait for this rank's last bucket; on rank 0, for all."""
         self._sent()
         if self._conducting is not None:
             self._conducting.result()
             self._conducting = None
 
     def end(self) -> None:
-        """Close the update session."""
         self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
@@ -159,14 +156,12 @@ class DistributedStrategy(Strategy):
         self._all_arrive(calls, f"opening the broadcast group {name}")
 
     def _probe(self, name: str) -> None:
-        """Have the engines connect in the group ``name``."""
         engines = self._transfer.engines
         header = engines.first.probe_header()
         calls = engines.start(lambda e: e.receive(header, name))
         self._all_arrive(calls, f"connecting the broadcast group {name}")
 
     def _conduct(self) -> None:
-        """Tell the engines of every bucket in turn."""
         for planned in self._transfer.plan:
             self._announce(planned)
 
@@ -297,7 +292,6 @@ class BroadcastGroup:
         return in_background(partial(_broadcast, data, self._group, self._backend_limit, filled))
 
     def abort(self) -> None:
-        """Break the group's connections; both sides' pending broadcasts fail."""
         if self._group is not None:
             self._group.abort()
             dist.destroy_process_group(self._group)

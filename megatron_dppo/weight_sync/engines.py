@@ -51,12 +51,10 @@ class Transfer:
 
     @property
     def conducts(self) -> bool:
-        """Whether this rank gives the engines their orders."""
         return self.rank == 0
 
     @property
     def sends(self) -> bool:
-        """Whether this rank gathers buckets, and sends them."""
         return any(bucket.receiver == self.rank for bucket in self.plan)
 
 
@@ -79,7 +77,6 @@ class Strategy:
         return None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        """Connect, given every rank's meeting point; rank 0 opens the update in the engines."""
         raise NotImplementedError
 
     def send(self, bucket: Bucket) -> int:
@@ -122,7 +119,6 @@ class EngineFaultError(EngineError):
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """URLs."""
         return tuple(self.faults)
 
 
@@ -170,12 +166,10 @@ class Engines:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all engines together."""
         return sum(engine.ranks for engine in self.members)
 
     @cached_property
     def foreign_hosts(self) -> list[str]:
-        """Hosts of engines that are not this one, each once."""
         away = [str(urlsplit(e.url).hostname) for e in self.members if not on_this_host(e.url)]
         return list(dict.fromkeys(away))
 
@@ -188,7 +182,6 @@ class Engines:
         return ranks
 
     def start(self, call: Call[T]) -> dict[str, Future[T]]:
-        """Begin ``call`` on every engine."""
         return {e.url: self._runner.submit(call(e)) for e in self.members}
 
     def each(self, call: Call[T]) -> dict[str, T]:
@@ -259,7 +252,6 @@ class Engines:
             log.warning("an engine could not be quarantined: %s", error)
 
     def close(self) -> None:
-        """Close the connections; the engines keep running."""
         self.each(lambda engine: engine.close())
 
     def _lost(self, calls: Mapping[str, Future[None]]) -> list[str]:
@@ -271,8 +263,7 @@ class Engines:
 
 def _errors(calls: Mapping[str, Future[Any]]) -> dict[str, BaseException]:
     """What engines or the ways to them are to blame for, by URL, of the calls that have ended. Raises any other error:
-    that is ours.
-    """
+    that is ours."""
     errors = {url: e for url, f in calls.items() if f.done() and (e := f.exception())}
     for error in errors.values():
         if not isinstance(error, ENGINE_FAULTS):

@@ -45,7 +45,6 @@ class TensorStrategy(Strategy):
         self._in_flight: dict[str, Future[None]] = {}
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        """Open the engines' update session."""
         if self._transfer.conducts:
             self._transfer.engines.each(lambda e: e.begin())
 
@@ -59,14 +58,12 @@ class TensorStrategy(Strategy):
         return data.numel()
 
     def arrive(self) -> None:
-        """Wait until the engines have loaded this rank's last bucket."""
         calls, self._in_flight = self._in_flight, {}
         if calls:
             timeout = self._transfer.timeout_s
             self._transfer.engines.arrive(calls, timeout, "loading shared tensors", lambda: None)
 
     def end(self) -> None:
-        """Close the update session."""
         self._transfer.engines.each(lambda e: e.end())
 
     def abort(self) -> None:
@@ -91,7 +88,6 @@ class DiskStrategy(Strategy):
         self._writer: ShardedWriter | None = None
 
     def begin(self, meeting_points: Sequence[Any]) -> None:
-        """Open a new folder's files."""
         first = self._transfer.engines.first
         tensors = {
             name: TensorSpec(tensor.shape, self._transfer.dtype)
@@ -103,7 +99,6 @@ class DiskStrategy(Strategy):
         self._writer = self._writing.enter_context(ShardedWriter(self._folder / "hf", tensors))
 
     def send(self, bucket: Bucket) -> int:
-        """Write the bucket."""
         assert self._writer is not None
         written = 0
         for name, tensor in bucket:
@@ -113,7 +108,6 @@ class DiskStrategy(Strategy):
         return written
 
     def end(self) -> None:
-        """Publish the folder and have the engines load it; then remove it."""
         assert self._folder is not None
         self._writing.close()
         folder = str(self._folder / "hf")
@@ -121,7 +115,6 @@ class DiskStrategy(Strategy):
         self._remove()
 
     def abort(self) -> None:
-        """Remove what was written."""
         self._writing.pop_all()
         self._remove()
 

@@ -120,7 +120,6 @@ class Phases:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the block's duration to ``phase``."""
         start = time.perf_counter()
         try:
             yield
@@ -131,10 +130,9 @@ class Phases:
 class WeightUpdateError(RunError):
     """An update failed, or engines could not be attached: on all trainer ranks alike.
 
-    ``engines``: URLs of those known to be at fault; empty where that is unknown. After a failed
-    update every attached engine is quarantined (paused, its version unverified) until a complete
-    update succeeds. ``attempts``: after so many failures in a row with this very message the next one
-    would end alike.
+    ``engines``: URLs of those known to be at fault; empty where that is unknown. After a failed update every attached
+    engine is quarantined (paused, its version unverified) until a complete update succeeds. ``attempts``: after so many
+    failures in a row with this very message the next one would end alike.
     """
 
     def __init__(
@@ -153,17 +151,16 @@ class WeightUpdateRefusedError(WeightUpdateError):
 class UpdateReport:
     """One committed update; known on every rank but for ``seconds`` and ``canary``, rank 0's own.
 
-    ``bytes``: of the weights as the engines load them. ``bytes_moved``: what trainer ranks exchanged
-    to make tensors whole, and what went to the engines. ``bytes_bound``: its static lower bound: over
-    all tensors what the best holder lacks, and the weights once for each engine rank (SGLang takes
-    whole tensors). ``seconds`` by phase, in time that the caller waited: drain, begin, gather (the
-    trainer's collective), transfer (for the engines), hash, arrive, end, verify, canary, commit.
-    ``verified``: every tensor was compared; ``tensors``: how many, over all engine ranks.
+    ``bytes``: of the weights as the engines load them. ``bytes_moved``: what trainer ranks exchanged to make tensors
+    whole, and what went to the engines. ``bytes_bound``: its static lower bound: over all tensors what the best holder
+    lacks, and the weights once for each engine rank (SGLang takes whole tensors). ``seconds`` by phase, in time that
+    the caller waited: drain, begin, gather (the trainer's collective), transfer (for the engines), hash, arrive, end,
+    verify, canary, commit. ``verified``: every tensor was compared; ``tensors``: how many, over all engine ranks.
     ``bytes_between_nodes``: of ``bytes_moved``, what the plan sends from one node to another: gathers, and each
-    sender's bytes once to each engine host but its own. ``bytes_between_nodes_bound``: all weights once to each host
-    of engines without a sender. ``bytes_into_node_bound``: of it, what must enter one node: all weights, or nothing
-    where every host of engines has a sender. ``update_s``: of the whole update; ``stall_s``: of it, from the engines'
-    pause to the commit. ``network``: bytes/s that can enter a node; None: not stated.
+    sender's bytes once to each engine host but its own. ``bytes_between_nodes_bound``: all weights once to each host of
+    engines without a sender. ``bytes_into_node_bound``: of it, what must enter one node: all weights, or nothing where
+    every host of engines has a sender. ``update_s``: of the whole update; ``stall_s``: of it, from the engines' pause
+    to the commit. ``network``: bytes/s that can enter a node; None: not stated.
     """
 
     version: int
@@ -182,7 +179,6 @@ class UpdateReport:
     network: float | None = None
 
     def metrics(self) -> dict[str, float]:
-        """As recorded."""
         values: dict[str, float] = {
             names.UPDATE_BYTES: self.bytes,
             names.UPDATE_BYTES_MOVED: self.bytes_moved,
@@ -281,10 +277,9 @@ class WeightUpdater:
     def update(self, version: int) -> UpdateReport:
         """Send all weights and commit them as ``version``, checked as often as configured.
 
-        The first update after ``attach``, and the first after a failure, is always checked. Waits
-        for running requests. Raises on every rank: WeightUpdateRefusedError where requests kept
-        running, WeightUpdateError where the update failed. What the source itself raises passes
-        through, after an abort.
+        The first update after ``attach``, and the first after a failure, is always checked. Waits for running requests.
+        Raises on every rank: WeightUpdateRefusedError where requests kept running, WeightUpdateError where the update
+        failed. What the source itself raises passes through, after an abort.
         """
         verify = self._is_due("verify", self._config.verify_every)
         score = self._is_due("canary", self._config.canary_every)
@@ -447,7 +442,6 @@ class WeightUpdater:
         self._engines = engines
 
     def _conduct(self, phases: Phases, phase: str, call: Callable[[Engines], Any]) -> Any:
-        """A step of rank 0 alone."""
         if not self._conducts:
             return None
         if self._engines is None:
@@ -482,7 +476,6 @@ class WeightUpdater:
             self._since[check] = 0 if was_done else self._since[check] + 1
 
     def _share(self, error: Exception | None, title: str) -> None:
-        """Raise the first rank's error on every rank."""
         ours = None
         if error is not None:
             name = "" if isinstance(error, EngineFaultError) else f"{type(error).__name__}: "

@@ -29,9 +29,8 @@ class Tolerance(NamedTuple):
 
 
 _TOLERANCE = {"float32": Tolerance(1e-3, 1e-4), "bfloat16": Tolerance(3.0, 0.2)}
-"""By weight type. In bfloat16 one logit of 20 is rounded to a multiple of 0.125, and a router whose
-choice is a tie sends a token to another expert: single tokens may differ by a nat, their mean may not.
-"""
+"""By weight type. In bfloat16 one logit of 20 is rounded to a multiple of 0.125, and a router whose choice is a tie
+sends a token to another expert: single tokens may differ by a nat, their mean may not."""
 _LAYERS = 8
 """Of the models in which they were measured."""
 
@@ -60,8 +59,6 @@ class CanaryReport:
 
 
 class CanaryError(EngineError):
-    """Trainer and engine compute different probabilities."""
-
     attempts = 2
 
 
@@ -150,8 +147,6 @@ class ChecksumMismatch:
 
 
 class ChecksumMismatchError(EngineError):
-    """Weights arrived wrong. ``mismatches``: each tensor and engine rank."""
-
     def __init__(self, mismatches: Sequence[ChecksumMismatch]) -> None:
         shown = "; ".join(str(m) for m in mismatches[:5])
         more = f"; and {len(mismatches) - 5} more" if len(mismatches) > 5 else ""
@@ -186,7 +181,6 @@ class ExpectedByLayout:
                 self._by_layout[engine.layout] = engine.expected()
 
     def add(self, bucket: Bucket) -> None:
-        """Hash a bucket as the engines fuse and cut it."""
         for expected in self._by_layout.values():
             expected.add(bucket)
 

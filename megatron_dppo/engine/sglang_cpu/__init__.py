@@ -25,8 +25,7 @@ _TORCHVISION_MODULES = (
 
 
 def activate() -> str | None:
-    """Dotted name of the platform class, or None where a GPU is present and the plugin was not
-    asked for.
+    """Dotted name of the platform class, or None where a GPU is present and the plugin was not asked for.
 
     ``SGLANG_PLATFORM=torch_cpu`` asks for it; without that it never shadows an accelerator.
     """
@@ -56,9 +55,7 @@ class _InertModule(types.ModuleType):
 
 
 def _make_torchvision_importable() -> None:
-    """SGLang imports torchvision unconditionally, for image models only, and PyPI has no CPU build
-    of it.
-    """
+    """SGLang imports torchvision unconditionally, for image models only, and PyPI has no CPU build of it."""
     if "torchvision" in sys.modules or importlib.util.find_spec("torchvision") is not None:
         return
     from transformers.utils import import_utils

@@ -46,11 +46,9 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
             add_deterministic_attention_backend_choices([ATTENTION])
 
     def get_default_attention_backend(self) -> str:
-        """PyTorch's scaled dot product attention."""
         return ATTENTION
 
     def get_dispatch_key_name(self) -> str:
-        """SGLang's layers run their ``forward_native``."""
         return "native"
 
     def empty_cache(self) -> None:

@@ -73,9 +73,8 @@ def multinomial_with_seed(logprobs: Tensor, seed: Tensor, positions: Tensor) -> 
 
 
 class FilteredSampling:
-    """SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``, where a draw with a seed follows from its
-    own row alone. ``unseeded``: SGLang's, for what has no seed or asks for more than the tokens.
-    """
+    """SGLang's ``top_k_top_p_min_p_sampling_from_probs_torch``, where a draw with a seed follows from its own row
+    alone. ``unseeded``: SGLang's, for what has no seed or asks for more than the tokens."""
 
     def __init__(self, unseeded: Callable[..., Any]) -> None:
         self._unseeded = unseeded
@@ -91,7 +90,6 @@ class FilteredSampling:
         positions: Tensor,
         **options: Any,
     ) -> Any:
-        """SGLang's arguments; its result: the tokens, int32 ``[n]``."""
         if sampling_seed is None or need_min_p_sampling or options.get("return_filtered_probs"):
             fixed = (probs, top_ks, top_ps, min_ps, need_min_p_sampling, sampling_seed, positions)
             return self._unseeded(*fixed, **options)
@@ -153,7 +151,6 @@ class ReceivedBuckets:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, names: Any, dtypes: Any, shapes: Any, device: Any) -> Any:
-        """As SGLang's, of which the untouched memory is dropped again."""
         # A bucket is loaded by copies before the next one is asked for. Fresh memory of this size comes from the
         # kernel page by page, which takes longer than the copy.
         bucket = self._empty(names, dtypes, shapes, device)
@@ -183,12 +180,10 @@ class PageableTorch(types.ModuleType):
 
     @staticmethod
     def tensor(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        """``torch.tensor``."""
         return torch.tensor(*args, **kwargs)
 
     @staticmethod
     def zeros(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
-        """``torch.zeros``."""
         return torch.zeros(*args, **kwargs)
 
 
