@@ -7,7 +7,7 @@ experts along a second. So one folder loads under every layout, and a parameter 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,8 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
+_OF_THE_MODEL = ("embedding.", "decoder.", "output_layer.")
+"""How the names of the model's tensors begin; others are the optimizer's."""
 _EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
 
 
@@ -89,6 +91,28 @@ class TorchDistFolder(Closing):
         """File and byte of an element of a single-rank parameter."""
         parameter, _ = self._find(name)
         return self._stored.locate(parameter.key, (*parameter.index, *index))
+
+    def check_nothing_else(self, names: Iterable[str]) -> None:
+        """Raise CheckpointError unless the model's tensors are wholly made of the single-rank parameters ``names``.
+
+        Optimizer states and Transformer Engine's extra states are none of the model's.
+        """
+        lengths: dict[str, tuple[int, ...]] = {}
+        for name in names:
+            parameter, _ = self._find(name)
+            ends = tuple(i + 1 for i in parameter.index)
+            lengths[parameter.key] = tuple(map(max, lengths.get(parameter.key, ends), ends))
+        for key, tensor in self._stored.tensors.items():
+            if not key.startswith(_OF_THE_MODEL) or "_extra_state" in key:
+                continue
+            if key not in lengths:
+                raise CheckpointError(f"{self.folder}: {key} is no tensor of config.json's model")
+            expected = lengths[key]
+            if tensor.dims[: len(expected)] != expected:
+                raise CheckpointError(
+                    f"{self.folder}: {key} of shape {tensor.dims} holds more layers or experts than "
+                    f"config.json's model, {expected}"
+                )
 
     def _find(self, name: str) -> tuple[StackedParameter, StoredTensor]:
         candidates = stacked_parameters(name)
@@ -154,9 +178,10 @@ class TorchDistCheckpoint(Closing):
         }
 
     def _check(self) -> torch.dtype:
-        """All parameters are there, of one dtype, and of the model's shapes; the vocabulary may be padded."""
+        """All parameters are there and no others, of one dtype and the model's shapes; the vocabulary may be padded."""
         dtypes, vocabulary = set(), family_of(self.shape).vocabulary_tensors
-        for p in local_parameters(self.shape, Layout(), 0):
+        expected = list(local_parameters(self.shape, Layout(), 0))
+        for p in expected:
             dtypes.add(self._tensors.dtype(p.name))
             rows, *widths = self._tensors.dims(p.name)
             # A vocabulary is padded to a multiple of the tensor-parallel size that the run had.
@@ -165,6 +190,7 @@ class TorchDistCheckpoint(Closing):
                 raise CheckpointError(
                     f"{self.folder}: {p.name} has shape {(rows, *widths)}, config.json says {p.shape}"
                 )
+        self._tensors.check_nothing_else(p.name for p in expected)
         if len(dtypes) != 1:
             raise CheckpointError(
                 f"{self.folder}: tensors of several dtypes, {sorted(map(str, dtypes))}"

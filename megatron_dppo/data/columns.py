@@ -269,9 +269,13 @@ def _log_probs(array: np.ndarray, _: Mapping[str, np.ndarray], where: str) -> No
     check_log_probs(array, f"{where}: rollout_log_probs")
 
 
-def _topk(_: np.ndarray, columns: Mapping[str, np.ndarray], where: str) -> None:
-    if "topk_ids" not in columns:
+def _topk_ids(_: np.ndarray, columns: Mapping[str, np.ndarray], where: str) -> None:
+    if not {"topk_ids", "topk_log_probs"} <= columns.keys():
         raise ValueError(f"{where}: topk_ids and topk_log_probs go together")
+
+
+def _topk(ids: np.ndarray, columns: Mapping[str, np.ndarray], where: str) -> None:
+    _topk_ids(ids, columns, where)
     check_topk(columns["topk_ids"], columns["topk_log_probs"], where)
 
 
@@ -299,7 +303,15 @@ REFERENCE_LOG_PROBS = declare(
 """The trainer's own log-probabilities at the weights that training started from."""
 
 TOPK_IDS = declare(
-    Column("topk_ids", ("int32",), Rows.SAMPLED, ("topk",), fill=-1, read_by=ReadBy.LAST)
+    Column(
+        "topk_ids",
+        ("int32",),
+        Rows.SAMPLED,
+        ("topk",),
+        fill=-1,
+        check=_topk_ids,
+        read_by=ReadBy.LAST,
+    )
 )
 """Ids of TopK(mu) where each token was sampled; -1 where the engine gave fewer than K."""
 

@@ -234,19 +234,22 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw mean |pi - mu| at equal weights and over the step, and what is expected of each as a thin line of its
     colour; right axis: agreement of routing.
     """
-    metrics = in_panel("gap")
-    handles = plot_metrics(axes, runs, metrics, log=True)
+    handles: list[Line2D] = []
+    bounds: list[tuple[float, str]] = []
+    for metric in in_panel("gap"):
+        assert metric.line is not None
+        upper = max(BY_METRIC[metric.name].upper(run.dtype) for run in runs)
+        for handle in plot_metrics(axes, runs, [metric], log=True):  # none where it is not recorded
+            handle.set_label(f"{metric.line.legend} (at most {upper:g})")
+            handles.append(handle)
+            colour = STROKES[metric.line.stroke][0] if len(runs) == 1 else GREY
+            bounds.append((upper, colour))
     if handles:
         axes.set_yscale("log")
         bottom, top = axes.get_ylim()
-        axes.set_ylim(bottom / 3, top * 3)
-        for handle, metric in zip(handles, metrics, strict=False):
-            assert metric.line is not None
-            upper = max(BY_METRIC[metric.name].upper(run.dtype) for run in runs)
-            colour = STROKES[metric.line.stroke][0] if len(runs) == 1 else GREY
+        for upper, colour in bounds:
             axes.axhline(upper, color=colour, linestyle=":", linewidth=1.2)
-            handle.set_label(f"{metric.line.legend} (at most {upper:g})")
-        axes.set_ylim(bottom / 3, max(top * 3, 2 * upper))
+        axes.set_ylim(bottom / 3, max(top * 3, *(2 * upper for upper, _ in bounds)))
     handles += plot_on_the_right(axes, runs, "gap", (0, 101), "routed alike, % of tokens x layers")
     mark_empty(axes, handles)
     unit = "probability, log axis (dotted: bounds)"

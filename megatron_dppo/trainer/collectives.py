@@ -112,22 +112,25 @@ def on_every_rank(
     """``action()``, which must not be collective; where one rank's failed, ``error`` on all of them. Collective.
 
     The message names the first rank that failed, and what kind of error it was where that is not ``error``.
-    ``group``: of all ranks, in their order (None: the default one).
+    A fault in the code leaves its traceback in the log of its rank. ``group``: of all ranks, in their order (None:
+    the default one).
     """
     own_error: Exception | None = None
     text = None
+    is_foreseen = True
     try:
         result = action()
     except (OSError, RunError, RuntimeError, ValueError) as failure:
         own_error = failure
+        is_foreseen = isinstance(failure, (error, OSError, RunError))
         # The system's errors name themselves.
         kind = "" if isinstance(failure, (error, OSError)) else f"{type(failure).__name__}: "
         text = f"rank {dist.get_rank()}: {kind}{failure}"
     first = first_failure(text, group)
     if first is None:
         return result
-    if text is not None and text != first:
-        log.error("%s", text)
+    if text is not None and (text != first or not is_foreseen):
+        log.error("%s", text, exc_info=None if is_foreseen else own_error)
     raise error(first) from own_error
 
 

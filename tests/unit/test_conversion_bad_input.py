@@ -222,6 +222,32 @@ def test_damaged_torch_dist_checkpoints_are_refused(moe, tmp_path):
         verify(moe, tmp_path / "m2")
 
 
+@pytest.mark.parametrize(
+    ("stored", "asked", "message"),
+    [
+        ({"layers": 4}, {"layers": 3}, "holds more layers or experts than config.json's model"),
+        (
+            {"tied": False},
+            {"tied": True},
+            "output_layer.weight is no tensor of config.json's model",
+        ),
+        (
+            {"family": "qwen3"},
+            {"family": "llama"},
+            "q_layernorm.weight is no tensor of config.json's model",
+        ),
+    ],
+)
+def test_what_the_model_of_config_json_lacks_is_not_left_behind(tmp_path, stored, asked, message):
+    hf = save_tiny_model(tmp_path / "hf", **stored)
+    hf_to_megatron(hf, tmp_path / "m")
+    (tmp_path / "m" / "conversion.json").unlink()  # as a checkpoint of a training run
+    other = save_tiny_model(tmp_path / "other", **asked)
+    with pytest.raises(CheckpointError, match=message):
+        megatron_to_hf(tmp_path / "m", tmp_path / "back", hf_config=other)
+    assert not (tmp_path / "back").exists()
+
+
 class Harmful:
     """Pickles into a call of a function that metadata has no use for."""
 

@@ -153,12 +153,11 @@ esac
 """
 
 
-def build_on_a_stand_in(script, tmp_path, cuda, build):
+def build_on_a_stand_in(script, tmp_path, cuda, build, nvcc="echo release 13.0, V13.0.88"):
     """The script's run with an interpreter whose torch is of ``cuda`` beside a toolkit 13.0; the names in its texts."""
     names = {"home": tmp_path, "marker": tmp_path / "built", "asked": tmp_path / "asked"}
     python = PYTHON_FOR_GPUS.format(cuda=cuda, build=build.format(**names), **names)
-    nvcc = "#!/bin/sh\necho release 13.0, V13.0.88\n"
-    for path, text in (("python", python), ("bin/nvcc", nvcc)):
+    for path, text in (("python", python), ("bin/nvcc", f"#!/bin/sh\n{nvcc}\n")):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
         (tmp_path / path).chmod(0o755)
@@ -226,6 +225,20 @@ def test_transformer_engine_is_built_against_the_torch_that_is_there(
         home, path = names["marker"].read_text().split()
         last = tmp_path / "nvidia" / "cu13" / "include"  # after the toolkit's own
         assert (home, path) == (str(tmp_path), ":".join(map(str, [*site, last])))
+
+
+def test_the_toolkit_is_looked_for_in_one_script():
+    searching = [path.name for path in ENVIRONMENT.glob("*.sh") if "nvcc" in path.read_text()]
+    assert searching == ["cuda_build.sh"]
+
+
+@pytest.mark.parametrize("script", ["build_apex.sh", "build_transformer_engine.sh"])
+def test_a_toolkit_without_a_compiler_is_named(tmp_path, script):
+    run, _ = build_on_a_stand_in(script, tmp_path, "13.0", "true", nvcc="exit 1")
+    assert (run.returncode, run.stderr.splitlines()[-1].partition("] ")[2]) == (
+        1,
+        f"{tmp_path} has no nvcc that answers",
+    )
 
 
 STUBS = ("torch", "sglang", "transformers", "megatron/core")

@@ -32,6 +32,7 @@ from megatron_dppo.metrics.summary import (
     window_of,
     write_summary,
 )
+from megatron_dppo.metrics.table import BY_METRIC, METRICS
 
 ONE_RANK = {
     "world_size": 1,
@@ -169,6 +170,17 @@ def test_a_healthy_run_stays_within_the_bounds_drawn_for_it():
     for line, bound in ((gap, gap_bound), (step, step_bound)):
         assert line.get_color() == bound.get_color()
         assert max(line.get_ydata()) < bound.get_ydata()[0] < axes.get_ylim()[1]
+
+
+def test_a_run_that_recorded_one_of_the_gaps_shows_that_one_s_bound():
+    axes = Figure().subplots()
+    record = {k: v for k, v in many_figures(1).items() if k != names.GAP_ON_POLICY}
+    draw_gap(axes, [RunRecords("run", [record])])
+    upper = BY_METRIC[names.GAP].upper("float32")
+    texts = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert f"{METRICS[names.GAP].line.legend} (at most {upper:g})" in texts
+    _, bound = axes.lines
+    assert bound.get_ydata()[0] == upper
 
 
 def test_a_run_without_advantages_has_nothing_to_mask():

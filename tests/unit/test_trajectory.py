@@ -111,6 +111,7 @@ def test_what_each_column_is():
         ),
         ({"routed_experts": [[[3, 3]]]}, "problem 0: routed_experts: "),
         ({"topk_log_probs": [[-1.0]]}, "problem 0: topk_ids and topk_log_probs go together"),
+        ({"topk_ids": [[3]]}, "problem 0: topk_ids and topk_log_probs go together"),
     ],
 )
 def test_values_that_cannot_be_are_refused_with_their_place(columns, message):

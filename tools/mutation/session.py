@@ -15,7 +15,7 @@ import pytest
 
 from mutation.children import ERRORS, Verdict, allow, in_child, silence, verdicts
 from mutation.making import Mutant
-from mutation.swapping import Change, Key, functions_in, key
+from mutation.swapping import Change, Key, forget_answers, functions_in, key
 
 START_S, TIMES = 5.0, 3.0
 """Seconds of a core that a mutant may use: these, and so many times what its tests take, unmutated.
@@ -98,6 +98,7 @@ class Session:
         silence()
         measured = {}
         for item in session.items:
+            forget_answers(self._files)
             self._called.clear()
             start = time.process_time()
             self.watch()
@@ -109,6 +110,7 @@ class Session:
         return measured
 
     def _try(self, session: pytest.Session, mutants: Sequence[tuple[Mutant, Change]]) -> None:
+        forget_answers(self._files)  # what collecting the tests left
         gc.freeze()  # children share what they don't change
         killers = RawArray("i", len(mutants))
         for number, verdict in verdicts(

@@ -7,6 +7,7 @@ DATA = ("packing", "data_balancing", "mini_batches")
 CHECKS = ("weight_checks", "engine_checksums", "weight_sync")
 LONE = ("lone_trainer",)
 FILES = ("trajectory", "batch_file")
+CONVERSION = ("conversion_tables", "conversion_streaming", "conversion_bad_input", "dist_blocks")
 TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/divergence.py": LOSS,
     "algorithms/inputs.py": LOSS,
@@ -24,9 +25,22 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "data/columns.py": ("trajectory", "exchange_parts", "nonfinite", "routing"),
     "data/packing.py": (*DATA, "nonfinite"),
     "data/trajectory.py": FILES,
-    "loop/batches.py": DATA,
     "loop/evaluation.py": ("evaluation",),
-    "loop/loss_record.py": ("loss_record",),
+    "loop/learning.py": (*DATA, "loss_record", *LONE),
+    "model/adapters.py": ("adapters", "adapter_updates", "peft_folder"),
+    "model/gather_plan.py": ("conversion_tables", "conversion_proof", "weight_plan"),
+    "model/layout.py": ("conversion_tables", "conversion_proof", "model_layout"),
+    "model/mapping.py": ("conversion_tables", "conversion_proof"),
+    "model/resharding.py": ("conversion_proof", "weight_plan"),
+    "model/splits.py": ("conversion_tables", "conversion_proof"),
+    "checkpoint_conversion/adapters.py": ("peft_folder", "adapters"),
+    "checkpoint_conversion/certificate.py": CONVERSION,
+    "checkpoint_conversion/dist_reading.py": CONVERSION,
+    "checkpoint_conversion/dist_writing.py": CONVERSION,
+    "checkpoint_conversion/hf_folder.py": CONVERSION,
+    "checkpoint_conversion/streaming.py": CONVERSION,
+    "checkpoint_conversion/tensor_store.py": CONVERSION,
+    "checkpoint_conversion/torch_dist.py": CONVERSION,
     "trainer/checkpoint/state.py": ("checkpoint_state",),
     "trainer/lora_modules.py": ("adapters", *LONE),
     "trainer/lora_policy.py": LONE,

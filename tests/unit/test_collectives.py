@@ -1,0 +1,47 @@
+"""What a rank says of a failed action that all ranks share, in a group of one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from megatron_dppo.model.errors import CheckpointError
+from megatron_dppo.trainer.collectives import on_every_rank
+
+
+@pytest.fixture(autouse=True)
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("failure", "text", "has_traceback"),
+    [
+        (IndexError("a mistake"), None, False),
+        (RuntimeError("a mistake"), "rank 0: RuntimeError: a mistake", True),
+        (ValueError("a mistake"), "rank 0: ValueError: a mistake", True),
+        (CheckpointError("damaged"), "rank 0: damaged", False),
+        (FileNotFoundError(2, "none", "x"), "rank 0: [Errno 2] none: 'x'", False),
+    ],
+)
+def test_a_fault_in_the_code_leaves_its_traceback(caplog, failure, text, has_traceback):
+    def fail() -> None:
+        raise failure
+
+    with (
+        caplog.at_level(logging.ERROR),
+        pytest.raises(Exception) as caught,
+    ):
+        on_every_rank(fail, error=CheckpointError)
+    if text is None:
+        assert caught.value is failure
+    else:
+        assert (type(caught.value), str(caught.value)) == (CheckpointError, text)
+    tracebacks = [record.exc_text or "" for record in caplog.records if record.exc_info]
+    assert len(tracebacks) == has_traceback
+    assert ("in fail" in caplog.text) == has_traceback
