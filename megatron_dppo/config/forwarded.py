@@ -123,6 +123,8 @@ MEGATRON_FIXED: Mapping[str, str] = {
     "calculate_per_token_loss": "the summed loss is divided once, by a global count",
     "variable_seq_lengths": "packed micro-batches differ in length",
     "context_parallel_size": "context parallelism is not supported",
+    "mtp_num_layers": "multi-token prediction is not trained: its loss needs labels, and logits of every token",
+    "defer_embedding_wgrad_compute": "the output layer's weight gradient is summed where its logits are computed",
     "hidden_dropout": "with dropout pi would differ between two passes over the same tokens",
     "attention_dropout": "with dropout pi would differ between two passes over the same tokens",
     **dict.fromkeys(
@@ -152,6 +154,7 @@ SGLANG_OWNED: Mapping[str, str] = {
     "device": "engine.device",
     "random_seed": "run.seed",
     "enable_return_routed_experts": "rollout.router_replay",
+    "enable_fp32_lm_head": "head.dtype",
     "temperature": "rollout.temperature and evaluation.temperature",
     "top_p": "rollout.top_p and evaluation.top_p",
     "top_k": "rollout.top_k",

@@ -135,6 +135,15 @@ class ModelConfig(Section):
     """Parameters' and activations' type in the trainer; the optimizer's master weights are fp32."""
 
 
+class HeadConfig(Section):
+    """The output layer, whose logits exist a chunk of tokens at a time; docs/long_context.md."""
+
+    chunk_tokens: int = Field(default=4096, gt=0)
+    """Tokens of a chunk. Memory: one chunk's logits; below about 1024, sums of the weight's gradient cost time."""
+    dtype: Literal["model", "float32"] = "model"
+    """Type of the logits: the weights' own, or float32, in the engines too (their --enable-fp32-lm-head)."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters (LoRA) on a frozen model; docs/lora.md."""
 
@@ -493,6 +502,7 @@ class PolicyConfig(Section):
 
     run: RunConfig
     model: ModelConfig
+    head: HeadConfig = HeadConfig()
     lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     training: StepConfig

@@ -31,6 +31,7 @@ from megatron_dppo.config.schema import (
     DataConfig,
     EngineConfig,
     EvaluationConfig,
+    HeadConfig,
     LoraConfig,
     ModelConfig,
     RolloutConfig,
@@ -98,6 +99,7 @@ class ServerSections:
     rollout: RolloutConfig
     engine: EngineConfig
     sglang: Mapping[str, Any]
+    head: HeadConfig = field(default_factory=HeadConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
 
@@ -159,6 +161,8 @@ def server_options(
         }
     elif load_model_shape(config.model.hf_checkpoint).is_moe:
         options["moe_runner_backend"] = EXPERT_KERNEL
+    if config.head.dtype == "float32":
+        options["enable_fp32_lm_head"] = True
     if config.engine.deterministic:
         options["enable_deterministic_inference"] = True
         if device == "cpu":
@@ -395,6 +399,7 @@ def required_switches(config: ServerSections) -> list[str]:
     """SGLang's switches that this run needs to be on."""
     wanted = {
         "enable_return_routed_experts": config.rollout.router_replay,
+        "enable_fp32_lm_head": config.head.dtype == "float32",
         "enable_deterministic_inference": config.engine.deterministic,
     }
     return [field for field, is_wanted in wanted.items() if is_wanted]

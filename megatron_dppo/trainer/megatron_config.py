@@ -30,6 +30,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+HEAD_DTYPES = {"model": None, "float32": torch.float32}
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},

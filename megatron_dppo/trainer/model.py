@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,15 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_dppo.config.schema import OptimizerConfig, PolicyConfig
@@ -34,6 +42,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.megatron_config import transformer_config
+from megatron_dppo.vocab_parallel.head import HeadFactor
 
 LayerSpec = Callable[[TransformerConfig, int | None], Any]
 """``(config, vp_stage)`` -> the layers of one chunk."""
@@ -58,6 +67,48 @@ def make_chunks(
     stages = [None] if virtual is None else list(range(virtual))
     layers = spec or platform.current().decoder_spec
     return [_build_chunk(transformer, shape, stage, layers) for stage in stages]
+
+
+def leave_out_logits(chunks: Sequence[GPTModel]) -> None:
+    """Let the last stage return what its output layer would read, [1, T, H], in place of logits: ``head_factors``
+    takes the layer's part from there. What brings the layer's input from other tensor-parallel ranks, and sums its
+    gradient over them, stays; and so do hooks on the layer (a gather of its weights that was put off)."""
+    for chunk in chunks:
+        if chunk.post_process:
+            layer = chunk.output_layer
+            layer.forward = partial(_output_layer_input, layer)
+
+
+def _output_layer_input(
+    layer: ColumnParallelLinear,
+    input_: Tensor,
+    weight: Tensor | None = None,
+    runtime_gather_output: bool | None = None,
+) -> tuple[Tensor, None]:
+    if layer.sequence_parallel:
+        return gather_from_sequence_parallel_region(
+            input_, tensor_parallel_output_grad=True, group=layer.tp_group
+        ), None
+    return copy_to_tensor_model_parallel_region(input_, group=layer.tp_group), None
+
+
+def head_factors(chunk: GPTModel, hidden: Tensor) -> list[HeadFactor]:
+    """The output layer of a last stage, for the ``hidden`` states [T, H] that it was given."""
+    tied = chunk.share_embeddings_and_output_weights
+    weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+    return [HeadFactor(hidden, weight, _main_gradient(weight))]
+
+
+def _main_gradient(weight: Parameter) -> Tensor | None:
+    """Where Megatron's DDP sums the gradient of ``weight``; it is told that the sum is not its own to make."""
+    if not (torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")):
+        return None
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    # A tied weight's .grad is the embedding's, which DDP still adds. Any other must have one, which DDP drops: this
+    # one takes no memory.
+    if not getattr(weight, "zero_out_wgrad", False):
+        weight.grad = weight.new_zeros(()).expand(weight.shape)
+    return weight.main_grad
 
 
 def wrap_chunks(

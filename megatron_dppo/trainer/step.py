@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -30,16 +31,18 @@ from megatron_dppo.metrics.sums import (
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import broadcast_json
+from megatron_dppo.trainer.model import head_factors
 from megatron_dppo.trainer.router_replay import ModelReplay
 from megatron_dppo.trainer.token_loss import TokenLoss
 from megatron_dppo.trainer.topology import Topology
-from megatron_dppo.vocab_parallel import PolicyStats, policy_stats
+from megatron_dppo.vocab_parallel.head import HeadOptions, head_stats
+from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
 
 def model_inputs(batch: PackedBatch) -> dict[str, Any]:
     """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens.
 
-    No labels: the last stage returns logits, [1, T, V / TP] in the model's dtype.
+    No labels: the last stage returns its hidden states, [1, T, H] in the model's dtype (``leave_out_logits``).
     """
     packed = PackedSeqParams(
         qkv_format="thd",
@@ -138,29 +141,34 @@ class StatsSpec:
 
 @dataclass(frozen=True)
 class StatsFunction:
-    """``policy_stats`` with all that stays the same in a run."""
+    """``head_stats`` with all that stays the same in a run. ``last_chunk``: this rank's last model chunk."""
 
+    last_chunk: GPTModel
     topology: Topology
     vocab_size: int
     temperature: float
     spec: StatsSpec
+    options: HeadOptions
 
     def __call__(
-        self, logits: Tensor, batch: PackedBatch, spec: StatsSpec | None = None
+        self, hidden: Tensor, batch: PackedBatch, spec: StatsSpec | None = None
     ) -> PolicyStats:
-        """Statistics of logits [1, T, V / TP]; ``spec`` replaces the run's own.
+        """Statistics of the trained tokens, 0 elsewhere, from hidden states [1, T, H]; ``spec`` replaces the run's
+        own.
 
         Raises ValueError where it wants TopK(mu) and the batch has none.
         """
         spec = spec or self.spec
-        return policy_stats(
-            logits.squeeze(0),
+        return head_stats(
+            head_factors(self.last_chunk, hidden.squeeze(0)),
             batch.target_ids,
             self.topology.tensor_group if self.topology.tp_size > 1 else None,
             temperature=self.temperature,
             vocab_size=self.vocab_size,
             topk_ids=batch.column("topk_ids").long() if spec.topk else None,
             with_entropy=spec.entropy,
+            counted=batch.loss_mask,
+            options=self.options,
             raise_on_faults=False,
         )
 
@@ -204,8 +212,8 @@ def forward_backward(
     """
     results = MicroBatchResults()
 
-    def loss_of(batch: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        policy = stats(logits, batch)
+    def loss_of(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        policy = stats(hidden, batch)
         sums = token_loss(policy, batch)
         loss = sums.loss / denominator
         if not loss.requires_grad:
@@ -231,7 +239,7 @@ def forward_log_probs(
     *,
     topk: bool = False,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """log pi of each batch's targets, fp32 [T], and its ``PolicyStats.faults``; on the last stage
+    """log pi of each batch's trained targets, fp32 [T], 0 elsewhere, and its ``PolicyStats.faults``; on the last stage
     only, empty lists elsewhere.
 
     ``topk``: at its ``topk_ids`` instead, fp32 [T, K]. An id outside the vocabulary or a NaN in
@@ -240,13 +248,13 @@ def forward_log_probs(
     log_probs: list[Tensor] = []
     faults: list[Tensor] = []
 
-    def keep(batch: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        policy = stats(logits, batch, StatsSpec(topk=topk))
+    def keep(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        policy = stats(hidden, batch, StatsSpec(topk=topk))
         wanted = policy.topk_log_probs if topk else policy.log_probs
         assert wanted is not None
         log_probs.append(wanted.float())
         faults.append(policy.faults)
-        zero = torch.zeros((), device=logits.device)
+        zero = torch.zeros((), device=hidden.device)
         return zero, zero.int(), {}
 
     _run_schedule(chunks, batches, keep, replay, forward_only=True)

@@ -35,6 +35,7 @@ from megatron_dppo.trainer.hugging_face import (
 from megatron_dppo.trainer.lora_policy import AdaptedPolicy, weights_of
 from megatron_dppo.trainer.megatron_config import (
     DTYPES,
+    HEAD_DTYPES,
     ddp_values,
     optimizer_values,
     transformer_config,
@@ -44,6 +45,7 @@ from megatron_dppo.trainer.model import (
     build_chunks,
     build_optimizer,
     complete_weights,
+    leave_out_logits,
     prepare_step,
     wrap_chunks,
 )
@@ -66,6 +68,7 @@ from megatron_dppo.trainer.topology import (
     init_distributed,
     init_topology,
 )
+from megatron_dppo.vocab_parallel.head import HeadOptions
 from megatron_dppo.vocab_parallel.policy_stats import FAULTS, describe
 
 
@@ -213,8 +216,14 @@ class Trainer:
         self.step_count = 0
         self.pad_multiple = self.share[0] * config.token_multiple
         self.micro_batch_multiple = self.layout.pipeline if self.layout.chunks > 1 else 1
+        leave_out_logits(self.chunks)
         self._stats = StatsFunction(
-            self.topology, self.shape.vocab_size, config.temperature, self.stats_spec
+            self.chunks[-1],
+            self.topology,
+            self.shape.vocab_size,
+            config.temperature,
+            self.stats_spec,
+            HeadOptions(config.head.chunk_tokens, HEAD_DTYPES[config.head.dtype]),
         )
 
     def train_mini_batch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,20 +28,20 @@ FAULTS = (
 """What depends on values: counted on the device, in this order."""
 
 
-def _argument_faults(
-    logits: Tensor,
-    target_ids: Tensor,
-    topk_ids: Tensor | None,
-    vocab_size: int,
-    temperature: float,
-    ranks: int,
-) -> Iterator[str]:
-    """What is wrong with shapes, dtypes and numbers. Each check relies on those before it: stop at the first."""
+def logits_faults(logits: Tensor) -> Iterator[str]:
+    """What is wrong with logits themselves: [T, C], contiguous, of a floating dtype. Stop at the first."""
     if logits.ndim != 2 or not logits.is_floating_point():
-        yield f"logits are {_described(logits)}, expected floating point [T, C]"
-    rows, columns = logits.shape
+        yield f"logits are {described(logits)}, expected floating point [T, C]"
     if not logits.is_contiguous():
         yield f"logits have strides {logits.stride()}, expected contiguous {tuple(logits.shape)}"
+
+
+def argument_faults(query: StatsQuery, rows: int, columns: int, ranks: int) -> Iterator[str]:
+    """What is wrong with shapes, dtypes and numbers, for logits [``rows``, ``columns``] a rank. Each check relies on
+    those before it: stop at the first.
+    """
+    vocab_size, temperature = query.vocab_size, query.temperature
+    target_ids, topk_ids = query.target_ids, query.topk_ids
     if isinstance(vocab_size, bool) or not 0 < vocab_size <= ranks * columns:
         yield (
             f"vocab_size is {vocab_size!r}, expected 1 .. {ranks * columns} "
@@ -50,11 +51,11 @@ def _argument_faults(
         yield f"temperature is {temperature!r}, expected a positive number"
     if target_ids.dtype != torch.int64 or target_ids.shape != (rows,):
         yield (
-            f"target_ids are {_described(target_ids)}, expected torch.int64 ({rows},) to match "
-            f"logits {tuple(logits.shape)}"
+            f"target_ids are {described(target_ids)}, expected torch.int64 ({rows},) to match "
+            f"logits ({rows}, {columns})"
         )
     if topk_ids is not None and (topk_ids.dtype != torch.int64 or topk_ids.ndim != 2):
-        yield f"topk_ids are {_described(topk_ids)}, expected torch.int64 ({rows}, K)"
+        yield f"topk_ids are {described(topk_ids)}, expected torch.int64 ({rows}, K)"
     if topk_ids is not None and (len(topk_ids) != rows or topk_ids.shape[1] < 1):
         yield f"topk_ids have shape {tuple(topk_ids.shape)}, expected ({rows}, K) with K >= 1"
 
@@ -81,7 +82,8 @@ def describe(faults: Sequence[Tensor] | Tensor) -> str | None:
     return f"policy_stats: {'; '.join(counts)}" if counts else None
 
 
-def _described(x: Tensor) -> str:
+def described(x: Tensor) -> str:
+    """Dtype and shape, for messages."""
     return f"{x.dtype} {tuple(x.shape)}"
 
 
@@ -153,124 +155,203 @@ def policy_stats(
         raise OverwrittenLogitsError(
             "policy_stats was given logits over which its own backward pass has written a gradient"
         )
-    ranks = 1 if group is None else dist.get_world_size(group)
-    arguments = (logits, target_ids, topk_ids, vocab_size, temperature, ranks)
-    fault = next(_argument_faults(*arguments), None)
-    message = None if fault is None else f"policy_stats: {fault}"
-    faults = id_faults(target_ids, topk_ids, vocab_size) if message is None else []
-    on_cpu = logits.device.type == "cpu"
-    raise_now = on_cpu if raise_on_faults is None else raise_on_faults
-    agreement = None
-    if raise_now:
-        message = message or describe(faults)
-    # A payload whose size differs between ranks ends a gloo process by abort, so it must be known before. On a GPU,
-    # where it would hang NCCL, asking costs a device sync, and the model's own collectives have carried the same T.
-    if on_cpu and group is not None:
-        call = (logits, target_ids, topk_ids, with_entropy, vocab_size)
-        agreement = Agreement(group, _facts(*call) if message is None else None)
-    if message is not None:
-        raise ValueError(message)
-    log_probs, topk, entropy, bad_rows = _PolicyStats.apply(
+    request = StatsRequest.checked(
+        StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy),
         logits,
-        _Call(
-            VocabShard.of(logits.shape[1], vocab_size, group),
-            group,
-            target_ids,
-            topk_ids,
-            1.0 / temperature,
-            with_entropy,
-            overwrite_logits,
-            choose(logits, backend),
-            agreement,
-            raise_now,
-        ),
+        logits.shape[-1],
+        group,
+        backend=backend,
+        raise_on_faults=raise_on_faults,
+        fault=next(logits_faults(logits), None),
     )
-    stats = PolicyStats(log_probs, topk, entropy, torch.stack([*faults, bad_rows]))
-    if raise_now:
-        stats.raise_on_faults()
-    return stats
+    return request.result(*_PolicyStats.apply(logits, request, overwrite_logits))
 
 
 @dataclass(frozen=True)
-class _Call:
-    shard: VocabShard
-    group: dist.ProcessGroup | None
+class StatTensors:
+    """What the rows of all shards come to: ``log_probs`` [T], ``topk_log_probs`` [T, K], ``entropy`` [T], and the
+    float64 [T] that a gradient needs: ``lse``, ``entropy_value``. ``bad_rows`` counts the third of ``FAULTS``.
+    """
+
+    log_probs: Tensor
+    topk_log_probs: Tensor | None
+    entropy: Tensor | None
+    bad_rows: Tensor
+    lse: Tensor
+    entropy_value: Tensor | None
+
+
+@dataclass(frozen=True)
+class StatsQuery:
+    """What ``policy_stats`` is asked of T rows of logits; its arguments, unchecked."""
+
     target_ids: Tensor
     topk_ids: Tensor | None
-    scale: float
+    vocab_size: int
+    temperature: float
     with_entropy: bool
-    overwrite: bool
+
+    def facts(self, rows: int, columns: int) -> list[int]:
+        """In the order of ``wire.FACTS``."""
+        width = 0 if self.topk_ids is None else self.topk_ids.shape[1]
+        ids = wire.checksum(self.target_ids, self.topk_ids)
+        return [rows, columns, width, int(self.with_entropy), self.vocab_size, ids]
+
+
+@dataclass(frozen=True)
+class StatsRequest:
+    """A query that all ranks have checked, of logits in equal shards.
+
+    ``id_faults``: counts of the first two ``FAULTS``; ``checks_values``: they, and what the rows hold, are read
+    back and raised.
+    """
+
+    query: StatsQuery
+    shard: VocabShard
+    group: dist.ProcessGroup | None
+    scale: float
     backend: Backend
     agreement: Agreement | None
-    ids_checked: bool
+    checks_values: bool
+    id_faults: list[Tensor]
+
+    @classmethod
+    def checked(
+        cls,
+        query: StatsQuery,
+        like: Tensor,
+        columns: int,
+        group: dist.ProcessGroup | None,
+        *,
+        backend: str | None,
+        raise_on_faults: bool | None,
+        fault: str | None,
+    ) -> StatsRequest:
+        """For as many rows as ``like`` has, whose device and dtype the logits have or will have; ``columns``: of
+        this rank's shard; ``fault``: what the caller found wrong already. Raises ValueError on every rank.
+        """
+        ranks = 1 if group is None else dist.get_world_size(group)
+        rows = len(like)
+        fault = fault or next(argument_faults(query, rows, columns, ranks), None)
+        message = None if fault is None else f"policy_stats: {fault}"
+        faults: list[Tensor] = []
+        if message is None:
+            faults = id_faults(query.target_ids, query.topk_ids, query.vocab_size)
+        on_cpu = like.device.type == "cpu"
+        raise_now = on_cpu if raise_on_faults is None else raise_on_faults
+        if raise_now:
+            message = message or describe(faults)
+        agreement = None
+        # A payload whose size differs between ranks ends a gloo process by abort, so it must be known before. On a
+        # GPU, where it would hang NCCL, asking costs a device sync, and the model's own collectives have carried the
+        # same T.
+        if on_cpu and group is not None:
+            agreement = Agreement(group, query.facts(rows, columns) if message is None else None)
+        if message is not None:
+            raise ValueError(message)
+        return cls(
+            query,
+            VocabShard.of(columns, query.vocab_size, group),
+            group,
+            1.0 / query.temperature,
+            choose(like, backend),
+            agreement,
+            raise_now,
+            faults,
+        )
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """int64 [T, 1 + K]: the sampled id, then those of TopK(mu)."""
+        ids, topk_ids = self.query.target_ids[:, None], self.query.topk_ids
+        return ids if topk_ids is None else torch.cat([ids, topk_ids], 1)
+
+    @cached_property
+    def columns(self) -> Tensor:
+        """int64 [T, 1 + K]: their columns in this shard, -1 where another rank owns the id."""
+        return self.shard.local(self.ids)
+
+    def reduced(self, lse: Tensor, plogp: Tensor | None, owned: Tensor) -> StatTensors:
+        """Of this shard's rows (``row_kernels.Rows``); one all-reduce."""
+        unknown = None if self.checks_values else self.shard.unknown(self.ids)
+        # An id that no rank owns: no share of the row's sums here, and NaN in the end.
+        if unknown is not None:
+            owned.masked_fill_(unknown, -torch.inf)
+        if self.agreement is not None:
+            self.agreement.check()
+        reduced = wire.reduce_rows(self.shard, lse, plogp, owned, self.scale, self.group)
+        log_p = wire.log_softmax_at(reduced, self.scale).to(owned.dtype)
+        if unknown is not None:
+            log_p.masked_fill_(unknown, torch.nan)
+        topk, topk_ids = None, self.query.topk_ids
+        if topk_ids is not None:
+            topk = log_p[:, 1:].masked_fill(topk_ids < 0, -torch.inf)
+        return StatTensors(
+            log_p[:, 0].contiguous(),
+            topk,
+            None if reduced.entropy is None else reduced.entropy.to(owned.dtype),
+            (~reduced.lse.isfinite()).sum().float(),
+            reduced.lse,
+            reduced.entropy,
+        )
+
+    def result(
+        self, log_probs: Tensor, topk: Tensor | None, entropy: Tensor | None, bad_rows: Tensor
+    ) -> PolicyStats:
+        """Raises ValueError where rows are no distributions and values are checked."""
+        stats = PolicyStats(log_probs, topk, entropy, torch.stack([*self.id_faults, bad_rows]))
+        if self.checks_values:
+            stats.raise_on_faults()
+        return stats
 
 
 class _PolicyStats(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, call: _Call
+        ctx: Any, logits: Tensor, request: StatsRequest, overwrite: bool
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-        shard, values = call.shard, logits.detach()
-        ids = call.target_ids[:, None]
-        if call.topk_ids is not None:
-            ids = torch.cat([ids, call.topk_ids], 1)
-        columns = shard.local(ids)
-        lse, plogp, owned = call.backend.forward(
-            values, shard.real, call.scale, columns, call.with_entropy
+        shard = request.shard
+        rows = request.backend.forward(
+            logits.detach(), shard.real, request.scale, request.columns, request.query.with_entropy
         )
-        unknown = None if call.ids_checked else shard.unknown(ids)
-        # An id that no rank owns: no share of the row's sums here, and NaN in the end.
-        if unknown is not None:
-            owned.masked_fill_(unknown, -torch.inf)
-        if call.agreement is not None:
-            call.agreement.check()
-        reduced = wire.reduce_rows(shard, lse, plogp, owned, call.scale, call.group)
-        log_p = wire.log_softmax_at(reduced, call.scale).to(owned.dtype)
-        if unknown is not None:
-            log_p.masked_fill_(unknown, torch.nan)
-        topk = None
-        if call.topk_ids is not None:
-            topk = log_p[:, 1:].masked_fill(call.topk_ids < 0, -torch.inf)
-        entropy = None if reduced.entropy is None else reduced.entropy.to(owned.dtype)
-        bad_rows = (~reduced.lse.isfinite()).sum().float()
-        ctx.call, ctx.targets = call, columns[:, 0]
-        ctx.save_for_backward(logits, reduced.lse, reduced.entropy)
+        stats = request.reduced(*rows)
+        topk, bad_rows = stats.topk_log_probs, stats.bad_rows
+        ctx.request, ctx.overwrite = request, overwrite
+        ctx.save_for_backward(logits, stats.lse, stats.entropy_value)
         ctx.mark_non_differentiable(*(x for x in (topk, bad_rows) if x is not None))
         ctx.set_materialize_grads(False)
-        return log_p[:, 0].contiguous(), topk, entropy, bad_rows
+        return stats.log_probs, topk, stats.entropy, bad_rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
         logits, lse, entropy = ctx.saved_tensors
         grad_log_probs, _, grad_entropy, _ = grads
         if grad_log_probs is None and grad_entropy is None:
-            return None, None
-        call: _Call = ctx.call
-        out = logits.detach() if call.overwrite else torch.empty_like(logits)
-        if grad_log_probs is None:
-            grad_log_probs = torch.zeros_like(lse, dtype=torch.float32)
-        gradient = RowGradient(
-            lse,
-            ctx.targets,
-            grad_log_probs,
-            grad_entropy,
-            None if grad_entropy is None else entropy,
-        )
-        call.backend.backward(logits.detach(), call.shard.real, call.scale, gradient, out)
-        if call.overwrite:
+            return None, None, None
+        request: StatsRequest = ctx.request
+        out = logits.detach() if ctx.overwrite else torch.empty_like(logits)
+        gradient = row_gradient(request.columns[:, 0], lse, entropy, grad_log_probs, grad_entropy)
+        real = request.shard.real
+        request.backend.backward(logits.detach(), real, request.scale, gradient, out)
+        if ctx.overwrite:
             torch.autograd.graph.increment_version(logits)
             logits._holds_gradient = True
-        return out, None
+        return out, None, None
 
 
-def _facts(
-    logits: Tensor, target_ids: Tensor, topk_ids: Tensor | None, with_entropy: bool, vocab_size: int
-) -> list[int]:
-    """In the order of ``wire.FACTS``."""
-    width = 0 if topk_ids is None else topk_ids.shape[1]
-    ids = wire.checksum(target_ids, topk_ids)
-    return [*logits.shape, width, int(with_entropy), vocab_size, ids]
+def row_gradient(
+    columns: Tensor,
+    lse: Tensor,
+    entropy: Tensor | None,
+    grad_log_probs: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> RowGradient:
+    """Of rows whose sampled ids lie in ``columns`` int64 [T] of this shard; a gradient that is None is 0."""
+    if grad_log_probs is None:
+        grad_log_probs = torch.zeros_like(lse, dtype=torch.float32)
+    value = None if grad_entropy is None else entropy
+    return RowGradient(lse, columns, grad_log_probs, grad_entropy, value)
 
 
 def dense_policy_stats(

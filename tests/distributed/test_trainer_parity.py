@@ -2,7 +2,8 @@
 
 Three optimiser steps of the policy loss on packed micro-batches, in fp32: metrics, gradient norms,
 the first step's gradients and the final parameters, gathered as full Hugging Face tensors, are
-compared with the single process's.
+compared with the single process's. That one computes the logits of a micro-batch at once, every layout those of
+16 tokens at a time.
 
 Adam's epsilon is 1e-6 here: with a smaller one, gradients that are zero in exact arithmetic (a
 key's bias) become full steps in the direction of their rounding.
@@ -20,7 +21,7 @@ import torch
 from tests.ranks import run_ranks
 from tests.whole_tensors import gather_buckets, hf_buckets
 
-TOLERANCE = 1e-5
+TOLERANCE = 5e-6
 VOCABULARY = 515  # no multiple of 2: padded under tensor parallelism
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 4},
@@ -181,6 +182,7 @@ def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
             **changes.get("schedule", {}),
         ),
         parallel=s.ParallelConfig(**parallel),
+        head=s.HeadConfig(**changes.get("head", {})),
         lora=s.LoraConfig(**changes.get("lora", {})),
         megatron_ddp=changes.get("ddp", {}),
     )
@@ -244,6 +246,7 @@ def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[s
     """Train every case, one after the other; on rank 0 the distances from the reference."""
     report = {}
     for name, (family, parallel, changes) in cases.items():
+        changes = {"head": {"chunk_tokens": 16}, **changes}
         got = train(str(Path(folder) / family), {**parallel, "world_size": world_size}, changes)
         if torch.distributed.get_rank() == 0:
             expected = torch.load(Path(folder) / f"{family}.pt", weights_only=True)

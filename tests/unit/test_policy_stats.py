@@ -13,7 +13,7 @@ from megatron_dppo.vocab_parallel.backends import BACKENDS, choose
 from megatron_dppo.vocab_parallel.exact import exact_divergence
 from megatron_dppo.vocab_parallel.policy_stats import (
     OverwrittenLogitsError,
-    _facts,
+    StatsQuery,
     dense_policy_stats,
 )
 from megatron_dppo.vocab_parallel.row_kernels import RowGradient
@@ -737,7 +737,7 @@ def test_ids_of_a_shard_and_ids_that_nobody_owns():
 
 def test_what_ranks_compare_of_their_calls():
     """Tokens, shard columns, Top-K ids, entropy, vocabulary, checksum: 1*1 + 2*2 + 3*3, and 4 + ... + 9."""
-    logits, targets = torch.zeros(3, 7), torch.tensor([1, 2, 3])
+    targets = torch.tensor([1, 2, 3])
     topk = torch.tensor([[4, 5], [6, 7], [8, 9]])
-    assert _facts(logits, targets, topk, True, 20) == [3, 7, 2, 1, 20, 14 + 39]
-    assert _facts(logits, targets, None, False, 20) == [3, 7, 0, 0, 20, 14]
+    assert StatsQuery(targets, topk, 20, 1.0, True).facts(3, 7) == [3, 7, 2, 1, 20, 14 + 39]
+    assert StatsQuery(targets, None, 20, 1.0, False).facts(3, 7) == [3, 7, 0, 0, 20, 14]

@@ -1,0 +1,350 @@
+"""The statistics of ``policy_stats`` from the hidden states, without the logits: a chunk of tokens at a time.
+
+Legend: T = tokens, N = those of them that count, c = tokens of a chunk, H = width of a hidden state, C = columns of
+this rank's shard, K = ids of TopK(mu).
+
+Cost: 2 N C H FLOPs forward, 4 M C H backward for the M tokens whose gradient is not zero, and 2 M C H more for the
+chunks whose logits are computed again. The last chunk's logits are kept from the forward to the backward pass, so
+nothing is computed twice where N <= c. Memory beyond hidden states and weight: one chunk of logits, and what the row
+kernels take; one all-reduce of [N, 2 x ranks + 1 + K], whatever the number of chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_dppo.vocab_parallel.policy_stats import (
+    PolicyStats,
+    StatsQuery,
+    StatsRequest,
+    dense_policy_stats,
+    described,
+    row_gradient,
+)
+
+
+@dataclass(frozen=True)
+class HeadFactor:
+    """A summand of the logits: ``hidden`` [T, H] times ``weight`` [C, H], transposed; an output layer has one, with
+    an adapter beside it two, each with its own H.
+
+    The gradient of ``weight`` is added to ``main_gradient`` [C, H], in its dtype, and autograd sees none; without
+    one it is summed in float32 and goes to ``weight``.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    main_gradient: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """``chunk_tokens``: tokens whose logits exist at a time; ``dtype``: of the logits, None: the weight's;
+    ``backend``: a name in ``backends.BACKENDS``, None: the fastest one that is available.
+    """
+
+    chunk_tokens: int = 4096
+    dtype: torch.dtype | None = None
+    backend: str | None = None
+
+
+def head_stats(
+    factors: Sequence[HeadFactor],
+    target_ids: Tensor,
+    group: dist.ProcessGroup | None = None,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    topk_ids: Tensor | None = None,
+    with_entropy: bool = False,
+    counted: Tensor | None = None,
+    options: HeadOptions | None = None,
+    raise_on_faults: bool | None = None,
+) -> PolicyStats:
+    """``policy_stats`` of logits = sum of hidden weight^T over ``factors``.
+
+    ``counted`` bool [T], the same on all ranks: the other tokens are not read, and all their results are 0; None:
+    all count. The other arguments, errors and the meaning of shards are ``policy_stats``'s. Gradients flow to every
+    factor's hidden states (under tensor parallelism this rank's part of them: the caller sums over the group) and to
+    its weight, through ``log_probs`` and ``entropy``. The dense twin is ``dense_head_stats``.
+    """
+    options = options or HeadOptions()
+    fault = next(_faults(factors, target_ids, counted, options), None)
+    rows = None if counted is None or fault else counted.nonzero().squeeze(1)
+    query = StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy)
+    hidden, weight = factors[0].hidden, factors[0].weight
+    count = len(hidden)
+    if rows is not None:
+        topk = None if topk_ids is None else topk_ids[rows]
+        query, count = replace(query, target_ids=target_ids[rows], topk_ids=topk), len(rows)
+    request = StatsRequest.checked(
+        query,
+        # Rows of no memory that say which logits there will be.
+        weight.new_empty(0, dtype=options.dtype).expand(count, 0),
+        len(weight),
+        group,
+        backend=options.backend,
+        raise_on_faults=raise_on_faults,
+        fault=fault,
+    )
+    head = _Head(request, rows, len(hidden), options)
+    tensors = [x for factor in factors for x in (factor.hidden, factor.weight)]
+    main_gradients = [factor.main_gradient for factor in factors]
+    return request.result(*_HeadStats.apply(head, main_gradients, *tensors))
+
+
+def dense_head_stats(
+    factors: Sequence[HeadFactor],
+    target_ids: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float = 1.0,
+    topk_ids: Tensor | None = None,
+    with_entropy: bool = False,
+    counted: Tensor | None = None,
+) -> PolicyStats:
+    """What ``head_stats`` computes, written for reading: from unsharded weights, in float64 throughout."""
+    logits = sum(factor.hidden.double() @ factor.weight.double().T for factor in factors)
+    assert isinstance(logits, Tensor)
+    stats = dense_policy_stats(
+        logits,
+        target_ids,
+        temperature=temperature,
+        vocab_size=vocab_size,
+        topk_ids=topk_ids,
+        with_entropy=with_entropy,
+    )
+    if counted is None:
+        return stats
+    topk, entropy = stats.topk_log_probs, stats.entropy
+    return PolicyStats(
+        torch.where(counted, stats.log_probs, 0.0),
+        None if topk is None else torch.where(counted[:, None], topk, 0.0),
+        None if entropy is None else torch.where(counted, entropy, 0.0),
+        stats.faults,
+    )
+
+
+def _faults(
+    factors: Sequence[HeadFactor],
+    target_ids: Tensor,
+    counted: Tensor | None,
+    options: HeadOptions,
+) -> Iterator[str]:
+    """What is wrong with hidden states, weights and ``counted``. Stop at the first."""
+    tokens, columns = len(factors[0].hidden), len(factors[0].weight)
+    for factor in factors:
+        hidden, weight = factor.hidden, factor.weight
+        if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
+            yield (
+                f"hidden states are {described(hidden)} and the weight {described(weight)}, "
+                "expected [T, H] and [C, H]"
+            )
+        if hidden.dtype != weight.dtype or len(hidden) != tokens or len(weight) != columns:
+            yield (
+                f"hidden states are {described(hidden)} and the weight {described(weight)}, "
+                f"expected one dtype, {tokens} tokens and {columns} columns, as the first factor's"
+            )
+        gradient = factor.main_gradient
+        if gradient is not None and gradient.shape != weight.shape:
+            yield f"main_gradient is {described(gradient)}, expected {tuple(weight.shape)}"
+    if counted is not None and (counted.dtype != torch.bool or counted.shape != (tokens,)):
+        yield f"counted is {described(counted)}, expected torch.bool ({tokens},)"
+    if target_ids.shape != (tokens,):
+        yield f"target_ids are {described(target_ids)}, expected torch.int64 ({tokens},)"
+    if options.chunk_tokens < 1:
+        yield f"chunk_tokens is {options.chunk_tokens}, expected at least 1"
+
+
+@dataclass(frozen=True)
+class _Head:
+    """One call: ``rows`` int64 [N] of ``tokens`` count, all where it is None."""
+
+    request: StatsRequest
+    rows: Tensor | None
+    tokens: int
+    options: HeadOptions
+
+    def chunks(self, size: int) -> list[slice]:
+        """Of N rows."""
+        step = self.options.chunk_tokens
+        return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+    def buffer(self, size: int, weight: Tensor) -> Tensor:
+        """For the logits of any chunk of ``size`` rows."""
+        shape = min(size, self.options.chunk_tokens), len(weight)
+        return weight.new_empty(shape, dtype=self.options.dtype or weight.dtype)
+
+    def positions(self, chunk: slice | Tensor) -> slice | Tensor:
+        """Among the T tokens, of rows of the N that count."""
+        return chunk if self.rows is None else self.rows[chunk]
+
+    def logits(self, buffer: Tensor, tensors: Sequence[Tensor], chunk: slice | Tensor) -> Tensor:
+        """Of these rows, [c, C], in the first rows of ``buffer``."""
+        positions = self.positions(chunk)
+        for i in range(0, len(tensors), 2):
+            hidden = tensors[i][positions]
+            buffer = _add_product(buffer[: len(hidden)], hidden, tensors[i + 1].T, beta=min(i, 1))
+        return buffer
+
+    def spread(self, values: Tensor | None) -> Tensor | None:
+        """[N, ...] to [T, ...]: 0 where a token does not count."""
+        if self.rows is None or values is None:
+            return values
+        return values.new_zeros(self.tokens, *values.shape[1:]).index_copy_(0, self.rows, values)
+
+
+class _HeadStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, head: _Head, main_gradients: Sequence[Tensor | None], *tensors: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+        request, weight = head.request, tensors[1]
+        columns, size = request.columns, len(request.columns)
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        lse = weight.new_empty(size, dtype=torch.float64)
+        plogp = torch.empty_like(lse) if request.query.with_entropy else None
+        owned = weight.new_empty(columns.shape, dtype=wide)
+        buffer, chunks = head.buffer(size, weight), head.chunks(size)
+        for chunk in chunks:
+            logits = head.logits(buffer, tensors, chunk)
+            rows = request.backend.forward(
+                logits, request.shard.real, request.scale, columns[chunk], plogp is not None
+            )
+            for out, values in zip((lse, plogp, owned), rows, strict=True):
+                if out is not None and values is not None:
+                    out[chunk] = values
+        stats = request.reduced(lse, plogp, owned)
+        topk, bad_rows = head.spread(stats.topk_log_probs), stats.bad_rows
+        if any(ctx.needs_input_grad):
+            ctx.head, ctx.main_gradients = head, main_gradients
+            ctx.kept = (chunks[-1], buffer) if chunks else None
+            ctx.save_for_backward(stats.lse, stats.entropy_value, *tensors)
+        ctx.mark_non_differentiable(*(x for x in (topk, bad_rows) if x is not None))
+        ctx.set_materialize_grads(False)
+        log_probs = head.spread(stats.log_probs)
+        assert log_probs is not None
+        return log_probs, topk, head.spread(stats.entropy), bad_rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        lse, entropy, *tensors = ctx.saved_tensors
+        head: _Head = ctx.head
+        kept, ctx.kept = ctx.kept, None  # a gradient is written over it: gone in a second pass
+        row_grads = [
+            grad if grad is None or head.rows is None else grad[head.rows]
+            for grad in (grads[0], grads[2])
+        ]
+        sums = _Gradients(head, tensors, ctx.needs_input_grad[2:], ctx.main_gradients)
+        gradient = _RowGradients(head.request, lse, entropy, *row_grads)
+        remaining = gradient.nonzero_rows()
+        if kept is None:
+            buffer = head.buffer(len(remaining), tensors[1])
+        else:
+            chunk, buffer = kept
+            count, remaining = len(remaining), remaining[remaining < chunk.start]
+            if count > len(remaining):
+                sums.add(gradient.write(buffer[: chunk.stop - chunk.start], chunk), chunk)
+        for chunk in head.chunks(len(remaining)):
+            rows = remaining[chunk]
+            sums.add(gradient.write(head.logits(buffer, tensors, rows), rows), rows)
+        return None, None, *sums.results()
+
+
+@dataclass(frozen=True)
+class _RowGradients:
+    """dL/d log pi and dL/dH of the N rows, and what the row kernels need beside them."""
+
+    request: StatsRequest
+    lse: Tensor
+    entropy: Tensor | None
+    grad_log_probs: Tensor | None
+    grad_entropy: Tensor | None
+
+    def nonzero_rows(self) -> Tensor:
+        """int64: the rows with a gradient."""
+        used = torch.zeros_like(self.lse, dtype=torch.bool)
+        for grad in (self.grad_log_probs, self.grad_entropy):
+            if grad is not None:
+                used |= grad != 0
+        return used.nonzero().squeeze(1)
+
+    def write(self, logits: Tensor, rows: slice | Tensor) -> Tensor:
+        """dL/dlogits of these rows, over their ``logits``."""
+        request, entropy = self.request, self.entropy
+        gradient = row_gradient(
+            request.columns[rows, 0],
+            self.lse[rows],
+            None if entropy is None else entropy[rows],
+            *(None if g is None else g[rows] for g in (self.grad_log_probs, self.grad_entropy)),
+        )
+        real, scale = request.shard.real, request.scale
+        request.backend.backward(logits, real, scale, gradient, logits)
+        return logits
+
+
+class _Gradients:
+    """The gradients of hidden states and weights, summed over chunks; None for those that need none."""
+
+    def __init__(
+        self,
+        head: _Head,
+        tensors: Sequence[Tensor],
+        needed: Sequence[bool],
+        main_gradients: Sequence[Tensor | None],
+    ) -> None:
+        self._head = head
+        self._tensors = tensors
+        self._hidden = [
+            torch.zeros_like(x) if need else None
+            for x, need in zip(tensors[::2], needed[::2], strict=True)
+        ]
+        self._main_gradients = main_gradients
+        self._weights = [
+            _weight_sum(*row)
+            for row in zip(tensors[1::2], needed[1::2], main_gradients, strict=True)
+        ]
+
+    def add(self, logits: Tensor, rows: slice | Tensor) -> None:
+        """Of the rows whose gradient dL/dlogits is ``logits`` [c, C]."""
+        positions = self._head.positions(rows)
+        gradient = logits.to(self._tensors[1].dtype)
+        for i, (hidden_sum, weight_sum) in enumerate(zip(self._hidden, self._weights, strict=True)):
+            hidden, weight = self._tensors[2 * i : 2 * i + 2]
+            if hidden_sum is not None:
+                hidden_sum[positions] = gradient @ weight
+            if weight_sum is not None:
+                _add_product(weight_sum, gradient.T, hidden[positions], beta=1)
+
+    def results(self) -> Iterator[Tensor | None]:
+        """As autograd takes them, in the order of hidden states and weights."""
+        for i, (hidden_sum, weight_sum) in enumerate(zip(self._hidden, self._weights, strict=True)):
+            yield hidden_sum
+            if weight_sum is None or self._main_gradients[i] is not None:
+                yield None
+            else:
+                yield weight_sum.to(self._tensors[2 * i + 1].dtype)
+
+
+def _weight_sum(weight: Tensor, needed: bool, main_gradient: Tensor | None) -> Tensor | None:
+    """Where the gradient of ``weight`` is summed."""
+    if not needed or main_gradient is not None:
+        return main_gradient if needed else None
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    return torch.zeros_like(weight, dtype=wide)
+
+
+def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
+    """``out`` becomes beta out + left right, summed in its dtype, which may be wider than the factors'."""
+    if out.dtype == left.dtype:
+        return out.addmm_(left, right, beta=beta)
+    if out.is_cuda:  # the product of bf16 factors in fp32; not yet run on a GPU
+        return torch.addmm(out, left, right, beta=beta, out_dtype=out.dtype, out=out)
+    return out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=beta)
