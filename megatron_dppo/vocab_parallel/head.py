@@ -27,6 +27,7 @@ from megatron_dppo.vocab_parallel.policy_stats import (
     described,
     row_gradient,
 )
+from megatron_dppo.vocab_parallel.row_kernels import BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -347,4 +348,11 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
         return out.addmm_(left, right, beta=beta)
     if out.is_cuda:  # the product of bf16 factors in fp32; not yet run on a GPU
         return torch.addmm(out, left, right, beta=beta, out_dtype=out.dtype, out=out)
-    return out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=beta)
+    if len(out) < out.shape[1]:
+        return _add_product(out.T, right.T, left.T, beta).T
+    # A CPU has no such product: of the larger factor a block at a time is copied.
+    right, step = right.to(out.dtype), max(1, BLOCK_BYTES // (out.itemsize * left.shape[1]))
+    for start in range(0, len(out), step):
+        rows = slice(start, start + step)
+        out[rows].addmm_(left[rows].to(out.dtype), right, beta=beta)
+    return out

@@ -22,6 +22,7 @@ from tests.ranks import run_ranks
 from tests.whole_tensors import gather_buckets, hf_buckets
 
 TOLERANCE = 5e-6
+CHUNKS = {"head": {"chunk_tokens": 16}}
 VOCABULARY = 515  # no multiple of 2: padded under tensor parallelism
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"layers": 4},
@@ -245,9 +246,9 @@ def reference_worker(folder: str) -> dict[str, Any]:
 def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[str, Any]:
     """Train every case, one after the other; on rank 0 the distances from the reference."""
     report = {}
-    for name, (family, parallel, changes) in cases.items():
-        changes = {"head": {"chunk_tokens": 16}, **changes}
-        got = train(str(Path(folder) / family), {**parallel, "world_size": world_size}, changes)
+    for name, (family, sizes, changes) in cases.items():
+        parallel = {**sizes, "world_size": world_size}
+        got = train(str(Path(folder) / family), parallel, CHUNKS | changes)
         if torch.distributed.get_rank() == 0:
             expected = torch.load(Path(folder) / f"{family}.pt", weights_only=True)
             report[name] = distances(got, expected)

@@ -1,0 +1,275 @@
+"""Statistics from hidden states, a chunk of tokens at a time: equal to the dense twin; what they read, keep and sum."""
+
+import pytest
+import torch
+
+from megatron_dppo.vocab_parallel.head import (
+    HeadFactor,
+    HeadOptions,
+    dense_head_stats,
+    head_stats,
+)
+from tests.live_tensors import LiveTensors
+
+T, H, COLUMNS, V, K = 37, 16, 120, 113, 4
+LIMITS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2}
+
+
+def problem(dtype=torch.float32, widths=(H,), tokens=T):
+    """Hidden states and weights of each factor, ids, Top-K ids, which tokens count, weights of the loss."""
+    g = torch.Generator().manual_seed(5)
+    pairs = [
+        (
+            torch.randn(tokens, h, generator=g).to(dtype),
+            torch.randn(COLUMNS, h, generator=g).to(dtype),
+        )
+        for h in widths
+    ]
+    ids = torch.randint(0, V, (tokens,), generator=g)
+    topk = torch.randint(-1, V, (tokens, K), generator=g)
+    counted = torch.rand(tokens, generator=g) < 0.7
+    weights = torch.randn(2, tokens, generator=g, dtype=torch.float64)
+    weights[:, ::4] = 0
+    return pairs, ids, topk, counted, weights
+
+
+def leaves(pairs, dtype=None):
+    return [[x.to(dtype or x.dtype).clone().requires_grad_() for x in pair] for pair in pairs]
+
+
+def loss_of(stats, weights):
+    return (stats.log_probs * weights[0]).sum() + (stats.entropy * weights[1]).sum()
+
+
+def error(value, expected):
+    expected = expected.nan_to_num(neginf=0)
+    return float((value.detach().double().nan_to_num(neginf=0) - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 5, 1000])
+@pytest.mark.parametrize("widths", [(H,), (H, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_agrees_with_the_dense_twin(dtype, widths, chunk_tokens):
+    pairs, ids, topk, counted, weights = problem(dtype, widths)
+    asked = {
+        "vocab_size": V,
+        "temperature": 0.8,
+        "topk_ids": topk,
+        "with_entropy": True,
+        "counted": counted,
+    }
+    got, twins = leaves(pairs), leaves(pairs, torch.float64)
+    stats = head_stats(
+        [HeadFactor(*p) for p in got], ids, options=HeadOptions(chunk_tokens), **asked
+    )
+    twin = dense_head_stats([HeadFactor(*p) for p in twins], ids, **asked)
+    loss_of(stats, weights).backward()
+    loss_of(twin, weights).backward()
+    limit = LIMITS[dtype]
+    for name in ("log_probs", "topk_log_probs", "entropy"):
+        value = getattr(stats, name)
+        assert error(value, getattr(twin, name).detach()) <= limit
+        assert (value[~counted] == 0).all()
+    assert not stats.topk_log_probs.requires_grad
+    for pair, expected in zip(got, twins, strict=True):
+        for leaf, twin_leaf in zip(pair, expected, strict=True):
+            assert leaf.grad.dtype == dtype
+            assert error(leaf.grad, twin_leaf.grad) <= limit
+
+
+def test_all_tokens_count_where_none_are_named():
+    pairs, ids, *_ = problem()
+    stats = head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V)
+    twin = dense_head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V)
+    assert error(stats.log_probs, twin.log_probs) <= 3e-6
+    assert (stats.topk_log_probs, stats.entropy) == (None, None)
+
+
+def test_a_token_that_does_not_count_is_never_read():
+    """Its hidden state is NaN, its ids are outside the vocabulary: no result and no gradient knows."""
+    pairs, ids, topk, counted, weights = problem()
+    pairs[0][0][~counted] = torch.nan
+    ids[~counted], topk[~counted] = V + 1, V + 1
+    ((hidden, weight),) = leaves(pairs)
+    stats = head_stats(
+        [HeadFactor(hidden, weight)], ids, vocab_size=V, topk_ids=topk, with_entropy=True,
+        counted=counted, options=HeadOptions(8),
+    )  # fmt: skip
+    loss_of(stats, weights).backward()
+    assert stats.faults.tolist() == [0, 0, 0]
+    assert weight.grad.isfinite().all()
+    assert (hidden.grad[~counted] == 0).all()
+    assert hidden.grad[counted].isfinite().all()
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 1000])
+def test_a_main_gradient_takes_the_sum_in_its_own_dtype(chunk_tokens):
+    """Two passes add up to the exact gradient within one rounding of bf16 products, not of a bf16 sum of 999s."""
+    pairs, ids, _, counted, weights = problem(torch.bfloat16, tokens=600)
+    main = torch.full((COLUMNS, H), 1e3)
+    ((hidden, weight),) = leaves(pairs)
+    for _ in range(2):
+        stats = head_stats(
+            [HeadFactor(hidden, weight, main)], ids, vocab_size=V, with_entropy=True,
+            counted=counted, options=HeadOptions(chunk_tokens),
+        )  # fmt: skip
+        loss_of(stats, weights).backward()
+    assert weight.grad is None
+    ((twin_hidden, twin_weight),) = leaves(pairs, torch.float64)
+    twin = dense_head_stats(
+        [HeadFactor(twin_hidden, twin_weight)],
+        ids,
+        vocab_size=V,
+        with_entropy=True,
+        counted=counted,
+    )
+    loss_of(twin, weights).backward()
+    # Of bf16 logits the error is 5e-3; a sum in bf16 would lose it beside 1000 altogether.
+    assert error(main - 1e3, 2 * twin_weight.grad) <= 1e-2
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 1000])
+def test_the_weight_is_summed_in_float32_over_chunks(chunk_tokens):
+    """1200 tokens of one kind: every chunk adds the same, and a sum in bf16 stands still at 256 times a summand."""
+    hidden = torch.ones(1200, 2, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 2, dtype=torch.bfloat16, requires_grad=True)
+    stats = head_stats(
+        [HeadFactor(hidden, weight)], torch.zeros(1200, dtype=torch.int64), vocab_size=2,
+        options=HeadOptions(chunk_tokens),
+    )  # fmt: skip
+    stats.log_probs.sum().backward()
+    assert weight.grad.tolist() == [[600, 600], [-600, -600]]
+
+
+def test_padding_columns_do_not_count():
+    pairs, ids, *_ = problem()
+    ((hidden, weight),) = leaves(pairs)
+    with torch.no_grad():
+        weight[V:] = 100 * hidden[0]
+    stats = head_stats([HeadFactor(hidden, weight)], ids, vocab_size=V, options=HeadOptions(5))
+    twin = dense_head_stats([HeadFactor(hidden, weight)], ids, vocab_size=V)
+    assert error(stats.log_probs.detach(), twin.log_probs.detach()) <= 3e-6
+    stats.log_probs.sum().backward()
+    assert (weight.grad[V:] == 0).all()
+
+
+@pytest.mark.parametrize("chunk_tokens", [5, 1000])
+def test_logits_of_float32_do_without_the_rounding_of_bf16(chunk_tokens):
+    """Weights in bf16: logits of their type are off by some hundredths of a nat, those of float32 by nothing."""
+    pairs, ids, _, _, weights = problem(torch.bfloat16)
+    errors = {}
+    for dtype in (None, torch.float32):
+        ((hidden, weight),) = leaves(pairs)
+        stats = head_stats(
+            [HeadFactor(hidden, weight)], ids, vocab_size=V, with_entropy=True,
+            options=HeadOptions(chunk_tokens, dtype),
+        )  # fmt: skip
+        twin = dense_head_stats([HeadFactor(hidden, weight)], ids, vocab_size=V)
+        errors[dtype] = float((stats.log_probs - twin.log_probs).detach().abs().mean())
+        loss_of(stats, weights).backward()
+        assert weight.grad.dtype == hidden.grad.dtype == torch.bfloat16
+    assert errors[torch.float32] <= 1e-6
+    assert errors[None] >= 1e-3
+
+
+@pytest.mark.parametrize("counted", [torch.zeros(T, dtype=torch.bool), None])
+def test_rows_without_a_gradient_are_nothing_to_the_backward_pass(counted):
+    """No token counts, or none has a gradient: gradients are 0 and in the graph."""
+    pairs, ids, *_ = problem()
+    ((hidden, weight),) = leaves(pairs)
+    stats = head_stats(
+        [HeadFactor(hidden, weight)], ids, vocab_size=V, counted=counted, options=HeadOptions(8)
+    )
+    (stats.log_probs * 0).sum().backward()
+    assert (hidden.grad == 0).all()
+    assert (weight.grad == 0).all()
+
+
+def test_only_rows_with_a_gradient_are_computed_again():
+    """Of 36 tokens in chunks of 6, those of the last chunk are kept; 8 of the others have a gradient: two products."""
+    pairs, ids, *_ = problem(tokens=36)
+    ((hidden, weight),) = leaves(pairs)
+    stats = head_stats([HeadFactor(hidden, weight)], ids, vocab_size=V, options=HeadOptions(6))
+    gradient = torch.zeros(36)
+    gradient[:16:2] = 1.0
+    products = Products()
+    with products:
+        stats.log_probs.backward(gradient)
+    assert products.rows == [6, 6, 2, 2]  # logits and hidden gradient of 6 rows, then of 2
+
+
+class Products(LiveTensors):
+    """Rows of the results of matrix products that are as long as chunks, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_) and len(result) <= 6:
+            self.rows.append(len(result))
+        return result
+
+
+def test_a_second_pass_over_one_graph_gives_the_same():
+    pairs, ids, *_, weights = problem()
+    ((hidden, weight),) = leaves(pairs)
+    stats = head_stats(
+        [HeadFactor(hidden, weight)], ids, vocab_size=V, with_entropy=True, options=HeadOptions(9)
+    )
+    passes = [
+        torch.autograd.grad(loss_of(stats, weights), (hidden, weight), retain_graph=True)
+        for _ in range(2)
+    ]
+    for first, second in zip(*passes, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [64, 640])
+def test_memory_beyond_hidden_states_and_weight_is_less_than_two_chunks_of_logits(dtype, tokens):
+    """Chunks of 64 tokens, 100,000 columns; the weight's gradient lies in the main gradient."""
+    columns, width, chunk = 100_000, 8, 64
+    hidden = torch.randn(tokens, width).to(dtype).requires_grad_()
+    weight = torch.randn(columns, width).to(dtype).requires_grad_()
+    main = torch.zeros(columns, width)
+    ids = torch.arange(tokens)
+    with LiveTensors() as live:
+        stats = head_stats(
+            [HeadFactor(hidden, weight, main)], ids, vocab_size=columns, options=HeadOptions(chunk)
+        )
+        stats.log_probs.sum().backward()
+    logits = chunk * columns * dtype.itemsize
+    assert logits <= live.peak <= 2 * logits
+
+
+BAD = {
+    "widths": ({}, {"weight": torch.zeros(COLUMNS, 3)}, r"expected \[T, H\] and \[C, H\]"),
+    "dtypes": ({}, {"weight": torch.zeros(COLUMNS, H, dtype=torch.bfloat16)}, "expected one dtype"),
+    "main gradient": ({}, {"main_gradient": torch.zeros(3, H)}, "main_gradient is torch.float32"),
+    "counted": ({"counted": torch.zeros(T)}, {}, r"expected torch.bool \(37,\)"),
+    "targets": ({"target_ids": torch.zeros(3, dtype=torch.int64)}, {}, r"torch.int64 \(37,\)"),
+    "chunk": ({"options": HeadOptions(0)}, {}, "chunk_tokens is 0, expected at least 1"),
+    "vocabulary": ({"vocab_size": 121}, {}, r"vocab_size is 121, expected 1 .. 120"),
+    "ids": ({"target_ids": torch.full((T,), V)}, {}, "37 target ids outside the vocabulary"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_named(case):
+    changes, factor, message = BAD[case]
+    pairs, ids, *_ = problem()
+    given = {"hidden": pairs[0][0], "weight": pairs[0][1], **factor}
+    arguments = {"target_ids": ids, "vocab_size": V, **changes}
+    with pytest.raises(ValueError, match=message):
+        head_stats([HeadFactor(**given)], **arguments)
+
+
+def test_rows_that_are_no_distribution_are_counted():
+    pairs, ids, *_ = problem()
+    pairs[0][0][3] = torch.nan
+    stats = head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V, raise_on_faults=False)
+    assert stats.faults.tolist() == [0, 0, 1]
+    with pytest.raises(ValueError, match="1 rows of logits that hold NaN"):
+        head_stats([HeadFactor(*pairs[0])], ids, vocab_size=V)
