@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunError as error:
         fatal(str(error))
     if this_machine().gpus:
-        set_allocator(config, os.environ)
+        set_allocator(None, os.environ)
     # First, so that what the libraries say while they are imported goes to the log.
     configure_logging(config.run.directory, int(os.environ["RANK"]))
     from megatron_dppo.loop.supervised_run import run_supervised_rank

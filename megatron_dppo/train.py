@@ -57,25 +57,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(resolved_yaml(config), end="")
             return 0
         if options.check:
+            from megatron_dppo.planner.run_plan import memory_here
+
             print(_checked(config, options).summary())
             here = this_machine()
-            print(_memory(config, here))
-            for fault in [*_missing_weights(config), *start_faults(config, here)]:
+            print(memory_here(config, here)[0])
+            folder = config.model.hf_checkpoint
+            lacking = [f"model.hf_checkpoint: {fault}" for fault in missing_weights(folder)]
+            for fault in [*lacking, *start_faults(config, here)]:
                 print(f"on this machine it can't be started: {fault}")
             return 0
         if "RANK" in os.environ:
             check_config(config, options.config)
-            _check_world(config, options.config)
-            _check_environment(config)
+            _check_world(config.parallel.world_size, options.config)
+            _check_environment(config.weight_sync.strategy)
     except ConfigError as error:
         fatal(str(error))
     return _run_rank(config) if "RANK" in os.environ else _supervise(config, options)
-
-
-def _memory(config: TrainConfig, machine: Machine) -> str:
-    from megatron_dppo.planner.run_plan import memory_here
-
-    return memory_here(config, machine)[0]
 
 
 def start_faults(config: TrainConfig, machine: Machine) -> list[str]:
@@ -86,17 +84,14 @@ def start_faults(config: TrainConfig, machine: Machine) -> list[str]:
     _, memory_faults = memory_here(config, machine)
     faults = [*machine_faults(config, machine), *memory_faults]
     if machine.gpus:
-        faults += allocator_faults(config, os.environ)
+        faults += allocator_faults(config.weight_sync.strategy, os.environ)
     try:
-        local_placement(config.parallel.world_size, ServerSections.where_generated(config), machine)
+        local_placement(
+            config.parallel.world_size, ServerSections.of(config).where_generated, machine
+        )
     except PlacementError as error:
         faults.append(str(error))
     return faults
-
-
-def _missing_weights(config: TrainConfig) -> list[str]:
-    folder = config.model.hf_checkpoint
-    return [f"model.hf_checkpoint: {fault}" for fault in missing_weights(folder)]
 
 
 def _checked(config: TrainConfig, options: argparse.Namespace) -> Plan:
@@ -116,33 +111,21 @@ def _checked(config: TrainConfig, options: argparse.Namespace) -> Plan:
     return plan
 
 
-def _all_faults(config: TrainConfig, source: str, faults: list[str]) -> ConfigError:
-    """Those of this machine, and those of the configuration that need no library."""
-    try:
-        check_config(config, source)
-    except ConfigError as error:
-        faults = [*error.faults, *faults]
-    return ConfigError(faults, f"{source}, on this machine")
-
-
-def _check_world(config: TrainConfig, source: str) -> None:
+def _check_world(size: int, source: str) -> None:
     """A launcher's world must be the configuration's. Raises ConfigError."""
     world = os.environ.get("WORLD_SIZE")
-    if world != str(config.parallel.world_size):
-        fault = (
-            f"parallel.world_size: got {config.parallel.world_size}, but the launcher set "
-            f"WORLD_SIZE to {world}"
-        )
+    if world != str(size):
+        fault = f"parallel.world_size: got {size}, but the launcher set WORLD_SIZE to {world}"
         raise ConfigError([fault], source)
 
 
-def _check_environment(config: TrainConfig) -> None:
+def _check_environment(strategy: str) -> None:
     """A rank's variables: set, or refused where a container's image has set them. Raises ConfigError."""
     if not this_machine().gpus:
         return
-    if faults := list(allocator_faults(config, os.environ)):
+    if faults := list(allocator_faults(strategy, os.environ)):
         raise ConfigError(faults, "the environment of this rank")
-    set_allocator(config, os.environ)
+    set_allocator(strategy, os.environ)
 
 
 def _run_rank(config: TrainConfig) -> NoReturn:
@@ -165,7 +148,11 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
 
     machine = this_machine()
     if faults := start_faults(config, machine):
-        fatal(str(_all_faults(config, options.config, faults)))
+        try:  # one error also says what needs no library to be seen
+            check_config(config, options.config)
+        except ConfigError as error:
+            faults = [*error.faults, *faults]
+        fatal(str(ConfigError(faults, f"{options.config}, on this machine")))
     if is_finished(config):
         print(
             f"nothing to do: the run in {config.run.directory} is at its last step, "
@@ -176,7 +163,7 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
         with checked_answers_file() as path:
             refused = check_in_child(MODULE, [options.config, *options.overrides, ANSWERS, path])
             return refused or run_local(
-                config, ServerSections.where_generated(config), MODULE, machine
+                config, ServerSections.of(config).where_generated, MODULE, machine
             )
     except RunError as error:
         fatal(str(error))

@@ -1,5 +1,4 @@
-"""Checks that need more than one field, or the file system: all run, and all problems are one
-error.
+"""Checks that need more than one field, or the file system: all run, and all faults are one error.
 
 Nothing here imports torch, Megatron or SGLang. What only those can tell (names of rewards, the
 libraries' own options) is checked by ``launch/library_checks.py`` before anything starts.
@@ -9,9 +8,11 @@ from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
@@ -23,15 +24,17 @@ from megatron_dppo.config.forwarded import (
     replay_faults,
     training_faults,
 )
-from megatron_dppo.config.layout import LAYOUT_CHECKS, Faults, Plan, world_faults
-from megatron_dppo.config.lora import (
-    adapter_update_faults,
-    engine_adapter_faults,
-    lora_faults,
-)
+from megatron_dppo.config.layout import Faults, Plan, layout_faults, world_faults
+from megatron_dppo.config.lora import adapter_update_faults, engine_adapter_faults, lora_faults
 from megatron_dppo.config.schema import (
     AlgorithmConfig,
-    PolicyConfig,
+    DataConfig,
+    EngineConfig,
+    EvaluationConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ProfileConfig,
+    RolloutConfig,
     Section,
     SupervisedConfig,
     TrainConfig,
@@ -46,9 +49,8 @@ MOST_STOPS = 32
 """Stop texts that SGLang takes."""
 
 
-def data_file_faults(config: TrainConfig) -> Iterator[str]:
+def data_file_faults(data: DataConfig) -> Faults:
     """Files that are not there, weights of some files alone, names that can't name metrics."""
-    data = config.data
     listed = not isinstance(data.train, str)
     files = {
         f"data.train[{i}].path" if listed else "data.train": file.path
@@ -78,9 +80,8 @@ def data_file_faults(config: TrainConfig) -> Iterator[str]:
             )
 
 
-def prompt_form_faults(config: TrainConfig) -> Iterator[str]:
-    """Templates without a place for the problem, and prompts that nothing would carry."""
-    data = config.data
+def prompt_form_faults(data: DataConfig, stop: Sequence[str]) -> Faults:
+    """Templates without a place for the problem, prompts that nothing would carry, stop texts."""
     if data.prompt_template is not None and data.prompt_template.count(PLACEHOLDER) != 1:
         yield (
             f"data.prompt_template: got {data.prompt_template!r}, expected {PLACEHOLDER} in it once, "
@@ -91,9 +92,9 @@ def prompt_form_faults(config: TrainConfig) -> Iterator[str]:
             "data.system_prompt: got one with data.apply_chat_template false, expected null: only a "
             "chat template carries a system message"
         )
-    if len(config.rollout.stop) > MOST_STOPS:
-        yield f"rollout.stop: got {len(config.rollout.stop)} texts, expected at most {MOST_STOPS}"
-    if "" in config.rollout.stop:
+    if len(stop) > MOST_STOPS:
+        yield f"rollout.stop: got {len(stop)} texts, expected at most {MOST_STOPS}"
+    if "" in stop:
         yield "rollout.stop: got an empty text, expected texts that end a response"
 
 
@@ -128,27 +129,27 @@ def unusable_values(config: Section) -> list[str]:
     ]
 
 
-def without_os_errors(faults: Iterator[str]) -> Iterator[str]:
-    """``problems``; where the file system fails on a path (too long, no permission) that is one."""
+def without_os_errors(faults: Faults) -> Faults:
+    """``faults``; where the file system fails on a path (too long, no permission) that is one."""
     try:
         yield from faults
     except OSError as error:
         yield f"{given(error.filename)}: {error.strerror}"
 
 
-def url_faults(config: TrainConfig) -> Iterator[str]:
+def url_faults(given_urls: Sequence[str]) -> Faults:
     """``engine.urls`` that no server can have, or that name one server twice."""
-    urls = [url.rstrip("/") for url in config.engine.urls]
+    urls = [url.rstrip("/") for url in given_urls]
     faults = [f"engine.urls: {fault}" for url in urls if (fault := url_fault(url))]
     yield from faults
     if not faults and len(set(urls)) < len(urls):
         yield f"engine.urls: got {urls}, expected each server once"
 
 
-def engine_split_faults(config: TrainConfig, model: ModelShape) -> Iterator[str]:
+def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> Faults:
     """``sglang.tp_size`` against the model's attention heads and key-value heads."""
     heads, groups = model.num_attention_heads, model.num_query_groups
-    size = config.sglang.get("tp_size") or 1
+    size = sglang.get("tp_size") or 1
     if not isinstance(size, int) or isinstance(size, bool):
         return  # the check against SGLang's own fields says so
     if size < 1:
@@ -162,21 +163,27 @@ def engine_split_faults(config: TrainConfig, model: ModelShape) -> Iterator[str]
         )
 
 
-def length_faults(config: TrainConfig, model: ModelShape) -> Iterator[str]:
+def length_faults(
+    data: DataConfig,
+    rollout: RolloutConfig,
+    evaluation: EvaluationConfig,
+    sglang: Mapping[str, Any],
+    model: ModelShape,
+) -> Faults:
     """Prompts and responses against the model's positions, and what a server of them serves.
 
     A run that replays rollouts asks no server: it has all of the model's positions.
     """
-    generates = config.rollout.replay_from is None
+    generates = rollout.replay_from is None
     spare, prompt_spare = (SPARE_POSITIONS, PROMPT_SPARE_POSITIONS) if generates else (0, 1)
     limits: dict[str, Any] = {"model's": model.max_position_embeddings}
     if generates:
         for key in ("context_length", "max_total_tokens"):
-            limits[f"engine's sglang.{key} of"] = config.sglang.get(key)
-    prompt = config.data.max_prompt_tokens
-    responses = {"rollout": config.rollout.max_response_tokens}
-    if config.evaluation.max_response_tokens is not None:  # else it is the rollout's
-        responses["evaluation"] = config.evaluation.max_response_tokens
+            limits[f"engine's sglang.{key} of"] = sglang.get(key)
+    prompt = data.max_prompt_tokens
+    responses = {"rollout": rollout.max_response_tokens}
+    if evaluation.max_response_tokens is not None:  # else it is the rollout's
+        responses["evaluation"] = evaluation.max_response_tokens
     why = ", of which SGLang fills all but {}" if generates else ""
     for whose, longest in limits.items():
         if not isinstance(longest, int):
@@ -237,68 +244,74 @@ MOST_RESPONSES = 2**24
 BATCH_FILES = "step_*.safetensors"
 """As ``data/batch_file.py`` names saved batches."""
 
-P = TypeVar("P", bound=PolicyConfig)
-Check = Callable[[TrainConfig], Faults]
-ModelCheck = Callable[[TrainConfig, ModelShape], Faults]
-
 
 def check_config(
     config: TrainConfig, source: str = "configuration", *, weights: bool = True
 ) -> Plan:
-    """Run every check. Returns what follows from the configuration. Raises ConfigError naming
-    ``source``.
+    """Run every check. Returns what follows from the configuration. Raises ConfigError naming ``source``.
 
     ``weights``: the model's weights must be there; its config.json and tokenizer always must.
     """
     refuse_unusable_values(config, source)
-    faults = [fault for check in CHECKS for fault in without_os_errors(check(config))]
-    model = _checked_model(config, MODEL_CHECKS, faults, source, weights=weights)
-    return Plan.of(config, model)
+    faults = [fault for check in _checks(config) for fault in without_os_errors(check)]
+    model = _checked_model(
+        config.model, partial(_model_checks, config), faults, source, weights=weights
+    )
+    return Plan.of(config.parallel.sizes, config.rollout, config.training, model)
 
 
 def check_supervised_config(config: SupervisedConfig, source: str = "configuration") -> None:
     """As :func:`check_config`, of a supervised run."""
     refuse_unusable_values(config, source)
+    parallel, training = config.parallel, config.training
     faults = [
-        *world_faults(config),
+        *world_faults(parallel.sizes),
         *megatron_faults(config.megatron),
-        *training_faults(config),
-        *schedule_faults(config),
+        *training_faults(
+            config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
+        ),
+        *schedule_faults(config.optimizer),
     ]
     if not Path(config.data.train).is_file():
         faults.append(f"data.train: got {config.data.train!r}, expected a JSONL or Parquet file")
-    if config.training.sequences_per_step < config.parallel.data:
+    if training.sequences_per_step < parallel.data:
         faults.append(
-            f"training.sequences_per_step: got {config.training.sequences_per_step}, expected at "
-            f"least one for each of the {config.parallel.data} data-parallel ranks"
+            f"training.sequences_per_step: got {training.sequences_per_step}, expected at "
+            f"least one for each of the {parallel.data} data-parallel ranks"
         )
-    _checked_model(config, (*LAYOUT_CHECKS, lora_faults), faults, source)
+
+    def model_checks(model: ModelShape) -> tuple[Faults, ...]:
+        return (
+            layout_faults(parallel.sizes, config.megatron, model),
+            lora_faults(config.lora, parallel.sizes, model, has_engines=False),
+        )
+
+    _checked_model(config.model, model_checks, faults, source)
 
 
 def _checked_model(
-    config: P,
-    checks: Sequence[Callable[[P, ModelShape], Faults]],
+    section: ModelConfig,
+    checks: Callable[[ModelShape], tuple[Faults, ...]],
     faults: list[str],
     source: str,
     *,
     weights: bool = True,
 ) -> ModelShape:
-    """The model's shape, when neither it nor what was found before is a problem."""
+    """The model's shape, when neither it nor what was found before is a fault."""
     model = None
     try:
-        model = read_checkpoint_folder(config.model.hf_checkpoint, weights=weights)
+        model = read_checkpoint_folder(section.hf_checkpoint, weights=weights)
     except ConfigError as error:
         faults += error.faults
     if model is not None:
-        faults += [p for check in checks for p in check(config, model)]
+        faults += chain.from_iterable(checks(model))
     if faults or model is None:
         raise ConfigError(faults, source)
     return model
 
 
-def batch_faults(config: TrainConfig) -> Faults:
-    """Why a rollout batch can't be cut into optimiser steps, or shared by the data-parallel ranks."""
-    rollout, size = config.rollout, config.training.prompts_per_mini_batch
+def batch_faults(rollout: RolloutConfig, size: int, data: int) -> Faults:
+    """Why a rollout batch can't be cut into optimiser steps of ``size`` prompts, or shared by ``data`` replicas."""
     if rollout.prompts_per_step % size:
         yield (
             f"training.prompts_per_mini_batch: got {size}, expected a divisor of "
@@ -310,26 +323,21 @@ def batch_faults(config: TrainConfig) -> Faults:
             f"{rollout.prompts_per_step} that is {responses} responses in a batch, expected at most "
             f"{MOST_RESPONSES}"
         )
-    data = config.parallel.data
     if data and rollout.prompts_per_step % data:
         yield (
             f"rollout.prompts_per_step: got {rollout.prompts_per_step}, expected a multiple of the "
-            f"{data} data-parallel ranks (world_size / (tensor x pipeline)), which share the "
-            "prompts"
+            f"{data} data-parallel ranks (world_size / (tensor x pipeline)), which share the prompts"
         )
     if size * rollout.group_size < data:
         yield (
             f"training.prompts_per_mini_batch: got {size} x rollout.group_size "
-            f"{rollout.group_size} = "
-            f"{size * rollout.group_size} responses in an optimiser step, expected at least one "
-            "for "
-            f"each of the {data} data-parallel ranks"
+            f"{rollout.group_size} = {size * rollout.group_size} responses in an optimiser step, expected "
+            f"at least one for each of the {data} data-parallel ranks"
         )
 
 
-def schedule_faults(config: PolicyConfig) -> Faults:
+def schedule_faults(optimizer: OptimizerConfig) -> Faults:
     """Numbers of the learning rate's schedule that don't go together."""
-    optimizer = config.optimizer
     falls, end = optimizer.schedule != "constant", optimizer.decay_steps
     if falls and (end is None or end <= optimizer.warmup_steps):
         yield (
@@ -345,23 +353,22 @@ def schedule_faults(config: PolicyConfig) -> Faults:
         yield f"optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr, {optimizer.lr}"
 
 
-def _untruncated_sampling(config: TrainConfig) -> Faults:
+def _untruncated_sampling(rollout: RolloutConfig) -> Faults:
     reason = "the engine's log-probabilities ignore the truncation, the samples do not"
-    if config.rollout.top_p != 1:
-        yield f"rollout.top_p: got {config.rollout.top_p}, expected 1: {reason}"
-    if config.rollout.top_k != -1:
-        yield f"rollout.top_k: got {config.rollout.top_k}, expected -1 (off): {reason}"
+    if rollout.top_p != 1:
+        yield f"rollout.top_p: got {rollout.top_p}, expected 1: {reason}"
+    if rollout.top_k != -1:
+        yield f"rollout.top_k: got {rollout.top_k}, expected -1 (off): {reason}"
 
 
-def _algorithm(config: TrainConfig) -> Faults:
+def _algorithm(algorithm: AlgorithmConfig) -> Faults:
     try:
-        config.algorithm.facts()
+        algorithm.facts()
     except ValueError as error:
         yield f"algorithm: {error}"
 
 
-def _aggregation(config: TrainConfig) -> Faults:
-    algorithm = config.algorithm
+def _aggregation(algorithm: AlgorithmConfig) -> Faults:
     takes_constant = algorithm.aggregation == "sequence-mean-with-constant"
     if not takes_constant and algorithm.aggregation_constant is not None:
         yield (
@@ -371,8 +378,8 @@ def _aggregation(config: TrainConfig) -> Faults:
         )
 
 
-def _reference(config: TrainConfig) -> Faults:
-    algorithm, unchanged = config.algorithm, AlgorithmConfig()
+def _reference(algorithm: AlgorithmConfig) -> Faults:
+    unchanged = AlgorithmConfig()
     if algorithm.reference_kl > 0:
         return
     for key in ("reference_estimator", "reference_importance_weights"):
@@ -383,8 +390,7 @@ def _reference(config: TrainConfig) -> Faults:
             )
 
 
-def _replay_folder(config: TrainConfig) -> Faults:
-    folder = config.rollout.replay_from
+def _replay_folder(folder: str | None) -> Faults:
     if folder is not None and not any(Path(folder).glob(BATCH_FILES)):
         yield (
             f"rollout.replay_from: got {folder!r}, expected a folder of rollout batches "
@@ -392,25 +398,20 @@ def _replay_folder(config: TrainConfig) -> Faults:
         )
 
 
-def _profile(config: TrainConfig) -> Faults:
+def _profile(profile: ProfileConfig, world: int, steps: int) -> Faults:
     """Steps and ranks that there are none of, so that no trace would come."""
-    world, steps = config.parallel.world_size, config.run.steps
-    if odd := [rank for rank in config.profile.ranks if not 0 <= rank < world]:
+    if odd := [rank for rank in profile.ranks if not 0 <= rank < world]:
         yield f"profile.ranks: got {odd}, expected ranks from 0 to {world - 1}"
-    if odd := [step for step in config.profile.steps if not 1 <= step <= steps]:
+    if odd := [step for step in profile.steps if not 1 <= step <= steps]:
         yield f"profile.steps: got {odd}, expected steps from 1 to run.steps = {steps}"
 
 
-def _staleness(config: TrainConfig) -> Faults:
-    if config.rollout.replay_from is not None and config.rollout.max_staleness:
+def _overlap(rollout: RolloutConfig) -> Faults:
+    if rollout.replay_from is not None and rollout.max_staleness:
         yield (
-            f"rollout.max_staleness: got {config.rollout.max_staleness} with rollout.replay_from, "
+            f"rollout.max_staleness: got {rollout.max_staleness} with rollout.replay_from, "
             "expected 0: nothing is generated, so nothing can overlap"
         )
-
-
-def _oversampling(config: TrainConfig) -> Faults:
-    rollout = config.rollout
     if rollout.oversampling > 1 and not rollout.drop_zero_variance_groups:
         yield (
             f"rollout.oversampling: got {rollout.oversampling}, expected 1 without "
@@ -418,114 +419,99 @@ def _oversampling(config: TrainConfig) -> Faults:
         )
 
 
-def _run_directory(config: TrainConfig) -> Faults:
-    path = Path(config.run.directory)
+def _run_directory(directory: str) -> Faults:
+    path = Path(directory)
     if path.exists() and not path.is_dir():
-        yield f"run.directory: got {config.run.directory!r}, which is a file, expected a folder"
+        yield f"run.directory: got {directory!r}, which is a file, expected a folder"
 
 
-def _engine_ports(config: TrainConfig) -> Faults:
-    engine = config.engine
+def _engine(engine: EngineConfig, rollout: RolloutConfig) -> Faults:
     if engine.port is not None and engine.port + engine.started > 65536:
         yield (
             f"engine.port: got {engine.port} for {engine.started} servers, expected at most "
             f"{65536 - engine.started}: they count on from it"
         )
-
-
-def _deterministic(config: TrainConfig) -> Faults:
-    if config.engine.deterministic and config.rollout.responses_per_call > 1:
+    if engine.deterministic and rollout.responses_per_call > 1:
         yield (
-            f"rollout.responses_per_call: got {config.rollout.responses_per_call}, expected 1 with "
+            f"rollout.responses_per_call: got {rollout.responses_per_call}, expected 1 with "
             "engine.deterministic: each response has a seed of its own"
         )
-
-
-def _certificates(config: TrainConfig) -> Faults:
-    path = config.engine.ca_file
-    if path is None:
+    if engine.ca_file is None:
         return
     try:
-        ssl.create_default_context(cafile=path)
+        ssl.create_default_context(cafile=engine.ca_file)
     except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
-        yield f"engine.ca_file: got {path!r}, expected a PEM file of certificates: {error}"
+        yield f"engine.ca_file: got {engine.ca_file!r}, expected a PEM file of certificates: {error}"
 
 
-def _forwarded(config: TrainConfig) -> Faults:
-    yield from megatron_faults(config.megatron)
-    yield from training_faults(config)
-    yield from SGLANG.faults(config.sglang)
-
-
-def _router_replay(config: TrainConfig, model: ModelShape) -> Faults:
-    if not config.rollout.router_replay:
+def _router_replay(
+    rollout: RolloutConfig, megatron: Mapping[str, Any], model: ModelShape
+) -> Faults:
+    if not rollout.router_replay:
         return
-    yield from replay_faults(config.megatron)
+    yield from replay_faults(megatron)
     if not model.is_moe:
         yield (
-            f"rollout.router_replay: got true, expected false: {model.family} is a dense "
-            "model, "
-            "it routes nothing"
+            f"rollout.router_replay: got true, expected false: {model.family} is a dense model, it routes nothing"
         )
 
 
-def _expert_kernel(config: TrainConfig, model: ModelShape) -> Faults:
-    if model.is_moe:
-        yield from expert_kernel_faults(config.sglang)
-
-
-def _topk(config: TrainConfig, model: ModelShape) -> Faults:
-    if config.rollout.topk_log_probs > model.vocab_size:
+def _topk(algorithm: AlgorithmConfig, configured: int, vocab_size: int) -> Faults:
+    if configured > vocab_size:
         yield (
-            f"rollout.topk_log_probs: got {config.rollout.topk_log_probs}, expected at most the "
-            f"vocabulary's {model.vocab_size}"
+            f"rollout.topk_log_probs: got {configured}, expected at most the vocabulary's {vocab_size}"
         )
-    if not any(_algorithm(config)):
+    if not any(_algorithm(algorithm)):
         try:
-            carried_topk(config.algorithm.facts(), config.rollout.topk_log_probs, model.vocab_size)
+            carried_topk(algorithm.facts(), configured, vocab_size)
         except ValueError as error:
             yield f"algorithm: {error}"
 
 
-def _stop_tokens(config: TrainConfig, model: ModelShape) -> Faults:
-    unknown = [t for t in config.rollout.stop_token_ids if not 0 <= t < model.vocab_size]
-    if unknown:
-        yield (
-            f"rollout.stop_token_ids: got {unknown}, expected ids below the vocabulary's "
-            f"{model.vocab_size}"
-        )
+def _stop_tokens(ids: Sequence[int], vocab_size: int) -> Faults:
+    if unknown := [token for token in ids if not 0 <= token < vocab_size]:
+        yield f"rollout.stop_token_ids: got {unknown}, expected ids below the vocabulary's {vocab_size}"
 
 
-CHECKS: tuple[Check, ...] = (
-    url_faults,
-    world_faults,
-    batch_faults,
-    schedule_faults,
-    _untruncated_sampling,
-    _algorithm,
-    _aggregation,
-    _reference,
-    data_file_faults,
-    prompt_form_faults,
-    _replay_folder,
-    _profile,
-    _staleness,
-    _oversampling,
-    _run_directory,
-    _engine_ports,
-    _deterministic,
-    _certificates,
-    _forwarded,
-    engine_adapter_faults,
-)
-MODEL_CHECKS: tuple[ModelCheck, ...] = (
-    *LAYOUT_CHECKS,
-    lora_faults,
-    adapter_update_faults,
-    _router_replay,
-    _expert_kernel,
-    length_faults,
-    engine_split_faults,
-    _topk,
-    _stop_tokens,
-)
+def _checks(config: TrainConfig) -> tuple[Faults, ...]:
+    """The checks that read no model."""
+    rollout, algorithm, engine = config.rollout, config.algorithm, config.engine
+    return (
+        url_faults(engine.urls),
+        world_faults(config.parallel.sizes),
+        batch_faults(rollout, config.training.prompts_per_mini_batch, config.parallel.data),
+        schedule_faults(config.optimizer),
+        _untruncated_sampling(rollout),
+        _algorithm(algorithm),
+        _aggregation(algorithm),
+        _reference(algorithm),
+        data_file_faults(config.data),
+        prompt_form_faults(config.data, rollout.stop),
+        _replay_folder(rollout.replay_from),
+        _profile(config.profile, config.parallel.world_size, config.run.steps),
+        _overlap(rollout),
+        _run_directory(config.run.directory),
+        _engine(engine, rollout),
+        megatron_faults(config.megatron),
+        training_faults(
+            config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
+        ),
+        SGLANG.faults(config.sglang),
+        engine_adapter_faults(config.lora, config.sglang, config.weight_sync, engine),
+    )
+
+
+def _model_checks(config: TrainConfig, model: ModelShape) -> tuple[Faults, ...]:
+    """The checks of ``model`` against the configuration."""
+    rollout, sizes = config.rollout, config.parallel.sizes
+    return (
+        layout_faults(sizes, config.megatron, model),
+        lora_faults(config.lora, sizes, model, has_engines=True),
+        adapter_update_faults(config.lora, model),
+        _router_replay(rollout, config.megatron, model),
+        expert_kernel_faults(config.sglang) if model.is_moe else iter(()),
+        length_faults(config.data, rollout, config.evaluation, config.sglang, model),
+        engine_split_faults(config.sglang, model),
+        _topk(config.algorithm, rollout.topk_log_probs, model.vocab_size),
+        _stop_tokens(rollout.stop_token_ids, model.vocab_size),
+    )

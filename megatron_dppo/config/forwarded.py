@@ -15,7 +15,6 @@ from typing import Any
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_dppo.config.errors import closest, expectation, given
-from megatron_dppo.config.schema import PolicyConfig
 
 # Options that a library declares, as plain data, and whether a configured value fits one of them.
 # The readers are :mod:`megatron_dppo.trainer.megatron_config` and
@@ -374,12 +373,14 @@ OPTIMIZER = ForwardedTable(
 """Fields of megatron.core's OptimizerConfig."""
 
 
-def training_faults(config: PolicyConfig) -> Iterator[str]:
-    """What is wrong with both tables, as far as our own sections tell."""
-    yield from DDP.faults(config.megatron_ddp)
-    if config.megatron_ddp.get("overlap_param_gather") and not config.distributed_optimizer:
+def training_faults(
+    ddp: Mapping[str, Any], optimizer: Mapping[str, Any], distributed: bool
+) -> Iterator[str]:
+    """What is wrong with both tables beside a ``distributed`` optimizer or a replicated one."""
+    yield from DDP.faults(ddp)
+    if ddp.get("overlap_param_gather") and not distributed:
         yield (
             "megatron_ddp.overlap_param_gather: got true, expected optimizer.distributed: true with it: without "
             "it every replica has all weights, and nothing is gathered"
         )
-    yield from OPTIMIZER.faults(config.megatron_optimizer)
+    yield from OPTIMIZER.faults(optimizer)

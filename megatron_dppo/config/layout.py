@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from megatron_dppo.config.schema import PolicyConfig, TrainConfig
-from megatron_dppo.model.layout import Layout, model_faults, size_faults
+from megatron_dppo.config.schema import RolloutConfig, TrainingConfig
+from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 
 Faults = Iterator[str]
-LayoutCheck = Callable[[PolicyConfig, ModelShape], Faults]
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,20 @@ class Plan:
     responses_per_batch: int
 
     @classmethod
-    def of(cls, config: TrainConfig, model: ModelShape) -> Plan:
-        """Derive; ``config`` must have passed its checks."""
-        sizes, rollout = config.parallel.sizes, config.rollout
+    def of(
+        cls,
+        sizes: LayoutSizes,
+        rollout: RolloutConfig,
+        training: TrainingConfig,
+        model: ModelShape,
+    ) -> Plan:
+        """Derive; the sections must have passed their checks."""
         return cls(
             layout=Layout.of(sizes),
             sequence_parallel=sizes.sequence_parallel(model),
             vocab=model.vocab_size,
             padded_vocab=padded_vocab_size(model.vocab_size, sizes.tensor),
-            steps_per_batch=rollout.prompts_per_step // config.training.prompts_per_mini_batch,
+            steps_per_batch=rollout.prompts_per_step // training.prompts_per_mini_batch,
             responses_per_batch=rollout.prompts_per_step * rollout.group_size,
         )
 
@@ -66,22 +71,17 @@ def _product(sizes: dict[str, int]) -> str:
     return " x ".join(f"{name} {size}" for name, size in sizes.items())
 
 
-def world_faults(config: PolicyConfig) -> Faults:
+def world_faults(sizes: LayoutSizes) -> Faults:
     """What is wrong with the layout whatever the model is."""
-    yield from (fault.text("parallel.") for fault in size_faults(config.parallel.sizes))
+    yield from (fault.text("parallel.") for fault in size_faults(sizes))
 
 
-def _fits_the_model(config: PolicyConfig, model: ModelShape) -> Faults:
-    yield from (p.text("parallel.") for p in model_faults(config.parallel.sizes, model))
-
-
-def _dense_dispatches_nothing(config: PolicyConfig, model: ModelShape) -> Faults:
-    dispatcher = config.megatron.get("moe_token_dispatcher_type")
+def layout_faults(sizes: LayoutSizes, megatron: Mapping[str, Any], model: ModelShape) -> Faults:
+    """What is wrong with the layout, and with the ``megatron:`` table's dispatcher, for this model."""
+    yield from (fault.text("parallel.") for fault in model_faults(sizes, model))
+    dispatcher = megatron.get("moe_token_dispatcher_type")
     if dispatcher is not None and not model.is_moe:
         yield (
             f"megatron.moe_token_dispatcher_type: got {dispatcher!r}, expected nothing: "
             f"{model.family} is a dense model"
         )
-
-
-LAYOUT_CHECKS: tuple[LayoutCheck, ...] = (_fits_the_model, _dense_dispatches_nothing)

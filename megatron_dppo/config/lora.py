@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_dppo.config.errors import given
-from megatron_dppo.config.schema import LoraConfig, PolicyConfig, TrainConfig
+from megatron_dppo.config.schema import EngineConfig, LoraConfig, WeightSyncConfig
 from megatron_dppo.model.adapters import (
     EXPERTS,
     AdapterError,
@@ -15,7 +16,7 @@ from megatron_dppo.model.adapters import (
     module_groups,
     resolve_modules,
 )
-from megatron_dppo.model.layout import Layout, model_faults, size_faults
+from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 
 Faults = Iterator[str]
@@ -31,9 +32,10 @@ def adapters_of(lora: LoraConfig, shape: ModelShape) -> Adapters | None:
     return Adapters(lora.rank, lora.scale_alpha, modules, lora.experts == "shared")
 
 
-def lora_faults(config: PolicyConfig, shape: ModelShape) -> Faults:
+def lora_faults(
+    lora: LoraConfig, sizes: LayoutSizes, shape: ModelShape, *, has_engines: bool
+) -> Faults:
     """What of the ``lora:`` section can't be, each with its key."""
-    lora = config.lora
     if not lora.rank:
         yield from _without_adapters(lora)
         return
@@ -43,39 +45,61 @@ def lora_faults(config: PolicyConfig, shape: ModelShape) -> Faults:
         yield f"lora.target_modules: {error}"
         return
     assert adapters is not None
-    if updates_adapters(lora) and not isinstance(config, TrainConfig):
+    if updates_adapters(lora) and not has_engines:
         yield "lora.update: got 'adapters', expected 'merged': a supervised run has no engines to send them to"
     has_experts = set(module_groups(shape).get(EXPERTS, ())) & set(adapters.modules)
     if lora.experts == "shared" and not has_experts:
         yield "lora.experts: got 'shared', expected 'each': no expert has an adapter"
     if lora.train_router and not shape.is_moe:
         yield f"lora.train_router: got true, expected false: {shape.family} is a dense model"
-    sizes = config.parallel.sizes
     if not size_faults(sizes) and not model_faults(sizes, shape):
         faults = adapter_faults(adapters, shape, Layout.of(sizes))
         yield from (f"lora: {fault}" for fault in faults)
     yield from _folder(lora)
 
 
-def engine_adapter_faults(config: TrainConfig) -> Faults:
+def engine_adapter_faults(
+    lora: LoraConfig,
+    sglang: Mapping[str, Any],
+    weight_sync: WeightSyncConfig,
+    engine: EngineConfig,
+) -> Faults:
     """What can't be together with ``lora.update``: engines are sent merged weights, or load adapters of the run's."""
-    set_here = ("lora_backend",) if updates_adapters(config.lora) else ()
-    for key, value in config.sglang.items():
+    set_here = ("lora_backend",) if updates_adapters(lora) else ()
+    for key, value in sglang.items():
         if "lora" in key and key not in set_here:
             yield (
                 f"sglang.{key}: got {given(value)}, expected nothing: engines are sent merged weights, or with "
                 "lora.update adapters what the lora section says"
             )
-    if updates_adapters(config.lora):
-        yield from _needs_of_adapter_updates(config)
+    if not updates_adapters(lora):
+        return
+    with_adapters = "with lora.update 'adapters'"
+    if weight_sync.strategy != "disk":
+        yield (
+            f"weight_sync.strategy: got {weight_sync.strategy!r} {with_adapters}, expected 'disk': SGLang reads "
+            "adapters from a folder; what it takes over the network it unpickles"
+        )
+    if lora.train_router:
+        yield f"lora.train_router: got true {with_adapters}, expected false: routers are no adapters"
+    if engine.deterministic:
+        yield (
+            f"engine.deterministic: got true {with_adapters}, expected false: what SGLang's LoRA adds to an answer "
+            "may depend on its neighbours in the batch"
+        )
+    if engine.uses_router:
+        yield (
+            f"engine.router: got {given(engine.router)} {with_adapters}, expected false: requests that name "
+            "adapters were not tested through the HTTP router"
+        )
 
 
-def adapter_update_faults(config: TrainConfig, shape: ModelShape) -> Faults:
+def adapter_update_faults(lora: LoraConfig, shape: ModelShape) -> Faults:
     """Why SGLang's LoRA can't compute with the adapters that ``lora.update: adapters`` would send."""
-    if not updates_adapters(config.lora):
+    if not updates_adapters(lora):
         return
     try:
-        adapters = adapters_of(config.lora, shape)
+        adapters = adapters_of(lora, shape)
     except AdapterError:  # lora_faults names it
         return
     assert adapters is not None
@@ -96,27 +120,6 @@ def adapter_update_faults(config: TrainConfig, shape: ModelShape) -> Faults:
 def updates_adapters(lora: LoraConfig) -> bool:
     """Whether weight updates send adapters alone."""
     return lora.rank > 0 and lora.update == "adapters"
-
-
-def _needs_of_adapter_updates(config: TrainConfig) -> Faults:
-    with_adapters = "with lora.update 'adapters'"
-    if config.weight_sync.strategy != "disk":
-        yield (
-            f"weight_sync.strategy: got {config.weight_sync.strategy!r} {with_adapters}, expected 'disk': SGLang reads "
-            "adapters from a folder; what it takes over the network it unpickles"
-        )
-    if config.lora.train_router:
-        yield f"lora.train_router: got true {with_adapters}, expected false: routers are no adapters"
-    if config.engine.deterministic:
-        yield (
-            f"engine.deterministic: got true {with_adapters}, expected false: what SGLang's LoRA adds to an answer "
-            "may depend on its neighbours in the batch"
-        )
-    if config.engine.uses_router:
-        yield (
-            f"engine.router: got {given(config.engine.router)} {with_adapters}, expected false: requests that name "
-            "adapters were not tested through the HTTP router"
-        )
 
 
 def _without_adapters(lora: LoraConfig) -> Faults:

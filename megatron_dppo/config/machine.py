@@ -10,8 +10,9 @@ import subprocess
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from megatron_dppo.config.schema import PolicyConfig, TrainConfig
+from megatron_dppo.config.schema import EngineConfig, TrainConfig
 from megatron_dppo.system.files import unwritable
 from megatron_dppo.system.network import InterfaceError, interface_address, resolve
 
@@ -20,23 +21,23 @@ from megatron_dppo.system.network import InterfaceError, interface_address, reso
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def allocator_faults(config: TrainConfig, environment: Mapping[str, str]) -> Iterator[str]:
-    """Expandable segments, which CUDA IPC does not hand to SGLang, with ``weight_sync.strategy`` tensor."""
+def allocator_faults(strategy: str, environment: Mapping[str, str]) -> Iterator[str]:
+    """Expandable segments, which CUDA IPC does not hand to SGLang, where ``weight_sync.strategy`` is tensor."""
     variable = expandable_segments(environment)
-    if variable is not None and config.weight_sync.strategy == "tensor":
+    if variable is not None and strategy == "tensor":
         yield (
             f"{variable}: got {environment[variable]!r} with weight_sync.strategy tensor, expected no "
             "expandable_segments: an engine can't open such memory by a CUDA IPC handle"
         )
 
 
-def set_allocator(config: PolicyConfig, environment: MutableMapping[str, str]) -> None:
+def set_allocator(strategy: str | None, environment: MutableMapping[str, str]) -> None:
     """Have a trainer rank's torch allocate expandable segments, where nobody chose and no engine opens its memory.
 
-    The planner's share of memory that can't be used is one with them. Before torch is imported.
+    ``strategy``: ``weight_sync.strategy``, None without engines. The planner's share of memory that can't be used is
+    one with expandable segments. Before torch is imported.
     """
-    shared = isinstance(config, TrainConfig) and config.weight_sync.strategy == "tensor"
-    if not shared and not any(name in environment for name in ALLOCATOR_VARIABLES):
+    if strategy != "tensor" and not any(name in environment for name in ALLOCATOR_VARIABLES):
         environment[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
@@ -82,9 +83,18 @@ def this_machine() -> Machine:
 
 def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
     """Why a run with all its ranks and servers can't work on ``machine``: one line for each reason."""
-    yield from _place_faults(config)
-    ranks = config.parallel.world_size
-    servers = config.engine.started if config.rollout.replay_from is None else 0
+    engine, sync, ranks = config.engine, config.weight_sync, config.parallel.world_size
+    generates = config.rollout.replay_from is None
+    yield from _interface_faults(config.parallel.interface)
+    folders = {"run.directory": config.run.directory}
+    if generates:
+        yield from _server_faults(engine)
+        if sync.strategy == "disk":
+            folders["weight_sync.directory"] = sync.directory or "/dev/shm"
+    for key, folder in folders.items():
+        if fault := unwritable(Path(folder)):
+            yield f"{key}: {fault}, expected a folder of your own"
+    servers = engine.started if generates else 0
     if machine.open_files < LEAST_OPEN_FILES:
         yield (
             f"open files: this process may have {machine.open_files}, expected at least "
@@ -94,7 +104,7 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
         if ranks > machine.gpus:
             yield f"GPUs: {ranks} ranks need one each, this machine has {machine.gpus}"
         return
-    processes = ranks + servers * _per_server(config)
+    processes = ranks + servers * _per_server(config.sglang)
     if processes > 8 * machine.cores:
         yield (
             f"cores: {processes} processes of ranks and servers on {machine.cores} cores, expected at "
@@ -102,24 +112,20 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
         )
 
 
-def _place_faults(config: TrainConfig) -> Iterator[str]:
-    """What the configuration names and this machine has not: an interface, a Python, folders to write in."""
-    if config.parallel.interface is not None:
-        try:
-            interface_address(config.parallel.interface)
-        except InterfaceError as error:
-            yield f"parallel.interface: {error}"
-    generates = config.rollout.replay_from is None
-    packages = ["sglang"] * bool(config.engine.started) + ["smg"] * config.engine.uses_router
-    if generates and packages:
-        yield from _host_faults(config.engine.host)
-        yield from _python_faults(config.engine.python, ["megatron_dppo", *packages])
-    folders = {"run.directory": config.run.directory}
-    if generates and config.weight_sync.strategy == "disk":
-        folders["weight_sync.directory"] = config.weight_sync.directory or "/dev/shm"
-    for key, folder in folders.items():
-        if fault := unwritable(Path(folder)):
-            yield f"{key}: {fault}, expected a folder of your own"
+def _interface_faults(interface: str | None) -> Iterator[str]:
+    if interface is None:
+        return
+    try:
+        interface_address(interface)
+    except InterfaceError as error:
+        yield f"parallel.interface: {error}"
+
+
+def _server_faults(engine: EngineConfig) -> Iterator[str]:
+    """The address and the interpreter of servers and router that are started here."""
+    if packages := ["sglang"] * bool(engine.started) + ["smg"] * engine.uses_router:
+        yield from _host_faults(engine.host)
+        yield from _python_faults(engine.python, ["megatron_dppo", *packages])
 
 
 def _host_faults(host: str) -> Iterator[str]:
@@ -154,10 +160,9 @@ def _python_faults(python: str | None, packages: Sequence[str]) -> Iterator[str]
         yield f"engine.python: got {python!r}, which lacks {', '.join(lacking)}"
 
 
-def _per_server(config: TrainConfig) -> int:
+def _per_server(sglang: Mapping[str, Any]) -> int:
     """Ranks of one server."""
-    sizes = (config.sglang.get("tp_size") or 1, config.sglang.get("pp_size") or 1)
-    return int(sizes[0]) * int(sizes[1])
+    return int(sglang.get("tp_size") or 1) * int(sglang.get("pp_size") or 1)
 
 
 def _visible_gpus() -> int:

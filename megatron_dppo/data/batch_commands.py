@@ -9,8 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from megatron_dppo.config.loading import load_config
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.system.errors import RunError
 
 
@@ -32,14 +30,13 @@ def batch_parser(
 
 
 def run_batch_command(
-    act: Callable[[argparse.Namespace, TrainConfig], None], options: argparse.Namespace
+    act: Callable[[argparse.Namespace], None], options: argparse.Namespace
 ) -> int:
-    """Do ``act`` with the run's configuration; returns 0, or 2 with a message if the input cannot be used."""
+    """Do ``act``; returns 0, or 2 with a message if the input cannot be used."""
     try:
-        config = load_config(options.run / "config.yaml")
         if options.limit < 0:
             raise ValueError(f"--limit {options.limit}: expected 0 (all) or more")
-        act(options, config)
+        act(options)
     except (OSError, RunError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -107,10 +107,10 @@ class ServerSections:
     def of(cls, config: TrainConfig) -> ServerSections:
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
-    @classmethod
-    def where_generated(cls, config: TrainConfig) -> ServerSections | None:
-        """``of``; None where the run replays a recording."""
-        return None if config.rollout.replay_from is not None else cls.of(config)
+    @property
+    def where_generated(self) -> ServerSections | None:
+        """These; None where the run replays a recording."""
+        return None if self.rollout.replay_from is not None else self
 
     @property
     def sequence_tokens(self) -> int:

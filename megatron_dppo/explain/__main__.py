@@ -26,8 +26,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_dppo.algorithms.table import Settings
-from megatron_dppo.config.loading import parse_scalar
-from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
+from megatron_dppo.config.loading import load_config, parse_scalar
+from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
 
 if TYPE_CHECKING:
@@ -57,12 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_batch_command(explain, parse(arguments))
 
 
-def explain(options: argparse.Namespace, config: TrainConfig) -> None:
+def explain(options: argparse.Namespace) -> None:
     """Read the batch, explain its tokens, write the requested files."""
     from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.data.batch_file import load_batch, saved_step
     from megatron_dppo.explain import page
 
+    config = load_config(options.run / "config.yaml")
     algorithm = build_algorithm(*chosen_algorithm(options, config.algorithm))
     step = saved_step(options.run / "rollouts", options.step, default=-1)
     batch = load_batch(options.run / "rollouts", step)

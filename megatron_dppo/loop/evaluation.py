@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.protocol import SamplingParams
-from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
+from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig
+from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.recorder import SampleMaker, chosen
 from megatron_dppo.loop.rollouts.exchange import own_positions
@@ -22,7 +22,9 @@ from megatron_dppo.types import Problem
 def evaluate(
     step: int,
     sets: Mapping[str, Sequence[Problem]],
-    config: TrainConfig,
+    settings: EvaluationConfig,
+    template: GenerationJob,
+    algorithm: AlgorithmConfig,
     topology: Topology,
     engine: EngineSession,
     verifier: Verifier,
@@ -33,8 +35,9 @@ def evaluate(
     Args:
         step: that the policy has been trained for.
         sets: name -> problems.
-        config: of the run; ``evaluation`` holds k and the sampling (the paper's: temperature 0.7,
-            top_p 0.95).
+        settings: k and the sampling (the paper's: temperature 0.7, top_p 0.95).
+        template: of the training's jobs; what ends a response, and the seeds, hold here too.
+        algorithm: says what a truncated response earns.
         topology: position of this rank; each leader takes its share of the problems.
         engine: servers that generate.
         verifier: checks each response as soon as it is there.
@@ -43,26 +46,24 @@ def evaluate(
     Returns:
         metric name -> avg@k, and the samples; the same on every rank.
     """
-    settings = config.evaluation
-    sampling = SamplingParams(
-        max_new_tokens=settings.max_response_tokens or config.rollout.max_response_tokens,
+    sampling = replace(
+        template.sampling,
+        max_new_tokens=settings.max_response_tokens or template.sampling.max_new_tokens,
         temperature=settings.temperature,
         top_p=settings.top_p,
-        stop_token_ids=tuple(config.rollout.stop_token_ids),
-        stop=tuple(config.rollout.stop),
     )
     accuracies, sample_lines = {}, []
     for name, problems in sets.items():
         positions = own_positions(range(len(problems)), topology)
         own_problems = [problems[p] for p in positions]
-        seeds = None
-        if config.engine.deterministic:
+        seeds = template.seeds
+        if seeds is not None:
             purpose = f"evaluation on {name} after step {step}"
-            seeds = SamplingSeeds(config.run.seed, purpose, positions)
+            seeds = replace(seeds, purpose=purpose, positions=positions)
         job = GenerationJob(own_problems, settings.samples_per_prompt, sampling, seeds=seeds)
         generation = ScoredGeneration(engine, verifier, job, f"evaluate on {name}")
         generation.wait()
-        scored = generation.scored(config.algorithm)
+        scored = generation.scored(algorithm)
         size = settings.samples_per_prompt
         repeated_problems = [problem for problem in own_problems for _ in range(size)]
         lines = [s.to_json() for s in samples.of_evaluation(step, name, repeated_problems, scored)]

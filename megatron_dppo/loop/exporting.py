@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.learning import BatchLayout
@@ -96,33 +95,34 @@ def gathered_examples(examples: Sequence[Example]) -> list[Trajectory]:
 
 
 def export(
-    config: TrainConfig,
+    directory: str,
     trainer: Trainer,
     layout: BatchLayout,
-    examples: Sequence[Trajectory | Problem],
+    examples: Sequence[Trajectory | Problem] | None,
 ) -> float | None:
-    """Write ``<run.directory>/hf``, its adapters beside it, and check it with ``checkpoint.verify_export``. Collective.
+    """Write ``<directory>/hf``, its adapters beside it, and check it on ``examples``. Collective.
 
     Args:
-        config: of the run.
+        directory: of the run.
         trainer: whose weights are exported.
         layout: multiples that micro-batches must satisfy.
-        examples: sequences for the check; the first ``SEQUENCES_TO_CHECK`` are used.
+        examples: sequences for the check, the first ``SEQUENCES_TO_CHECK`` are used; None: no check.
 
     Returns:
         Largest difference of a log-probability between trainer and export, nats; None without check.
     """
-    folder = Path(config.run.directory) / EXPORT_FOLDER
+    folder = Path(directory) / EXPORT_FOLDER
     _clear(folder, trainer)
     trainer.export_hf(folder)
-    if config.lora.rank and not config.lora.train_router:
+    lora = trainer.config.lora
+    if lora.rank and not lora.train_router:
         adapters = folder.with_name(ADAPTERS_FOLDER)
         _clear(adapters, trainer)
         trainer.export_peft(adapters)
-    if not config.checkpoint.verify_export:
+    if examples is None:
         return None
     compared = [_compared(example) for example in examples[:SEQUENCES_TO_CHECK]]
-    return max_log_prob_difference(trainer, layout, folder, compared, config.rollout.temperature)
+    return max_log_prob_difference(trainer, layout, folder, compared, trainer.config.temperature)
 
 
 def _clear(folder: Path, trainer: Trainer) -> None:

@@ -233,22 +233,17 @@ def _listed(path: Path) -> Iterator[tuple[Path, str]]:
         raise InputError(f"{path}: expected lines of sha256sum, <hash>  <file>")
 
 
-def model_files(config: TrainConfig) -> dict[str, Path]:
+def model_files(checkpoint: str, adapters: str | None) -> dict[str, Path]:
     """The files of the start model, and of the adapters to start from, under names with their key in front."""
-    folders = {"model.hf_checkpoint": config.model.hf_checkpoint}
-    if config.lora.start_from is not None:
-        folders["lora.start_from"] = config.lora.start_from
+    folders = {"model.hf_checkpoint": checkpoint}
+    if adapters is not None:
+        folders["lora.start_from"] = adapters
     return {
         f"{key}/{path.name}": path
         for key, folder in folders.items()
         for path in sorted(Path(folder).iterdir())
         if path.suffix in _READ and not path.name.startswith(".") and path.is_file()
     }
-
-
-def side_files(config: TrainConfig) -> dict[str, Path]:
-    """Those of ``model_files`` that hold no weights: read in milliseconds."""
-    return {n: path for n, path in model_files(config).items() if path.suffix != WEIGHTS}
 
 
 def sha256_of(file: Path) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.normalisation import AGGREGATIONS
 from megatron_dppo.algorithms.policy_loss import Algorithm, LossSums
-from megatron_dppo.config.schema import AlgorithmConfig, TrainConfig
+from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import PackedBatch, idle_share, pack, plan_mini_batch
@@ -170,20 +170,24 @@ def trains(trajectory: TrajectoryFacts, config: AlgorithmConfig) -> bool:
 
 
 def plan_mini_batches(
-    batch: Sequence[TrajectoryFacts], config: TrainConfig, layout: BatchLayout
+    batch: Sequence[TrajectoryFacts],
+    training: TrainingConfig,
+    rollout: RolloutConfig,
+    algorithm: AlgorithmConfig,
+    layout: BatchLayout,
 ) -> list[MiniBatchPlan]:
     """Cut a batch, groups adjacent, into optimiser steps. Reads no columns.
 
     Every rank computes the same plan from the same trajectories; the denominator counts all ranks' samples, so the
     gradient does not depend on the layout or on the packing. A mini-batch in which nothing trains is left out.
     """
-    size = config.training.prompts_per_mini_batch * config.rollout.group_size
-    constant = config.algorithm.aggregation_constant or config.rollout.max_response_tokens
-    denominator_of = AGGREGATIONS[config.algorithm.aggregation].denominator
+    size = training.prompts_per_mini_batch * rollout.group_size
+    constant = algorithm.aggregation_constant or rollout.max_response_tokens
+    denominator_of = AGGREGATIONS[algorithm.aggregation].denominator
     plans = []
     for start in range(0, len(batch), size):
         part = batch[start : start + size]
-        trained = [t.sampled for t in part if trains(t, config.algorithm)]
+        trained = [t.sampled for t in part if trains(t, algorithm)]
         denominator = denominator_of(trained, constant)
         if denominator == 0:
             continue
@@ -193,7 +197,7 @@ def plan_mini_batches(
             lengths,
             costs,
             layout.dp_size,
-            config.training.micro_batch_tokens,
+            training.micro_batch_tokens,
             layout.count_multiple,
         )
         positions = [[[start + i for i in rows] for rows in rank] for rank in plan]
@@ -309,13 +313,16 @@ class Learner:
         BatchFormatError where the batch carries another number of Top-K ids than the run asks for.
         """
         outlines = batch.outlines
-        plans = plan_mini_batches(outlines, self._config, self.layout)
+        config = self._config
+        plans = plan_mini_batches(
+            outlines, config.training, config.rollout, config.algorithm, self.layout
+        )
         needed = [
             set[int]().union(*(plan.of_rank(rank) for plan in plans))
             for rank in range(self.layout.dp_size)
         ]
         delivery = self._exchange.deliver(
-            outlines, batch.trajectories, needed, gather=self._config.rollout.save
+            outlines, batch.trajectories, needed, gather=config.rollout.save
         )
         is_stale = batch.figures.get(names.STALENESS_MAX, 0) > 0
         batch.trajectories.clear()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron_dppo.config.schema import ProfileConfig, TrainConfig
+from megatron_dppo.config.schema import ProfileConfig, RunConfig
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
@@ -201,7 +201,9 @@ class Recorder(Closing):
     """Writes the metrics of each step; does nothing on ranks other than 0. A context manager.
 
     Args:
-        config: of the run.
+        run: its folder and length.
+        info: what it is called in report and summary.
+        evaluates: the run has held-out sets.
         rank: global rank.
         first_step: the last step that is recorded already; 0 for a fresh run.
         text_of: token ids -> text, for ``masked_tokens.jsonl``.
@@ -211,17 +213,20 @@ class Recorder(Closing):
 
     def __init__(
         self,
-        config: TrainConfig,
+        run: RunConfig,
+        info: RunInfo,
         rank: int,
         first_step: int,
         *,
+        evaluates: bool,
         text_of: Callable[[Sequence[int]], str] = str,
         fence: Callable[[], None] = lambda: None,
         mark: Mapping[str, Any] | None = None,
     ) -> None:
         self._fence = fence
-        self._config = config
-        self._info = RunInfo.of_config(config.model_dump())
+        self._run = run
+        self._info = info
+        self._evaluates = evaluates
         self._carried: dict[str, float] = {}
         self._stack = ExitStack()
         self._writer: MetricsWriter | None = None
@@ -230,12 +235,12 @@ class Recorder(Closing):
         self._text_of = text_of
         if rank == 0:
             self._open(first_step + 1 if first_step else 0, mark or {})
-        self._console = StepTable(config.model.dtype, config.run.steps)
+        self._console = StepTable(info.dtype, run.steps)
 
     def _open(self, resume_step: int, mark: Mapping[str, Any]) -> None:
         """Open the files; a resumed run whose records are gone says so and goes on."""
         self._fence()
-        where = self._config.run.directory
+        where = self._run.directory
         try:
             writer = MetricsWriter(where, resume_step=resume_step)
             self._writer = self._stack.enter_context(writer)
@@ -257,14 +262,14 @@ class Recorder(Closing):
 
     def _compare(self, mark: Mapping[str, Any]) -> None:
         """Warn where the records are there and not those that were written: they are shown, nothing trains on them."""
-        records = read_records(self._config.run.directory)
+        records = read_records(self._run.directory)
         if not mark or not records:
             return
         if sha256_until(records, mark["step"]) != mark["sha256"]:
             log.warning(
                 "%s/%s was altered since the checkpoint: its records up to step %d are not those that were "
                 "written; training goes on from the checkpoint alone, report and summary show what is there",
-                self._config.run.directory,
+                self._run.directory,
                 RECORDS_FILE,
                 mark["step"],
             )
@@ -275,26 +280,26 @@ class Recorder(Closing):
 
     def lacks_last_evaluation(self) -> bool:
         """Whether the run's last step is recorded without its evaluation (stopped in between)."""
-        if self._writer is None or not self._config.data.evaluation:
+        if self._writer is None or not self._evaluates:
             return False
-        records = read_records(self._config.run.directory)
+        records = read_records(self._run.directory)
         if not records:
             return False
         last = records[-1]
-        return step_of(last) == self._config.run.steps and mean_accuracy(last) is None
+        return step_of(last) == self._run.steps and mean_accuracy(last) is None
 
     def complete(self, values: Mapping[str, float]) -> None:
         """Add ``values`` that a stop prevented to the last record; counts are summed."""
         if self._writer is None:
             return
         self._fence()
-        records = read_records(self._config.run.directory)
+        records = read_records(self._run.directory)
         last = records[-1]
         for name, value in values.items():
             before = last.get(name) if name in COUNTS else None
             last[name] = value + (before or 0)
         lines = [encode_record(step_of(r), _finite(r)) + "\n" for r in records]
-        write_atomically(Path(self._config.run.directory) / RECORDS_FILE, "".join(lines))
+        write_atomically(Path(self._run.directory) / RECORDS_FILE, "".join(lines))
 
     def mark(self, step: int) -> dict[str, Any]:
         """What a checkpoint of ``step`` remembers of the records: until which step, and their hash.
@@ -302,11 +307,11 @@ class Recorder(Closing):
         Where the last one lacks its evaluation, which a later start may add, until the one before it.
         """
         try:
-            records = read_records(self._config.run.directory)
+            records = read_records(self._run.directory)
         except RecordsError:  # it was taken away, or damaged, under the run: no reason not to save
             return {}
         last = records[-1] if records else {}
-        if self._config.data.evaluation and mean_accuracy(last) is None:
+        if self._evaluates and mean_accuracy(last) is None:
             step = min(step, step_of(last) - 1) if records else step
         return {"step": step, "sha256": sha256_until(records, step)}
 
@@ -327,7 +332,7 @@ class Recorder(Closing):
             try:
                 self._writer.write(step, {**record, "weight_version": step})
             except OSError as error:
-                where = self._config.run.directory
+                where = self._run.directory
                 raise RecordingError(f"metrics in {where}: {error.strerror}") from error
         self._console.step(step, record)
 
@@ -343,7 +348,7 @@ class Recorder(Closing):
     def write_samples(self, samples: Sequence[Sample]) -> None:
         """Record ``samples``, and show one of a training step every few steps. Raises RecordingError."""
         self._append(self._samples, lambda: [sample.to_json() for sample in samples], "samples")
-        every = self._config.run.show_sample_every
+        every = self._run.show_sample_every
         trained = [sample for sample in samples if sample.set == TRAINING]
         if trained and every and trained[0].step % every == 0:
             turn = trained[0].step // every  # the first is a right one, the second a wrong one, ...
@@ -359,7 +364,7 @@ class Recorder(Closing):
         try:
             file.write(lines())
         except OSError as error:
-            where = self._config.run.directory
+            where = self._run.directory
             raise RecordingError(f"{called} in {where}: {error.strerror}") from error
 
     def finish(self, hf_export_max_logprob_diff: float | None) -> None:
@@ -368,10 +373,10 @@ class Recorder(Closing):
             return
         self._stack.close()
         self._fence()
-        if not any(step_of(record) for record in read_records(self._config.run.directory)):
+        if not any(step_of(record) for record in read_records(self._run.directory)):
             log.warning("no report and no summary: no trained step is recorded")
             return
-        where = self._config.run.directory
+        where = self._run.directory
         try:
             report = write_report(where)
             summary = write_summary(

@@ -8,15 +8,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from megatron_dppo.data.records import DataError
 from megatron_dppo.loop.inputs import (
+    WEIGHTS,
     InputError,
     RunData,
     check_input_hashes,
     model_files,
     sha256_of,
-    side_files,
 )
 from megatron_dppo.metrics.history import (
     CHECKPOINTS_FOLDER,
@@ -164,13 +164,13 @@ def newer_unusable(survey: CheckpointSurvey) -> list[UnusableCheckpoint]:
     return [unusable for unusable in survey.unusable if unusable.step > last]
 
 
-def refuse_damage(config: TrainConfig, survey: CheckpointSurvey) -> None:
-    """Let a run fall back past an unusable newest checkpoint only where the configuration says so.
+def refuse_damage(on_damage: str, survey: CheckpointSurvey) -> None:
+    """Let a run fall back past an unusable newest checkpoint only where ``checkpoint.on_damage`` says so.
 
     Raises DamagedCheckpointError otherwise. Without any usable one see :func:`refuse_fresh_start`.
     """
     newer = newer_unusable(survey)
-    if survey.complete and newer and config.checkpoint.on_damage == "refuse":
+    if survey.complete and newer and on_damage == "refuse":
         raise refused_damage(newer[0].reason, survey.complete)
 
 
@@ -180,69 +180,78 @@ def refused_damage(reason: str, older: Sequence[StoredCheckpoint]) -> DamagedChe
     return DamagedCheckpointError(f"{reason}; {back}run.resume=never begins anew")
 
 
-def refuse_fresh_start(config: TrainConfig, unusable: Sequence[str], history: History) -> None:
+def refuse_fresh_start(
+    run: RunConfig, every: int, unusable: Sequence[str], history: History
+) -> None:
     """Raise ResumeError where a start at step 0 would begin a trained run anew.
 
     A run that ended before its first checkpoint was due has nothing to go on from and may begin
-    anew. ``unusable``: what is wrong with each checkpoint that is there.
+    anew. ``every``: steps from one checkpoint to the next. ``unusable``: what is wrong with each checkpoint
+    that is there.
     """
-    directory = config.run.directory
+    directory = run.directory
     remains = []
     if unusable:
         shown = "; ".join(unusable[:_SHOWN]) + ("; ..." if len(unusable) > _SHOWN else "")
         remains.append(f"{len(unusable)} checkpoint(s) that can't be used ({shown})")
     elif history.saved is not None:
         remains.append(f"no checkpoint, though one of step {history.saved} was written")
-    elif (history.recorded or 0) >= config.checkpoint.every:
+    elif (history.recorded or 0) >= every:
         remains.append("no checkpoint, though one was due")
     if history.damage is not None:
         remains.append(f"records that can't be read ({history.damage})")
-    if not remains and config.run.resume == "required":
+    if not remains and run.resume == "required":
         remains.append("no checkpoint")
     if not remains:
         return
     if history.recorded is not None:
         remains.append(f"records up to step {history.recorded}")
     raise ResumeError(
-        f"{directory} holds {' and '.join(remains)}; run.resume: {config.run.resume} would begin anew "
+        f"{directory} holds {' and '.join(remains)}; run.resume: {run.resume} would begin anew "
         f"at step 0. Bring the checkpoints back (is {directory}/{CHECKPOINTS_FOLDER} mounted?), or "
         "begin anew with run.resume=never, which sets aside what is there"
     )
 
 
 def resume(
-    config: TrainConfig, trainer: Trainer, store: CheckpointStore, identity: dict[str, Any]
+    run: RunConfig,
+    checkpoints: CheckpointConfig,
+    trainer: Trainer,
+    store: CheckpointStore,
+    identity: dict[str, Any],
+    *,
+    replays: bool,
 ) -> RunState | None:
     """The state of the checkpoint that the run goes on from, loaded into ``trainer``. Collective.
 
-    None: the run begins at step 0, and what earlier starts recorded lies in a folder of its own.
+    None: the run begins at step 0, and what earlier starts recorded lies in a folder of its own, but for the
+    rollouts of a run that ``replays`` them.
     Raises ResumeError where it can't go on although it should, DamagedCheckpointError where its
     checkpoint is damaged and ``checkpoint.on_damage`` does not let it fall back.
     """
-    directory = config.run.directory
-    if config.run.resume == "never":
-        _set_aside(config)
+    if run.resume == "never":
+        _set_aside(run.directory, rollouts=not replays)
         return None
     survey = store.survey()
-    refuse_damage(config, survey)
+    refuse_damage(checkpoints.on_damage, survey)
     passed = {unusable.path: unusable.reason for unusable in newer_unusable(survey)}
     for checkpoint in reversed(survey.complete):
         try:
             state = RunState.from_json(store.load(trainer, checkpoint))
         except DamagedCheckpointError as error:
-            if config.checkpoint.on_damage == "refuse":
+            if checkpoints.on_damage == "refuse":
                 raise refused_damage(str(error), survey.complete[:-1]) from error
             passed[checkpoint.path] = str(error)
             continue
         state.check_identity(identity, str(checkpoint.path))
         if passed:
-            _leave_behind(directory, store, passed, state.step)
+            _leave_behind(run.directory, store, passed, state.step)
         log.info("resumed from %s", checkpoint.path)
         return state
-    history = History(**on_rank_0(lambda: asdict(read_history(directory))))
+    history = History(**on_rank_0(lambda: asdict(read_history(run.directory))))
     damage = passed | {unusable.path: unusable.reason for unusable in survey.unusable}
-    refuse_fresh_start(config, list(damage.values()), history)
-    _set_aside(config)
+    refuse_fresh_start(run, checkpoints.every, list(damage.values()), history)
+    _set_aside(run.directory, rollouts=not replays)
     return None
 
 
@@ -257,10 +266,8 @@ def _leave_behind(
     log.warning("records after step %d are dropped; a copy with them is in %s", step, copy)
 
 
-def _set_aside(config: TrainConfig) -> None:
-    """Before a start at step 0. Rollouts that this run replays stay where they are."""
-    directory = config.run.directory
-    rollouts = config.rollout.replay_from is None
+def _set_aside(directory: str, *, rollouts: bool) -> None:
+    """Before a start at step 0."""
 
     def act() -> str | None:
         folder = set_aside(directory, rollouts=rollouts)
@@ -289,10 +296,19 @@ def data_and_resume_faults(
     """
     data: list[RunData] = []
     problems = []
+
+    def checked_data() -> RunData:
+        checked = RunData(config)
+        bad = checked.bad_answers()
+        if answers is not None:
+            hand_over(Path(answers), checked.scored, bad)
+        checked.settle(bad)
+        return checked
+
     if (listed := config.run.sha256_list) is not None:
         problems += _problem("run.sha256_list", lambda: check_input_hashes(listed))
     if not any(problem.startswith(_NEEDED_FOR_DATA) for problem in refused):
-        problems += _problem("data", lambda: data.append(_checked_data(config, answers)))
+        problems += _problem("data", lambda: data.append(checked_data()))
     if data:
         sha256 = data[0].train.sha256
         problems += _problem("run.resume", lambda: check_resume(config, sha256))
@@ -306,26 +322,19 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
     directory = Path(config.run.directory)
     folders = CheckpointDirectory(directory / CHECKPOINTS_FOLDER, config.checkpoint.keep)
     survey = folders.survey()
-    refuse_damage(config, survey)
+    refuse_damage(config.checkpoint.on_damage, survey)
     if survey.complete:
         last = survey.complete[-1].path
         state = RunState.from_json(read_manifest(last)["state"])
         state.check_identity(identity_of(config, data_sha256), str(last))
-        state.check_file_names(model_files(config).keys(), str(last))
-        sides = side_files(config).items()
-        state.check_files({name: sha256_of(path) for name, path in sides}, str(last))
+        files = model_files(config.model.hf_checkpoint, config.lora.start_from)
+        state.check_file_names(files.keys(), str(last))
+        # Weights are hashed later, by the ranks: what holds none is read in milliseconds.
+        sides = {n: sha256_of(path) for n, path in files.items() if path.suffix != WEIGHTS}
+        state.check_files(sides, str(last))
     else:
         reasons = [unusable.reason for unusable in survey.unusable]
-        refuse_fresh_start(config, reasons, read_history(directory))
-
-
-def _checked_data(config: TrainConfig, answers: str | None) -> RunData:
-    data = RunData(config)
-    bad = data.bad_answers()
-    if answers is not None:
-        hand_over(Path(answers), data.scored, bad)
-    data.settle(bad)
-    return data
+        refuse_fresh_start(config.run, config.checkpoint.every, reasons, read_history(directory))
 
 
 def _problem(key: str, check: Callable[[], None]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 
 from megatron_dppo.algorithms.policy_loss import Algorithm, build_algorithm
 from megatron_dppo.algorithms.table import carried_topk
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import RolloutConfig, TrainConfig
 from megatron_dppo.data.batch_file import save_batch
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.protocol import RoutedShape, SamplingParams
@@ -43,6 +43,7 @@ from megatron_dppo.metrics.history import (
     remember_checkpoint,
 )
 from megatron_dppo.metrics.progress import PhaseTimer
+from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.rewards.verifier import Verifier
@@ -57,9 +58,8 @@ from megatron_dppo.trainer.watchdog import patience
 # layout.
 
 
-def active_line(config: TrainConfig, algorithm: Algorithm, layout: Layout) -> str:
+def active_line(rollout: RolloutConfig, dtype: str, algorithm: Algorithm, layout: Layout) -> str:
     """``active: dppo-binary-tv (tv_threshold 0.15), R3 off, filter off, staleness 0, TP2 EP2, float32``."""
-    rollout = config.rollout
     numbers = ", ".join(
         f"{name} {value:g}" for name, value in algorithm.numbers.items() if math.isfinite(value)
     )
@@ -70,7 +70,7 @@ def active_line(config: TrainConfig, algorithm: Algorithm, layout: Layout) -> st
         f"staleness {rollout.max_staleness}",
         f"replaying {rollout.replay_from}" if rollout.replay_from is not None else "",
         layout.describe(),
-        config.model.dtype,
+        dtype,
     ]
     return "active: " + ", ".join(part for part in parts if part)
 
@@ -87,30 +87,12 @@ def run_rank(config: TrainConfig) -> None:
     stop = StopFlag().install()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     try:
-        _run(config, stop)
+        data = RunData(config)
+        with ExitStack() as stack:
+            fence = stack.enter_context(run_fence(config.run.directory))
+            Run(config, data, stop, fence, stack).to_the_end()
     except RunError as error:
         fatal(f"{type(error).__name__}: {error}")
-
-
-def _run(config: TrainConfig, stop: StopFlag) -> None:
-    data = RunData(config)
-    with ExitStack() as stack:
-        fence = stack.enter_context(run_fence(config.run.directory))
-        run = Run(config, data, stop, fence, stack)
-        try:
-            run.begin()
-            while run.state.step < config.run.steps:
-                with run.profiler.of(run.state.step + 1):
-                    run.step()
-            run.finish()
-        except RunStoppedError as stopped:
-            run.stop(str(stopped))
-        except EngineUnavailableError:
-            run.stop("the servers are given up")
-            raise
-        except BaseException:
-            note_failure()  # what is open is closed next
-            raise
 
 
 class Run:
@@ -139,7 +121,8 @@ class Run:
         with self.timer("start"), patience("others start"):
             topk = self.topk > 0 or algorithm.needs_recomputed_distribution
             self.trainer = Trainer(config, StatsSpec(topk=topk, entropy=True))
-            self.hashes = BackgroundHashes(model_files(config), self.trainer.topology)
+            files = model_files(config.model.hf_checkpoint, config.lora.start_from)
+            self.hashes = BackgroundHashes(files, self.trainer.topology)
             fence.join()
             data.settle(on_rank_0(data.bad_answers))
             self.store = CheckpointStore(
@@ -168,14 +151,17 @@ class Run:
         self.learner = Learner(config, self.trainer, algorithm, self.topk)
         self.recorder = stack.enter_context(
             Recorder(
-                config,
+                config.run,
+                RunInfo.of_config(config.model_dump()),
                 self.trainer.topology.rank,
                 self.state.step,
+                evaluates=bool(config.data.evaluation),
                 text_of=data.text_of,
                 fence=fence.check,
                 mark=self.state.records,
             )
         )
+        self.job = self._job()
         self.source = self._rollout_source()
         rank = self.trainer.topology.rank
         self.profiler = StepProfiler(config.profile, config.run.directory, rank)
@@ -185,13 +171,36 @@ class Run:
 
     # --- the run's story
 
+    def to_the_end(self) -> None:
+        """All steps, or those until a stop; then a checkpoint is left behind."""
+        try:
+            self.begin()
+            while self.state.step < self.config.run.steps:
+                with self.profiler.of(self.state.step + 1):
+                    self.step()
+            self.finish()
+        except RunStoppedError as stopped:
+            self.stop(str(stopped))
+        except EngineUnavailableError:
+            self.stop("the servers are given up")
+            raise
+        except BaseException:
+            note_failure()  # what is open is closed next
+            raise
+
     def begin(self) -> None:
         """Bring the engine to the trainer's weights and measure where the run starts."""
+        config = self.config
         if self.engine is not None:
             with self.timer("start"), patience("waiting for the servers"):
                 self.engine.connect()
         if self.trainer.topology.rank == 0:
-            log.info("%s", active_line(self.config, self.algorithm, self.trainer.layout))
+            log.info(
+                "%s",
+                active_line(
+                    config.rollout, config.model.dtype, self.algorithm, self.trainer.layout
+                ),
+            )
         self._check_files()
         update = self._update_weights()
         if self.state.step == 0:
@@ -245,11 +254,12 @@ class Run:
         self.fence.check_together()
         if self.config.checkpoint.export_hf:
             with self.timer("export"), patience("others export"):
+                examples = gathered_examples(self.examples) or self.data.train.problems
                 difference = export(
-                    self.config,
+                    self.config.run.directory,
                     self.trainer,
                     self.learner.layout,
-                    gathered_examples(self.examples) or self.data.train.problems,
+                    examples if self.config.checkpoint.verify_export else None,
                 )
         self.recorder.finish(difference)
 
@@ -266,7 +276,9 @@ class Run:
         """The state that this start goes on from, loaded into the trainer and the sampler."""
         self.fence.check_together()
         identity = identity_of(self.config, self.data.train.sha256)
-        state = resume(self.config, self.trainer, self.store, identity)
+        replays = self.config.rollout.replay_from is not None
+        run, checkpoints = self.config.run, self.config.checkpoint
+        state = resume(run, checkpoints, self.trainer, self.store, identity, replays=replays)
         if state is None:
             return RunState(sampler=self.sampler.state_dict(), identity=identity)
         self.saved_step = state.step
@@ -286,37 +298,35 @@ class Run:
         self.state.check_files(files, "the checkpoint of this run")
         self.state.identity = {**self.state.identity, FILES: files}
 
+    def _job(self) -> GenerationJob:
+        """What every generation of the run asks for alike; problems and the seeds' purpose are to come."""
+        rollout = self.config.rollout
+        columns: dict[str, Any] = {"topk": self.topk} if self.topk else {}
+        if rollout.router_replay:
+            columns["routed_experts"] = RoutedShape.of_model(self.trainer.shape)
+        sampling = SamplingParams(
+            rollout.max_response_tokens,
+            temperature=rollout.temperature,
+            stop_token_ids=tuple(rollout.stop_token_ids),
+            stop=tuple(rollout.stop),
+        )
+        deterministic = self.config.engine.deterministic
+        seeds = SamplingSeeds(self.config.run.seed, "", ()) if deterministic else None
+        return GenerationJob((), rollout.group_size, sampling, columns, seeds)
+
     def _rollout_source(self) -> RolloutSource:
         rollout = self.config.rollout
         problems = self.data.train.problems
         if rollout.replay_from is not None:
             return ReplayedRollouts(rollout, self.trainer.topology, problems, self.sampler)
         assert self.engine is not None
-        columns: dict[str, Any] = {"topk": self.topk} if self.topk else {}
-        if rollout.router_replay:
-            columns["routed_experts"] = RoutedShape.of_model(self.trainer.shape)
-        job = GenerationJob(
-            (),
-            rollout.group_size,
-            SamplingParams(
-                rollout.max_response_tokens,
-                temperature=rollout.temperature,
-                stop_token_ids=tuple(rollout.stop_token_ids),
-                stop=tuple(rollout.stop),
-            ),
-            columns,
-            SamplingSeeds(self.config.run.seed, "", ())
-            if self.config.engine.deterministic
-            else None,
-        )
-        topology = self.trainer.topology
         return GeneratedRollouts(
             rollout,
             self.config.algorithm,
-            topology,
+            self.trainer.topology,
             self.engine,
             self.verifier,
-            job,
+            self.job,
             problems,
             self.sampler,
             self.timer,
@@ -344,7 +354,9 @@ class Run:
             accuracies, samples = evaluate(
                 self.state.step,
                 self.data.held_out,
-                self.config,
+                self.config.evaluation,
+                self.job,
+                self.config.algorithm,
                 self.trainer.topology,
                 self.engine,
                 self.verifier,

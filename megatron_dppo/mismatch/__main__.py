@@ -30,12 +30,13 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.loading import load_config
 from megatron_dppo.data.batch_commands import batch_parser, run_batch_command, show_facts
 
 if TYPE_CHECKING:
@@ -71,13 +72,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return run_batch_command(report, options)
 
 
-def report(options: argparse.Namespace, config: TrainConfig) -> None:
+def report(options: argparse.Namespace) -> None:
     """Read the batch, measure every pass, write the requested files."""
     from megatron_dppo.data.batch_file import saved_step
     from megatron_dppo.metrics.progress import progress
     from megatron_dppo.mismatch.figure import draw
-    from megatron_dppo.mismatch.ladder import measure, parts, rollout_log_probs, rungs
+    from megatron_dppo.mismatch.ladder import measure, parts, rollout_log_probs, rungs, trainer_of
 
+    config = load_config(options.run / "config.yaml")
     folder = options.run / "rollouts"
     step = saved_step(folder, options.step, default=0)
     batch, whole = chosen_responses(folder, step, options.limit)
@@ -93,7 +95,8 @@ def report(options: argparse.Namespace, config: TrainConfig) -> None:
     )
     measured = []
     with progress("measuring", len(ladder)) as bar:
-        for rung in measure(ladder, config, batch):
+        build = partial(trainer_of, config, batch)
+        for rung in measure(ladder, build, config.training.micro_batch_tokens, batch):
             measured.append(rung)
             bar.advance()
     split = parts(measured)

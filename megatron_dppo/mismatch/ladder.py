@@ -7,7 +7,7 @@ rung is numerics: kernels, order of summation and rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -98,7 +98,10 @@ def rungs(
 
 
 def measure(
-    ladder: Sequence[Rung], config: TrainConfig, batch: Sequence[Trajectory]
+    ladder: Sequence[Rung],
+    build: Callable[[Rung], Trainer],
+    micro_batch_tokens: int,
+    batch: Sequence[Trajectory],
 ) -> Iterator[Measured]:
     """Run the passes in order; a new trainer is built only if weights or dtype change.
 
@@ -110,9 +113,9 @@ def measure(
         if built != (rung.weights, rung.dtype):
             if trainer is not None:
                 trainer.close()
-            trainer, built = _trainer(config, rung, batch), (rung.weights, rung.dtype)
+            trainer, built = build(rung), (rung.weights, rung.dtype)
         assert trainer is not None
-        log_probs = _log_probs(trainer, config.training.micro_batch_tokens, rung, batch)
+        log_probs = _log_probs(trainer, micro_batch_tokens, rung, batch)
         pi = log_probs.exp()
         gap, ratio = (pi - mu).abs(), pi / mu
         counts = trainer.routing_agreement().values()
@@ -150,7 +153,7 @@ def rollout_log_probs(batch: Sequence[Trajectory]) -> Tensor:
     return torch.from_numpy(np.concatenate(log_probs).astype(np.float64))
 
 
-def _trainer(config: TrainConfig, rung: Rung, batch: Sequence[Trajectory]) -> Trainer:
+def trainer_of(config: TrainConfig, batch: Sequence[Trajectory], rung: Rung) -> Trainer:
     """A Trainer of the run's model in this one process, with the rung's weights and dtype."""
     recorded = any("routed_experts" in t.columns for t in batch)
     model = config.model.model_copy(

@@ -251,7 +251,7 @@ def facts_of(
         engine=_engine_facts(
             config.engine.started if settings.replay_from is None else 0, config.sglang
         ),
-        roles=Roles.of(config.parallel.world_size, ServerSections.where_generated(config)),
+        roles=Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated),
         bucket_bytes=config.weight_sync.bucket_mib * 2**20,
         checkpoint_every=config.checkpoint.every,
         checkpoint_background=config.checkpoint.background,

@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any
 
 from megatron_dppo.config.checks import batch_faults
-from megatron_dppo.config.layout import LAYOUT_CHECKS, world_faults
+from megatron_dppo.config.layout import layout_faults, world_faults
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
@@ -44,8 +44,11 @@ class Question:
     def layout_faults(self) -> list[str]:
         """What is wrong with the layout by itself, with the model, and with the batch sizes; no file is looked at."""
         # Batch sizes are shared out over replicas, of which a wrong world has no number.
-        faults = list(world_faults(self.config)) or list(batch_faults(self.config))
-        return faults + [f for check in LAYOUT_CHECKS for f in check(self.config, self.shape)]
+        config = self.config
+        sizes, per_step = config.parallel.sizes, config.training.prompts_per_mini_batch
+        batch = batch_faults(config.rollout, per_step, config.parallel.data)
+        faults = list(world_faults(sizes)) or list(batch)
+        return [*faults, *layout_faults(sizes, config.megatron, self.shape)]
 
     def facts(self) -> RunFacts:
         """Of the run. The layout must be one."""

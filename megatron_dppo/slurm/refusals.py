@@ -11,12 +11,11 @@ from pathlib import Path
 
 from megatron_dppo.config.forwarded import SGLANG, LibraryMissingError
 from megatron_dppo.config.machine import allocator_faults
-from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.engine.options import table_faults_elsewhere
+from megatron_dppo.engine.options import ServerSections, table_faults_elsewhere
 from megatron_dppo.logging import say
 from megatron_dppo.preflight import CHECKS
 from megatron_dppo.slurm.commands import SlurmError, fields, slurm
-from megatron_dppo.slurm.site import SiteConfig
+from megatron_dppo.slurm.site import ContainerConfig, SiteConfig
 from megatron_dppo.system.files import unwritable
 
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
@@ -166,7 +165,7 @@ def node_faults(nodes: int, partition: Mapping[str, str] | None) -> Iterator[str
 
 
 def environment_faults(
-    config: TrainConfig, site: SiteConfig, flags: Sequence[str], environment: Mapping[str, str]
+    strategy: str, site: SiteConfig, flags: Sequence[str], environment: Mapping[str, str]
 ) -> Iterator[str]:
     """Variables of the steps on GPUs that the run can't work with: the site file's, and those of ``environment`` that
     sbatch hands on, which is all unless ``flags`` or a variable of its own say what."""
@@ -174,11 +173,11 @@ def environment_faults(
         return
     chosen = "SBATCH_EXPORT" in environment or any(f.startswith("--export") for f in flags)
     variables = {**({} if chosen else environment), **site.environment}
-    for fault in allocator_faults(config, variables):
+    for fault in allocator_faults(strategy, variables):
         yield f"{fault}; the job would have it from the site file's environment, or this shell's"
 
 
-def site_faults(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:
+def site_faults(site: SiteConfig, python: str | None, paths: Mapping[str, Path]) -> Iterator[str]:
     """Names in the site file that nothing has, a container that lacks something."""
     if unknown := [name for name in site.preflight_skip if name not in CHECKS]:
         yield f"preflight_skip: got {unknown[0]!r}, expected some of {', '.join(CHECKS)}"
@@ -187,7 +186,7 @@ def site_faults(config: TrainConfig, site: SiteConfig, directory: Path) -> Itera
         if not _VARIABLE.fullmatch(name):
             yield f"environment: got the name {name!r}, expected letters, digits and _ alone"
     yield from flag_faults(site.srun_flags, SRUN)
-    container, python = site.container, config.engine.python
+    container = site.container
     if container.kind == "none":
         if container.image or container.server_image:
             yield "container.kind: got 'none' with an image, expected pyxis or apptainer"
@@ -199,7 +198,7 @@ def site_faults(config: TrainConfig, site: SiteConfig, directory: Path) -> Itera
     for image in (container.image, container.server_image):
         if image is not None and image.startswith("/") and not Path(image).exists():
             yield f"container.image: got {image!r}, which is not there"
-    yield from _mount_faults(config, site, directory)
+    yield from _mount_faults(paths, container)
 
 
 def _shell_faults(site: SiteConfig) -> Iterator[str]:
@@ -223,33 +222,30 @@ def _shell_faults(site: SiteConfig) -> Iterator[str]:
         )
 
 
-def server_option_faults(config: TrainConfig, site: SiteConfig) -> Iterator[str]:
+def server_option_faults(sections: ServerSections | None, site: SiteConfig) -> Iterator[str]:
     """Values of the ``sglang:`` table that the servers would end over, by the Python that they get.
 
-    Nothing where the run starts no server, and where that Python can't be asked from here: the job's own
+    Nothing where the run starts no server (``sections``: None where it generates nothing), and where that Python
+    can't be asked from here: the job's own
     check on its first node asks it then.
     """
-    starts = config.engine.started > 0 and config.rollout.replay_from is None
-    if not starts or not SGLANG.free(config.sglang):
+    if sections is None or not sections.engine.started or not SGLANG.free(sections.sglang):
         return
     container = site.container
     if container.kind != "none":
         say("sglang: checked in the job alone, by the Python of its container")
         return
-    python = config.engine.python or container.interpreter
+    python = sections.engine.python or container.interpreter
     say(f"sglang: {python} is asked whether SGLang takes the table's values (seconds)")
     try:
-        yield from table_faults_elsewhere(config.sglang, python)
+        yield from table_faults_elsewhere(sections.sglang, python)
     except LibraryMissingError as error:
         say(f"sglang: checked in the job alone: {error}")
 
 
-def _mount_faults(config: TrainConfig, site: SiteConfig, directory: Path) -> Iterator[str]:
-    """Paths of the run that its ranks and servers would not find inside."""
-    folders = site.container.seen_inside(str(Path.cwd()))
-    files = (*config.data.train_files, *config.data.evaluation_files.values())
-    paths = {"run.directory": directory, "model.hf_checkpoint": Path(config.model.hf_checkpoint)}
-    paths |= {f"data: {file.path}": Path(file.path) for file in files}
+def _mount_faults(paths: Mapping[str, Path], container: ContainerConfig) -> Iterator[str]:
+    """``paths`` of the run, by key, that its ranks and servers would not find inside."""
+    folders = container.seen_inside(str(Path.cwd()))
     for key, path in paths.items():
         if not any(path.absolute().is_relative_to(folder) for folder in folders):
             yield (

@@ -42,11 +42,13 @@ from megatron_dppo.system.processes import held_back
 _UNKNOWN = "memory: not planned, as the site file's gpu names none of {names}"
 
 
-def memory_verdict(config: TrainConfig, site: SiteConfig, nodes: int) -> tuple[str, list[str]]:
+def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
     """A line for people, and what speaks against the run.
 
-    ``config`` must have passed its checks. Nothing is planned where the site does not name its GPUs, or has none.
+    Its configuration must have passed its checks. Nothing is planned where the site does not name its GPUs,
+    or has none.
     """
+    config, site, nodes = submission.config, submission.site, submission.nodes
     if not site.gpus_per_node:
         return "memory: not planned, the nodes have no GPUs", []
     if site.gpu is None:
@@ -99,7 +101,7 @@ class Submission:
         if nodes is not None and nodes > MOST_NODES:
             raise PlacementError(f"nodes: got {nodes}, expected at most {MOST_NODES}")
         roles, devices = (
-            Roles.of(config.parallel.world_size, ServerSections.where_generated(config)),
+            Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated),
             site.devices({}),
         )
         trainers, count = 0, roles.hosts_needed(devices) if nodes is None else nodes
@@ -190,8 +192,15 @@ class Submission:
         yield from dict.fromkeys(p for part in partitions for p in time_faults(self.site, part))
         for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
             yield from node_faults(nodes, partition)
-        yield from environment_faults(self.config, self.site, flags, os.environ)
-        yield from site_faults(self.config, self.site, self.directory)
+        config, data = self.config, self.config.data
+        yield from environment_faults(config.weight_sync.strategy, self.site, flags, os.environ)
+        files = (*data.train_files, *data.evaluation_files.values())
+        paths = {
+            "run.directory": self.directory,
+            "model.hf_checkpoint": Path(config.model.hf_checkpoint),
+        }
+        paths |= {f"data: {file.path}": Path(file.path) for file in files}
+        yield from site_faults(self.site, config.engine.python, paths)
 
 
 PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
@@ -212,15 +221,14 @@ class Request:
 def submit(request: Request) -> int:
     """Submit it, or only show it; the exit code. Raises ConfigError, SlurmError."""
     site = load_site(site_path(request.site_file), request.site_overrides)
-    config = load_config(request.recipe, request.overrides)
-    findings = _checked(config, site, request)
+    findings = _checked(site, request)
     if findings.faults and not request.dry_run:
         raise ConfigError(findings.faults, request.recipe)
     if (submission := findings.submission) is not None:
         print(f"run directory: {submission.directory}\n")
         print(f"{submission.placement.table()}\n\n{findings.memory}\n")
     if request.dry_run:
-        print(f"# {CONFIG_FILE}\n{resolved_yaml(config)}")
+        print(f"# {CONFIG_FILE}\n{findings.config}")
         print(f"# {SITE_FILE}\n{resolved_yaml(site)}")
     if submission is not None and request.dry_run:
         print(shlex.join(submission.command(request.sbatch_flags)), flush=True)
@@ -261,15 +269,17 @@ def _waiting_faults(directory: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class _Findings:
-    """``submission``: None where the roles have no place; ``memory``: its verdict in a line; ``problems``: all that
-    speaks against it."""
+    """``config``: as it was resolved, YAML. ``submission``: None where the roles have no place; ``memory``: its
+    verdict in a line; ``faults``: all that speaks against it."""
 
+    config: str
     submission: Submission | None
     memory: str
     faults: list[str]
 
 
-def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> _Findings:
+def _checked(site: SiteConfig, request: Request) -> _Findings:
+    config = load_config(request.recipe, request.overrides)
     faults: list[str] = []
     submission, memory = None, "memory: not planned, for the configuration can't be used"
     try:
@@ -287,7 +297,7 @@ def _checked(config: TrainConfig, site: SiteConfig, request: Request) -> _Findin
             *_waiting_faults(submission.directory),
         ]
     if submission is not None and fits:
-        memory, lacking = memory_verdict(config, site, submission.nodes)
+        memory, lacking = memory_verdict(submission)
         faults += lacking
-    faults += server_option_faults(config, site)
-    return _Findings(submission, memory, faults)
+    faults += server_option_faults(ServerSections.of(config).where_generated, site)
+    return _Findings(resolved_yaml(config), submission, memory, faults)

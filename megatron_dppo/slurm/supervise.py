@@ -48,7 +48,15 @@ from megatron_dppo.launch.srun import (
 )
 from megatron_dppo.launch.supervisor import OVERTIME, TIME, Outcome, Stop, StopRequests, Supervisor
 from megatron_dppo.logging import REFUSED, configure_logging
-from megatron_dppo.preflight import EVERYWHERE, Verdict, judge, needs_of, read_evidence, table
+from megatron_dppo.preflight import (
+    EVERYWHERE,
+    Needs,
+    Verdict,
+    judge,
+    needs_of,
+    read_evidence,
+    table,
+)
 from megatron_dppo.slurm import commands
 from megatron_dppo.slurm.attempts import (
     CANCELLED_CODE,
@@ -227,19 +235,17 @@ class Steps:
         log.error("the check on %s refused:\n%s", host.name, quote(text.strip()))
         return Outcome(code or 1, "refused" if code == REFUSED else "failed", text)
 
-    def preflight(
-        self, config: TrainConfig, job: Job, placement: Placement, skipped: Sequence[str]
-    ) -> dict[str, str]:
+    def preflight(self, needs: Needs, job: Job, skipped: Sequence[str]) -> dict[str, str]:
         """Nodes that must be left out, each with the reason.
 
         Raises LaunchError for a fault that no node is to blame for: other nodes would have it too.
         """
         folder = self._directory.path / "preflight" / f"{job.id}-{job.attempt}"
-        gpus = 0 if config.engine.device == "cpu" else job.gpus
-        ports = sorted(_ports(placement))
         command = [self._python, "-m", "megatron_dppo.preflight", str(self._directory.config)]
-        command += [f"--evidence={folder}", f"--gpus={gpus}", f"--nodes={len(job.hosts)}"]
-        command += [f"--port={port}" for port in ports] + [f"--skip={name}" for name in skipped]
+        command += [f"--evidence={folder}", f"--gpus={needs.gpus}", f"--nodes={len(job.hosts)}"]
+        command += [f"--port={port}" for port in needs.ports] + [
+            f"--skip={name}" for name in skipped
+        ]
         output = self._directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
         self._run("preflight", command, job.hosts, output, tolerant=True)
@@ -247,7 +253,6 @@ class Steps:
             return {}
         names = [host.name for host in job.hosts]
         evidence = read_evidence(folder, names)
-        needs = needs_of(config, gpus=gpus, ports=ports)
         verdict = Verdict(judge(evidence, needs, names))
         folder.mkdir(parents=True, exist_ok=True)
         verdict.write(folder)
@@ -320,7 +325,7 @@ class Start:
         stops: StopRequests,
     ) -> None:
         self._config = config
-        self._sections = ServerSections.where_generated(config)
+        self._sections = ServerSections.of(config).where_generated
         self._job = job
         self._site = site
         self._directory = directory
@@ -398,13 +403,17 @@ class Start:
 
     def _require_environment(self) -> None:
         """What this process has, every step gets. Raises LaunchError for what the run can't work with."""
-        if faults := list(allocator_faults(self._config, os.environ)) if self._job.gpus else []:
+        if (
+            faults := list(allocator_faults(self._config.weight_sync.strategy, os.environ))
+            if self._job.gpus
+            else []
+        ):
             raise LaunchError("; ".join(faults))
 
     def _preflight(self, placement: Placement) -> dict[str, str]:
-        return self._steps().preflight(
-            self._config, self._job, placement, self._site.preflight_skip
-        )
+        gpus = 0 if self._config.engine.device == "cpu" else self._job.gpus
+        needs = needs_of(self._config, gpus=gpus, ports=sorted(_ports(placement)))
+        return self._steps().preflight(needs, self._job, self._site.preflight_skip)
 
     def _check(self, placement: Placement) -> Outcome | None:
         return self._steps().check(placement.ranks[0].host)

@@ -140,7 +140,8 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
     outlines, own = announced(whole, topology)
     wrong = announce_problems(whole, outlines, own, topology)
     layout = BatchLayout(topology.dp_rank, topology.dp_size, pad_multiple=topology.tp_size)
-    plans = plan_mini_batches(outlines, config, layout)
+    sections = (config.training, config.rollout, config.algorithm)
+    plans = plan_mini_batches(outlines, *sections, layout)
     needed = [set().union(*(p.of_rank(r) for p in plans)) for r in range(topology.dp_size)]
     exchange = ColumnExchange(topology, sizes(), stages_of(topology))
     delivery = exchange.deliver(outlines, own, needed, gather=gather)

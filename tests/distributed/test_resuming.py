@@ -51,16 +51,17 @@ def resume_worker(folder: str) -> dict[str, Any]:
     def start(resume_word: str = "auto", on_damage: str = "refuse") -> str:
         run = trainer.config.run.model_copy(update={"directory": str(at), "resume": resume_word})
         checkpoint = trainer.config.checkpoint.model_copy(update={"on_damage": on_damage})
-        config = trainer.config.model_copy(update={"run": run, "checkpoint": checkpoint})
         try:
-            state = resume(config, trainer, store, identity)
+            state = resume(run, checkpoint, trainer, store, identity, replays=False)
         except ValueError as error:
             return f"{type(error).__name__}: {error}"
         finally:
             dist.barrier()
         return f"step {0 if state is None else state.step} of {trainer.step_count}"
 
-    hashes = BackgroundHashes(model_files(trainer.config), trainer.topology).wait()
+    hashes = BackgroundHashes(
+        model_files(trainer.config.model.hf_checkpoint, None), trainer.topology
+    ).wait()
     out: dict[str, Any] = {
         "hashes": hashes,
         "refused": start(),

@@ -56,6 +56,7 @@ from megatron_dppo.fleet.generation import (
     generate_many,
 )
 from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
@@ -355,14 +356,19 @@ def test_the_longest_sequences_that_the_checks_take_are_served_and_no_longer_one
     runner, engine, client, model, prompt
 ):
     """The largest values that a refusal names, on the real server: with them a request is answered in full."""
+
+    def sections_faults(config: TrainConfig, shape: ModelShape) -> Iterator[str]:
+        sections = (config.data, config.rollout, config.evaluation, config.sglang)
+        return length_faults(*sections, shape)
+
     shape = load_model_shape(model)
     config = run_config(
         model, data={"max_prompt_tokens": prompt}, rollout={"max_response_tokens": 64}
     )
-    (refusal,) = length_faults(config, shape)
+    (refusal,) = sections_faults(config, shape)
     longest = int(re.search(r"expected at most (\d+)", refusal)[1])
     sections = {"data": {"max_prompt_tokens": prompt}, "rollout": {"max_response_tokens": longest}}
-    assert not list(length_faults(run_config(model, **sections), shape))
+    assert not list(sections_faults(run_config(model, **sections), shape))
     info = runner.run(client.get_json("/server_info"))
     assert info["max_req_input_len"] == 2048 - PROMPT_SPARE_POSITIONS + 1
 

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig, TrainConfig
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.engine.protocol import SamplingParams
+from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.recorder import SampleMaker
 from megatron_dppo.loop.scoring import ScoredGeneration
@@ -91,6 +92,13 @@ def settings(folder: Path, **evaluation: Any) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
+def sections(config: TrainConfig) -> tuple[EvaluationConfig, GenerationJob, AlgorithmConfig]:
+    """What an evaluation of a run goes by."""
+    sampling = SamplingParams(config.rollout.max_response_tokens)
+    seeds = SamplingSeeds(config.run.seed, "", ()) if config.engine.deterministic else None
+    return config.evaluation, GenerationJob((), 2, sampling, seeds=seeds), config.algorithm
+
+
 def sample_maker(problems: list[Problem]) -> SampleMaker:
     data: Any = SimpleNamespace(
         train=SimpleNamespace(problems=problems), text_of=lambda ids: " ".join(map(str, ids))
@@ -107,7 +115,7 @@ def test_each_response_has_a_seed_of_its_own_where_the_run_is_deterministic(tmp_
     sets = {name: [Problem(i, "p", "0", (7,)) for i in range(3)] for name in ("one", "two")}
     maker = sample_maker([*sets["one"], *sets["two"]])
     for step in (1, 2):
-        evaluate(step, sets, config, TOPOLOGY, engine, verifier, maker)
+        evaluate(step, sets, *sections(config), TOPOLOGY, engine, verifier, maker)
     seeds = {r.sampling.seed for job in engine.jobs for r in job.requests()}
     assert len(seeds) == 2 * 2 * 3 * 2
     assert None not in seeds
@@ -122,7 +130,7 @@ def test_responses_are_scored_while_others_are_generated(tmp_path: Path) -> None
         Problem(2, "p", "5", (9,)),
     ]
     found, samples = evaluate(
-        6, {"test": problems[:2], "hard": problems[1:]}, settings(tmp_path, top_p=0.5), TOPOLOGY,
+        6, {"test": problems[:2], "hard": problems[1:]}, *sections(settings(tmp_path, top_p=0.5)), TOPOLOGY,
         engine, verifier, sample_maker(problems),
     )  # fmt: skip
     # Of the samples 0 to 3 one answers problem 0, one problem 1, none problem 2.
@@ -183,7 +191,7 @@ def test_a_refusal_of_the_reward_ends_the_evaluation(tmp_path: Path) -> None:
     engine: Any = Given([response(unanswerable, s, "1") for s in range(4)])
     with pytest.raises(VerifierError, match="reward exact_integer: the answer is 'one'"):
         evaluate(
-            1, {"test": [unanswerable]}, settings(tmp_path), TOPOLOGY, engine, verifier,
+            1, {"test": [unanswerable]}, *sections(settings(tmp_path)), TOPOLOGY, engine, verifier,
             sample_maker([unanswerable]),
         )  # fmt: skip
 

@@ -68,7 +68,7 @@ def write_run(directory: Path, steps: int) -> None:
 )
 def test_a_trained_run_is_not_begun_anew(tmp_path, unusable, history, found):
     with pytest.raises(ResumeError, match=re.escape(found)) as caught:
-        refuse_fresh_start(config(tmp_path), unusable, history)
+        refuse_fresh_start(config(tmp_path).run, 5, unusable, history)
     assert "run.resume=never" in str(caught.value)
     assert "is " + str(tmp_path / "run" / "checkpoints") + " mounted?" in str(caught.value)
     assert len(str(caught.value)) < 1000
@@ -76,9 +76,9 @@ def test_a_trained_run_is_not_begun_anew(tmp_path, unusable, history, found):
 
 @pytest.mark.parametrize("recorded", [None, 0, 4])
 def test_a_run_that_ended_before_its_first_checkpoint_may_begin_anew(tmp_path, recorded):
-    refuse_fresh_start(config(tmp_path), [], History(recorded, None))
+    refuse_fresh_start(config(tmp_path).run, 5, [], History(recorded, None))
     with pytest.raises(ResumeError, match=r"no checkpoint.* run.resume: required"):
-        refuse_fresh_start(config(tmp_path, "required"), [], History(recorded, None))
+        refuse_fresh_start(config(tmp_path, "required").run, 5, [], History(recorded, None))
 
 
 def test_history_is_read_from_records_and_from_what_was_saved(tmp_path):
@@ -125,10 +125,10 @@ def survey(*unusable_steps: int) -> CheckpointSurvey:
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_only_where_it_is_asked_for(tmp_path):
-    refuse_damage(config(tmp_path), survey(10))
-    refuse_damage(config(tmp_path, on_damage="previous"), survey(40))
+    refuse_damage("refuse", survey(10))
+    refuse_damage("previous", survey(40))
     with pytest.raises(DamagedCheckpointError) as caught:
-        refuse_damage(config(tmp_path), survey(10, 40))
+        refuse_damage("refuse", survey(10, 40))
     assert str(caught.value) == (
         f"{REASON}; checkpoint.on_damage=previous goes on from step_000020, "
         "run.resume=never begins anew"

@@ -7,7 +7,6 @@ import pytest
 from megatron_dppo import train
 from megatron_dppo.config.errors import ConfigError
 from megatron_dppo.config.machine import Machine, allocator_faults, expandable_segments
-from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.trainer.platform import complete
 
 
@@ -46,7 +45,7 @@ def test_what_the_user_set_stays_and_is_said():
 def test_expandable_segments_are_refused_where_memory_is_shared(environment, found):
     assert expandable_segments(environment) == found
     for strategy in ("tensor", "distributed"):
-        problems = list(allocator_faults(config(strategy), environment))
+        problems = list(allocator_faults(strategy, environment))
         assert len(problems) == (found is not None and strategy == "tensor")
         assert all(line.startswith(f"{found}: got ") for line in problems)
 
@@ -68,7 +67,7 @@ def test_a_rank_on_a_gpu_allocates_expandable_segments_unless_told_otherwise(
         machine = Machine(cores=1, gpus=gpus, memory_bytes=1, open_files=1)
         monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
         monkeypatch.setattr(train.os, "environ", environment)
-        train._check_environment(config(strategy))
+        train._check_environment(strategy)
         assert environment == (found if gpus else given)
 
 
@@ -78,18 +77,4 @@ def test_a_rank_refuses_what_its_container_set(monkeypatch):
         machine = Machine(cores=1, gpus=gpus, memory_bytes=1, open_files=1)
         monkeypatch.setattr(train, "this_machine", lambda machine=machine: machine)
         with pytest.raises(ConfigError) if refused else nullcontext():
-            train._check_environment(config("tensor"))
-
-
-def config(strategy: str) -> TrainConfig:
-    return TrainConfig.model_validate(
-        {
-            "run": {"directory": "runs/x", "steps": 1},
-            "model": {"hf_checkpoint": "none"},
-            "data": {"train": "none.jsonl"},
-            "rollout": {"prompts_per_step": 1, "group_size": 2, "max_response_tokens": 8},
-            "training": {"prompts_per_mini_batch": 1, "micro_batch_tokens": 16},
-            "optimizer": {"lr": 1e-5},
-            "weight_sync": {"strategy": strategy},
-        }
-    )
+            train._check_environment("tensor")

@@ -12,6 +12,7 @@ from megatron_dppo.loop.recorder import Recorder, RecordingError
 from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, check_resume, identity_of
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import RecordsError
+from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory
 from tests.tiny_models import save_tiny_model
@@ -26,8 +27,13 @@ def config(tmp_path, **run) -> TrainConfig:
     return TrainConfig.model_validate(tree)
 
 
+def recorder_of(config: TrainConfig, rank: int, first_step: int, **options) -> Recorder:
+    info = RunInfo.of_config(config.model_dump())
+    return Recorder(config.run, info, rank, first_step, evaluates=True, **options)
+
+
 def test_a_step_is_recorded_with_its_weight_version(tmp_path):
-    with Recorder(config(tmp_path), 0, 0) as recorder:
+    with recorder_of(config(tmp_path), 0, 0) as recorder:
         recorder.write(0, {})
         recorder.write(1, {"loss/mean": 0.5})
     record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[1])
@@ -35,7 +41,7 @@ def test_a_step_is_recorded_with_its_weight_version(tmp_path):
 
 
 def test_updates_of_a_resumed_start_are_counted_in_the_next_record(tmp_path):
-    with Recorder(config(tmp_path), 0, 1) as recorder:
+    with recorder_of(config(tmp_path), 0, 1) as recorder:
         recorder.carry_over({"weights/updates": 2, "weights/verified": 1, "weights/bytes": 9})
         recorder.write(2, {"weights/updates": 1, "weights/verified": 1})
     record = json.loads((tmp_path / "metrics.jsonl").read_text())
@@ -45,10 +51,10 @@ def test_updates_of_a_resumed_start_are_counted_in_the_next_record(tmp_path):
 
 def test_an_evaluation_that_a_stop_prevented_is_made_up(tmp_path):
     settings = config(tmp_path)
-    with Recorder(settings, 0, 0) as recorder:
+    with recorder_of(settings, 0, 0) as recorder:
         recorder.write(0, {"evaluation/sums/accuracy": 0.25})
         recorder.write(2, {"weights/updates": 1, "policy/kl": float("nan")})
-    with Recorder(settings, 0, 2) as recorder:
+    with recorder_of(settings, 0, 2) as recorder:
         assert recorder.lacks_last_evaluation()
         recorder.complete({"weights/updates": 1, "evaluation/sums/accuracy": 0.5})
         assert not recorder.lacks_last_evaluation()
@@ -67,7 +73,7 @@ def test_a_fenced_start_records_nothing(tmp_path):
             raise FencedError("another start of this run took over")
 
     settings = config(tmp_path)
-    with Recorder(settings, 0, 0, fence=fence) as recorder:
+    with recorder_of(settings, 0, 0, fence=fence) as recorder:
         recorder.write(0, {})
         recorder.write(1, {})
         fenced.append(True)
@@ -78,7 +84,7 @@ def test_a_fenced_start_records_nothing(tmp_path):
             lambda: recorder.write_samples(["never looked at"]),
             lambda: recorder.complete({"evaluation/sums/accuracy": 0.5}),
             lambda: recorder.finish(None),
-            lambda: Recorder(settings, 0, 1, fence=fence),
+            lambda: recorder_of(settings, 0, 1, fence=fence),
         )
         for action in actions:
             with pytest.raises(FencedError):
@@ -87,7 +93,7 @@ def test_a_fenced_start_records_nothing(tmp_path):
 
 
 def test_other_ranks_write_nothing(tmp_path):
-    with Recorder(config(tmp_path), 1, 0) as recorder:
+    with recorder_of(config(tmp_path), 1, 0) as recorder:
         recorder.write(0, {})
         assert not recorder.lacks_last_evaluation()
     assert not (tmp_path / "metrics.jsonl").exists()
@@ -132,7 +138,7 @@ def test_a_state_of_another_version_is_refused():
 def recorded(tmp_path, values, upto: int = 2) -> dict:
     """The mark of a checkpoint of the last step."""
     (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
-    with Recorder(config(tmp_path, steps=9), 0, 0) as recorder:
+    with recorder_of(config(tmp_path, steps=9), 0, 0) as recorder:
         for step in range(upto + 1):
             recorder.write(step, {"loss/mean": 0.5 + step, **values})
         return recorder.mark(upto)
@@ -140,7 +146,7 @@ def recorded(tmp_path, values, upto: int = 2) -> dict:
 
 def resumed(tmp_path, mark, caplog) -> str:
     caplog.clear()
-    with Recorder(config(tmp_path, steps=9), 0, mark["step"], mark=mark):
+    with recorder_of(config(tmp_path, steps=9), 0, mark["step"], mark=mark):
         return caplog.text
 
 
@@ -177,13 +183,13 @@ def _values(path) -> list | None:
 def test_a_last_record_that_may_still_get_its_evaluation_is_left_out(tmp_path, caplog):
     mark = recorded(tmp_path, {})
     assert mark["step"] == 1
-    with Recorder(config(tmp_path), 0, 2, mark=mark) as recorder:
+    with recorder_of(config(tmp_path), 0, 2, mark=mark) as recorder:
         recorder.complete(EVALUATED)
     assert "was altered" not in resumed(tmp_path, mark, caplog)
 
 
 def test_a_save_does_not_fail_over_records_that_are_gone(tmp_path):
-    with Recorder(config(tmp_path), 0, 0) as recorder:
+    with recorder_of(config(tmp_path), 0, 0) as recorder:
         recorder.write(0, {})
         (tmp_path / "metrics.jsonl").unlink()
         assert recorder.mark(0) == {}
@@ -204,7 +210,10 @@ def checkpointed(tmp_path):
     settings = config(tmp_path)
     folder = Path(settings.model.hf_checkpoint)
     save_tiny_model(folder, "qwen3_moe")
-    files = {name: sha256_of(path) for name, path in model_files(settings).items()}
+    files = {
+        name: sha256_of(path)
+        for name, path in model_files(settings.model.hf_checkpoint, None).items()
+    }
     state = RunState(2, {}, {**identity_of(settings, "abc"), FILES: files})
     folders = CheckpointDirectory(tmp_path / "checkpoints", 2)
     begun = folders.begin(2)
@@ -225,7 +234,10 @@ def test_a_flipped_bit_of_the_start_model_is_refused_by_the_files_name(checkpoin
             ResumeError, match=f"other files .model.hf_checkpoint/{name}: its SHA-256 is"
         ):
             check_resume(settings, "abc")
-    files = {name: sha256_of(path) for name, path in model_files(settings).items()}
+    files = {
+        name: sha256_of(path)
+        for name, path in model_files(settings.model.hf_checkpoint, None).items()
+    }
     with pytest.raises(ResumeError, match=f"model.hf_checkpoint/{name}: its SHA-256 is .* was "):
         state.check_files(files, "step_2")
 
@@ -248,7 +260,7 @@ def test_a_file_that_came_or_went_is_told_and_texts_for_people_are_not(checkpoin
 def test_a_run_whose_records_are_gone_says_so_and_goes_on(tmp_path, content, caplog):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    with Recorder(config(tmp_path), 0, 2) as recorder:
+    with recorder_of(config(tmp_path), 0, 2) as recorder:
         assert not recorder.lacks_last_evaluation()
         held = 1 if content and content.endswith("\n") else 0
         assert f"metrics.jsonl holds {held} of the 3 records before step 3" in caplog.text
@@ -262,11 +274,11 @@ def test_a_run_whose_records_are_gone_says_so_and_goes_on(tmp_path, content, cap
 def test_damaged_records_are_refused_by_name(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(RecordsError, match=name) as caught:
-        Recorder(config(tmp_path), 0, 2)
+        recorder_of(config(tmp_path), 0, 2)
     assert len(str(caught.value)) < 500
 
 
 def test_records_in_the_way_of_a_folder_are_one_error(tmp_path):
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises((RecordingError, RecordsError), match="Is a directory"):
-        Recorder(config(tmp_path), 0, 2)
+        recorder_of(config(tmp_path), 0, 2)

@@ -126,7 +126,8 @@ def test_a_supervised_run_has_no_engines_for_adapters(tmp_path):
                 "lora": {"rank": 4, "update": update},
             }
         )
-        return list(lora_faults(config, load_model_shape(tmp_path / "model")))
+        shape = load_model_shape(tmp_path / "model")
+        return list(lora_faults(config.lora, config.parallel.sizes, shape, has_engines=False))
 
     assert problems("merged") == []
     assert problems("adapters") == [

@@ -13,12 +13,12 @@ from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.loop import learning
 from megatron_dppo.loop.learning import (
     BatchLayout,
     MiniBatchPlan,
     check_carried_topk,
     pack_mini_batch,
-    plan_mini_batches,
 )
 from megatron_dppo.loop.scoring import with_rewards
 from megatron_dppo.model.shape import SequenceCost
@@ -56,6 +56,11 @@ def config(**algorithm):
     return Config(AlgorithmConfig(**algorithm), Part(), Part())
 
 
+def planned(batch, config, layout):
+    sections = (config.training, config.rollout, config.algorithm)
+    return learning.plan_mini_batches(batch, *sections, layout)
+
+
 def answers(truncated=()):
     return [
         Trajectory.of_response(
@@ -67,7 +72,7 @@ def answers(truncated=()):
 
 
 def denominators(batch, **algorithm):
-    plans = plan_mini_batches(batch, config(**algorithm), BatchLayout(0, 1))
+    plans = planned(batch, config(**algorithm), BatchLayout(0, 1))
     return [plan.denominator for plan in plans]
 
 
@@ -109,7 +114,7 @@ def test_dropped_responses_do_not_count(aggregation, expected):
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 def test_a_mini_batch_in_which_nothing_trains_is_left_out(aggregation):
     batch = answers(truncated=(0, 1, 2, 3))
-    plans = plan_mini_batches(
+    plans = planned(
         batch, config(aggregation=aggregation, truncated_responses="drop"), BatchLayout(0, 1)
     )
     assert len(plans) == 1
@@ -120,7 +125,7 @@ def test_a_mini_batch_in_which_nothing_trains_is_left_out(aggregation):
 
 @pytest.mark.parametrize("dp_size", [1, 2, 3])
 def test_every_response_has_one_place_and_the_denominator_is_global(dp_size):
-    plans = plan_mini_batches(answers(), config(aggregation="token-mean"), BatchLayout(0, dp_size))
+    plans = planned(answers(), config(aggregation="token-mean"), BatchLayout(0, dp_size))
     assert [plan.denominator for plan in plans] == [11, 21]
     for plan, expected in zip(plans, ([0, 1, 2, 3], [4, 5, 6, 7]), strict=True):
         placed = [i for rank in plan.positions for rows in rank for i in rows]
@@ -201,7 +206,7 @@ def test_gspos_objective_by_hand_and_under_any_packing():
 def test_a_mini_batch_is_whole_groups_and_tells_its_cost():
     """One prompt each; lengths with the two prompt tokens 5 7 | 3 4 | 6 6 | 8 9."""
     one = Config(AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1, micro_batch_tokens=8))
-    plans = plan_mini_batches(answers(), one, BatchLayout(0, 2))
+    plans = planned(answers(), one, BatchLayout(0, 2))
     assert [sorted(i for rank in p.positions for rows in rank for i in rows) for p in plans] == [
         [0, 1], [2, 3], [4, 5], [6, 7],
     ]  # fmt: skip
@@ -209,13 +214,13 @@ def test_a_mini_batch_is_whole_groups_and_tells_its_cost():
     # Two replicas with one sequence each: the longer lasts 7, and the other has worked 5 of them.
     assert [plan.idle for plan in plans] == pytest.approx([1 / 7, 1 / 8, 0, 1 / 18])
     squares = BatchLayout(0, 1, cost=SequenceCost(0.0, 1.0))
-    assert [plan.cost for plan in plan_mini_batches(answers(), one, squares)] == [74, 25, 72, 145]
-    assert [len(p.positions[0]) for p in plan_mini_batches(answers(), one, squares)] == [2, 1, 2, 2]
+    assert [plan.cost for plan in planned(answers(), one, squares)] == [74, 25, 72, 145]
+    assert [len(p.positions[0]) for p in planned(answers(), one, squares)] == [2, 1, 2, 2]
 
 
 def test_the_layout_bounds_the_number_of_micro_batches():
     one = Config(AlgorithmConfig(), Part(), Part(prompts_per_mini_batch=1))
-    plans = plan_mini_batches(answers(), one, BatchLayout(0, 1, count_multiple=2))
+    plans = planned(answers(), one, BatchLayout(0, 1, count_multiple=2))
     assert [len(plan.positions[0]) for plan in plans] == [2, 2, 2, 2]
 
 

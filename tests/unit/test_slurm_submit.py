@@ -111,7 +111,8 @@ def test_nodes_without_gpus_are_counted_in_processes(tmp_path):
 
 
 def test_the_memory_of_nodes_without_gpus_is_not_planned(tmp_path):
-    verdict = memory_verdict(config(tmp_path), site(gpus_per_node=0, gpu="h100"), 2)
+    cluster = site(gpus_per_node=0, processes_per_node=2, gpu="h100")
+    verdict = memory_verdict(Submission.plan(config(tmp_path), cluster, 2))
     assert verdict == ("memory: not planned, the nodes have no GPUs", [])
 
 
@@ -304,10 +305,9 @@ EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 def test_expandable_segments_that_the_job_would_get(
     tmp_path, shell, site_file, flags, strategy, refused
 ):
-    settings = config(tmp_path, weight_sync={"strategy": strategy})
     for gpus in (0, 2):
         cluster = site(environment=site_file, gpus_per_node=gpus)
-        problems = list(environment_faults(settings, cluster, flags, shell))
+        problems = list(environment_faults(strategy, cluster, flags, shell))
         assert len(problems) == (refused and gpus > 0)
         assert all(p.startswith("PYTORCH_ALLOC_CONF: got 'expandable_") for p in problems)
 

@@ -253,7 +253,7 @@ def test_the_recipe_fits_the_gpus(gpus, ranks, shares_the_gpu, dtype):
     if gpus:
         hosts = (Host("here", "127.0.0.1", gpus),)
         placed = place(
-            Roles.of(config.parallel.world_size, ServerSections.where_generated(config)),
+            Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated),
             Allocation(hosts, first_port=None),
         )
         assert [rank.device for rank in placed.ranks] == list(range(ranks))

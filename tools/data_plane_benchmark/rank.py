@@ -95,7 +95,9 @@ def measured(size: Size, url: str, topology: Topology) -> dict[str, Any]:
         outlines, held = announce(own, topology, size.group, groups)
         del own
         layout = BatchLayout(topology.dp_rank, topology.dp_size, pad_multiple=topology.tp_size)
-        plans = plan_mini_batches(outlines, size.config(), layout)
+        config = size.config()
+        sections = (config.training, config.rollout, config.algorithm)
+        plans = plan_mini_batches(outlines, *sections, layout)
         needed = [set().union(*(p.of_rank(r) for p in plans)) for r in range(topology.dp_size)]
         sizes = {"moe_layers": size.layers, "experts_per_token": size.experts_per_token}
         delivery = ColumnExchange(topology, sizes).deliver(outlines, held, needed)
