@@ -228,6 +228,14 @@ class HttpClient:
         answers it by itself. A paused scheduler does, a stopped or hung one doesn't."""
         return await self._is_answered("/server_info", timeout_s)
 
+    async def is_ok(self, path: str, timeout_s: float) -> bool:
+        """Whether a GET is answered with 2xx in time."""
+        try:
+            await self.request("GET", path, timeout_s=timeout_s)
+        except (EngineLostError, EngineRequestError):
+            return False
+        return True
+
     async def _is_answered(self, path: str, timeout_s: float) -> bool:
         with contextlib.suppress(EngineRequestError):
             try:
@@ -352,7 +360,7 @@ class EngineClient(HttpClient):
 
     async def health(self, timeout_s: float = 10.0) -> bool:
         """Whether the server answers ``/health`` with 200 in time; it needs no key."""
-        return await self._is_ok("/health", timeout_s)
+        return await self.is_ok("/health", timeout_s)
 
     async def generates(self, timeout_s: float = 30.0) -> bool:
         """Whether a token was generated in time, by whatever request; a server that is idle draws one.
@@ -360,14 +368,7 @@ class EngineClient(HttpClient):
         ``/health`` is answered by the process that speaks HTTP: it can't see that the scheduler
         behind it hangs. A paused server fails this.
         """
-        return await self._is_ok("/health_generate", timeout_s)
-
-    async def _is_ok(self, path: str, timeout_s: float) -> bool:
-        try:
-            await self.request("GET", path, timeout_s=timeout_s)
-        except (EngineLostError, EngineRequestError):
-            return False
-        return True
+        return await self.is_ok("/health_generate", timeout_s)
 
     def note_life(self) -> None:
         self._last_life = asyncio.get_running_loop().time()

@@ -10,28 +10,16 @@ import contextlib
 import json
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from megatron_dppo.engine import options
 from megatron_dppo.engine.errors import EngineLostError, EngineStartError, PortHeldError
-from megatron_dppo.engine.options import (
-    ServerHosts,
-    ServerSections,
-    server_environment,
-    server_options,
-    write_options,
-)
+from megatron_dppo.engine.options import ServerHosts, ServerSections
+from megatron_dppo.system import processes
 from megatron_dppo.system.network import PortTakenError
-from megatron_dppo.system.processes import (
-    Launcher,
-    StartedProcess,
-    describe_exit,
-    quote,
-    tail,
-)
 from megatron_dppo.system.scratch import remove_left_behind
 
 if TYPE_CHECKING:
@@ -54,15 +42,20 @@ _WARMING = "answering its first requests"
 class Runtime:
     """Where servers run, with which Python, and with which variables beside their own."""
 
-    launcher: Launcher = field(default_factory=Launcher)
+    launcher: processes.Launcher = field(default_factory=processes.Launcher)
     python: str = sys.executable
     variables: Mapping[str, str] = field(default_factory=dict)
 
 
-class ChildServer(ABC):
+class ChildServer:
     """One server on one port: ``start``, ``wait_healthy``, ``poll``, then ``stop`` or ``kill``.
 
     Start it from the main thread: on this machine it dies with the *thread* that called ``start``.
+
+    Args:
+        command: arguments of Python, from ``-m`` on; whoever runs ``ps`` sees them.
+        secrets: JSON for its standard input.
+        probe: the path, and the key to send with it, of a GET that tells this server from others.
     """
 
     title = "the server"
@@ -77,36 +70,29 @@ class ChildServer(ABC):
         log_path: Path,
         start_timeout_s: float,
         runtime: Runtime | None = None,
+        *,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        secrets: Mapping[str, Any],
+        probe: tuple[str, str | None],
     ) -> None:
         self.host = host
         self.port = port
         self.log_path = log_path
         self._start_timeout = start_timeout_s
         self._runtime = Runtime() if runtime is None else runtime
-        self._process: StartedProcess | None = None
+        self._command = command
+        self._environment = environment
+        self._secrets = secrets
+        self._probe = probe
+        self._process: processes.StartedProcess | None = None
         self._started_at = 0.0
 
-    @abstractmethod
-    def _command(self) -> Sequence[str]:
-        """Arguments of this Python, from ``-m`` on; whoever runs ``ps`` sees them."""
-
-    @abstractmethod
-    def _environment(self) -> Mapping[str, str]:
-        """The process's environment."""
-
-    @abstractmethod
-    def _secrets(self) -> Mapping[str, Any]:
-        """JSON for its standard input."""
-
-    @abstractmethod
-    def _probe(self) -> tuple[str, str | None]:
-        """The path, and the key to send with it, of a GET that tells this server from others."""
-
-    @abstractmethod
     def _accepts(self, answer: Answer) -> bool:
-        """Whether the answer to the probe says that this server, and no other, is ready."""
+        """Whether the answer to the probe says that this server, and no other, is ready: it takes our key."""
+        return answer.status == 200
 
-    async def _warm_up(self, client: HttpClient) -> None:  # noqa: B027 - a server may need none
+    async def _warm_up(self, client: HttpClient) -> None:
         """Called once it answers the probe; it is healthy when this returns. May raise EngineError."""
 
     def _stage(self) -> str:
@@ -136,14 +122,14 @@ class ChildServer(ABC):
                 f"{key}: {error}; leave {key} empty for a free one, or end what listens there"
             ) from error
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        command = [self._runtime.python, *self._command()]
+        command = [self._runtime.python, *self._command]
         with open(self.log_path, "ab") as log:
             log.write(f"--- {' '.join(command)}\n".encode())
         self._process = self._runtime.launcher.start(
             command,
-            environment={**self._environment(), **self._runtime.variables},
+            environment={**self._environment, **self._runtime.variables},
             log=self.log_path,
-            stdin=json.dumps(dict(self._secrets())).encode(),
+            stdin=json.dumps(dict(self._secrets)).encode(),
         )
         self._started_at = time.monotonic()
 
@@ -159,7 +145,7 @@ class ChildServer(ABC):
     async def _wait_healthy(self, on_progress: ProgressCallback | None) -> float:
         from megatron_dppo.engine.client import HttpClient
 
-        path, key = self._probe()
+        path, key = self._probe
         next_progress = 0.0
         stranger = _Stranger(f"{self.port_key}: {self.host}:{self.port}{path}")
         warming: asyncio.Task[None] | None = None
@@ -168,7 +154,9 @@ class ChildServer(ABC):
                 waited = time.monotonic() - self._started_at
                 code = self.poll()
                 if code is not None and not stranger.answered:
-                    self._give_up(f"{self.title} {describe_exit(code)} after {waited:.0f} s")
+                    self._give_up(
+                        f"{self.title} {processes.describe_exit(code)} after {waited:.0f} s"
+                    )
                 if warming is None:
                     with contextlib.suppress(EngineLostError):
                         answer = await client.exchange("GET", path, timeout_s=_PROBE_SECONDS)
@@ -209,12 +197,12 @@ class ChildServer(ABC):
             remove_left_behind()
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
-        return tail(self.log_path, lines)
+        return processes.tail(self.log_path, lines)
 
     def _give_up(self, reason: str) -> NoReturn:
         log = self.log_tail()
         self.kill()
-        raise EngineStartError(f"{reason}; the end of {self.log_path}:\n{quote(log)}")
+        raise EngineStartError(f"{reason}; the end of {self.log_path}:\n{processes.quote(log)}")
 
 
 class _Stranger:
@@ -284,38 +272,38 @@ class EngineProcess(ChildServer):
         runtime: Runtime | None = None,
     ) -> None:
         where = config.engine.host if host is None else host
-        super().__init__(where, port, log_path, config.engine.start_timeout_s, runtime)
         self.options_path = log_path.with_suffix(".yaml")
+        super().__init__(
+            where,
+            port,
+            log_path,
+            config.engine.start_timeout_s,
+            runtime,
+            command=[
+                "-m",
+                "megatron_dppo.engine.launch_server",
+                "--config",
+                str(self.options_path),
+            ],
+            environment=options.server_environment(config, hosts),
+            secrets={"api_key": api_key, "admin_api_key": admin_api_key},
+            probe=("/model_info", api_key),
+        )
         self._config = config
-        self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
-        self._options = server_options(
+        self._options = options.server_options(
             config, host=where, port=port, seed=seed, first_device=first_device, hosts=hosts
         )
-        self._variables = server_environment(config, hosts)
 
     def start(self) -> None:
         if self._process is None:
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
-            write_options(self._options, self.options_path)
+            options.write_options(self._options, self.options_path)
         super().start()
 
     def _stage(self) -> str:
         log = self.log_tail(_STAGE_LINES)
         reached = [stage for line, stage in _STAGES if line in log]
         return reached[-1] if reached else super()._stage()
-
-    def _command(self) -> Sequence[str]:
-        module = "megatron_dppo.engine.launch_server"
-        return ["-m", module, "--config", str(self.options_path)]
-
-    def _environment(self) -> Mapping[str, str]:
-        return self._variables
-
-    def _secrets(self) -> Mapping[str, str | None]:
-        return self._keys
-
-    def _probe(self) -> tuple[str, str | None]:
-        return "/model_info", self._keys["api_key"]
 
     async def _warm_up(self, client: HttpClient) -> None:
         """Draw two tokens with training's sampling and two with evaluation's."""

@@ -20,7 +20,7 @@ from megatron_dppo.engine.process import ChildServer, Runtime
 from megatron_dppo.fleet.record import Keys, Server
 
 if TYPE_CHECKING:
-    from megatron_dppo.engine.client import Answer, Method
+    from megatron_dppo.engine.client import Answer, HttpClient, Method
 
 OPEN_PATHS = (
     "/health",
@@ -40,10 +40,10 @@ _FOREVER_S = 7 * 24 * 3600
 
 
 class HttpRouterProcess(ChildServer):
-    """One HTTP router, without servers until ``HttpRouterClient`` names them.
+    """One HTTP router, without servers until ``set_servers`` names them.
 
-    ``api_key`` opens generation, ``admin_api_key`` the list of servers. ``host``: address where it
-    listens, ``engine.host`` by default. ``runtime``: where it runs, and with which Python.
+    ``api_key`` opens generation, ``admin_api_key`` the list of servers. ``runtime``: where it runs, and with which
+    Python.
     """
 
     title = "the router"
@@ -52,36 +52,28 @@ class HttpRouterProcess(ChildServer):
         self,
         engine: EngineConfig,
         *,
+        host: str,
         port: int,
         metrics_port: int,
         log_path: Path,
         api_key: str,
         admin_api_key: str,
-        host: str | None = None,
         runtime: Runtime | None = None,
     ) -> None:
-        where = engine.host if host is None else host
-        super().__init__(where, port, log_path, engine.start_timeout_s, runtime)
-        self._options = http_router_options(where, port, metrics_port, engine.router_policy)
         # Its option ca_cert_paths does not reach the connections to its servers.
-        self._variables = {} if engine.ca_file is None else {"SSL_CERT_FILE": engine.ca_file}
-        self._keys = {"api_key": api_key, "admin_api_key": admin_api_key}
-
-    def _command(self) -> Sequence[str]:
-        return ["-m", "megatron_dppo.fleet.launch_http_router"]
-
-    def _environment(self) -> Mapping[str, str]:
-        return {**os.environ, **self._variables}
-
-    def _secrets(self) -> Mapping[str, Any]:
-        return {**self._keys, "options": self._options}
-
-    def _probe(self) -> tuple[str, str | None]:
-        return "/workers", self._keys["admin_api_key"]
-
-    def _accepts(self, answer: Answer) -> bool:
-        """It takes our key, which no other router would."""
-        return answer.status == 200
+        authority = {} if engine.ca_file is None else {"SSL_CERT_FILE": engine.ca_file}
+        options = http_router_options(host, port, metrics_port, engine.router_policy)
+        super().__init__(
+            host,
+            port,
+            log_path,
+            engine.start_timeout_s,
+            runtime,
+            command=["-m", "megatron_dppo.fleet.launch_http_router"],
+            environment={**os.environ, **authority},
+            secrets={"options": options, "api_key": api_key, "admin_api_key": admin_api_key},
+            probe=("/workers", admin_api_key),
+        )
 
 
 def http_router_options(host: str, port: int, metrics_port: int, policy: str) -> dict[str, Any]:
@@ -110,7 +102,7 @@ def http_router_options(host: str, port: int, metrics_port: int, policy: str) ->
     }
 
 
-# --- its client
+# --- its list of servers
 
 SERVED_BY = "x-smg-routed-worker-id"
 """Header of an answer: the URL of the server that gave it."""
@@ -120,80 +112,49 @@ _POLL_SECONDS = 0.05
 _CONTROL_SECONDS = 10.0
 
 
-class HttpRouterClient:
-    """The HTTP router at ``url``, from one event loop; ``close`` it. Its methods raise EngineLostError
-    where it doesn't answer."""
+async def routed_servers(client: HttpClient) -> dict[str, str]:
+    """The router's id of each server that it sends requests to, by URL."""
+    answer = await client.request("GET", "/workers", admin=True, timeout_s=_CONTROL_SECONDS)
+    return {worker["url"].rstrip("/"): worker["id"] for worker in orjson.loads(answer)["workers"]}
 
-    def __init__(self, url: str, keys: Keys) -> None:
-        # The supervisor, which starts the router, needs none of numpy, which this module loads.
-        from megatron_dppo.engine.client import HttpClient
 
-        self.url = url
-        self._client = HttpClient(url, keys.api, keys.admin)
+async def set_servers(client: HttpClient, wanted: Mapping[str, str | None]) -> None:
+    """Make the router's list of servers equal to ``wanted``, URLs with their API keys; returns when it is.
 
-    async def close(self) -> None:
-        """Close the connections; the router breaks off what was in flight on them."""
-        await self._client.close()
+    Raises EngineLostError where a server doesn't get on the list in time, which needs its answer to the router.
+    """
+    present = await routed_servers(client)
+    await remove_servers(client, [url for url in present if url not in wanted])
+    for url in wanted.keys() - present.keys():
+        body = {"url": url, "api_key": wanted[url], "models": [{"id": ROUTED_MODEL}]}
+        await _control_once(client, "POST", "/workers", orjson.dumps(body), done=409)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + _REGISTRATION_SECONDS
+    while (present := await routed_servers(client)).keys() != wanted.keys():
+        if clock() > deadline:
+            raise EngineLostError(
+                f"{client.url}: the router serves from {sorted(present)} after {_REGISTRATION_SECONDS:.0f} s"
+            )
+        await asyncio.sleep(_POLL_SECONDS)
 
-    async def generate(self, body: bytes) -> Answer:
-        """The answer of the server that the router chose, or the router's own."""
-        return await self._client.exchange("POST", "/generate", body, timeout_s=None)
 
-    async def alive(self, timeout_s: float) -> bool:
-        try:
-            await self._client.request("GET", "/liveness", timeout_s=timeout_s)
-        except (EngineLostError, EngineRequestError):
-            return False
-        return True
+async def remove_servers(client: HttpClient, urls: Sequence[str]) -> None:
+    """Have the router send nothing more to these servers. What they have in work goes on."""
+    present = await routed_servers(client)
+    for url in urls:
+        if url in present:
+            await _control_once(client, "DELETE", f"/workers/{present[url]}", done=404)
 
-    async def servers(self) -> dict[str, str]:
-        """The router's id of each server that it sends requests to, by URL."""
-        answer = await self._control("GET", "/workers")
-        workers = orjson.loads(answer)["workers"]
-        return {worker["url"].rstrip("/"): worker["id"] for worker in workers}
 
-    async def set_servers(self, wanted: Mapping[str, str | None]) -> None:
-        """Make the router's list of servers equal to ``wanted``, URLs with their API keys.
-
-        Returns when it does. Raises EngineLostError where a server doesn't get on the list in time,
-        which needs its answer to the router.
-        """
-        present = await self.servers()
-        await self.remove([url for url in present if url not in wanted])
-        for url in wanted.keys() - present.keys():
-            body = {"url": url, "api_key": wanted[url], "models": [{"id": ROUTED_MODEL}]}
-            await self._control_once("POST", "/workers", orjson.dumps(body), done=409)
-        clock = asyncio.get_running_loop().time
-        deadline = clock() + _REGISTRATION_SECONDS
-        while (present := await self.servers()).keys() != wanted.keys():
-            if clock() > deadline:
-                raise EngineLostError(
-                    f"{self.url}: the router serves from {sorted(present)} after "
-                    f"{_REGISTRATION_SECONDS:.0f} s"
-                )
-            await asyncio.sleep(_POLL_SECONDS)
-
-    async def remove(self, urls: Sequence[str]) -> None:
-        """Send nothing more to these servers. What they have in work goes on."""
-        present = await self.servers()
-        for url in urls:
-            if url in present:
-                await self._control_once("DELETE", f"/workers/{present[url]}", done=404)
-
-    async def _control_once(
-        self, method: Method, path: str, body: bytes | None = None, *, done: int
-    ) -> None:
-        """``done``: what it answers where another rank was faster."""
-        try:
-            await self._control(method, path, body)
-        except EngineRequestError as error:
-            if error.status != done:
-                raise
-
-    async def _control(self, method: Method, path: str, body: bytes | None = None) -> bytes:
-        return await self._client.request(
-            method, path, body, admin=True, timeout_s=_CONTROL_SECONDS
-        )
+async def _control_once(
+    client: HttpClient, method: Method, path: str, body: bytes | None = None, *, done: int
+) -> None:
+    """``done``: what the router answers where another rank was faster."""
+    try:
+        await client.request(method, path, body, admin=True, timeout_s=_CONTROL_SECONDS)
+    except EngineRequestError as error:
+        if error.status != done:
+            raise
 
 
 # --- a connection that survives it: it may come back at another address without servers
@@ -217,7 +178,7 @@ class HttpRouterLink:
     def __init__(self, find: Callable[[], tuple[Server, Keys] | None], *, registers: bool) -> None:
         self._find = find
         self._registers = registers
-        self._client: HttpRouterClient | None = None
+        self._client: HttpClient | None = None
         self._wanted: dict[str, str | None] = {}
         self._announced: Server | None = None
         self.server: Server | None = None
@@ -237,15 +198,15 @@ class HttpRouterLink:
         self._wanted.pop(url, None)
         if self._client is not None:
             try:
-                await self._client.remove([url])
+                await remove_servers(self._client, [url])
             except (EngineLostError, EngineRequestError) as error:
                 log.info("the router was not told of a lost server: %s", error)
 
     async def generate(self, body: bytes) -> Answer:
-        """As HttpRouterClient's. Raises EngineLostError where the router breaks off."""
+        """The answer of the server that the router chose, or the router's own. Raises EngineLostError."""
         if self._client is None:
             raise EngineLostError("there is no router")
-        return await self._client.generate(body)
+        return await self._client.exchange("POST", "/generate", body, timeout_s=None)
 
     def mark_down(self, reason: str) -> bool:
         """Not usable until ``watch`` or ``serve`` finds it in order; whether it was, before."""
@@ -268,7 +229,7 @@ class HttpRouterLink:
                 asked_s = last_life = clock()
             elif clock() >= asked_s + pause and self._client is not None:
                 asked_s = clock()
-                if await self._client.alive(hang_timeout_s / 2):
+                if await self._client.is_ok("/liveness", hang_timeout_s / 2):
                     last_life = clock()
                 elif clock() - last_life > hang_timeout_s:
                     on_lost(self, f"{self.url}: silent for {clock() - last_life:.0f} s")
@@ -281,17 +242,20 @@ class HttpRouterLink:
 
     async def _connect(self) -> None:
         """Find the router and have it know our servers; ``usable`` where both worked."""
+        # The supervisor, which starts the router, needs none of numpy, which this module loads.
+        from megatron_dppo.engine.client import HttpClient
+
         router = self._find()
         if router is None:
             return
         server, keys = router
         if server != self.server or self._client is None:
             await self.close()
-            self.server, self._client = server, HttpRouterClient(server.url, keys)
+            self.server, self._client = server, HttpClient(server.url, keys.api, keys.admin)
         try:
             if self._registers:
-                await self._client.set_servers(self._wanted)
-            self.usable = self._wanted.keys() == (await self._client.servers()).keys()
+                await set_servers(self._client, self._wanted)
+            self.usable = self._wanted.keys() == (await routed_servers(self._client)).keys()
         except (EngineLostError, EngineRequestError) as error:
             log.info("the router at %s is not in order yet: %s", server.url, error)
         if self.usable and server != self._announced:

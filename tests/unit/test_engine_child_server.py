@@ -8,7 +8,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +42,17 @@ class SmallServer(ChildServer):
     port_key = "small.port"
 
     def __init__(self, log: Path, code: str = SERVER, name: str = "right", limit: float = 60):
-        super().__init__("127.0.0.1", free_port(), log, limit)
+        super().__init__(
+            "127.0.0.1", 0, log, limit, command=(), environment=os.environ,
+            secrets={"key": "secret"}, probe=("/name", "secret"),
+        )  # fmt: skip
         self._code = f"NAME = {name!r}\n{code}"
+        self.set_port(free_port())
 
     def set_port(self, port: int) -> None:
         """Before it is started."""
         self.port = port
-
-    def _command(self) -> Sequence[str]:
-        return ["-c", f"PORT = {self.port}\n{self._code}"]
-
-    def _environment(self) -> Mapping[str, str]:
-        return os.environ
-
-    def _secrets(self) -> Mapping[str, Any]:
-        return {"key": "secret"}
-
-    def _probe(self) -> tuple[str, str | None]:
-        return "/name", "secret"
+        self._command = ["-c", f"PORT = {port}\n{self._code}"]
 
     def _accepts(self, answer: Answer) -> bool:
         return answer.status == 200 and json.loads(answer.body)["name"] == "right"

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineLostError
 from megatron_dppo.fleet import http_router
-from megatron_dppo.fleet.http_router import HttpRouterClient, HttpRouterProcess
+from megatron_dppo.fleet.http_router import HttpRouterProcess, routed_servers, set_servers
 from megatron_dppo.fleet.membership import Member, client_of, member_from_json, member_to_json
 from megatron_dppo.fleet.record import Keys, Server
 from megatron_dppo.system.network import free_port
@@ -124,18 +125,15 @@ def test_the_router_sends_to_it_too_where_it_is_told_of_the_authority(
     monkeypatch.setattr(http_router, "_REGISTRATION_SECONDS", 10.0 if trusted else 2.0)
     router = HttpRouterProcess(
         EngineConfig(ca_file=str(authority) if trusted else None),
-        port=free_port(ADDRESS), metrics_port=free_port(ADDRESS), log_path=tmp_path / "router.log",
+        host=ADDRESS, port=free_port(ADDRESS), metrics_port=free_port(ADDRESS), log_path=tmp_path / "router.log",
         api_key="user", admin_api_key="admin",
     )  # fmt: skip
     url = f"https://{ADDRESS}:{port}"
 
     async def register() -> dict[str, str]:
-        client = HttpRouterClient(router.url, Keys("user", "admin"))
-        try:
-            await client.set_servers({url: "secret"})
-            return await client.servers()
-        finally:
-            await client.close()
+        async with HttpClient(router.url, "user", "admin") as client:
+            await set_servers(client, {url: "secret"})
+            return await routed_servers(client)
 
     router.start()
     try:
