@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import xxhash
+from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
 
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError
 from megatron_dppo.engine.protocol import GenerationRequest
@@ -39,8 +40,8 @@ STORED_S = 900.0
 Way = Literal["shared memory", "binary HTTP answers"]
 
 _MAGIC = b"megatron_dppo recording 1 "
-_DTYPES = ("uint8", "uint16")
-_ID = re.compile(r"[0-9a-f]{32}")
+Hexadecimal = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
+"""128 bits."""
 _COLLECTED = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._maybe_collect_routed_experts"
@@ -54,11 +55,12 @@ class Notice:
     ``folder``: of the file, on the server's host; its name is ``id``. ``hash``: of the file's bytes (``content_hash``).
     """
 
-    id: str
+    # A file's name.
+    id: Hexadecimal
     folder: str
-    dtype: str
-    shape: tuple[int, int, int]
-    hash: str
+    dtype: Literal["uint8", "uint16"]
+    shape: tuple[NonNegativeInt, NonNegativeInt, NonNegativeInt]
+    hash: Hexadecimal
 
     @property
     def size(self) -> int:
@@ -68,26 +70,14 @@ class Notice:
         return _MAGIC + json.dumps(asdict(self)).encode()
 
     @classmethod
-    def decode(cls, content: bytes) -> Self:
+    def decode(cls, content: bytes) -> Notice:
         """Raises ValueError for anything that is no notice, or a broken one."""
         if not content.startswith(_MAGIC):
             raise ValueError(f"routed_experts holds no notice of a recording but {content[:200]!r}")
         try:
-            fields: dict[str, Any] = json.loads(content[len(_MAGIC) :])
-            notice = cls(**{**fields, "shape": tuple(fields["shape"])})
-            is_whole = (
-                _ID.fullmatch(notice.id)
-                and _ID.fullmatch(notice.hash)
-                and isinstance(notice.folder, str)
-                and notice.dtype in _DTYPES
-                and len(notice.shape) == 3
-                and all(type(size) is int and size >= 0 for size in notice.shape)
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"a broken notice of a recording: {error}") from error
-        if not is_whole:
-            raise ValueError(f"a broken notice of a recording: {fields}")
-        return notice
+            return _notices().validate_json(content[len(_MAGIC) :], strict=True)
+        except ValidationError as error:
+            raise ValueError(f"a broken notice of a recording: {error.errors()[0]}") from error
 
     def array(self, content: bytes | bytearray | np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """The recording in a file's ``content``, of the ``shape`` that was asked for.
@@ -103,6 +93,11 @@ class Notice:
         if digest != self.hash:
             raise ValueError(f"a recording with the hash {digest}, expected {self.hash}")
         return flat.view(self.dtype).reshape(self.shape)
+
+
+@functools.cache
+def _notices() -> TypeAdapter[Notice]:
+    return TypeAdapter(Notice)
 
 
 def content_hash(flat: np.ndarray) -> str:
@@ -174,8 +169,8 @@ class RecordingStore:
             raise
         self._written[path] = self._clock()
         rows, layers, top_k = array.shape
-        digest = content_hash(array)
-        return Notice(path.name, str(folder), array.dtype.name, (rows, layers, top_k), digest)
+        dtype: Any = array.dtype.name
+        return Notice(path.name, str(folder), dtype, (rows, layers, top_k), content_hash(array))
 
     def _forget_old(self) -> None:
         limit = self._clock() - self._stored_s
@@ -304,7 +299,7 @@ def offer(folders: Sequence[Path]) -> None:
     from sglang.srt.entrypoints.http_server import app
 
     def path_of(recording: str) -> Path | None:
-        paths = (folder / recording for folder in folders if _ID.fullmatch(recording))
+        paths = (folder / recording for folder in folders if recording.isalnum())
         return next((path for path in paths if path.is_file()), None)
 
     async def fetch(recording: str) -> Response:

@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from pydantic import validate_call
+
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.fleet.record import (
     ADMIN_KEY_VARIABLE,
@@ -30,8 +32,7 @@ from megatron_dppo.fleet.record import (
     Json,
     Keys,
     Server,
-    read_object,
-    set_aside,
+    read_own_json,
 )
 from megatron_dppo.system.files import UnsafeFileError, read_own, write_private
 from megatron_dppo.system.network import interface_address, is_loopback
@@ -64,14 +65,7 @@ class EndpointAddress:
 
     @classmethod
     def read(cls, path: Path) -> EndpointAddress | None:
-        value = read_object(path)
-        if value is None:
-            return None
-        try:
-            return cls(**{name: str(text) for name, text in value.items()})
-        except TypeError:
-            set_aside(path, "is damaged")
-            return None
+        return read_own_json(path, EndpointAddress)
 
 
 def control_host(interface: str | None, address: str) -> str:
@@ -166,8 +160,8 @@ class _Handler(BaseHTTPRequestHandler):
             arguments = self._arguments()
             if question is None:
                 raise ValueError(f"{self.path}: no such question")
-            answer = question(self.server.record, arguments)
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            answer = question(self.server.record, **arguments)
+        except (ValueError, TypeError, RecursionError) as error:
             self._answer(400, {"error": str(error)})
         except OSError as error:
             self._answer(500, {"error": str(error)})
@@ -184,7 +178,7 @@ class _Handler(BaseHTTPRequestHandler):
         return arguments
 
     def _answer(self, status: int, content: Json) -> None:
-        body = json.dumps(content).encode()
+        body = json.dumps(content, default=asdict).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -197,37 +191,15 @@ class _Handler(BaseHTTPRequestHandler):
             log.info("fleet endpoint, asked by %s: %s", self.client_address[0], format % args)
 
 
-def _router(record: FleetRecord, _: Json) -> Json | None:
-    router = record.router()
-    return None if router is None else asdict(router)
-
-
-def _publish_status(record: FleetRecord, arguments: Json) -> None:
-    version = arguments["version"]
-    states = {str(name): str(state) for name, state in dict(arguments["states"]).items()}
-    record.publish_status(None if version is None else int(version), states)
-
-
-def _text(arguments: Json, name: str) -> str:
-    if not isinstance(arguments.get(name), str):
-        raise ValueError(f"{name}: expected a text")
-    return str(arguments[name])
-
-
-_QUESTIONS: dict[str, Callable[[FleetRecord, Json], Any]] = {
-    "servers": lambda record, _: [asdict(server) for server in record.servers()],
-    "router": _router,
-    "status": lambda record, _: record.status(),
-    "attach": lambda record, arguments: asdict(record.attach(_text(arguments, "url"))),
-    "detach": lambda record, arguments: asdict(record.detach(_text(arguments, "url"))),
-    "sync_configured": lambda record, arguments: record.sync_configured(
-        [str(url) for url in arguments["urls"]]
-    ),
-    "report_lost": lambda record, arguments: record.report_lost(
-        _text(arguments, "name"), int(arguments["incarnation"])
-    ),
-    "publish_status": _publish_status,
+_QUESTIONS: dict[str, Callable[..., Any]] = {
+    question.__name__: validate_call(question)
+    for question in (
+        *(FleetRecord.servers, FleetRecord.router, FleetRecord.status, FleetRecord.publish_status),
+        *(FleetRecord.attach, FleetRecord.detach, FleetRecord.sync_configured),
+        FleetRecord.report_lost,
+    )
 }
+"""What may be asked: methods of the record, whose arguments are checked against their types."""
 
 
 # --- its client

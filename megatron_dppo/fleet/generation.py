@@ -103,20 +103,6 @@ class GenerationLimits:
 
 
 @dataclass(frozen=True)
-class GenerationProgress:
-    """Responses ``done`` of ``total``, and the response tokens in them after ``seconds``."""
-
-    done: int
-    total: int
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds if self.seconds > 0 else 0.0
-
-
-@dataclass(frozen=True)
 class GenerationJob:
     """``group_size`` responses to each problem.
 
@@ -193,7 +179,8 @@ class Generation:
     on_response: OnResponse | None = None
     done: dict[Hashable, Trajectory] = field(default_factory=dict)
     running: Future[Results] | None = None
-    latest: GenerationProgress | None = None
+    responses: int = 0
+    tokens: int = 0
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None
 
@@ -214,30 +201,21 @@ class Generation:
         stop: Callable[[], bool],
     ) -> None:
         requests = self.job.requests(self.done)
-        self.latest = None
-        if not requests:
-            self.running = None
-            return
-        work = generate_many(
-            client,
-            requests,
-            limits,
-            on_progress=self._report,
-            stop=stop,
-            on_response=self.on_response,
-        )
-        self.running = runner.submit(self._timed(work))
+        self.responses = self.tokens = 0
+        self.running = None
+        if requests:
+            work = generate_many(client, requests, limits, stop=stop, on_response=self._note)
+            self.running = runner.submit(self._timed(work))
 
     def wait(self, stop: Callable[[], bool]) -> tuple[GenerationEnd, str]:
         """Wait until this attempt ends, with a progress bar; how it ended, and why where it was lost."""
         if self.running is None:
             return (GenerationEnd.STOPPED if stop() else GenerationEnd.DONE), ""
-        already = len(self.done)
+        already, start = len(self.done), time.monotonic()
         with progress(self.description, self.total) as bar:
             while not wait([self.running], _REDRAW_SECONDS).done:
-                if (now := self.latest) is not None:
-                    speed = f"{now.tokens_per_second:.0f} tokens/s"
-                    bar.update(completed=already + now.done, note=speed)
+                speed = f"{self.tokens / (time.monotonic() - start):.0f} tokens/s"
+                bar.update(completed=already + self.responses, note=speed)
         try:
             self.done |= self.running.result()
         except GenerationInterruptedError as interruption:
@@ -250,8 +228,11 @@ class Generation:
             return GenerationEnd.FAILED, f"{type(error).__name__}: {error}"
         return GenerationEnd.DONE, ""
 
-    def _report(self, now: GenerationProgress) -> None:
-        self.latest = now
+    def _note(self, key: Hashable, trajectory: Trajectory) -> None:
+        self.responses += 1
+        self.tokens += trajectory.sampled
+        if self.on_response is not None:
+            self.on_response(key, trajectory)
 
     async def _timed(self, work: Awaitable[Results]) -> Results:
         try:
@@ -265,7 +246,6 @@ async def generate_many(
     requests: Sequence[GenerationRequest],
     limits: GenerationLimits,
     *,
-    on_progress: Callable[[GenerationProgress], None] | None = None,
     stop: Callable[[], bool] | None = None,
     on_response: OnResponse | None = None,
 ) -> Results:
@@ -273,15 +253,15 @@ async def generate_many(
 
     Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
     StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as they come. In every
-    case nothing of this call is left running on a server. ``on_progress`` and ``stop`` are called a few times a second,
-    ``on_response`` with each response as it comes; none of them may block.
+    case nothing of this call is left running on a server. ``stop`` is called a few times a second, ``on_response`` with
+    each response as it comes; neither may block.
     """
     keys = [request.key for request in requests]
     if len(set(keys)) != len(keys):
         raise ValueError("two generation requests have the same key")
     run = _Generation(client, requests, limits, on_response)
     try:
-        await run.wait(on_progress, stop)
+        await run.wait(stop)
     except EngineLostError as error:
         raise GenerationInterruptedError(run.in_order(), str(error)) from error
     return run.in_order()
@@ -302,23 +282,16 @@ class _Generation:
         self._prefix = uuid.uuid4().hex[:12]
         self._in_flight: dict[str, int] = {}
         self._results: Results = {}
-        self._tokens = 0
         size = limits.responses_per_call
         self._pending = deque(
             range(start, min(start + size, len(requests)))
             for start in range(0, len(requests), size)
         )
-        self._clock = asyncio.get_running_loop().time
-        self._started = self._clock()
 
     def in_order(self) -> Results:
         return {r.key: self._results[r.key] for r in self._requests if r.key in self._results}
 
-    async def wait(
-        self,
-        on_progress: Callable[[GenerationProgress], None] | None,
-        stop: Callable[[], bool] | None,
-    ) -> None:
+    async def wait(self, stop: Callable[[], bool] | None) -> None:
         workers = -(-self._limits.concurrency // self._limits.responses_per_call)
         tasks = [asyncio.create_task(self._work()) for _ in range(min(workers, len(self._pending)))]
         work = asyncio.gather(*tasks)
@@ -329,8 +302,6 @@ class _Generation:
                 await asyncio.wait(both, timeout=_TICK_SECONDS, return_when=asyncio.FIRST_COMPLETED)
                 if watch.done() and not work.done():
                     watch.result()
-                if on_progress is not None:
-                    on_progress(self._progress())
                 if stop is not None and stop():
                     raise StopRequestedError(
                         f"stopped with {len(self._results)} of {len(self._requests)} responses"
@@ -376,13 +347,8 @@ class _Generation:
     def _record(self, requests: Sequence[GenerationRequest], results: Sequence[Trajectory]) -> None:
         for request, trajectory in zip(requests, results, strict=True):
             self._results[request.key] = trajectory
-            self._tokens += trajectory.sampled
             if self._on_response is not None:
                 self._on_response(request.key, trajectory)
-
-    def _progress(self) -> GenerationProgress:
-        seconds = self._clock() - self._started
-        return GenerationProgress(len(self._results), len(self._requests), self._tokens, seconds)
 
     async def _clean_up(self, tasks: Sequence[asyncio.Future]) -> None:
         """Cancel the calls in flight, and abort them on the servers."""

@@ -23,9 +23,11 @@ import re
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter
 
 from megatron_dppo.system.files import (
     UnsafeFileError,
@@ -48,6 +50,7 @@ STARTED_KEYS_VARIABLE = "MEGATRON_DPPO_STARTED_KEYS"
 """Holds the keys of servers started here, as JSON, in the environment of the trainer's ranks."""
 Origin = Literal["started", "config", "command"]
 Json = dict[str, Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Server:
     incarnation: int = 0
     pid: int | None = None
     origin: Origin = "started"
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def replaceable(self) -> bool:
@@ -93,6 +97,14 @@ class Keys:
 
 
 # --- what is kept
+
+
+@dataclass(frozen=True)
+class _Content:
+    """``fleet.json``: everything that is published by name, and the ranks' view of it."""
+
+    servers: dict[str, Server] = field(default_factory=dict)
+    status: Json = field(default_factory=dict)
 
 
 class FleetRecord:
@@ -206,13 +218,8 @@ class FleetRecord:
                     self._servers.setdefault(name, server)
 
     def _read(self) -> tuple[dict[str, Server], Json]:
-        content = read_object(self._file) or {}
-        try:
-            servers = {name: _server(v) for name, v in content.get("servers", {}).items()}
-            return servers, dict(content.get("status", {}))
-        except (TypeError, ValueError, AttributeError):
-            set_aside(self._file, "is damaged")
-            return {}, {}
+        content = read_own_json(self._file, _Content) or _Content()
+        return content.servers, content.status
 
     def _write(self) -> None:
         # The file is the successor's; the memory serves this start's ranks until they end.
@@ -220,9 +227,8 @@ class FleetRecord:
             self._fence()
         except FencedError:
             return
-        servers = {name: asdict(server) for name, server in self._servers.items()}
-        content = {"servers": servers, "status": self._status}
-        write_private(self._file, json.dumps(content, indent=1))
+        content = _Content(self._servers, self._status)
+        write_private(self._file, json.dumps(asdict(content), indent=1))
 
 
 def attached_name(url: str) -> str:
@@ -232,34 +238,20 @@ def attached_name(url: str) -> str:
     return re.sub(r"[^\w.]+", "-", url.rstrip("/"))
 
 
-def _server(value: Json) -> Server:
-    """Raises TypeError, ValueError or AttributeError for what is not one."""
-    server = Server(**value)
-    types = (str, str, int, int | None, str)
-    for field, kind in zip(fields(Server), types, strict=True):
-        if not isinstance(value.get(field.name, getattr(server, field.name)), kind):
-            raise ValueError(f"{field.name}: got {value[field.name]!r}")
-    return server
-
-
-def read_object(path: Path) -> Json | None:
-    """The JSON object in a file; None where there is no file, a damaged one, or one that is refused."""
+def read_own_json(path: Path, kind: type[T]) -> T | None:
+    """The file's JSON as a ``kind``; None where there is no file, a damaged one, or one that is refused."""
     try:
-        value = json.loads(read_own(path))
+        return TypeAdapter(kind).validate_json(read_own(path), strict=True)
     except FileNotFoundError:
         return None
     except UnsafeFileError as error:
-        set_aside(path, f"is refused ({error})")
-        return None
-    except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        set_aside(path, "is damaged")
-        return None
-    return value
+        _set_aside(path, f"is refused ({error})")
+    except ValueError:
+        _set_aside(path, "is damaged")
+    return None
 
 
-def set_aside(path: Path, why: str) -> None:
+def _set_aside(path: Path, why: str) -> None:
     """Rename a file that must not be read, which another reader may have done already."""
     aside = path.with_name(f"{path.name}.damaged")
     try:

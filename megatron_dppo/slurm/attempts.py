@@ -10,8 +10,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_dppo.launch.supervisor import Outcome
 from megatron_dppo.metrics.history import read_history
@@ -54,6 +56,7 @@ class Attempt:
     recorded: int = 0
     requeued: bool = False
     excluded: tuple[tuple[str, str], ...] = ()
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     @property
     def progressed(self) -> bool:
@@ -109,13 +112,8 @@ def fruitless(attempts: Sequence[Attempt]) -> int:
 
 def _read(path: Path) -> Attempt | None:
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        names = {field.name for field in fields(Attempt)}
-        if not isinstance(record, dict) or not record.keys() <= names:
-            return None
-        pairs = tuple((str(node), str(why)) for node, why in record.pop("excluded", ()))
-        return Attempt(**{**record, "hosts": tuple(record["hosts"]), "excluded": pairs})
-    except (OSError, ValueError, TypeError, KeyError):
+        return TypeAdapter(Attempt).validate_json(path.read_bytes())
+    except (OSError, ValidationError):
         return None
 
 

@@ -21,7 +21,6 @@ import errno
 import json
 import logging
 import os
-import re
 import secrets
 import shutil
 import socket
@@ -30,14 +29,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Self
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.processes import process_start
 
 LEASE_FILE = "lease.json"
-_NONCE = re.compile(r"[0-9a-f]{16}")
 # Stands for the nonce of the holder before the first one.
 _FIRST = "first"
 # What a rename onto a claim fails with; ENOENT where another start tidied up meanwhile.
@@ -62,7 +62,8 @@ class Holder:
         taken: seconds since the epoch by its own clock, for people to read.
     """
 
-    nonce: str
+    # It becomes a file's name.
+    nonce: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     host: str
     boot: str
     namespace: str
@@ -168,9 +169,8 @@ class LeaseFiles:
     def beat(self, holder: Holder) -> Beat | None:
         """What ``holder`` renewed last; None where it never has, or the file is damaged."""
         try:
-            content = json.loads(self.beat_of(holder).read_text(encoding="utf-8"))
-            return Beat(int(content["count"]), bool(content["ended"]))
-        except (FileNotFoundError, ValueError, TypeError, KeyError):
+            return TypeAdapter(Beat).validate_json(self.beat_of(holder).read_bytes())
+        except (FileNotFoundError, ValidationError):
             return None
 
     def write_beat(self, holder: Holder, beat: Beat) -> None:
@@ -194,32 +194,16 @@ def _encode(holder: Holder) -> str:
     return json.dumps(asdict(holder), indent=1) + "\n"
 
 
-def _holder_of(value: Any) -> Holder:
-    """Raises ValueError, TypeError or KeyError for what ``_encode`` has not written."""
-    # It becomes a file's name.
-    if not _NONCE.fullmatch(value["nonce"]):
-        raise ValueError(f"nonce: got {value['nonce']!r}, expected 16 hexadecimal digits")
-    return Holder(
-        nonce=value["nonce"],
-        host=str(value["host"]),
-        boot=str(value["boot"]),
-        namespace=str(value["namespace"]),
-        pid=int(value["pid"]),
-        pid_start=int(value["pid_start"]),
-        job=None if value["job"] is None else str(value["job"]),
-        attempt=int(value["attempt"]),
-        taken=float(value["taken"]),
-    )
-
-
 def _read_holder(path: Path) -> Holder | None:
     try:
-        return _holder_of(json.loads(path.read_text(encoding="utf-8")))
+        return TypeAdapter(Holder).validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
-    except (IsADirectoryError, ValueError, TypeError, KeyError, RecursionError) as error:
+    except (IsADirectoryError, ValidationError) as error:
+        fault = error.errors()[0] if isinstance(error, ValidationError) else None
+        reason = f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" if fault else error
         raise LeaseError(
-            f"{path} is damaged ({error}); remove it once no process of this run is left"
+            f"{path} is damaged ({reason}); remove it once no process of this run is left"
         ) from error
 
 

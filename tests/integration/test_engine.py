@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -51,7 +51,6 @@ from megatron_dppo.engine.protocol import (
 from megatron_dppo.fleet.generation import (
     GenerationJob,
     GenerationLimits,
-    GenerationProgress,
     Results,
     generate_many,
 )
@@ -564,14 +563,16 @@ def test_a_killed_server_loses_nothing_that_was_finished(runner, engine, client,
     ]
     killed_at: list[float] = []
 
-    def kill_after_some(progress: GenerationProgress) -> None:
-        if progress.done >= 12 and not killed_at:
+    responses = itertools.count(1)
+
+    def kill_after_some(key: Hashable, trajectory: Trajectory) -> None:
+        if next(responses) >= 12 and not killed_at:
             killed_at.append(time.monotonic())
             os.kill(engine.pid, signal.SIGKILL)
 
     limits = GenerationLimits(concurrency=32)
     with pytest.raises(GenerationInterruptedError) as caught:
-        runner.run(generate_many(client, requests, limits, on_progress=kill_after_some))
+        runner.run(generate_many(client, requests, limits, on_response=kill_after_some))
     assert time.monotonic() - killed_at[0] < 30
     completed = caught.value.completed
     assert len(completed) >= 12

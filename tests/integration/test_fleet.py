@@ -7,12 +7,13 @@ One fleet serves every test, in this order; a server that a test kills is back f
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,12 +21,12 @@ import numpy as np
 import pytest
 
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.generation import (
     GenerationLimits,
-    GenerationProgress,
     Results,
     generate_many,
 )
@@ -92,7 +93,7 @@ def ask(
 ) -> dict[str, str]:
     """The servers that were lost while ``count`` prompts were answered, each exactly once.
 
-    ``disturb``: called with the number of finished responses a few times a second. ``version``: 0
+    ``disturb``: called with the number of finished responses as each comes. ``version``: 0
     is what servers call the checkpoint's weights.
     """
     sampling = SamplingParams(TOKENS, ignore_eos=True)
@@ -101,15 +102,17 @@ def ask(
     ]
     given = {"concurrency": 128, "responses_per_call": 4, "hang_timeout_s": 20} | limits
 
-    def on_progress(now: GenerationProgress) -> None:
-        disturb(now.done)
+    responses = itertools.count(1)
+
+    def on_response(key: Hashable, trajectory: Trajectory) -> None:
+        disturb(next(responses))
 
     async def work() -> Results:
         await client.serve(members, version)
         assert client.link is None or client.link.usable
         try:
             limits = GenerationLimits(**given)
-            return await generate_many(client, requests, limits, on_progress=on_progress)
+            return await generate_many(client, requests, limits, on_response=on_response)
         finally:
             await client.close()
 

@@ -313,7 +313,7 @@ def test_a_file_in_a_folders_place_is_told(tmp_path: Path, name: str) -> None:
 def test_a_nonce_never_becomes_a_path(tmp_path: Path) -> None:
     told = {**asdict(Holder.of_this_process()), "nonce": "../../secret"}
     (tmp_path / "lease.json").write_text(json.dumps(told))
-    with pytest.raises(LeaseError, match="nonce: got"):
+    with pytest.raises(LeaseError, match="nonce: String should match"):
         LeaseFiles(tmp_path).holder()
 
 
