@@ -10,6 +10,7 @@ from megatron_dppo.config.errors import given
 from megatron_dppo.config.schema import EngineConfig, LoraConfig, WeightSyncConfig
 from megatron_dppo.model.adapters import (
     EXPERTS,
+    HEAD,
     AdapterError,
     Adapters,
     adapter_faults,
@@ -108,6 +109,11 @@ def adapter_update_faults(lora: LoraConfig, shape: ModelShape) -> Faults:
         yield (
             f"lora.update: got 'adapters' with {of_experts} of experts, expected 'merged', or lora.target_modules "
             "of the attention and dense MLP only: SGLang's LoRA of experts runs in GPU kernels that are not tested here"
+        )
+    if of_head := sorted(modules & set(module_groups(shape).get(HEAD, ()))):
+        yield (
+            f"lora.target_modules: got {of_head} with lora.update 'adapters', expected no output layer, or 'merged': "
+            "an adapter beside SGLang's logits is not tested here"
         )
     for fused in _FUSED_IN_ENGINE:
         if modules & set(fused) and not modules >= set(fused):

@@ -156,7 +156,8 @@ class LoraConfig(Section):
     that of the policy that was sampled."""
     target_modules: list[str] = Field(default_factory=lambda: ["all-linear"])
     """Adapted matrices, by the last name they have in the checkpoint (``q_proj``, ...), or groups of
-    them: ``attention``, ``mlp`` (dense), ``experts``, ``all-linear``."""
+    them: ``attention``, ``mlp`` (dense), ``experts``, ``head`` (the output layer, where it is no embedding too),
+    ``all-linear`` (all but ``head``)."""
     experts: Literal["each", "shared"] = "each"
     """``each``: every expert has adapters of its own. ``shared``: the experts of a layer share them."""
     init: Literal["kaiming", "gaussian"] = "kaiming"

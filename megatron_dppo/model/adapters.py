@@ -29,7 +29,7 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Block, Dims, replicated
 
 ALL = "all-linear"
-ATTENTION, MLP, EXPERTS = "attention", "mlp", "experts"
+ATTENTION, MLP, EXPERTS, HEAD = "attention", "mlp", "experts", "head"
 ANY_EXPERT = "*"
 """Stands for an expert's number in the name of an adapter that all experts of a layer share."""
 CHECKPOINT_PREFIX = "adapters."
@@ -70,6 +70,7 @@ def module_groups(shape: ModelShape) -> dict[str, tuple[str, ...]]:
         ATTENTION: [r for r in linears if ".self_attention." in r.megatron],
         MLP: [r for r in linears if ".self_attention." not in r.megatron],
         EXPERTS: list(family.expert) if shape.is_moe else [],
+        HEAD: [] if shape.tied_embeddings else [family.output],
     }
     return {
         group: tuple(_last(source) for rule in rules for source in rule.sources)
@@ -85,7 +86,9 @@ def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
     """
     groups = module_groups(shape)
     every = tuple(dict.fromkeys(name for members in groups.values() for name in members))
-    meanings = {ALL: every, **groups, **{name: (name,) for name in every}}
+    # As PEFT has it: all linears but the output layer, which an adapter has to be asked for.
+    linear = tuple(name for name in every if name not in groups.get(HEAD, ()))
+    meanings = {ALL: linear, **groups, **{name: (name,) for name in every}}
     unknown = [name for name in names if name not in meanings]
     if unknown or not names:
         raise AdapterError(
@@ -99,7 +102,7 @@ def resolve_modules(names: Sequence[str], shape: ModelShape) -> tuple[str, ...]:
 def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Iterator[str]:
     """Why ``adapters`` can't be: a rank over a matrix's dimensions, or a TP rank without a row of one."""
     family, sizes = family_of(shape), shape.sizes()
-    for rule in (*family.layer, *(family.expert if shape.is_moe else ())):
+    for rule in (*family.layer, *(family.expert if shape.is_moe else ()), *_outputs(shape)):
         ranks = layout.expert_tensor if rule in family.expert else layout.tensor
         for index, source in _adapted_sources(adapters, rule):
             dims = [sizes[d] for d in source.dims]
@@ -152,7 +155,8 @@ class AdapterPart:
 class AdaptedLinear:
     """A Megatron linear of a rank with adapters.
 
-    ``path``: in its chunk. ``layer``: number in the whole model. ``experts``: numbers of the experts it holds, each
+    ``path``: in its chunk. ``layer``: number in the whole model, one more than the last's of the output layer.
+    ``experts``: numbers of the experts it holds, each
     with adapters of its own; empty: one set of adapters. ``of_experts``: it belongs to the experts. ``rows``: of the
     rank's fused parameter.
     """
@@ -177,11 +181,18 @@ def adapted_linears(
     """All linears with adapters of global ``rank``, in model order."""
     coordinates, family = layout.coordinates(rank), family_of(shape)
     rules = [r for r in (*family.layer, *family.expert) if _adapted_sources(adapters, r)]
-    return [
+    linears = [
         _linear(adapters, shape, layout, coordinates, rule, (chunk, local_layer, layer))
         for chunk in range(layout.chunks)
         for local_layer, layer in enumerate(local_layers(shape, layout, coordinates.pp, chunk))
         for rule in rules
+    ]
+    if coordinates.pp < layout.pipeline - 1:
+        return linears
+    numbers = layout.chunks - 1, 0, shape.num_layers
+    outputs = [rule for rule in _outputs(shape) if _adapted_sources(adapters, rule)]
+    return linears + [
+        _linear(adapters, shape, layout, coordinates, rule, numbers) for rule in outputs
     ]
 
 
@@ -296,6 +307,11 @@ def _linear(
         of_experts=of_experts,
         experts=tuple(experts_of(shape, coordinates.ep, layout.expert)) if has_each else (),
     )
+
+
+def _outputs(shape: ModelShape) -> tuple[Rule, ...]:
+    """The output layer, unless it is the embedding too."""
+    return () if shape.tied_embeddings else (family_of(shape).output,)
 
 
 def _module(part: AdapterPart, expert: int | None) -> str:

@@ -175,7 +175,7 @@ def with_adapters(trained: LayerBytes, s: LocalSizes, trainer: TrainerFacts) -> 
     assert trainer.trained is not None
     adapters = trainer.trained.adapters
     linears = adapted_linears(adapters, trainer.shape, trainer.layout, 0)
-    layer = [linear for linear in linears if linear.layer == linears[0].layer]
+    layer = [linear for linear in linears if linear.layer == 0]
     fused = sum(_has_norm(linear) for linear in layer)
     if trainer.transformer_engine:
         norms = fused * (2 * s.hidden * s.item + _FLOAT) * s.rows
@@ -239,24 +239,26 @@ def bubble(layout: Layout, micro_batches: int) -> float:
     return (layout.pipeline - 1) / (layout.chunks * micro_batches)
 
 
-# Memory of the last stage's head: final norm, logits, statistics of the policy.
+# Memory of the last stage's head: final norm, a chunk of logits, statistics of the policy.
 
-_STATISTICS = 8 + 8 + 8 + 6 * 4
-"""Bytes per token beside the logits: log-sum-exp fp64, target id and its column int64, and fp32 rows (log pi, mu,
+_STATISTICS = 8 + 8 + 8 + 8 + 6 * 4
+"""Bytes per token beside logits: log-sum-exp fp64, place, target id and its column int64, and fp32 rows (log pi, mu,
 advantage, loss, mask, gradient)."""
 _TOPK = 8 + 8 + 4 + 4 + 8 + 4 + 4
 """Bytes per token and Top-K id: ids and columns int64, owned and reduced logits fp32, log pi fp64 and fp32, mu."""
 
 
 def logits_bytes(trainer: TrainerFacts) -> int:
-    """Logits of one micro-batch: tokens x padded vocabulary / TP, in the model's type.
+    """Logits of one chunk of a micro-batch: tokens x padded vocabulary / TP.
 
-    ``vocab_parallel/policy_stats.py`` reads them where they are and writes their gradient over them; no fp32 copy is
-    made (``fp32_output=False`` in ``trainer/step.py``; the kernels hold rows in registers).
+    ``vocab_parallel/head.py`` keeps one chunk's from the forward to the backward pass, and writes those of the others
+    and all gradients over them; the kernels hold rows in registers. Of fp32 logits the products of the backward pass
+    take a copy in the model's type.
     """
     tensor = trainer.layout.tensor
     columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor
-    return trainer.tokens * columns * trainer.item_bytes
+    copied = trainer.item_bytes if trainer.logit_bytes > trainer.item_bytes else 0
+    return min(trainer.tokens, trainer.chunk_tokens) * columns * (trainer.logit_bytes + copied)
 
 
 def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
@@ -266,16 +268,16 @@ def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
 
 
 def head_bytes(trainer: TrainerFacts, topk: int) -> int:
-    """All that the last stage holds of one micro-batch between the last layer and its backward pass.
+    """What the last stage keeps of one micro-batch between the last layer and its backward pass, beside logits.
 
-    Final norm as layers count norms; with sequence parallelism the output layer gathers its input once more,
-    tokens x hidden, into a buffer that forward and backward share.
+    Final norm as layers count norms; with sequence parallelism its output is gathered, tokens x hidden.
     """
     hidden = trainer.shape.hidden_size
     rows = 1 / trainer.layout.tensor if trainer.sequence_parallel else 1.0
     norm_bytes = 2 * trainer.item_bytes if trainer.transformer_engine else 8 + trainer.item_bytes
     norm = trainer.tokens * rows * (hidden * norm_bytes + 4)
-    return round(norm) + logits_bytes(trainer) + statistics_bytes(trainer, topk)
+    gathered = trainer.tokens * hidden * trainer.item_bytes if trainer.sequence_parallel else 0
+    return round(norm) + gathered + statistics_bytes(trainer, topk)
 
 
 BUSIEST_RANK = 1.25
@@ -286,25 +288,26 @@ BUSIEST_RANK = 1.25
 class ActivationBytes:
     """Bytes on one rank at the worst moment of a step.
 
-    ``kept``: layers' tensors of all micro-batches in flight. ``head``: final norm and logits of one micro-batch.
-    ``recomputed``: one layer in whole, beside what full recomputation kept; it never meets the head, so the larger of
-    the two counts. ``working``: gradients and temporaries.
+    ``kept``: layers' tensors of all micro-batches in flight. ``head``: final norm and statistics of one micro-batch,
+    ``logits``: of one chunk of it. ``recomputed``: one layer in whole, beside what full recomputation kept; it never
+    meets the head, so the larger of the two counts. ``working``: gradients and temporaries.
     """
 
     kept: int
     head: int
+    logits: int
     recomputed: int
     working: int
 
     @property
     def saved(self) -> int:
-        """What autograd holds at most."""
+        """What autograd holds at most; the kept chunk of logits is not its own."""
         return self.kept + max(self.head, self.recomputed)
 
     @property
     def total(self) -> int:
         """And what passes work in."""
-        return self.saved + self.working
+        return self.kept + max(self.head + self.logits, self.recomputed) + self.working
 
 
 def layer_bytes(trainer: TrainerFacts, busiest: float = 1.0) -> LayerBytes:
@@ -339,6 +342,7 @@ def activation_bytes(
     return ActivationBytes(
         kept=round(layer_tensors),
         head=head_bytes(trainer, topk) if is_last else 0,
+        logits=logits_bytes(trainer) if is_last else 0,
         recomputed=round(trainer.tokens * layer.whole) if trainer.recompute == "full" else 0,
         working=round(trainer.tokens * _working(trainer, busiest)),
     )

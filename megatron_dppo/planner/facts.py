@@ -40,7 +40,8 @@ class TrainerFacts:
     """The trainer's side. ``tokens``: of the longest micro-batch; a sequence longer than the budget has one to itself.
     ``micro_batches``: of one replica in one optimiser step. ``trained``: where not everything is.
     ``reference``: the weights that training started from are kept, ``reference_adapters``: adapters among them.
-    ``gradient_bytes``: of a trained parameter's gradient."""
+    ``gradient_bytes``: of a trained parameter's gradient. ``chunk_tokens``: whose logits exist at a time,
+    ``logit_bytes``: of one of them."""
 
     shape: ModelShape
     layout: Layout
@@ -55,6 +56,8 @@ class TrainerFacts:
     reference: bool
     reference_adapters: bool
     gradient_bytes: int
+    chunk_tokens: int
+    logit_bytes: int
 
     @property
     def item_bytes(self) -> int:
@@ -304,6 +307,8 @@ def trainer_facts(
         reference=config.keeps_reference,
         reference_adapters=config.keeps_reference and config.lora.start_from is not None,
         gradient_bytes=4 if fp32_gradients else ITEM_BYTES[dtype],
+        chunk_tokens=config.head.chunk_tokens,
+        logit_bytes=ITEM_BYTES[dtype if config.head.dtype == "model" else config.head.dtype],
     )
 
 

@@ -170,13 +170,14 @@ class RankBytes:
     def parts(self) -> dict[str, int]:
         """Bytes by part at the worst moment of training: with the logits, or with a recomputed layer."""
         live = self.activations
-        at_logits = live.head > live.recomputed
+        head = live.head + live.logits
+        at_logits = head > live.recomputed
         return {
             "weights": self.state.weights,
             "gradients": self.state.gradients,
             "optimizer": self.state.optimizer,
             "activations": live.kept + (0 if at_logits else live.recomputed),
-            "logits": live.head if at_logits else 0,
+            "logits": head if at_logits else 0,
             "working": live.working,
             "communicators": self.communicators,
             "context": self.context + self.fragmentation,

@@ -9,7 +9,7 @@ from megatron_dppo.model.shape import ModelShape, active_parameters
 from megatron_dppo.model.shape import forward_flops as model_flops
 from megatron_dppo.planner.activations import bubble
 from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
-from megatron_dppo.planner.facts import EngineFacts, RunFacts, TrainerFacts
+from megatron_dppo.planner.facts import EngineFacts, RolloutFacts, RunFacts, TrainerFacts
 from megatron_dppo.planner.memory import chunk_tokens, engine_bytes, kv_bytes_per_token
 from megatron_dppo.planner.parameters import rank_parameters
 from megatron_dppo.planner.traffic import Traffic
@@ -251,8 +251,9 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
     rate = trainer.layout.world_size * device.flops * _utilisation(trainer)
     slowed = UNBALANCED * (1 + bubble(trainer.layout, trainer.micro_batches))
     length, tokens = rollout.mean_length, rollout.tokens
-    train = tokens * _training_flops(trainer, length) / rate * slowed
-    again = tokens * forward_flops(trainer.shape, length) / rate * slowed
+    head = head_flops(trainer, rollout)
+    train = tokens * (_training_flops(trainer, length) + head.training) / rate * slowed
+    again = tokens * (forward_flops(trainer.shape, length) + head.forward) / rate * slowed
     return StepSeconds(
         generation=generation_seconds(facts, cluster),
         recompute_pass=again * (rollout.recompute_pass + trainer.reference),
@@ -263,6 +264,27 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
         overlapped=rollout.staleness > 0,
         evaluation=evaluation_seconds(facts, cluster),
     )
+
+
+@dataclass(frozen=True)
+class HeadFlops:
+    """Floating-point operations of a token in the output layer beyond those that a layer over all tokens would take;
+    negative where prompts are spared."""
+
+    forward: float
+    training: float
+
+
+def head_flops(trainer: TrainerFacts, rollout: RolloutFacts) -> HeadFlops:
+    """On average over a sequence. Only responses meet the output layer (``vocab_parallel/head.py``): p = 2 x hidden x
+    vocabulary for each product, three in training, two where it is frozen; and one more for the logits of all chunks of
+    a micro-batch but the last, which are computed again. Rows without a gradient are not counted off."""
+    product = 2.0 * trainer.shape.hidden_size * trainer.shape.vocab_size
+    share = rollout.mean_response / rollout.mean_length
+    products = 3 if trainer.trained is None else 2
+    counted = max(share * trainer.tokens, 1.0)
+    again = share * max(0.0, 1 - trainer.chunk_tokens / counted)
+    return HeadFlops(product * (share - 1), product * (products * (share - 1) + again))
 
 
 def _training_flops(trainer: TrainerFacts, length: float) -> float:

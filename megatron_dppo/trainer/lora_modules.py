@@ -185,6 +185,25 @@ class DenseAdapter(LinearAdapter):
                     parameter.sequence_parallel = self.options.sequence_parallel
 
 
+class HeadAdapter(DenseAdapter):
+    """Beside the output layer, which hands on its input: the R-wide products follow it there, already scaled, and what
+    computes the logits multiplies them with B."""
+
+    def after_forward(self, module: Any, inputs: tuple, output: Any) -> Any:
+        """Forward hook of the output layer: [T, 1, H] becomes [T, 1, H + R]."""
+        if not self.enabled:
+            return output
+        hidden, bias = output
+        a, _ = self._stacked()
+        inner = self._across(F.linear(self._dropped(inputs[0], self._generator()), a))
+        return torch.cat([hidden, self.options.adapters.scale * inner], -1), bias
+
+    @property
+    def outer(self) -> Tensor:
+        """B [C, R] of this rank's columns of the vocabulary."""
+        return self._stacked()[1]
+
+
 class ExpertAdapter(LinearAdapter):
     """Beside the linears of a rank's experts, each with its own A and B, stacked along a first axis.
 
@@ -246,11 +265,14 @@ class SharedExpertAdapter(LinearAdapter):
 def adapter_of(linear: AdaptedLinear, options: AdapterOptions) -> LinearAdapter:
     """The adapters of one linear, A and B zero."""
     if not linear.of_experts:
-        return DenseAdapter(linear, options)
-    kind = ExpertAdapter if linear.experts else SharedExpertAdapter
-    return kind(linear, options)
+        kind = HeadAdapter if linear.path == HEAD_PATH else DenseAdapter
+        return kind(linear, options)
+    if linear.experts:
+        return ExpertAdapter(linear, options)
+    return SharedExpertAdapter(linear, options)
 
 
+HEAD_PATH = "output_layer"
 ROUTER = "mlp.router.weight"
 
 

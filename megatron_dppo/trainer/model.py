@@ -36,11 +36,13 @@ from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron_dppo.config.schema import OptimizerConfig, PolicyConfig
+from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 from megatron_dppo.trainer import platform
+from megatron_dppo.trainer.lora_modules import HeadAdapter
 from megatron_dppo.trainer.megatron_config import transformer_config
 from megatron_dppo.vocab_parallel.head import HeadFactor
 
@@ -93,10 +95,17 @@ def _output_layer_input(
 
 
 def head_factors(chunk: GPTModel, hidden: Tensor) -> list[HeadFactor]:
-    """The output layer of a last stage, for the ``hidden`` states [T, H] that it was given."""
+    """The output layer of a last stage, for the ``hidden`` states [T, H] that it was given, and for the products
+    [T, R] of its adapter that follow them in a row, if it has one."""
     tied = chunk.share_embeddings_and_output_weights
     weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-    return [HeadFactor(hidden, weight, _main_gradient(weight))]
+    width = weight.shape[1]
+    factors = [HeadFactor(hidden[:, :width], weight, _main_gradient(weight))]
+    if hidden.shape[1] > width:
+        adapter = chunk.output_layer.get_submodule(CHILD)
+        assert isinstance(adapter, HeadAdapter)
+        factors.append(HeadFactor(hidden[:, width:], adapter.outer))
+    return factors
 
 
 def _main_gradient(weight: Parameter) -> Tensor | None:

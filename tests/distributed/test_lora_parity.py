@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from tests.distributed.test_trainer_parity import (
+    CHUNKS,
+    OVERLAP,
     VOCABULARY,
     distances,
     micro_batches,
@@ -38,6 +40,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"layers": 2},
         {"rank": 4, "target_modules": ["q_proj", "v_proj", "up_proj"]},
     ),
+    "head": (
+        "qwen2",
+        {"layers": 2, "vocab_size": VOCABULARY + 1},
+        {"rank": 4, "target_modules": ["attention", "head"]},
+    ),
     "router": (
         "qwen3_moe",
         {"layers": 2},
@@ -45,7 +52,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 """Name -> (family, its changes, the ``lora:`` section). ``replayed``: under router replay."""
-JUDGED = ("moe", "dense", "some")
+JUDGED = ("moe", "dense", "some", "head")
 TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "TP2 ETP2": ("moe", {"tensor": 2}, {}),
     "TP2 EP2": ("moe", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
@@ -64,6 +71,10 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dense TP2 SP": ("dense", {"tensor": 2, "sequence": True}, {}),
     "dense tied PP2": ("dense", {"pipeline": 2}, {"recompute": "full"}),
     "some TP2 SP": ("some", {"tensor": 2, "sequence": True}, {}),
+    "head TP2": ("head", {"tensor": 2}, {}),
+    "head TP2 SP": ("head", {"tensor": 2, "sequence": True}, {}),
+    "head PP2": ("head", {"pipeline": 2}, {"recompute": "full"}),
+    "head DP2 overlap, distributed optimizer": ("head", {}, {"distributed": True, "ddp": OVERLAP}),
     "router TP2 EP2": ("router", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
 }
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -137,7 +148,8 @@ def reference_worker(folder: str) -> dict[str, Any]:
     from tests.tiny_models import save_tiny_model
 
     for kind, (family, options, section) in KINDS.items():
-        hf_dir = save_tiny_model(Path(folder) / kind, family, vocab_size=VOCABULARY, **options)
+        made = {"vocab_size": VOCABULARY, **options}
+        hf_dir = save_tiny_model(Path(folder) / kind, family, **made)
         save_random_adapters(Path(folder) / f"{kind}-adapters", hf_dir, section)
         torch.save(train(folder, kind, {}, {}), Path(folder) / f"{kind}.pt")
         if kind in JUDGED:
@@ -149,7 +161,7 @@ def layout_worker(folder: str, cases: dict[str, Any], world_size: int) -> dict[s
     """Train every case; on rank 0 the distances from the single process."""
     report = {}
     for name, (kind, parallel, changes) in cases.items():
-        got = train(folder, kind, {**parallel, "world_size": world_size}, changes)
+        got = train(folder, kind, {**parallel, "world_size": world_size}, CHUNKS | changes)
         if torch.distributed.get_rank() == 0:
             expected = torch.load(Path(folder) / f"{kind}.pt", weights_only=True)
             report[name] = distances(got, expected)
@@ -175,9 +187,9 @@ def judge(folder: str, kind: str) -> dict[str, Any]:
             sums = policy_token_loss(SimpleNamespace(log_probs=log_probs(model, batch)), batch)
             (sums.loss / 200.0).backward()
             total = sums.metrics if total is None else total + sums.metrics
-        if step == 0:
-            out["gradients"] = {n: p.grad.clone() for n, p in named.items()}
         norm = torch.nn.utils.clip_grad_norm_(named.values(), 1.0)
+        if step == 0:  # clipped, as ours are where they are read
+            out["gradients"] = {n: p.grad.clone() for n, p in named.items()}
         optimizer.param_groups[0]["lr"] = 1e-3 * min(1, (step + 1) / 2)
         optimizer.step()
         out["metrics"].append(total.values())

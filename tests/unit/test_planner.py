@@ -53,6 +53,7 @@ from megatron_dppo.planner.step_time import (
     attention_flops,
     decode_seconds,
     hand_over_seconds,
+    head_flops,
     linear_flops,
     network_seconds,
     prefill_seconds,
@@ -175,7 +176,12 @@ def test_activations_by_hand():
     first, last = (activation_bytes(none, stage, busiest=1.0) for stage in (0, 1))
     assert first.kept == 2 * last.kept == 2 * 24 * round(17408 * layer_bytes(none).whole)
     assert first.head == first.recomputed == 0
-    assert last.head > logits_bytes(none) == 17408 * 151936 // 4 * 2
+    assert last.logits == logits_bytes(none) == 4096 * 151936 // 4 * 2
+    whole = replace(none, chunk_tokens=20_000)
+    assert logits_bytes(whole) == 17408 * 151936 // 4 * 2
+    assert logits_bytes(replace(none, logit_bytes=4)) == 4096 * 151936 // 4 * (4 + 2)
+    assert last.head > 17408 * 2048 * 2 > first.head == first.logits == 0
+    assert last.total - last.saved == last.working + last.logits
 
 
 def test_batches_by_hand():
@@ -399,7 +405,7 @@ def test_what_does_not_fit_is_refused_by_part():
     shared = plan_run(facts("qwen3_30b_a3b_base", "sglang.base_gpu_id=0"), H100)
     (problem,) = shared.faults
     assert problem.startswith(
-        "GPU memory: sglang.base_gpu_id 0 puts a server on a rank's GPU, which then needs 116"
+        "GPU memory: sglang.base_gpu_id 0 puts a server on a rank's GPU, which then needs 115"
     )
     poor = plan_run(facts(), replace(H100, host_memory=2**34))
     assert poor.faults[0].startswith("host memory: node 0 needs")
@@ -673,3 +679,17 @@ def test_prompts_of_a_server_over_nodes():
     over, inside = (Cluster(DEVICES["h100"], n, 16 // n, network_latency=1e-5) for n in (2, 1))
     difference = prefill_seconds(run, over) - prefill_seconds(run, inside)
     assert difference == pytest.approx(2 * (6_120_944_640 / 280e9 + 98 * 2 * 1e-5))
+
+
+def test_head_flops_by_hand():
+    """A response of 3 in 4 tokens, 60,000 of 80,000 in a micro-batch: 56,000 of them outside the last chunk."""
+    found = facts(mean_response=768, mean_prompt=256)
+    trainer = replace(found.trainer, tokens=80_000, chunk_tokens=4_000)
+    product = 2 * 2048 * 151936
+    flops = head_flops(trainer, found.rollout)
+    assert flops.forward == pytest.approx(-product / 4)
+    assert flops.training == pytest.approx(product * (-3 / 4 + 3 / 4 * 56 / 60))
+    once = head_flops(replace(trainer, chunk_tokens=60_000), found.rollout)
+    assert once.training == pytest.approx(-product * 3 / 4)
+    frozen = head_flops(replace(trainer, trained=object(), chunk_tokens=60_000), found.rollout)
+    assert frozen.training == pytest.approx(-product * 2 / 4)
