@@ -186,22 +186,24 @@ class DenseAdapter(LinearAdapter):
 
 
 class HeadAdapter(DenseAdapter):
-    """Beside the output layer, which hands on its input: the R-wide products follow it there, already scaled, and what
-    computes the logits multiplies them with B."""
+    """Beside the output layer, which hands on its input and computes no logits: what computes them asks for the
+    adapter's part right after a forward pass."""
+
+    _inner: Tensor | None = None
 
     def after_forward(self, module: Any, inputs: tuple, output: Any) -> Any:
-        """Forward hook of the output layer: [T, 1, H] becomes [T, 1, H + R]."""
-        if not self.enabled:
-            return output
-        hidden, bias = output
-        a, _ = self._stacked()
-        inner = self._across(F.linear(self._dropped(inputs[0], self._generator()), a))
-        return torch.cat([hidden, self.options.adapters.scale * inner], -1), bias
+        """Forward hook of the output layer."""
+        if self.enabled:
+            a, _ = self._stacked()
+            inner = self._across(F.linear(self._dropped(inputs[0], self._generator()), a))
+            self._inner = self.options.adapters.scale * inner
+        return output
 
-    @property
-    def outer(self) -> Tensor:
-        """B [C, R] of this rank's columns of the vocabulary."""
-        return self._stacked()[1]
+    def take_factor(self) -> tuple[Tensor, Tensor] | None:
+        """scale A x [T, R] of the last forward pass, and B [C, R] of this rank's columns of the vocabulary; None where
+        the adapter was off. Once for each pass."""
+        inner, self._inner = self._inner, None
+        return None if inner is None else (inner.flatten(0, 1), self._stacked()[1])
 
 
 class ExpertAdapter(LinearAdapter):

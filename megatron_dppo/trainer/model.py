@@ -95,16 +95,15 @@ def _output_layer_input(
 
 
 def head_factors(chunk: GPTModel, hidden: Tensor) -> list[HeadFactor]:
-    """The output layer of a last stage, for the ``hidden`` states [T, H] that it was given, and for the products
-    [T, R] of its adapter that follow them in a row, if it has one."""
+    """The output layer of a last stage, for the ``hidden`` states [T, H] that its forward pass has just handed on; and
+    its adapter, if it has one."""
+    layer = chunk.output_layer
     tied = chunk.share_embeddings_and_output_weights
-    weight = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
-    width = weight.shape[1]
-    factors = [HeadFactor(hidden[:, :width], weight, _main_gradient(weight))]
-    if hidden.shape[1] > width:
-        adapter = chunk.output_layer.get_submodule(CHILD)
-        assert isinstance(adapter, HeadAdapter)
-        factors.append(HeadFactor(hidden[:, width:], adapter.outer))
+    weight = chunk.shared_embedding_or_output_weight() if tied else layer.weight
+    factors = [HeadFactor(hidden, weight, _main_gradient(weight))]
+    adapter = dict(layer.named_children()).get(CHILD)
+    if isinstance(adapter, HeadAdapter) and (factor := adapter.take_factor()):
+        factors.append(HeadFactor(*factor))
     return factors
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megatron_dppo.gpu_check.held_memory import LiveTensors
 from megatron_dppo.vocab_parallel.head import (
     HeadFactor,
     HeadOptions,
@@ -10,7 +11,6 @@ from megatron_dppo.vocab_parallel.head import (
     head_stats,
 )
 from tests.distributed.test_policy_stats import join
-from tests.live_tensors import LiveTensors
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -117,7 +117,7 @@ def test_log_probs_equal_transformers(tmp_path: Path) -> None:
     assert in_bfloat16 <= 0.15
 
 
-def gradient_worker(folder: str) -> dict[str, Any]:
+def gradient_worker(folder: str, tied: bool) -> dict[str, Any]:
     """Gradients against autograd through transformers, and with one sequence a micro-batch."""
     from transformers import AutoModelForCausalLM
 
@@ -127,7 +127,7 @@ def gradient_worker(folder: str) -> dict[str, Any]:
     from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
     from tests.tiny_models import save_tiny_model
 
-    hf_dir = save_tiny_model(Path(folder) / "m", "qwen3", vocab_size=VOCABULARY)
+    hf_dir = save_tiny_model(Path(folder) / "m", "qwen3", vocab_size=VOCABULARY, tied=tied)
     denominator, gradients = 200.0, []
     for budget in (120, 1):
         trainer = make_trainer(str(hf_dir), {}, {"clip_grad": 0.0})
@@ -162,8 +162,9 @@ def gradient_worker(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.distributed
-def test_gradients_are_the_plain_sum_that_autograd_gives(tmp_path: Path) -> None:
-    (found,) = run_ranks(f"{MODULE}:gradient_worker", 1, str(tmp_path))
+@pytest.mark.parametrize("tied", [False, True])
+def test_gradients_are_the_plain_sum_that_autograd_gives(tmp_path: Path, tied: bool) -> None:
+    (found,) = run_ranks(f"{MODULE}:gradient_worker", 1, str(tmp_path), tied)
     assert found["micro-batches"] == 24
     assert found["loss"] == pytest.approx(found["transformers' loss"], rel=1e-5)
     assert found["norm"] == pytest.approx(found["transformers' norm"], rel=1e-5)
@@ -232,7 +233,7 @@ def two_rank_worker(folder: str) -> dict[str, Any]:
         lambda: trainer.train_mini_batch(batches, policy_token_loss, 200.0, check=too_far)
     )
     if rank == 0:
-        batches[0].target_ids[0] = VOCABULARY
+        batches[0].target_ids[batches[0].loss_mask.nonzero()[0]] = VOCABULARY
     out["token id"] = error_of(lambda: trainer.train_mini_batch(batches, policy_token_loss, 200.0))
     out["unchanged"] = all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
     out["steps"] = trainer.step_count

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+from megatron_dppo.gpu_check.held_memory import LiveTensors
 from megatron_dppo.vocab_parallel.head import (
     HeadFactor,
     HeadOptions,
     dense_head_stats,
     head_stats,
 )
-from tests.live_tensors import LiveTensors
 
 T, H, COLUMNS, V, K = 37, 16, 120, 113, 4
 LIMITS = {torch.float64: 1e-12, torch.float32: 3e-6, torch.bfloat16: 3e-2}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -116,6 +118,101 @@ def _worker(rank: int, ranks: int, port: int, on_gpus: bool, folder: str) -> Non
         errors_by_dtype[dtype] = asdict(errors(case, next(usable), dist.group.WORLD))
     Path(folder, f"tensor_parallel_{rank}.json").write_text(json.dumps(errors_by_dtype))
     dist.destroy_process_group()
+
+
+HEAD_LIMITS = {"model": (3e-2, 1e-2), "float32": (LOG_PROB_LIMIT, 2**-8)}
+"""By ``head.dtype``: nats of a log-probability from bf16 weights, relative error of the gradients."""
+_MOST_CHUNKS = 2.0
+
+
+@part("the output layer without logits: errors, peak memory and seconds beside whole logits", 300.0)
+def head(bench: Bench) -> Iterator[Row]:
+    """bf16 weights, logits in bf16 and in fp32: a row of errors and one of memory and time for each."""
+    import torch
+
+    device = torch.device("cuda" if bench.gpus else "cpu")
+    tokens, hidden, columns = (32_768, 2048, 151_936) if bench.gpus else (256, 32, 65_536)
+    generator = torch.Generator(device).manual_seed(1)
+
+    def random(*shape: int) -> Any:
+        return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+    states, weight = random(tokens, hidden), random(columns, hidden) * hidden**-0.5
+    ids = torch.randint(columns, (tokens,), generator=generator, device=device)
+    for name, dtype in (("model", None), ("float32", torch.float32)):
+        errors = _head_errors(states, weight, ids, dtype)
+        limits = HEAD_LIMITS[name]
+        yield Row(
+            f"head.dtype {name}, against float64",
+            f"log-prob {errors['log_prob']:.1e}, gradient of hidden states {errors['hidden']:.1e}, of the weight "
+            f"{errors['weight']:.1e}",
+            f"at most {limits[0]:.0e} nats; gradients {limits[1]:.0e}",
+            errors["log_prob"] <= limits[0]
+            and max(errors["hidden"], errors["weight"]) <= limits[1],
+            errors,
+        )
+        for chunk in (tokens // 4, tokens):
+            figures = _head_cost(states, weight, ids, dtype, chunk)
+            yield Row(
+                f"head.dtype {name}, chunks of {chunk:,} of {tokens:,} tokens",
+                f"{figures['seconds']:.3f} s, peak {figures['chunks']:.2f} chunks of logits",
+                f"at most {_MOST_CHUNKS:.0f} chunks of logits",
+                figures["chunks"] <= _MOST_CHUNKS,
+                figures,
+            )
+
+
+def _head_errors(states: Any, weight: Any, ids: Any, dtype: Any) -> dict[str, float]:
+    """Of 64 tokens in chunks of 16, and of the gradients of their mean log-probability."""
+    import torch
+
+    from megatron_dppo.vocab_parallel.head import (
+        HeadFactor,
+        HeadOptions,
+        dense_head_stats,
+        head_stats,
+    )
+
+    arguments = {"target_ids": ids[:64], "vocab_size": len(weight)}
+    leaves = [x.detach().clone().requires_grad_() for x in (states[:64], weight)]
+    twins = [x.detach().double().requires_grad_() for x in (states[:64], weight)]
+    stats = head_stats([HeadFactor(*leaves)], options=HeadOptions(16, dtype), **arguments)
+    twin = dense_head_stats([HeadFactor(*twins)], **arguments)
+    for found in (stats, twin):
+        found.log_probs.sum().backward()
+    errors = {"log_prob": float((stats.log_probs - twin.log_probs).detach().abs().max())}
+    for name, leaf, exact in zip(("hidden", "weight"), leaves, twins, strict=True):
+        assert leaf.grad is not None
+        assert exact.grad is not None
+        errors[name] = float(torch.norm(leaf.grad.double() - exact.grad) / torch.norm(exact.grad))
+    return errors
+
+
+def _head_cost(states: Any, weight: Any, ids: Any, dtype: Any, chunk: int) -> dict[str, float]:
+    """Seconds of the second of two passes, forward and backward; peak of the first, beyond hidden states' gradient, in
+    chunks of logits."""
+    import torch
+
+    from megatron_dppo.gpu_check.held_memory import LiveTensors
+    from megatron_dppo.vocab_parallel.head import HeadFactor, HeadOptions, head_stats
+
+    main = torch.zeros_like(weight, dtype=torch.float32)
+    hidden, leaf = (x.detach().requires_grad_() for x in (states, weight))
+    live, seconds = LiveTensors(), 0.0
+    for within in (live, nullcontext()):
+        if states.is_cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        with within:
+            factor = HeadFactor(hidden, leaf, main)
+            options = HeadOptions(chunk, dtype)
+            stats = head_stats([factor], ids, vocab_size=len(weight), options=options)
+            (gradient,) = torch.autograd.grad(stats.log_probs.sum(), hidden)
+        if states.is_cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    logits = chunk * len(weight) * (dtype or weight.dtype).itemsize
+    return {"seconds": seconds, "chunks": (live.peak - gradient.nbytes) / logits}
 
 
 _PEERS = {"transformer-engine": "Transformer Engine's", "liger-kernel": "Liger's"}
