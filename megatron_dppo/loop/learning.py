@@ -327,9 +327,9 @@ class Learner:
         is_stale = batch.figures.get(names.STALENESS_MAX, 0) > 0
         batch.trajectories.clear()
         check_carried_topk(delivery.forms, self._topk)
-        if not self._config.router_replay:
+        if not (self._config.router_replay and outlines):
             return PlannedBatch(delivery, plans, {}, is_stale)
-        if outlines and RECORDING not in delivery.positions:
+        if RECORDING not in delivery.positions:
             raise ExchangeError(
                 "rollout.router_replay is true, but no response of the batch has recorded routing"
             )

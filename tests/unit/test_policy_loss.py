@@ -1,6 +1,7 @@
 """The loss: its gradient is Eq. 23's, token by token, and its sums do not depend on packing."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -262,3 +263,18 @@ def test_sums_of_float32_losses_are_float64():
     sums = policy_loss(build_algorithm("pg-is", {"kl_coefficient": 0.1}), x).metrics.sums
     assert {"loss/sum", "loss/penalty"} <= sums.keys()
     assert {value.dtype for value in sums.values()} == {torch.float64}
+
+
+def test_the_mass_of_float32_entries_is_summed_in_float64():
+    """Each of 24 tokens has 1 and five times 2^-26 in its Top-K, which float32 would lose."""
+    x = complete_inputs()
+    entries = torch.full((24, 6), -26 * math.log(2))
+    entries[:, 0] = 0.0
+    floats = {
+        n: getattr(x, n).float() for n in ("log_probs", "rollout_log_probs", "topk_log_probs")
+    }
+    x = replace(x, **floats, rollout_topk_log_probs=entries.float(), entropy=None)
+    sums = policy_loss(build_algorithm("dppo-topk-tv"), x).metrics.sums
+    assert {value.dtype for value in sums.values()} == {torch.float64}
+    mean = float(sums["policy/topk_mass"]) / int(x.loss_mask.sum())
+    assert mean == pytest.approx(1 + 4 * 2**-26, abs=2**-28)

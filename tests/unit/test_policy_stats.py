@@ -745,7 +745,7 @@ def test_what_ranks_compare_of_their_calls():
 
 
 def test_the_compiled_forward_pass_takes_no_longer_than_twice_the_backward_pass():
-    """About as long where the compiler works on many columns at a time; three times as long where it takes them singly."""
+    """As long where the compiler works on many columns at a time; four times as long where it takes them singly."""
     logits = torch.randn(24, 60_000, generator=torch.Generator().manual_seed(0)).bfloat16()
     columns, out = torch.arange(24)[:, None], torch.empty_like(logits)
     threads = torch.get_num_threads()

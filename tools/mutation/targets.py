@@ -26,7 +26,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "data/packing.py": (*DATA, "nonfinite"),
     "data/trajectory.py": FILES,
     "loop/evaluation.py": ("evaluation",),
-    "loop/learning.py": (*DATA, "loss_record", *LONE),
+    "loop/learning.py": (*DATA, "loss_record", "learning", *LONE),
     "model/adapters.py": ("adapters", "adapter_updates", "peft_folder"),
     "model/gather_plan.py": ("conversion_tables", "conversion_proof", "weight_plan"),
     "model/layout.py": ("conversion_tables", "conversion_proof", "model_layout"),

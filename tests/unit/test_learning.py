@@ -1,0 +1,240 @@
+"""The learning half of a step on one rank, with a real trainer: what each optimiser step gets, what is said of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.columns import LOSS_COLUMNS
+from megatron_dppo.data.trajectory import Outline, Trajectory
+from megatron_dppo.loop.learning import Learner, PlannedBatch
+from megatron_dppo.loop.rollouts.exchange import ExchangeError
+from megatron_dppo.loop.rollouts.figures import GapError
+from megatron_dppo.loop.rollouts.sources import RolloutBatch
+from megatron_dppo.metrics import table as names
+from megatron_dppo.trainer import platform
+from tests.distributed.test_trainer_parity import VOCABULARY, run_config, samples
+from tests.tiny_models import save_tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_process() -> Iterator[None]:
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model of one layer, and one with experts."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in ("qwen3", "qwen3_moe"):
+        save_tiny_model(folder / family, family, vocab_size=VOCABULARY, layers=1)
+    return folder
+
+
+class Watched:
+    """A learner of one rank; ``steps``: what each optimiser step got and gave."""
+
+    def __init__(
+        self,
+        models: Path,
+        algorithm: str = "pg-is",
+        options: dict[str, Any] | None = None,
+        *,
+        family: str = "qwen3",
+        changes: dict[str, Any] | None = None,
+        **rollout: Any,
+    ) -> None:
+        from megatron_dppo.trainer.step import StatsSpec
+        from megatron_dppo.trainer.trainer import Trainer
+
+        named = {"algorithm": {"name": algorithm, "options": options or {}}}
+        config = run_config(str(models / family), {}, named | (changes or {}))
+        self.config: TrainConfig = config.model_copy(
+            update={
+                "rollout": config.rollout.model_copy(update=rollout),
+                "training": config.training.model_copy(update={"prompts_per_mini_batch": 1}),
+            }
+        )
+        built = build_algorithm(algorithm, options or {})
+        self.trainer = Trainer(self.config, StatsSpec(topk=built.reads_topk, entropy=True))
+        self.learner = Learner(self.config, self.trainer, built, 0)
+        self.steps: list[tuple[dict[str, Any], Any]] = []
+        train = self.trainer.train_mini_batch
+
+        def watched(micro_batches: Any, loss: Any, denominator: float, **keywords: Any) -> Any:
+            given = {"micro_batches": micro_batches, "denominator": denominator, **keywords}
+            result = train(micro_batches, loss, denominator, **keywords)
+            self.steps.append((given, result))
+            return result
+
+        self.trainer.train_mini_batch = watched  # type: ignore[method-assign]
+
+    def plan(self, data: list[Trajectory], **figures: float) -> PlannedBatch:
+        batch = RolloutBatch([Outline.of(t) for t in data], dict(enumerate(data)), figures, {})
+        return self.learner.plan(batch)
+
+
+@pytest.fixture
+def watch(models: Path) -> Iterator[Callable[..., Watched]]:
+    opened: list[Watched] = []
+
+    def open_one(*words: Any, **keywords: Any) -> Watched:
+        opened.append(Watched(models, *words, **keywords))
+        return opened[-1]
+
+    yield open_one
+    for one in opened:
+        one.trainer.close()
+
+
+def test_each_group_is_a_step_and_the_figures_are_theirs(watch) -> None:
+    one = watch("dppo-binary-tv", {"tv_threshold": 0.001}, save=True)
+    planned = one.plan(samples())
+    began = time.perf_counter()
+    metrics = one.learner.learn(planned)
+    seconds = time.perf_counter() - began
+
+    assert len(planned.plans) == len(one.steps) == metrics[names.OPTIMIZER_STEPS] == 3
+    assert [given["is_last"] for given, _ in one.steps] == [False, False, True]
+    assert [given["denominator"] for given, _ in one.steps] == [
+        p.denominator for p in planned.plans
+    ]
+    norms = [result.grad_norm for _, result in one.steps]
+    assert metrics[names.GRAD_NORM] == pytest.approx(sum(norms) / 3)
+    assert metrics[names.GRAD_NORM_MAX] == max(norms) > min(norms)
+    assert metrics[names.LEARNING_RATE] == one.steps[-1][1].lr > 0
+    assert metrics[names.IDLE_SHARE] == pytest.approx(sum(p.idle for p in planned.plans) / 3)
+    flops = 3 * sum(one.learner.layout.cost(t.length) for t in samples())
+    assert metrics[names.TFLOPS] * 1e12 > flops / seconds  # the steps are part of the time
+    assert metrics[names.TFLOPS] * 1e12 < 50 * flops / seconds
+    peak = platform.peak_memory_bytes() / 2**30
+    assert metrics[names.PEAK_MEMORY] == pytest.approx(peak, rel=0.2)
+
+    # Every micro-batch holds what its plan says, and what the mask blocked is counted by response.
+    for (given, _), plan in zip(one.steps, planned.plans, strict=True):
+        rows = [[i for i in b.sequence_index.tolist() if i >= 0] for b in given["micro_batches"]]
+        assert rows == plan.positions[0]
+    assert sum(one.learner.masked_by_response.values()) > 0
+    assert one.learner.most_masked
+    columns = one.learner.loss_columns
+    assert columns.keys() == set(range(24))
+    for position, trajectory in enumerate(samples()):
+        trained = columns[position]["loss_trains"]
+        assert len(trained) == trajectory.sampled
+        blocked = one.learner.masked_by_response.get(position, 0)
+        assert np.count_nonzero(~trained) == blocked
+        assert columns[position].keys() <= set(LOSS_COLUMNS)
+
+
+def test_a_run_that_saves_no_batches_keeps_no_columns(watch) -> None:
+    one = watch()
+    one.learner.learn(one.plan(samples()))
+    assert one.learner.loss_columns == {}
+
+
+def test_the_gap_is_looked_at_before_the_first_step_alone(watch) -> None:
+    """The second group's would stop the run: there the weights have moved."""
+    data = samples()
+    far = [
+        t.with_columns(rollout_log_probs=np.zeros(t.sampled, np.float32)) if i >= 8 else t
+        for i, t in enumerate(data)
+    ]
+    one = watch()
+    one.learner.learn(one.plan(far))
+    assert len(one.steps) == 3
+    with pytest.raises(GapError):
+        one.learner.learn(one.plan([*far[8:16], *far[:8]]))
+    assert len(one.steps) == 3
+    stale = one.plan([*far[8:16], *far[:8]], **{names.STALENESS_MAX: 1})
+    assert stale.is_stale
+    one.learner.learn(stale)
+    assert len(one.steps) == 5
+    assert not one.plan(data, **{names.STALENESS_MAX: 0}).is_stale
+    assert not one.plan(data).is_stale
+
+
+@pytest.mark.parametrize(
+    ("lora", "passes", "stops"),
+    # A frozen weight has no gradient: a pass forward, and one back instead of two.
+    [({}, 3, True), ({"rank": 2}, 2, True), ({"rank": 2, "dropout": 0.5}, 2, False)],
+)
+def test_adapters_take_a_pass_less_and_with_dropout_no_gap_stops_a_run(
+    watch, lora, passes, stops
+) -> None:
+    far = [t.with_columns(rollout_log_probs=np.zeros(t.sampled, np.float32)) for t in samples()[:8]]
+    one = watch(changes={"lora": lora})
+    planned = one.plan(far)
+    flops = passes * sum(one.learner.layout.cost(t.length) for t in far)
+    assert one.learner._speed(planned, 2.0)[names.TFLOPS] * 1e12 == pytest.approx(flops / 2)
+    with pytest.raises(GapError) if stops else nullcontext():
+        one.learner.learn(planned)
+    assert len(one.steps) == (not stops)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns"),
+    [
+        ("pg-is", set()),
+        ("mask-0.5-recompute", {"recomputed_log_probs"}),
+        ("recomputed-exact-tv", {"recomputed_log_probs", "topk_ids", "topk_log_probs"}),
+    ],
+)
+def test_what_the_algorithm_needs_is_recomputed_before_the_first_step(watch, name, columns) -> None:
+    one = watch(name)
+    planned = one.plan(samples())
+    batches = [
+        b for plan in planned.plans for b in one.learner._packed(planned, plan).micro_batches
+    ]
+    expected = one.trainer.log_probs(batches)
+    one.learner.learn(planned)
+    given = [b for step, _ in one.steps for b in step["micro_batches"]]
+    for batch, values in zip(given, expected, strict=True):
+        assert columns == batch.columns.keys() - {"rollout_log_probs"}
+        if "recomputed_log_probs" in columns:
+            found = batch.column("recomputed_log_probs")
+            torch.testing.assert_close(found[batch.loss_mask], values[batch.loss_mask])
+            assert not found[~batch.loss_mask].any()
+        if "topk_ids" in columns:
+            trained = batch.loss_mask
+            assert batch.column("topk_ids").tolist() == [list(range(VOCABULARY))] * batch.num_tokens
+            picked = batch.column("topk_log_probs").gather(1, batch.target_ids[:, None])[:, 0]
+            torch.testing.assert_close(picked[trained], values[trained])
+
+
+def recorded(trajectory: Trajectory) -> Trajectory:
+    experts = np.tile(np.array([[0, 1]], np.uint8), (trajectory.length - 1, 1, 1))
+    return trajectory.with_columns(routed_experts=experts)
+
+
+def test_recorded_routing_is_replayed_and_told_of(watch) -> None:
+    data = [recorded(t) if i else t for i, t in enumerate(samples()[:8])]
+    one = watch(family="qwen3_moe", router_replay=True)
+    planned = one.plan(data)
+    rows = sum(t.length - 1 for t in data)
+    missing = (data[0].length - 1) / rows
+    assert planned.figures[names.ROUTING_UNRECORDED] == pytest.approx(missing)
+    metrics = one.learner.learn(planned)
+    assert metrics[names.ROUTING_UNRECORDED] == planned.figures[names.ROUTING_UNRECORDED]
+    assert all("routed_experts" in b.columns for b in one.steps[0][0]["micro_batches"])
+    with pytest.raises(ExchangeError, match="no response of the batch has recorded routing"):
+        one.plan(samples()[:8])
+    assert one.plan([]).plans == []
+
+
+def test_a_recording_that_is_not_replayed_is_left_out(watch) -> None:
+    one = watch(family="qwen3_moe")
+    planned = one.plan([recorded(t) for t in samples()[:8]])
+    assert planned.figures == {}
+    one.learner.learn(planned)
+    assert all("routed_experts" not in b.columns for b in one.steps[0][0]["micro_batches"])
