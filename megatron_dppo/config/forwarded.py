@@ -79,6 +79,7 @@ _CHECKPOINT = "model.hf_checkpoint's config.json"
 
 MEGATRON_OWNED: Mapping[str, str] = {
     "tensor_model_parallel_size": "parallel.tensor",
+    "context_parallel_size": "parallel.context",
     "pipeline_model_parallel_size": "parallel.pipeline",
     "virtual_pipeline_model_parallel_size": "parallel.virtual_pipeline",
     "expert_model_parallel_size": "parallel.expert",
@@ -121,7 +122,15 @@ MEGATRON_OWNED: Mapping[str, str] = {
 MEGATRON_FIXED: Mapping[str, str] = {
     "calculate_per_token_loss": "the summed loss is divided once, by a global count",
     "variable_seq_lengths": "packed micro-batches differ in length",
-    "context_parallel_size": "context parallelism is not supported",
+    **dict.fromkeys(
+        (
+            "hybrid_context_parallel",
+            "hierarchical_context_parallel_sizes",
+            "max_seqlen_per_dp_cp_rank",
+        ),
+        "parallel.context is one size for every sequence: Transformer Engine takes packed sequences over one group "
+        "alone, and Megatron-Core's rotary embedding does not follow groups that change",
+    ),
     "mtp_num_layers": "multi-token prediction is not trained: its loss needs labels, and logits of every token",
     "defer_embedding_wgrad_compute": "the output layer's weight gradient is summed where its logits are computed",
     "hidden_dropout": "with dropout pi would differ between two passes over the same tokens",

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.config.schema import RolloutConfig, TrainingConfig
-from megatron_dppo.model.layout import Layout, LayoutSizes, model_faults, size_faults
+from megatron_dppo.model.layout import (
+    Layout,
+    LayoutSizes,
+    model_faults,
+    most_all_to_all,
+    size_faults,
+)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import padded_vocab_size
 
@@ -49,6 +55,7 @@ class Plan:
         layout = self.layout
         sizes = {
             "TP": layout.tensor,
+            "CP": layout.context,
             "PP": layout.pipeline,
             "VPP": layout.chunks,
             "DP": layout.data,
@@ -77,11 +84,32 @@ def world_faults(sizes: LayoutSizes) -> Faults:
 
 
 def layout_faults(sizes: LayoutSizes, megatron: Mapping[str, Any], model: ModelShape) -> Faults:
-    """What is wrong with the layout, and with the ``megatron:`` table's dispatcher, for this model."""
+    """What is wrong with the layout, and with the ``megatron:`` table's dispatcher and exchange, for this model."""
     yield from (fault.text("parallel.") for fault in model_faults(sizes, model))
     dispatcher = megatron.get("moe_token_dispatcher_type")
     if dispatcher is not None and not model.is_moe:
         yield (
             f"megatron.moe_token_dispatcher_type: got {dispatcher!r}, expected nothing: "
             f"{model.family} is a dense model"
+        )
+    yield from _exchange_faults(sizes, megatron.get("cp_comm_type"), model)
+
+
+EXCHANGES = ("p2p", "a2a")
+"""How Transformer Engine's attention brings a packed sequence's keys and values to its context-parallel ranks: around
+a ring, or heads for tokens."""
+
+
+def _exchange_faults(sizes: LayoutSizes, exchange: Any, model: ModelShape) -> Faults:
+    if exchange is None:
+        return
+    key = f"megatron.cp_comm_type: got {exchange!r}"
+    if sizes.context == 1:
+        yield f"{key}, expected nothing: parallel.context is 1"
+    elif exchange not in EXCHANGES:
+        yield f"{key}, expected {' or '.join(EXCHANGES)}, which take packed sequences"
+    elif exchange == "a2a" and (most := most_all_to_all(sizes.tensor, model)) % sizes.context:
+        yield (
+            f"{key} with parallel.context {sizes.context} and parallel.tensor {sizes.tensor}, expected a context that "
+            f"divides {most}, the heads of queries and of keys that a rank has; or p2p"
         )

@@ -293,6 +293,8 @@ class ParallelConfig(Section):
     """Trainer processes, one a device."""
     tensor: int = Field(default=1, gt=0)
     """Ranks that share each matrix of the dense layers (TP)."""
+    context: int = Field(default=1, gt=0)
+    """Ranks that share the tokens of each sequence (CP); docs/long_context.md tells when."""
     pipeline: int = Field(default=1, gt=0)
     """Stages that the layers are cut into (PP)."""
     virtual_pipeline: int | None = Field(default=None, gt=1)
@@ -318,7 +320,7 @@ class ParallelConfig(Section):
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks of the dense layers: what tensor and pipeline leave of the world."""
+        """Data-parallel ranks of the dense layers: what tensor, context and pipeline leave of the world."""
         return self.sizes.data
 
 
@@ -326,7 +328,8 @@ class StepConfig(Section):
     """How one optimiser step is cut and computed."""
 
     micro_batch_tokens: int = Field(gt=0)
-    """Token budget of a packed micro-batch; a longer sequence has one to itself."""
+    """Token budget of a packed micro-batch; a longer sequence has one to itself. With ``parallel.context`` each of
+    these ranks holds its share of the tokens."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activation recomputation: full of every layer; selective of the core attention or, on GPUs, where that keeps
     next to nothing, of a mixture's expert activations and norms (megatron.recompute_modules names others)."""
@@ -364,7 +367,8 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(default=1.0, ge=0)
     """Global gradient norm; 0: off."""
     distributed: bool | None = None
-    """Shard the optimizer's state over data-parallel ranks. Empty: on in bfloat16 with several of them."""
+    """Shard the optimizer's state over the ranks that have the same weights. Empty: on in bfloat16 with several of
+    them."""
 
 
 class EngineConfig(Section):
@@ -534,7 +538,7 @@ class PolicyConfig(Section):
         """``optimizer.distributed`` with its default filled in."""
         if self.optimizer.distributed is not None:
             return self.optimizer.distributed
-        return self.model.dtype == "bfloat16" and self.parallel.data > 1
+        return self.model.dtype == "bfloat16" and self.parallel.data * self.parallel.context > 1
 
     @property
     def temperature(self) -> float:

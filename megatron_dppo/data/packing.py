@@ -1,5 +1,5 @@
-"""Micro-batches: who trains on which sequences, and these laid end to end in Megatron's thd format, without padding
-between them, and per-token columns beside the tokens.
+"""Micro-batches: who trains on which sequences, and these laid end to end in Megatron's thd format, and per-token
+columns beside the tokens. There is no padding but what makes equal parts for ranks that share tokens.
 
 T = tokens in the pack, S = sequences in it.
 """
@@ -7,7 +7,7 @@ T = tokens in the pack, S = sequences in it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -180,7 +180,8 @@ class PackedBatch:
     """One micro-batch in Megatron's thd format; CPU tensors until ``to``.
 
     Token t of a sequence predicts token t + 1, so entry t of what concerns sampled tokens belongs to
-    ``target_ids[t]``. T is padded to a multiple by one sequence of its own, of token 0, at the end.
+    ``target_ids[t]``. T is padded to a multiple by one sequence of its own, of token 0, at the end; a sequence
+    to a multiple by such tokens at its end, which are a part of it.
 
     ``token_ids``, ``position_ids``, ``target_ids`` int64 [T] (the target is 0 where a sequence
     ends); ``cu_seqlens`` int32 [S + 1]; ``loss_mask`` bool [T]: the target was sampled and trains;
@@ -188,7 +189,7 @@ class PackedBatch:
     trajectories' positions in their batch, -1 for the padding. ``columns``: tensors [T, ...] by the
     names of ``data/columns.py``, with the declared fill in rows that have no value; of columns with
     gaps ``valid`` has a bool [T] by the same name: the rows that hold. Of columns of the input
-    (``Rows.INPUT``) only the rows of ``pack``'s ``share`` are there.
+    (``Rows.INPUT``) only ``pack``'s ``input_rows`` are there.
     """
 
     token_ids: Tensor
@@ -224,6 +225,21 @@ class PackedBatch:
         )
         return replace(self, columns=columns, valid=valid)
 
+    def rows(self, index: Tensor) -> PackedBatch:
+        """The same batch with only the rows ``index``, int64 [t], of its tensors [T, ...]; where the sequences of the
+        whole pack lie is still said. It must have no column of the input."""
+        columns, valid = ({n: x[index] for n, x in c.items()} for c in (self.columns, self.valid))
+        return replace(
+            self,
+            token_ids=self.token_ids[index],
+            position_ids=self.position_ids[index],
+            target_ids=self.target_ids[index],
+            loss_mask=self.loss_mask[index],
+            advantages=self.advantages[index],
+            columns=columns,
+            valid=valid,
+        )
+
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with every tensor on ``device``."""
 
@@ -237,43 +253,55 @@ class PackedBatch:
         return replace(self, **{f.name: moved(getattr(self, f.name)) for f in fields(self)})
 
 
+InputRows = Callable[[Tensor], Tensor]
+"""Boundaries of a pack's sequences, int32 [S + 1] -> rows of the pack, int64 [t]."""
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """``length`` up to the next multiple."""
+    return length + -length % multiple
+
+
 def pack(
     trajectories: Sequence[Trajectory],
     *,
     indices: Sequence[int] | None = None,
     trains: Sequence[bool] | None = None,
     pad_multiple: int = 1,
+    sequence_multiple: int = 1,
     forms: Mapping[str, Form] | None = None,
-    share: tuple[int, int] = (1, 0),
+    input_rows: InputRows | None = None,
 ) -> PackedBatch:
-    """Lay ``trajectories`` end to end; pad T up to a multiple of ``pad_multiple`` tokens.
+    """Lay ``trajectories`` end to end; pad each up to a multiple of ``sequence_multiple`` tokens and T up to one of
+    ``pad_multiple``.
 
     Args:
         trajectories: What to pack; their columns, as far as they are declared ``packed``.
         indices: Their positions in the batch they come from; None: 0, 1, ...
         trains: Whether each has a gradient; None: all. One without keeps its tokens and the columns
             of its input, and has no loss mask and no column of its sampled tokens.
-        pad_multiple: T becomes a multiple of it.
+        pad_multiple: T becomes a multiple of it. It must be one of ``sequence_multiple``.
+        sequence_multiple: The length of every sequence becomes a multiple of it.
         forms: Of the whole batch (``forms_of``). ``pack([])``, for a rank that must take part in a
             micro-batch it has no trajectory for, is a pad-only batch of ``pad_multiple`` tokens that
             trains nothing and has these columns, as its peers' packs have; not read otherwise.
-        share: (n, i): of columns of the input lay out the i-th of n equal runs of rows alone, as sequence
-            parallelism splits a micro-batch over tensor ranks.
+        input_rows: Of columns of the input lay out these rows alone, as ranks that share a micro-batch's tokens
+            replay them; None: all.
 
     Raises:
-        ValueError: As ``forms_of``, ``pad_multiple`` is below 1 or no multiple of n, or of what trains a column
-            of sampled tokens holds what can't be: a log-probability that is not finite or above 0, a Top-K id
-            twice.
+        ValueError: As ``forms_of``, ``pad_multiple`` is below 1 or no multiple of ``sequence_multiple``, or of
+            what trains a column of sampled tokens holds what can't be: a log-probability that is not finite or
+            above 0, a Top-K id twice.
     """
     if pad_multiple < 1:
         raise ValueError(f"pad_multiple must be at least 1, got {pad_multiple}")
-    if pad_multiple % share[0]:
+    if pad_multiple % sequence_multiple:
         raise ValueError(
-            f"pad_multiple is {pad_multiple}, expected a multiple of {share[0]} shares"
+            f"pad_multiple is {pad_multiple}, expected a multiple of sequence_multiple {sequence_multiple}"
         )
     trains = [True] * len(trajectories) if trains is None else trains
     indices = range(len(trajectories)) if indices is None else indices
-    lengths = [t.length for t in trajectories]
+    lengths = [padded_length(t.length, sequence_multiple) for t in trajectories]
     filled = sum(lengths)
     padding = pad_multiple if not trajectories else -filled % pad_multiple
     lengths += [padding] * bool(padding)
@@ -290,12 +318,14 @@ def pack(
             advantages[predicting] = t.loss_mask[1:] * np.float32(t.advantage)
     target_ids = np.roll(token_ids, -1)
     target_ids[ends - 1] = 0
-    columns, valid = _columns(trajectories, starts, trains, tokens, forms, share)
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32))
+    laid_out = np.arange(tokens) if input_rows is None else input_rows(cu_seqlens).numpy()
+    columns, valid = _columns(trajectories, starts, trains, tokens, forms, laid_out)
     return PackedBatch(
         token_ids=torch.from_numpy(token_ids),
         position_ids=torch.from_numpy(np.arange(tokens) - np.repeat(starts, lengths)),
         target_ids=torch.from_numpy(target_ids),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+        cu_seqlens=cu_seqlens,
         max_seqlen=max(lengths),
         loss_mask=torch.from_numpy(loss_mask),
         advantages=torch.from_numpy(advantages),
@@ -323,9 +353,12 @@ def _columns(
     trains: Sequence[bool],
     tokens: int,
     forms: Mapping[str, Form] | None,
-    share: tuple[int, int],
+    input_rows: np.ndarray,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The pack's columns, and the validity of those with gaps."""
+    # By row of the pack: its place among the rows that are laid out, -1 for one that is not.
+    everywhere, input_places = np.arange(tokens), np.full(tokens, -1)
+    input_places[input_rows] = np.arange(len(input_rows))
     if trajectories:
         packed: Mapping[str, Form] = forms_of(trajectories)
     else:
@@ -338,13 +371,14 @@ def _columns(
         column = declared(name)
         if not column.packed:
             continue
-        count, index = share if column.rows is Rows.INPUT else (1, 0)
-        rows = tokens // count
-        values = np.full((rows, *form.trailing), column.fill, form.dtype)
-        holds = np.zeros(rows, np.bool_)
+        is_input = column.rows is Rows.INPUT
+        count = len(input_rows) if is_input else tokens
+        values = np.full((count, *form.trailing), column.fill, form.dtype)
+        holds = np.zeros(count, np.bool_)
         for trajectory, start, has_gradient in zip(trajectories, starts, trains, strict=False):
-            if has_gradient or column.rows is Rows.INPUT:
-                _lay_out(column, trajectory, int(start) - index * rows, values, holds)
+            if has_gradient or is_input:
+                places = (input_places if is_input else everywhere)[start:]
+                _lay_out(column, trajectory, places, values, holds)
         columns[name] = torch.from_numpy(values)
         if column.has_gaps:
             valid[name] = torch.from_numpy(holds)
@@ -352,20 +386,21 @@ def _columns(
 
 
 def _lay_out(
-    column: Column, trajectory: Trajectory, start: int, values: np.ndarray, holds: np.ndarray
+    column: Column,
+    trajectory: Trajectory,
+    places: np.ndarray,
+    values: np.ndarray,
+    holds: np.ndarray,
 ) -> None:
-    """Write the trajectory's rows of a column to ``values``, where its first token is at ``start``, as far as they
-    are within.
+    """Write the trajectory's rows of a column to ``values``. ``places``: by token of the trajectory, the row of
+    ``values``, -1 for none.
     """
     rows = trajectory.columns.get(column.name)
     if rows is None:
         return
-    positions = column.positions(trajectory.loss_mask) + start
-    # Positions ascend, so what is within the share is one run of rows.
-    within = slice(*np.searchsorted(positions, (0, len(values))))
-    rows, positions = rows[within], positions[within]
+    places = places[column.positions(trajectory.loss_mask)]
+    wanted = places >= 0
     if column.usable is not None:
-        usable = column.usable(trajectory.loss_mask, trajectory.columns)[within]
-        rows, positions = rows[usable], positions[usable]
-    values[positions] = rows
-    holds[positions] = True
+        wanted &= column.usable(trajectory.loss_mask, trajectory.columns)
+    values[places[wanted]] = rows[wanted]
+    holds[places[wanted]] = True

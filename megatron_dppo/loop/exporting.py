@@ -44,7 +44,9 @@ def max_log_prob_difference(
         temperature: divides the logits on both sides.
     """
     light = [t.without(*t.columns) for t in trajectories]
-    batch = pack(light, pad_multiple=layout.pad_multiple)
+    batch = pack(
+        light, pad_multiple=layout.pad_multiple, sequence_multiple=layout.sequence_multiple
+    )
     batches = [batch] + [
         pack([], pad_multiple=layout.pad_multiple) for _ in range(layout.count_multiple - 1)
     ]

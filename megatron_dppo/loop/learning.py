@@ -19,7 +19,14 @@ from megatron_dppo.algorithms.policy_loss import Algorithm, LossSums
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
-from megatron_dppo.data.packing import PackedBatch, idle_share, pack, plan_mini_batch
+from megatron_dppo.data.packing import (
+    InputRows,
+    PackedBatch,
+    idle_share,
+    pack,
+    padded_length,
+    plan_mini_batch,
+)
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
 from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, ExchangeError, Stages
 from megatron_dppo.loop.rollouts.figures import GapGuard, is_coarse, routing_figures
@@ -78,7 +85,7 @@ class LossRecord:
         for batch, statistics in self._parts:
             own_columns |= by_response(batch, statistics)
         self._parts = []
-        is_source = topology.is_last_stage and topology.tp_rank == 0
+        is_source = topology.is_last_stage and topology.is_first_of_stage
         all_columns: LossColumns = {}
         for rank, sends in enumerate(all_gather_json(is_source)):
             if sends:
@@ -125,15 +132,17 @@ class BatchLayout:
     """How micro-batches must be cut for this trainer.
 
     ``count_multiple``: the interleaved schedule takes micro-batches in rounds of the pipeline's size.
-    ``pad_multiple``: sequence parallelism splits a packed micro-batch evenly over tensor ranks. ``share``: number of
-    these parts, and this rank's. ``cost``: by which ranks and micro-batches are balanced.
+    ``pad_multiple``, ``sequence_multiple``: ranks that share the tokens of a micro-batch, or of each sequence, have
+    equally many. ``input_rows``: this rank's, of columns of the input. ``cost``: by which ranks and micro-batches are
+    balanced.
     """
 
     dp_rank: int
     dp_size: int
     count_multiple: int = 1
     pad_multiple: int = 1
-    share: tuple[int, int] = (1, 0)
+    sequence_multiple: int = 1
+    input_rows: InputRows | None = None
     cost: SequenceCost = TOKENS
 
 
@@ -191,7 +200,7 @@ def plan_mini_batches(
         denominator = denominator_of(trained, constant)
         if denominator == 0:
             continue
-        lengths = [t.length for t in part]
+        lengths = [padded_length(t.length, layout.sequence_multiple) for t in part]
         costs = [layout.cost(length) for length in lengths]
         plan = plan_mini_batch(
             lengths,
@@ -222,8 +231,9 @@ def pack_mini_batch(
             indices=rows,
             trains=[trains(batch[i], algorithm) for i in rows],
             pad_multiple=layout.pad_multiple,
+            sequence_multiple=layout.sequence_multiple,
             forms=forms,
-            share=layout.share,
+            input_rows=layout.input_rows,
         )
         for rows in plan.positions[layout.dp_rank]
     ]
@@ -287,7 +297,8 @@ class Learner:
             dp_size=trainer.topology.dp_size,
             count_multiple=trainer.micro_batch_multiple,
             pad_multiple=trainer.pad_multiple,
-            share=trainer.share,
+            sequence_multiple=trainer.share.sequence_multiple,
+            input_rows=trainer.input_rows,
             cost=forward_flops(trainer.shape),
         )
         self._topk = topk

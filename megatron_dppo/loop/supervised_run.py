@@ -10,7 +10,7 @@ import torch
 
 from megatron_dppo.algorithms.policy_loss import LossSums, negative_log_likelihood
 from megatron_dppo.config.schema import SupervisedConfig
-from megatron_dppo.data.packing import PackedBatch, pack, plan_mini_batch
+from megatron_dppo.data.packing import PackedBatch, pack, padded_length, plan_mini_batch
 from megatron_dppo.data.problems import Pair, load_pairs, load_tokenizer
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.data.trajectory import Trajectory
@@ -70,7 +70,8 @@ def _run(config: SupervisedConfig, fence: RunFence) -> None:
 def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> float:
     """One optimiser step; returns the mean negative log-likelihood, nats per token."""
     samples = [Trajectory.of_response(prompt, response) for prompt, response in pairs]
-    lengths = [s.length for s in samples]
+    multiple = trainer.share.sequence_multiple
+    lengths = [padded_length(s.length, multiple) for s in samples]
     cost = forward_flops(trainer.shape)
     plan = plan_mini_batch(
         lengths,
@@ -81,7 +82,12 @@ def _step(trainer: Trainer, config: SupervisedConfig, pairs: list[Pair]) -> floa
     )
     own_batches = plan[trainer.topology.dp_rank]
     batches = [
-        pack([samples[i] for i in rows], indices=rows, pad_multiple=trainer.pad_multiple)
+        pack(
+            [samples[i] for i in rows],
+            indices=rows,
+            pad_multiple=trainer.pad_multiple,
+            sequence_multiple=multiple,
+        )
         for rows in own_batches
     ]
     tokens = sum(s.sampled for s in samples)

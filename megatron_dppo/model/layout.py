@@ -19,7 +19,8 @@ class LayoutSizes:
     """Sizes as they are asked for, which need not fit each other or any model.
 
     ``virtual_pipeline``: model chunks in each pipeline stage. ``expert_tensor`` None: as ``tensor`` where
-    ``expert`` is 1, else 1. ``sequence`` (sequence parallelism) None: where it is needed.
+    ``expert`` is 1, else 1. ``sequence`` (sequence parallelism) None: where it is needed. ``context``: ranks that
+    share the tokens of each sequence.
     """
 
     world_size: int = 1
@@ -29,11 +30,12 @@ class LayoutSizes:
     expert: int = 1
     expert_tensor: int | None = None
     sequence: bool | None = None
+    context: int = 1
 
     @property
     def data(self) -> int:
-        """Data-parallel ranks of the dense layers: what tensor and pipeline leave of the world."""
-        return self.world_size // (self.tensor * self.pipeline)
+        """Data-parallel ranks of the dense layers: what tensor, context and pipeline leave of the world."""
+        return self.world_size // (self.tensor * self.context * self.pipeline)
 
     @property
     def expert_tensor_size(self) -> int:
@@ -93,6 +95,7 @@ class Layout:
             sizes.expert,
             sizes.expert_tensor_size,
             sizes.data,
+            sizes.context,
         )
 
     @classmethod
@@ -121,6 +124,7 @@ class Layout:
             self.virtual_pipeline,
             self.expert,
             self.expert_tensor,
+            context=self.context,
         )
 
     @property
@@ -224,6 +228,12 @@ def model_faults(sizes: LayoutSizes, shape: ModelShape) -> list[LayoutFault]:
     return [*holding_faults(sizes, shape), *_training_faults(sizes, shape)]
 
 
+def most_all_to_all(tensor: int, shape: ModelShape) -> int:
+    """The largest ``context`` whose ranks can exchange heads for tokens, of which every other divides it: the greatest
+    common divisor of the query and the key-value heads of a rank."""
+    return math.gcd(shape.num_attention_heads // tensor, max(1, shape.num_query_groups // tensor))
+
+
 def check_layout(sizes: LayoutSizes, shape: ModelShape, prefix: str = "layout.") -> None:
     """Raise LayoutError, with all faults, where the sizes don't fit each other or the model."""
     raise_faults([*size_faults(sizes), *model_faults(sizes, shape)], prefix)
@@ -237,7 +247,7 @@ def raise_faults(faults: Iterable[LayoutFault], prefix: str = "layout.") -> None
 
 
 def _too_small(sizes: LayoutSizes) -> Iterator[LayoutFault]:
-    for key in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor"):
+    for key in ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context"):
         size = getattr(sizes, key)
         if size is not None and size < 1:
             yield LayoutFault(key, size, "at least 1")
@@ -245,9 +255,12 @@ def _too_small(sizes: LayoutSizes) -> Iterator[LayoutFault]:
 
 def _world_faults(sizes: LayoutSizes) -> Iterator[LayoutFault]:
     world, tensor, pipeline = sizes.world_size, sizes.tensor, sizes.pipeline
-    model = tensor * pipeline
+    factors = {"tensor": tensor, "context": sizes.context, "pipeline": pipeline}
+    if sizes.context == 1:
+        del factors["context"]
+    model = math.prod(factors.values())
     if world % model:
-        product = f"tensor x pipeline = {tensor} x {pipeline} = {model}"
+        product = f"{' x '.join(factors)} = {' x '.join(map(str, factors.values()))} = {model}"
         yield LayoutFault("world_size", world, f"a multiple of {product}")
     experts = sizes.expert_tensor_size * sizes.expert * pipeline
     if world % experts:

@@ -114,6 +114,7 @@ def _moe_options(shape: ModelShape, *, replay: bool) -> dict[str, Any]:
 def _layout_options(layout: Layout, *, sequence_parallel: bool) -> dict[str, Any]:
     return {
         "tensor_model_parallel_size": layout.tensor,
+        "context_parallel_size": layout.context,
         "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual_pipeline,
         "expert_model_parallel_size": layout.expert,

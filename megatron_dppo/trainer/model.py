@@ -244,6 +244,7 @@ def _fake_world(layout: Layout, rank: int) -> Iterator[None]:
     try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
+            context_parallel_size=layout.context,
             pipeline_model_parallel_size=layout.pipeline,
             virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
             expert_model_parallel_size=layout.expert,

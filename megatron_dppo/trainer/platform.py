@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import resource
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_dppo.model.layout import LayoutFault, LayoutSizes
+from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system import compute
 from megatron_dppo.system.errors import RunError
 
@@ -88,6 +90,7 @@ class Platform:
             recomputes.
         transformer_options: fields of TransformerConfig that depend on the machine (fusions,
             initialisation, communication between pipeline stages).
+        layout_faults: sizes that fit the model -> why this machine's layers can't be cut so.
     """
 
     device: torch.device
@@ -95,6 +98,7 @@ class Platform:
     decoder_spec: Callable[[Any, int | None], Any]
     recomputed: Callable[[bool], tuple[str, ...]]
     transformer_options: Mapping[str, Any]
+    layout_faults: Callable[[LayoutSizes, ModelShape], Iterable[LayoutFault]]
 
 
 def has_cuda() -> bool:
@@ -240,11 +244,12 @@ def _cuda() -> Platform:
             "batch_p2p_comm": True,
             "gradient_accumulation_fusion": has_fused_weight_gradients(),
         },
+        layout_faults=lambda sizes, shape: (),
     )
 
 
 def _cpu() -> Platform:
-    from megatron_dppo.trainer.cpu.layer_spec import decoder_spec
+    from megatron_dppo.trainer.cpu.layer_spec import decoder_spec, layout_faults
 
     return Platform(
         device=torch.device("cpu"),
@@ -265,4 +270,5 @@ def _cpu() -> Platform:
             "batch_p2p_comm": False,
             "overlap_p2p_comm": False,
         },
+        layout_faults=layout_faults,
     )

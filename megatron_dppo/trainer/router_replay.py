@@ -10,7 +10,7 @@ wrong without an error. Here a micro-batch's forward pass leaves a hook on its o
 pass meets it first and makes that micro-batch's recording current again, so recomputation of any
 kind and under any schedule finds its own, and nothing is left to clear.
 
-T = tokens of a micro-batch, t = those of this rank's routers (T / TP under sequence parallelism),
+T = tokens of a micro-batch, t = those of this rank's routers (T / CP, and T / CP / TP under sequence parallelism),
 L = mixture-of-experts layers of the model, E = experts a token.
 """
 
@@ -31,6 +31,7 @@ from megatron_dppo.data.packing import PackedBatch
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.trainer.context_parallel import TokenShare
 from megatron_dppo.trainer.topology import Topology
 
 RECORDING = ROUTED_EXPERTS.name
@@ -108,8 +109,8 @@ class ModelReplay:
     """Replays recordings through every router of this rank's model chunks.
 
     ``layers``: places, among the model's layers that route, of those of this rank. A recording has all
-    of the model's layers or these alone, and all rows of its micro-batch or this rank's. ``share``: how many
-    parts sequence parallelism makes of a micro-batch, and this rank's.
+    of the model's layers or these alone, and all rows of its micro-batch or this rank's. ``share``: this rank's
+    part of a micro-batch.
 
     Raises ValueError where the model routes nothing. Not collective but for ``agreement``.
     """
@@ -120,7 +121,7 @@ class ModelReplay:
         shape: ModelShape,
         topology: Topology,
         *,
-        share: tuple[int, int],
+        share: TokenShare,
         device: torch.device,
     ) -> None:
         if not shape.is_moe:
@@ -129,7 +130,7 @@ class ModelReplay:
         self._device = device
         self._share = share
         # Without sequence parallelism every tensor rank routes the same tokens.
-        self._counts_here = share[0] > 1 or topology.tp_rank == 0
+        self._counts_here = share.sequence_size > 1 or topology.tp_rank == 0
         self._states = [ChunkState(device) for _ in chunks]
         self._columns = [
             attach(chunk, state, shape.moe_layers)
@@ -187,9 +188,9 @@ class ModelReplay:
         if RECORDING not in batch.columns:
             return None
         recorded, valid = batch.columns[RECORDING], batch.valid[RECORDING]
-        size, part = self._share
         if len(recorded) == batch.num_tokens:
-            recorded, valid = recorded.chunk(size)[part], valid.chunk(size)[part]
+            rows = self._share.rows(batch.cu_seqlens)
+            recorded, valid = recorded[rows], valid[rows]
         if recorded.shape[1] != len(self._shape.moe_layers):
             columns = [self.layers.index(column) for column in columns]
         experts = recorded[:, list(columns)]

@@ -31,6 +31,7 @@ from megatron_dppo.metrics.sums import (
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import broadcast_json
+from megatron_dppo.trainer.context_parallel import own_batch, whole_stats
 from megatron_dppo.trainer.model import head_factors
 from megatron_dppo.trainer.router_replay import ModelReplay
 from megatron_dppo.trainer.token_loss import TokenLoss
@@ -40,7 +41,8 @@ from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
 
 def model_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens.
+    """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens. Under context
+    parallelism ``batch`` has a rank's own rows, and cu_seqlens tell of the whole pack.
 
     No labels: the last stage returns its hidden states, [1, T, H] in the model's dtype (``leave_out_logits``).
     """
@@ -48,6 +50,10 @@ def model_inputs(batch: PackedBatch) -> dict[str, Any]:
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
         cu_seqlens_kv=batch.cu_seqlens,
+        # Where Transformer Engine is told the padding apart from the tokens, it computes wrongly under context
+        # parallelism; as tokens that nothing attends to, padding does no harm.
+        cu_seqlens_q_padded=batch.cu_seqlens,
+        cu_seqlens_kv_padded=batch.cu_seqlens,
         max_seqlen_q=batch.max_seqlen,
         max_seqlen_kv=batch.max_seqlen,
     )
@@ -84,9 +90,13 @@ def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
 
 
 def check_micro_batches(
-    batches: list[PackedBatch], *, pad_multiple: int, count_multiple: int
+    batches: list[PackedBatch],
+    *,
+    pad_multiple: int,
+    count_multiple: int,
+    sequence_multiple: int = 1,
 ) -> None:
-    """Raise ValueError unless the batches fit sequence parallelism and the pipeline's schedule."""
+    """Raise ValueError unless the batches fit context and sequence parallelism and the pipeline's schedule."""
     if not batches or len(batches) % count_multiple:
         raise ValueError(
             f"{len(batches)} micro-batches, expected a positive multiple of {count_multiple}"
@@ -96,6 +106,11 @@ def check_micro_batches(
             raise ValueError(
                 f"micro-batch {i} has {batch.num_tokens} tokens, expected a multiple of "
                 f"{pad_multiple}: pack with pad_multiple={pad_multiple}"
+            )
+        if (batch.cu_seqlens % sequence_multiple).any():
+            raise ValueError(
+                f"micro-batch {i} has sequences of {batch.cu_seqlens.diff().tolist()} tokens, expected multiples "
+                f"of {sequence_multiple}: pack with sequence_multiple={sequence_multiple}"
             )
 
 
@@ -211,9 +226,10 @@ def forward_backward(
     holds the recordings of ``batches``.
     """
     results = MicroBatchResults()
+    topology = stats.topology
 
     def loss_of(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        policy = stats(hidden, batch)
+        policy = whole_stats(stats(hidden, own_batch(batch, topology)), batch, topology)
         sums = token_loss(policy, batch)
         loss = sums.loss / denominator
         if not loss.requires_grad:
@@ -226,7 +242,7 @@ def forward_backward(
         results.faults.append(policy.faults)
         return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
 
-    _run_schedule(chunks, batches, loss_of, replay, forward_only=False)
+    _run_schedule(chunks, batches, loss_of, topology, replay, forward_only=False)
     return results
 
 
@@ -247,9 +263,11 @@ def forward_log_probs(
     """
     log_probs: list[Tensor] = []
     faults: list[Tensor] = []
+    topology = stats.topology
 
     def keep(batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        policy = stats(hidden, batch, StatsSpec(topk=topk))
+        own_stats = stats(hidden, own_batch(batch, topology), StatsSpec(topk=topk))
+        policy = whole_stats(own_stats, batch, topology)
         wanted = policy.topk_log_probs if topk else policy.log_probs
         assert wanted is not None
         log_probs.append(wanted.float())
@@ -257,7 +275,7 @@ def forward_log_probs(
         zero = torch.zeros((), device=hidden.device)
         return zero, zero.int(), {}
 
-    _run_schedule(chunks, batches, keep, replay, forward_only=True)
+    _run_schedule(chunks, batches, keep, topology, replay, forward_only=True)
     return log_probs, faults
 
 
@@ -265,6 +283,7 @@ def _run_schedule(
     chunks: list[DistributedDataParallel],
     batches: list[PackedBatch],
     loss_of: Callable[[PackedBatch, Tensor], tuple[Tensor, Tensor, dict[str, Any]]],
+    topology: Topology,
     replay: ModelReplay | None,
     *,
     forward_only: bool,
@@ -273,7 +292,7 @@ def _run_schedule(
         numbered: Iterator[tuple[int, PackedBatch]], model: DistributedDataParallel
     ) -> tuple:
         number, batch = next(numbered)
-        inputs = model_inputs(batch)
+        inputs = model_inputs(own_batch(batch, topology))
         if model.config.bf16:
             inputs["fp32_output"] = False
         run = partial(model, **inputs)
@@ -286,7 +305,8 @@ def _run_schedule(
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks,
         num_microbatches=len(batches),
-        # All are equal in an interleaved pipeline; in a plain one shapes travel with the tensors.
+        # All are equal in an interleaved pipeline; in a plain one shapes travel with the tensors. Megatron-Core
+        # divides it by the sizes of context and sequence parallelism.
         seq_length=max(b.num_tokens for b in batches),
         micro_batch_size=1,
         forward_only=forward_only,

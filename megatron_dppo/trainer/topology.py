@@ -34,7 +34,8 @@ class Topology:
     """Coordinates and process groups of this rank.
 
     Attributes:
-        leaders: global rank of each replica's leader (TP 0, PP 0), by data-parallel rank.
+        leaders: global rank of each replica's leader (TP 0, CP 0, PP 0), by data-parallel rank.
+        data_group: the ranks of the other replicas at this rank's place, context-parallel ones not among them.
     """
 
     rank: int
@@ -43,17 +44,25 @@ class Topology:
     dp_size: int
     tp_rank: int
     tp_size: int
+    cp_rank: int
+    cp_size: int
     pp_rank: int
     pp_size: int
     leaders: tuple[int, ...]
     data_group: ProcessGroup = field(repr=False)
     tensor_group: ProcessGroup = field(repr=False)
+    context_group: ProcessGroup = field(repr=False)
     pipeline_group: ProcessGroup = field(repr=False)
 
     @property
     def is_leader(self) -> bool:
         """Whether this rank requests and scores the rollouts of its replica."""
-        return self.tp_rank == 0 and self.pp_rank == 0
+        return self.is_first_of_stage and self.pp_rank == 0
+
+    @property
+    def is_first_of_stage(self) -> bool:
+        """Whether this rank is the first of its replica's in its pipeline stage, which all know the same statistics."""
+        return self.tp_rank == 0 and self.cp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
@@ -148,6 +157,7 @@ def init_topology(layout: Layout) -> Topology:
     """Create Megatron's process groups for ``layout``. Collective."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tensor,
+        context_parallel_size=layout.context,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual_pipeline,
         expert_model_parallel_size=layout.expert,
@@ -164,11 +174,14 @@ def init_topology(layout: Layout) -> Topology:
         dp_size=layout.data,
         tp_rank=coordinates.tp,
         tp_size=layout.tensor,
+        cp_rank=coordinates.cp,
+        cp_size=layout.context,
         pp_rank=coordinates.pp,
         pp_size=layout.pipeline,
-        leaders=tuple(c.rank for c in every if c.tp == 0 and c.pp == 0),
+        leaders=tuple(c.rank for c in every if c.tp == 0 and c.cp == 0 and c.pp == 0),
         data_group=parallel_state.get_data_parallel_group(),
         tensor_group=parallel_state.get_tensor_model_parallel_group(),
+        context_group=parallel_state.get_context_parallel_group(),
         pipeline_group=parallel_state.get_pipeline_model_parallel_group(),
     )
 

@@ -23,9 +23,10 @@ from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
-from megatron_dppo.model.layout import Layout, check_layout
+from megatron_dppo.model.layout import Layout, check_layout, raise_faults
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import agree, all_gather_json
+from megatron_dppo.trainer.context_parallel import TokenShare
 from megatron_dppo.trainer.hugging_face import (
     export_hf,
     load_hf,
@@ -138,7 +139,10 @@ class Trainer:
         optimizer, scheduler: Megatron-Core's.
         step_count: optimiser steps so far.
         reference_sha256: of the tensors that the reference policy was loaded from; None without one.
-        pad_multiple: T of a micro-batch must be a multiple of it.
+        share: the tokens of a micro-batch that this rank's layers compute.
+        input_rows: those of a pack's recorded routing that it needs; None: all.
+        pad_multiple: T of a micro-batch must be a multiple of it, and each of its sequences of
+            ``share.sequence_multiple``.
         micro_batch_multiple: the number of micro-batches must be a multiple of it.
     """
 
@@ -152,6 +156,7 @@ class Trainer:
         self.shape = load_model_shape(config.model.hf_checkpoint)
         sizes = config.parallel.sizes
         check_layout(sizes, self.shape, "parallel.")
+        raise_faults(platform.current().layout_faults(sizes, self.shape), "parallel.")
         self.layout = Layout.of(sizes)
         parallel = config.parallel
         init_distributed(parallel.world_size, parallel.interface, parallel.collective_timeout_s)
@@ -188,9 +193,15 @@ class Trainer:
                 else shared_digest(checkpoint, self.topology),
                 config.lora.start_from,
             )
+        topology = self.topology
         is_sequence_parallel = sizes.sequence_parallel(self.shape)
-        parts = self.topology.tp_size, self.topology.tp_rank
-        self.share = parts if is_sequence_parallel else (1, 0)
+        self.share = TokenShare(
+            topology.cp_size,
+            topology.cp_rank,
+            *((topology.tp_size, topology.tp_rank) if is_sequence_parallel else (1, 0)),
+        )
+        # What equal lengths append to a micro-batch moves the cut between tensor-parallel ranks.
+        self.input_rows = None if self.layout.chunks > 1 else self.share.rows
         self._replay: ModelReplay | None = None
         if config.router_replay:
             self._replay = ModelReplay(
@@ -214,7 +225,7 @@ class Trainer:
             distributed=config.distributed_optimizer,
         )
         self.step_count = 0
-        self.pad_multiple = self.share[0] * config.token_multiple
+        self.pad_multiple = self.share.pad_multiple * config.token_multiple
         self.micro_batch_multiple = self.layout.pipeline if self.layout.chunks > 1 else 1
         leave_out_logits(self.chunks)
         self._stats = StatsFunction(
@@ -400,6 +411,7 @@ class Trainer:
             micro_batches,
             pad_multiple=self.pad_multiple,
             count_multiple=self.micro_batch_multiple,
+            sequence_multiple=self.share.sequence_multiple,
         )
         if self.layout.chunks > 1:
             # The interleaved schedule sends activations forward and gradients back between the same
@@ -432,7 +444,7 @@ class Trainer:
 
     def _culprits(self, results: MicroBatchResults, batches: list[PackedBatch]) -> list[dict]:
         topology = self.topology
-        nonfinite = results.nonfinite(batches) if topology.tp_rank == 0 else []
+        nonfinite = results.nonfinite(batches) if topology.is_first_of_stage else []
         entries = [
             {"dp_rank": topology.dp_rank, "micro_batch": i, "sequences": s} for i, s in nonfinite
         ]

@@ -100,8 +100,8 @@ class TrainerWeights:
         Collective; every replica computes the same. Routing is the trainer's own.
         """
         samples = [Trajectory.of_response(p[:1], p[1:]) for p in prompts]
-        multiple = self._trainer.pad_multiple
-        batches = [pack(samples, pad_multiple=multiple)]
+        multiple, of_sequence = self._trainer.pad_multiple, self._trainer.share.sequence_multiple
+        batches = [pack(samples, pad_multiple=multiple, sequence_multiple=of_sequence)]
         batches += [
             pack([], pad_multiple=multiple) for _ in range(self._trainer.micro_batch_multiple - 1)
         ]

@@ -64,8 +64,8 @@ def two_leaders() -> Any:
     world = dist.group.WORLD
     return Topology(
         rank=dist.get_rank(), world_size=2, dp_rank=dist.get_rank(), dp_size=2,
-        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, leaders=(0, 1),
-        data_group=world, tensor_group=world, pipeline_group=world,
+        tp_rank=0, tp_size=1, cp_rank=0, cp_size=1, pp_rank=0, pp_size=1, leaders=(0, 1),
+        data_group=world, tensor_group=world, context_group=world, pipeline_group=world,
     )  # fmt: skip
 
 

@@ -134,7 +134,7 @@ def train(
     try:
         watch = RouterWatch(trainer)
         batches = own_micro_batches(trainer, recorded_samples())
-        shared = own_micro_batches(trainer, recorded_samples(), share=trainer.share)
+        shared = own_micro_batches(trainer, recorded_samples(), input_rows=trainer.input_rows)
         trainer.log_probs(batches)
         wrong = watch.wrong(trainer, batches)
         out: dict[str, Any] = {"metrics": [], "norms": []}

@@ -76,6 +76,46 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "QKV bias TP2": ("qwen2", {"tensor": 2, "sequence": True}, {}),
     "llama3 rope TP2": ("llama", {"tensor": 2}, {}),
 }
+CP2 = {"context": 2}
+CONTEXT_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "CP2": ("qwen3_moe", CP2, {}),
+    "CP2 EP2": ("qwen3_moe", {**CP2, "expert": 2}, {}),
+    "CP2 EP2 recompute full, distributed optimizer, overlap": (
+        "qwen3_moe",
+        {**CP2, "expert": 2},
+        {"distributed": True, "ddp": OVERLAP, "recompute": "full"},
+    ),
+    "CP2 recompute selective": ("qwen3_moe", CP2, {"recompute": "selective"}),
+    "CP2 tied": ("qwen3", CP2, {}),
+    "CP2 QKV bias": ("qwen2", CP2, {}),
+    "CP2, three key-value heads": ("six heads", CP2, {}),
+    "CP2 llama3 rope": ("llama", CP2, {}),
+}
+CP4 = {"context": 4}
+CONTEXT_FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "CP4": ("qwen3_moe", CP4, {}),
+    "CP4 EP4 recompute full": ("qwen3_moe", {**CP4, "expert": 4}, {"recompute": "full"}),
+    "CP4 EP2 distributed optimizer": ("qwen3_moe", {**CP4, "expert": 2}, {"distributed": True}),
+    "CP2 DP2": ("qwen3_moe", CP2, {}),
+    "CP2 DP2 EP4 distributed optimizer": (
+        "qwen3_moe",
+        {**CP2, "expert": 4},
+        {"distributed": True, "ddp": OVERLAP},
+    ),
+    "CP2 TP2 SP EP2": ("qwen3_moe", {**CP2, "tensor": 2, "expert": 2}, {}),
+    "CP2 TP2 SP EP4": ("qwen3_moe", {**CP2, "tensor": 2, "expert": 4}, {"recompute": "full"}),
+    "CP2 TP2 ETP2": ("qwen3_moe", {**CP2, "tensor": 2}, {}),
+    "CP2 TP2 EP2 ETP2": ("qwen3_moe", {**CP2, "tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
+    "CP2 PP2 EP2": ("qwen3_moe", {**CP2, "pipeline": 2, "expert": 2}, {}),
+    "CP2 PP2 VPP2": ("qwen3_moe", {**CP2, "pipeline": 2, "virtual_pipeline": 2}, {}),
+    "CP2 PP2 VPP2 EP2 recompute full": (
+        "qwen3_moe",
+        {**CP2, "pipeline": 2, "virtual_pipeline": 2, "expert": 2},
+        {"recompute": "full"},
+    ),
+    "CP2 PP2 tied": ("qwen3", {**CP2, "pipeline": 2}, {}),
+    "CP2 TP2 SP dense": ("qwen3", {**CP2, "tensor": 2, "sequence": True}, {}),
+}
 THREE_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "QKV bias TP3": ("six heads", {"tensor": 3}, {}),  # the last rank holds 3 of the 515 tokens
     "QKV bias TP3 SP": ("six heads", {"tensor": 3, "sequence": True}, {}),
@@ -130,12 +170,13 @@ def micro_batches(
     pad_multiple: int,
     count_multiple: int,
     budget: int = 120,
-    share: tuple[int, int] = (1, 0),
+    sequence_multiple: int = 1,
+    input_rows: Any = None,
 ) -> list:
     """One replica's share of a step on ``data``; every seventh response does not train."""
-    from megatron_dppo.data.packing import pack, plan_mini_batch
+    from megatron_dppo.data.packing import pack, padded_length, plan_mini_batch
 
-    lengths = [t.length for t in data]
+    lengths = [padded_length(t.length, sequence_multiple) for t in data]
     plan = plan_mini_batch(lengths, lengths, dp_size, budget, count_multiple)
     return [
         pack(
@@ -143,19 +184,19 @@ def micro_batches(
             indices=rows,
             trains=[i % 7 != 3 for i in rows],
             pad_multiple=pad_multiple,
-            share=share,
+            sequence_multiple=sequence_multiple,
+            input_rows=input_rows,
         )
         for rows in plan[dp_rank]
     ]
 
 
-def own_micro_batches(
-    trainer, data: list, budget: int = 120, share: tuple[int, int] = (1, 0)
-) -> list:
-    """This rank's share of a step on ``data``; ``share``: as for ``pack``."""
+def own_micro_batches(trainer, data: list, budget: int = 120, input_rows: Any = None) -> list:
+    """This rank's share of a step on ``data``; ``input_rows``: as for ``pack``."""
     at = trainer.topology
     multiples = trainer.pad_multiple, trainer.micro_batch_multiple
-    return micro_batches(data, at.dp_rank, at.dp_size, *multiples, budget, share)
+    of_sequence = trainer.share.sequence_multiple
+    return micro_batches(data, at.dp_rank, at.dp_size, *multiples, budget, of_sequence, input_rows)
 
 
 def run_config(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]):
@@ -313,7 +354,14 @@ def test_reference_masks_some_tokens_and_warms_up(reference: Path) -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world_size", "cases"), [(2, TWO_RANKS), (3, THREE_RANKS), (4, FOUR_RANKS)]
+    ("world_size", "cases"),
+    [
+        (2, TWO_RANKS),
+        (3, THREE_RANKS),
+        (4, FOUR_RANKS),
+        (2, CONTEXT_TWO),
+        (4, CONTEXT_FOUR),
+    ],
 )
 def test_layouts_train_as_one_process_does(
     reference: Path, world_size: int, cases: dict[str, Any]

@@ -237,7 +237,14 @@ def test_the_shares_of_the_input_s_columns_are_the_whole(drawn, parts, multiple)
     ]
     options = {"trains": trains, "pad_multiple": parts * multiple}
     whole = pack(routed, **options)
-    shares = [pack(routed, **options, share=(parts, part)) for part in range(parts)]
+    shares = [
+        pack(
+            routed,
+            **options,
+            input_rows=lambda cu, part=part: torch.arange(cu[-1]).chunk(parts)[part],
+        )
+        for part in range(parts)
+    ]
     if trajectories:
         for packed in shares:  # a column of sampled tokens is whole
             assert torch.equal(*(p.columns["rollout_log_probs"] for p in (packed, whole)))
@@ -268,9 +275,9 @@ def test_what_is_left_out_takes_its_validity_along():
     assert batch.without("rollout_log_probs").valid.keys() == {"routed_experts"}
 
 
-def test_a_pack_that_does_not_split_evenly_is_refused():
-    with pytest.raises(ValueError, match="expected a multiple of 2 shares"):
-        pack([], pad_multiple=3, share=(2, 0))
+def test_a_pack_whose_padding_would_be_no_sequence_s_is_refused():
+    with pytest.raises(ValueError, match="is 3, expected a multiple of sequence_multiple 2"):
+        pack([], pad_multiple=3, sequence_multiple=2)
 
 
 @settings(max_examples=60, deadline=None)

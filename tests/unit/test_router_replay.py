@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_dppo.data.packing import PackedBatch, pack
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.trainer import router_replay
+from megatron_dppo.trainer.context_parallel import TokenShare
 from megatron_dppo.trainer.router_replay import (
     ChunkState,
     LayerReplay,
@@ -100,7 +101,7 @@ def test_choices_are_counted_in_integers_on_the_device() -> None:
 
 def test_a_rank_without_routers_takes_a_recording_of_no_layers() -> None:
     topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
-    replay = ModelReplay([chunk()], SHAPE, topology, share=(1, 0), device=CPU)
+    replay = ModelReplay([chunk()], SHAPE, topology, share=TokenShare(), device=CPU)
     replay.load([batch(np.zeros((3, 0, 2)))])
     assert replay.layers == []
 
@@ -133,20 +134,20 @@ def test_each_router_reads_its_own_layer() -> None:
         attach(part, state, (5,))
 
 
-def batch(*routed: Any, pad_multiple: int = 1, share: tuple[int, int] = (1, 0)) -> PackedBatch:
+def batch(*routed: Any, pad_multiple: int = 1, input_rows: Any = None) -> PackedBatch:
     """One sequence of four tokens with three recorded rows, or without any, for each of ``routed``."""
     samples = [
         trajectory([7, 7], [8, 8], routed_experts=None if r is None else np.array(r, np.uint8))
         for r in routed
     ]
-    return pack(samples, pad_multiple=pad_multiple, share=share)
+    return pack(samples, pad_multiple=pad_multiple, input_rows=input_rows)
 
 
 def model_replay(
     chunks: Sequence[Any],
 ) -> ModelReplay:
     topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
-    return ModelReplay(chunks, SHAPE, topology, share=(1, 0), device=CPU)
+    return ModelReplay(chunks, SHAPE, topology, share=TokenShare(), device=CPU)
 
 
 def used(replay: ModelReplay, part: Any, micro_batch: int, tokens: int, number: int = 0) -> Any:
@@ -229,12 +230,12 @@ def test_sequence_parallel_ranks_get_their_own_tokens(
     part = chunk(True)
     whole = replace(SHAPE, num_layers=1)
     topology: Any = SimpleNamespace(tp_size=tp[0], tp_rank=tp[1])
-    share = tp if sequence_parallel else (1, 0)
+    share = TokenShare(1, 0, *tp) if sequence_parallel else TokenShare()
     replay = ModelReplay([part], whole, topology, share=share, device=CPU)
     tokens = 2 if sequence_parallel else 4
     expected = [EXPERTS[row, 0].tolist() for row in rows]
-    for packed in ((1, 0), share):  # all rows, or this rank's alone
-        replay.load([batch(EXPERTS[:, :1].tolist(), pad_multiple=2, share=packed)])
+    for rows_of in (None, share.rows):  # all rows, or this rank's alone
+        replay.load([batch(EXPERTS[:, :1].tolist(), pad_multiple=2, input_rows=rows_of)])
         assert used(replay, part, 0, tokens)[0] == [expected + [[3, 2]] * (tokens - len(rows))]
         assert replay.agreement().values()["r3/compared"] == compared
 
@@ -255,14 +256,14 @@ def test_recordings_of_another_model_are_refused() -> None:
     dense = replace(SHAPE, num_experts=0, experts_per_token=0)
     topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
     with pytest.raises(ValueError, match="a qwen3_moe model routes nothing"):
-        ModelReplay([chunk(False)], dense, topology, share=(1, 0), device=CPU)
+        ModelReplay([chunk(False)], dense, topology, share=TokenShare(), device=CPU)
 
 
 def test_a_recording_of_this_ranks_layers_alone_is_read_like_one_of_all() -> None:
     """A stage with layer 1 alone of a model that routes in both, three experts a token."""
     shape = replace(SHAPE, experts_per_token=3)
     topology: Any = SimpleNamespace(tp_size=1, tp_rank=0)
-    replays = ModelReplay([chunk(True, first=2)], shape, topology, share=(1, 0), device=CPU)
+    replays = ModelReplay([chunk(True, first=2)], shape, topology, share=TokenShare(), device=CPU)
     own = [[[2, 1, 0]], [[1, 2, 3]], [[0, 1, 3]]]
     for routed in (own, [[[3, 2, 1], row[0]] for row in own]):
         replays.load([batch(routed)])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
+from megatron_dppo.trainer.context_parallel import own_rows
 from megatron_dppo.trainer.cpu.layer_spec import attention_plan, packed_causal_attention
 
 
@@ -70,21 +73,24 @@ def test_plan_lives_as_long_as_its_tensor() -> None:
     assert attention_plan(cu_seqlens.clone()) is not attention_plan(cu_seqlens)
 
 
-def test_rotary_of_packed_sequences_restarts_in_each() -> None:
+@pytest.mark.parametrize(("lengths", "ranks"), [([3, 1, 5], 1), ([8, 4, 12], 2)])
+def test_rotary_of_packed_sequences_restarts_in_each(lengths: list[int], ranks: int) -> None:
     from megatron_dppo.trainer.cpu.megatron_shim import _rotary_thd
 
     torch.manual_seed(0)
-    lengths = [3, 1, 5]
-    t = torch.randn(9, 2, 8)
-    cu_seqlens = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
-    angles = torch.outer(torch.arange(5.0), 10.0 ** -torch.arange(4.0)).repeat(1, 2)
+    t = torch.randn(sum(lengths), 2, 8)
+    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
+    angles = torch.outer(torch.arange(12.0), 10.0 ** -torch.arange(4.0)).repeat(1, 2)
     expected = []
     for part in t.split(lengths):
         a = angles[: len(part), None]
         half = torch.cat([-part[..., 4:], part[..., :4]], -1)
         expected.append(part * a.cos() + half * a.sin())
-    got = _rotary_thd(t, cu_seqlens, angles[:, None, None])
-    assert torch.allclose(got, torch.cat(expected), atol=1e-6)
+    for rank in range(ranks):
+        rows = own_rows(cu_seqlens, len(t), ranks, rank)
+        group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        got = _rotary_thd(t[rows], cu_seqlens, angles[:, None, None], cp_group=group)
+        assert torch.allclose(got, torch.cat(expected)[rows], atol=1e-6)
 
 
 def test_gradient_of_padding_is_exactly_zero() -> None:

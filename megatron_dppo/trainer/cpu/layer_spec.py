@@ -7,10 +7,13 @@ linears) except the four modules here and TorchAttention.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -41,9 +44,15 @@ from megatron.core.transformer.transformer_layer import (
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakIdKeyDictionary
 
-# Attention. T packed tokens, S sequences, H query heads and G key/value heads of this rank, D head size.
+from megatron_dppo.model.layout import LayoutFault, LayoutSizes
+from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.trainer.context_parallel import gathered_rows
+
+# Attention. T packed tokens, S sequences, H query heads and G key/value heads of this rank, D head size,
+# C context-parallel ranks, each of which has t = T / C tokens.
 
 # Tokens; shorter sequences share one batch, however much padded: a call costs more than padding.
 _SHORT = 32
@@ -142,16 +151,17 @@ class TorchAttention(MegatronModule):
         attn_mask_type: Any,
         attention_type: str,
         softmax_scale: float | None = None,
+        pg_collection: Any = None,
         **_: Any,
     ) -> None:
         super().__init__(config)
-        if config.context_parallel_size != 1 or config.attention_dropout:
+        if config.attention_dropout:
             raise ValueError(
-                "attention without Transformer Engine has no context parallelism and no dropout; "
-                f"got context_parallel_size={config.context_parallel_size}, "
+                "attention without Transformer Engine has no dropout; got "
                 f"attention_dropout={config.attention_dropout}"
             )
         self.scale = softmax_scale
+        self.context_group = pg_collection.cp
 
     def forward(
         self,
@@ -163,13 +173,82 @@ class TorchAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """query [T, H, D], key and value [T, G, D] -> [T, H * D]."""
+        """query [t, H, D], key and value [t, G, D] -> [t, H * D]."""
         if packed_seq_params is None:
             raise ValueError("sequences come packed: packed_seq_params is missing")
-        plan = attention_plan(packed_seq_params.cu_seqlens_q)
-        return packed_causal_attention(query, key, value, plan, self.scale).reshape(
-            query.shape[0], -1
+        cu_seqlens, group = packed_seq_params.cu_seqlens_q, self.context_group
+        plan = attention_plan(cu_seqlens)
+        if group.size() > 1:
+            rows = gathered_rows(cu_seqlens, query.shape[0] * group.size(), group.size())
+            query, key, value = (
+                _HeadsForTokens.apply(_even_heads(x, group.size()), rows, group)
+                for x in (query, key, value)
+            )
+        output = packed_causal_attention(query, key, value, plan, self.scale)
+        if group.size() > 1:
+            output = _TokensForHeads.apply(output, rows, group)
+        return output.reshape(output.shape[0], -1)
+
+
+def layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault]:
+    """Why attention can't exchange heads for tokens; the sizes must fit the model."""
+    heads = shape.num_attention_heads // sizes.tensor
+    if heads % sizes.context:
+        expected = (
+            f"without GPUs a divisor of the {heads} attention heads of a tensor-parallel rank, which attention "
+            "exchanges for tokens"
         )
+        yield LayoutFault("context", sizes.context, expected)
+
+
+def _even_heads(x: Tensor, ranks: int) -> Tensor:
+    """[t, heads, D] -> the same with each head so often that ``ranks`` can have equally many."""
+    repeats = math.lcm(x.shape[1], ranks) // x.shape[1]
+    return x if repeats == 1 else x.repeat_interleave(repeats, 1)
+
+
+def _exchange_heads(x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
+    """All heads of a rank's own tokens, [t, heads, D] -> a share of the heads of all tokens in the pack's order,
+    [T, heads / C, D]. ``rows`` [T]: the pack's rows, rank by rank."""
+    tokens, heads, size = x.shape
+    ranks = group.size()
+    sent = x.reshape(tokens, ranks, heads // ranks, size).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    flat = received.view(ranks * tokens, heads // ranks, size)
+    return torch.empty_like(flat).index_copy_(0, rows, flat)
+
+
+def _exchange_tokens(x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
+    """The way back: [T, heads / C, D] -> [t, heads, D]."""
+    ranks = group.size()
+    sent = x.index_select(0, rows)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    parts = received.view(ranks, -1, *x.shape[1:]).transpose(0, 1)
+    return parts.reshape(parts.shape[0], -1, x.shape[2])
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.rows, ctx.group = rows, group
+        return _exchange_heads(x, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _exchange_tokens(gradient, ctx.rows, ctx.group), None, None
+
+
+class _TokensForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.rows, ctx.group = rows, group
+        return _exchange_tokens(x, rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _exchange_heads(gradient, ctx.rows, ctx.group), None, None
 
 
 class RMSNorm(torch.nn.RMSNorm):

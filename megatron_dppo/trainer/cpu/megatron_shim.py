@@ -208,12 +208,15 @@ def _rotary_thd(
     mscale: float = 1.0,
     cp_group: Any = None,
 ) -> torch.Tensor:
-    """Rotary embedding of packed ``t`` [T, heads, dim]; ``freqs`` [max_seqlen, 1, 1, dim]."""
+    """Rotary embedding of a rank's own rows ``t`` [T / CP, heads, dim]; ``freqs`` [max_seqlen, 1, 1, dim]."""
     from megatron.core.models.common.embeddings import rope_utils
 
-    lengths = cu_seqlens.diff()
-    starts = torch.repeat_interleave(cu_seqlens[:-1], lengths, output_size=t.shape[0])
-    positions = torch.arange(t.shape[0], device=t.device) - starts
+    from megatron_dppo.trainer.context_parallel import own_rows
+
+    size, tokens = cp_group.size(), t.shape[0] * cp_group.size()
+    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff(), output_size=tokens)
+    rows = own_rows(cu_seqlens, tokens, size, cp_group.rank())
+    positions = rows - starts[rows]
     rotated = rope_utils._apply_rotary_pos_emb_bshd(
         t.unsqueeze(1),
         freqs[positions],

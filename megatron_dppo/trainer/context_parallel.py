@@ -1,0 +1,130 @@
+"""Context parallelism: the ranks that share a sequence's tokens, in Transformer Engine's layout of packed sequences.
+
+Every sequence of a pack is padded to 2 C equal chunks, C = context-parallel size, and rank r holds the chunks r and
+2 C - 1 - r of each: under a causal mask, where a token attends to those before it, all ranks have the same work.
+The first layer takes a rank's own rows, attention brings the others' keys and values, and from the last layer's output
+every rank computes the statistics of its own rows. These are gathered, so the loss sees whole sequences and is the
+same on every rank; the gradient of a rank's own rows goes back into its layers, and data-parallel reduction, which
+spans these ranks too, sums the parameters' gradients.
+
+T = tokens of a pack, t = T / C, S = sequences in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megatron_dppo.data.packing import PackedBatch
+from megatron_dppo.trainer.topology import Topology
+from megatron_dppo.vocab_parallel import PolicyStats
+
+
+def own_rows(cu_seqlens: Tensor, tokens: int, size: int, rank: int) -> Tensor:
+    """Rows of the pack that ``rank`` of ``size`` holds, in its order: int64 [T / size], on the device of
+    ``cu_seqlens`` [S + 1], without a device sync.
+
+    ``tokens``: T. The length of every sequence must be a multiple of 2 * size.
+    """
+    bounds = cu_seqlens.long()
+    own_bounds = bounds // size
+    place = torch.arange(tokens // size, device=bounds.device)
+    sequence = torch.searchsorted(own_bounds[1:], place, right=True)
+    chunk = (bounds[sequence + 1] - bounds[sequence]) // (2 * size)
+    offset = place - own_bounds[sequence]
+    # The second of the two chunks lies behind the first; it is the one as far from the end as that from the start.
+    is_second = offset >= chunk
+    number = torch.where(is_second, 2 * size - 1 - rank, rank)
+    return bounds[sequence] + number * chunk + offset - is_second * chunk
+
+
+def gathered_rows(cu_seqlens: Tensor, tokens: int, size: int) -> Tensor:
+    """Rows of the pack in the order in which all ranks' ``own_rows`` follow each other: int64 [T]."""
+    return torch.cat([own_rows(cu_seqlens, tokens, size, rank) for rank in range(size)])
+
+
+@dataclass(frozen=True)
+class TokenShare:
+    """Which tokens of a pack this rank's layers compute: context parallelism deals chunks of each sequence, of which
+    sequence parallelism outside attention makes equal runs."""
+
+    context_size: int = 1
+    context_rank: int = 0
+    sequence_size: int = 1
+    sequence_rank: int = 0
+
+    @property
+    def sequence_multiple(self) -> int:
+        """What the length of every sequence must be a multiple of."""
+        return 2 * self.context_size if self.context_size > 1 else 1
+
+    @property
+    def pad_multiple(self) -> int:
+        """What T must be a multiple of."""
+        return self.sequence_multiple * self.sequence_size
+
+    def rows(self, cu_seqlens: Tensor) -> Tensor:
+        """Rows of the pack with boundaries ``cu_seqlens`` [S + 1] that this rank's layers compute outside attention:
+        int64 [T / (context_size * sequence_size)]."""
+        rows = own_rows(cu_seqlens, int(cu_seqlens[-1]), self.context_size, self.context_rank)
+        return rows.chunk(self.sequence_size)[self.sequence_rank]
+
+
+def own_batch(batch: PackedBatch, topology: Topology) -> PackedBatch:
+    """``batch`` with this rank's own rows alone; targets and columns were laid out in the whole pack, where a row's
+    successor is the next token of its sequence."""
+    size = topology.cp_size
+    if size == 1:
+        return batch
+    return batch.rows(own_rows(batch.cu_seqlens, batch.num_tokens, size, topology.cp_rank))
+
+
+def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> PolicyStats:
+    """The statistics of all rows of ``batch`` from those of every rank's ``own_batch``. Collective.
+
+    One all-gather of [t, 1 + K] numbers and one all-reduce of the faults' counts. Its backward pass gives every rank
+    the gradient of its own rows and sums nothing: all ranks compute the same loss.
+    """
+    size, group = topology.cp_size, topology.context_group
+    if size == 1:
+        return stats
+    parts = {
+        "log_probs": stats.log_probs[:, None],
+        "entropy": None if stats.entropy is None else stats.entropy[:, None],
+        "topk_log_probs": stats.topk_log_probs,
+    }
+    present = {name: part for name, part in parts.items() if part is not None}
+    order = gathered_rows(batch.cu_seqlens, batch.num_tokens, size)
+    columns = torch.cat(list(present.values()), dim=1)
+    gathered = _Gather.apply(columns, order, group)
+    widths = [part.shape[1] for part in present.values()]
+    whole = dict(zip(present, gathered.split(widths, dim=1), strict=True))
+    faults = stats.faults.clone()
+    dist.all_reduce(faults, group=group)
+    return replace(
+        stats,
+        log_probs=whole["log_probs"].squeeze(1),
+        entropy=whole["entropy"].squeeze(1) if "entropy" in whole else None,
+        topk_log_probs=whole["topk_log_probs"].detach() if "topk_log_probs" in whole else None,
+        faults=faults,
+    )
+
+
+class _Gather(torch.autograd.Function):
+    """[t, ...] of every rank -> [T, ...] in the pack's order, which ``order`` [T] tells of the gathered rows."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, order: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.own = order.chunk(group.size())[group.rank()]
+        gathered = own.new_empty(len(order), *own.shape[1:])
+        dist.all_gather_into_tensor(gathered, own.contiguous(), group=group)
+        return torch.empty_like(gathered).index_copy_(0, order, gathered)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient.index_select(0, ctx.own), None, None
