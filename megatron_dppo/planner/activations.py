@@ -188,7 +188,7 @@ def with_adapters(trained: LayerBytes, s: LocalSizes, trainer: TrainerFacts) -> 
     for linear in layer:
         rows = s.assignments if linear.of_experts else 1.0
         products = len(linear.parts) * adapters.rank * s.item * rows
-        laid_out = _laid_out(linear, adapters.rank) * s.item / trainer.tokens
+        laid_out = _laid_out(linear, adapters.rank) * s.item / trainer.rank_tokens
         inner[_is_attention(linear)] += products + laid_out
     return replace(
         trained,
@@ -249,7 +249,7 @@ _TOPK = 8 + 8 + 4 + 4 + 8 + 4 + 4
 
 
 def logits_bytes(trainer: TrainerFacts) -> int:
-    """Logits of one chunk of a micro-batch: tokens x padded vocabulary / TP.
+    """Logits of one chunk of a micro-batch: tokens / CP x padded vocabulary / TP.
 
     ``vocab_parallel/head.py`` keeps one chunk's from the forward to the backward pass, and writes those of the others
     and all gradients over them; the kernels hold rows in registers. Of fp32 logits the products of the backward pass
@@ -258,11 +258,12 @@ def logits_bytes(trainer: TrainerFacts) -> int:
     tensor = trainer.layout.tensor
     columns = padded_vocab_size(trainer.shape.vocab_size, tensor) // tensor
     copied = trainer.item_bytes if trainer.logit_bytes > trainer.item_bytes else 0
-    return min(trainer.tokens, trainer.chunk_tokens) * columns * (trainer.logit_bytes + copied)
+    return min(trainer.rank_tokens, trainer.chunk_tokens) * columns * (trainer.logit_bytes + copied)
 
 
 def statistics_bytes(trainer: TrainerFacts, topk: int) -> int:
-    """Statistics, and the packed row that tensor-parallel ranks reduce: 3 fp32 a rank (``vocab_parallel/wire.py``)."""
+    """Statistics, and the packed row that tensor-parallel ranks reduce: 3 fp32 a rank (``vocab_parallel/wire.py``).
+    Context-parallel ranks compute those of their own tokens and gather them: all have the loss of all tokens."""
     slots = 12 * trainer.layout.tensor if trainer.layout.tensor > 1 else 0
     return trainer.tokens * (_STATISTICS + slots + _TOPK * (topk + 1 if topk else 0))
 
@@ -275,8 +276,8 @@ def head_bytes(trainer: TrainerFacts, topk: int) -> int:
     hidden = trainer.shape.hidden_size
     rows = 1 / trainer.layout.tensor if trainer.sequence_parallel else 1.0
     norm_bytes = 2 * trainer.item_bytes if trainer.transformer_engine else 8 + trainer.item_bytes
-    norm = trainer.tokens * rows * (hidden * norm_bytes + 4)
-    gathered = trainer.tokens * hidden * trainer.item_bytes if trainer.sequence_parallel else 0
+    norm = trainer.rank_tokens * rows * (hidden * norm_bytes + 4)
+    gathered = trainer.rank_tokens * hidden * trainer.item_bytes if trainer.sequence_parallel else 0
     return round(norm) + gathered + statistics_bytes(trainer, topk)
 
 
@@ -329,7 +330,7 @@ def activation_bytes(
 ) -> ActivationBytes:
     """Of each rank of ``stage``, for micro-batches of ``trainer.tokens`` tokens.
 
-    kept = chunks in flight x layers of a chunk x tokens x bytes that a layer keeps under the recompute setting.
+    kept = chunks in flight x layers of a chunk x tokens / CP x bytes that a layer keeps under the recompute setting.
     Full recomputation runs each layer's forward again before its backward (``uniform``, one layer), so
     one layer's whole set lives beside the kept inputs. Working memory: gradients with respect to the widest tensors of
     a layer's backward pass, the experts' (or the MLP's) input and fused product.
@@ -337,22 +338,34 @@ def activation_bytes(
     layer = layer_bytes(trainer, busiest)
     layers = trainer.shape.num_layers // (trainer.layout.pipeline * trainer.layout.chunks)
     in_flight = chunks_in_flight(trainer.layout, stage, trainer.micro_batches)
-    layer_tensors = in_flight * layers * trainer.tokens * layer.kept(trainer.recompute)
+    layer_tensors = in_flight * layers * trainer.rank_tokens * layer.kept(trainer.recompute)
     is_last = stage == trainer.layout.pipeline - 1
     return ActivationBytes(
         kept=round(layer_tensors),
         head=head_bytes(trainer, topk) if is_last else 0,
         logits=logits_bytes(trainer) if is_last else 0,
-        recomputed=round(trainer.tokens * layer.whole) if trainer.recompute == "full" else 0,
-        working=round(trainer.tokens * _working(trainer, busiest)),
+        recomputed=round(trainer.rank_tokens * layer.whole) if trainer.recompute == "full" else 0,
+        working=round(trainer.rank_tokens * _working(trainer, busiest)),
     )
 
 
+def _exchanged(trainer: TrainerFacts, sizes: LocalSizes) -> float:
+    """Elements per token of a rank's own. A ring (``AttnFuncWithCPAndKVP2P`` of Transformer Engine 2.11) has the keys
+    and values of all C ranks and an output for each of its C steps, of which those after the first are of half the
+    tokens, until it adds them up; an all-to-all has what it sends and what it receives."""
+    ranks = trainer.layout.context
+    if ranks == 1:
+        return 0.0
+    if trainer.exchange == "a2a":
+        return 2 * (sizes.query + 2 * sizes.kv)
+    return 2 * sizes.kv * ranks + sizes.query * (ranks + 1) / 2
+
+
 def _working(trainer: TrainerFacts, busiest: float) -> float:
-    """Per token: gradients of the widest layer, h + 2f for each (token, expert) pair, and of the hidden states gathered
-    over tensor-parallel ranks."""
+    """Per token of a context-parallel rank: gradients of the widest layer, h + 2f for each (token, expert) pair, of the
+    hidden states gathered over tensor-parallel ranks, and what attention exchanges over context-parallel ones."""
     sizes = LocalSizes.of(trainer, False)
-    gathered = 2 * sizes.hidden
+    gathered = 2 * sizes.hidden + _exchanged(trainer, sizes)
     if trainer.shape.is_moe:
         wide = sizes.assignments * busiest * (2 * sizes.hidden + 2 * sizes.expert_ffn)
     else:

@@ -15,7 +15,7 @@ from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.launch.placement import Roles
 from megatron_dppo.model.errors import ModelConfigError
 from megatron_dppo.model.families import load_model_shape
-from megatron_dppo.model.layout import Layout
+from megatron_dppo.model.layout import Layout, LayoutSizes
 from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
 from megatron_dppo.planner.devices import ceil_to
 from megatron_dppo.planner.parameters import Trained
@@ -25,7 +25,7 @@ PACKING = 0.9
 EVALUATION_PROBLEMS = 30
 """Of a held-out set whose file is not here, as in AIME. Assumption."""
 _COUNTED = {
-    "megatron": {"fp8", "fp8_recipe"},
+    "megatron": {"fp8", "fp8_recipe", "cp_comm_type"},
     "megatron_ddp": {"grad_reduce_in_fp32"},
     "sglang": {
         "tp_size", "ep_size", "pp_size", "mem_fraction_static", "max_running_requests", "chunked_prefill_size",
@@ -38,7 +38,8 @@ _COUNTED = {
 @dataclass(frozen=True)
 class TrainerFacts:
     """The trainer's side. ``tokens``: of the longest micro-batch; a sequence longer than the budget has one to itself.
-    ``micro_batches``: of one replica in one optimiser step. ``trained``: where not everything is.
+    ``micro_batches``: of one replica in one optimiser step. ``exchange``: how attention brings the keys and values of
+    other context-parallel ranks, ``p2p`` or ``a2a``. ``trained``: where not everything is.
     ``reference``: the weights that training started from are kept, ``reference_adapters``: adapters among them.
     ``gradient_bytes``: of a trained parameter's gradient. ``chunk_tokens``: whose logits exist at a time,
     ``logit_bytes``: of one of them."""
@@ -51,6 +52,7 @@ class TrainerFacts:
     distributed: bool
     tokens: int
     micro_batches: int
+    exchange: str
     transformer_engine: bool
     trained: Trained | None
     reference: bool
@@ -63,6 +65,11 @@ class TrainerFacts:
     def item_bytes(self) -> int:
         """Bytes of a weight and of an activation."""
         return ITEM_BYTES[self.dtype]
+
+    @property
+    def rank_tokens(self) -> int:
+        """Tokens of the longest micro-batch that one context-parallel rank has."""
+        return self.tokens // self.layout.context
 
     @property
     def optimizer_bytes(self) -> int:
@@ -300,8 +307,9 @@ def trainer_facts(
         dtype=dtype,
         recompute=config.training.recompute,
         distributed=config.distributed_optimizer,
-        tokens=ceil_to(tokens, (sizes.tensor if sequence_parallel else 1) * config.token_multiple),
+        tokens=ceil_to(tokens, _token_multiple(sizes, sequence_parallel) * config.token_multiple),
         micro_batches=micro_batches,
+        exchange=str(config.megatron.get("cp_comm_type") or "p2p"),
         transformer_engine=gpu,
         trained=Trained.of(config.lora, shape),
         reference=config.keeps_reference,
@@ -310,6 +318,12 @@ def trainer_facts(
         chunk_tokens=config.head.chunk_tokens,
         logit_bytes=ITEM_BYTES[dtype if config.head.dtype == "model" else config.head.dtype],
     )
+
+
+def _token_multiple(sizes: LayoutSizes, sequence_parallel: bool) -> int:
+    """Of a micro-batch that context- and tensor-parallel ranks share."""
+    context = 2 * sizes.context if sizes.context > 1 else 1
+    return context * (sizes.tensor if sequence_parallel else 1)
 
 
 def _engine_facts(servers: int, table: Mapping[str, Any]) -> EngineFacts:

@@ -61,8 +61,17 @@ def trainer_communicators(layout: Layout, *, sends: bool) -> int:
     """Communicators that a trainer rank uses: the world's, one for each parallel dimension of more than one rank, and
     (``sends``) its own with all engine ranks. Megatron-Core makes more groups; NCCL allocates for those that are used.
     """
-    sizes = (layout.tensor, layout.pipeline, layout.data, layout.expert, layout.expert_data)
+    sizes = (
+        layout.tensor,
+        layout.context,
+        layout.pipeline,
+        layout.data,
+        layout.expert,
+        layout.expert_data,
+    )
     used = sum(size > 1 for size in sizes) + (layout.expert_tensor > 1 and layout.expert > 1)
+    # Gradients are reduced over both together.
+    used += layout.context > 1 and layout.data > 1
     return int(layout.world_size > 1) + used + int(sends)
 
 
@@ -104,7 +113,8 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
       one for experts' parameters (``_ParamAndGradBuffer``).
     - optimizer: Adam's two fp32 moments, 8 bytes, and for bfloat16 a fp32 master, 4 bytes (megatron.core
       ``Float16OptimizerWithFloat16Params``, ``DistributedOptimizer``); a float32 parameter is its own master.
-      ``optimizer.distributed`` cuts these by the replicas: ``data`` for dense parameters, ``expert_data`` for experts.
+      ``optimizer.distributed`` cuts these by the ranks that have the same: ``data`` x ``context`` for dense
+      parameters, ``expert_data`` for experts.
     - With the distributed optimizer weights and gradients live in buffers in which each parameter starts at a multiple
       of 64 elements and the end is padded to one of lcm(replicas, 128) (``_pad_start_of_param_if_needed``,
       ``_pad_end_of_bucket_if_needed``).
@@ -138,7 +148,8 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
 
 
 def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, int]]:
-    groups = [(parameters.dense, layout.data), (parameters.experts, layout.expert_data)]
+    dense_replicas = layout.data * layout.context
+    groups = [(parameters.dense, dense_replicas), (parameters.experts, layout.expert_data)]
     return [(counts, replicas) for counts, replicas in groups if counts]
 
 

@@ -20,6 +20,9 @@ from megatron_dppo.planner.traffic import STORAGE
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
 _RECOMPUTE = ("none", "selective", "full")
 MOST_TENSOR = 8
+LEAST_CONTEXT = 8192
+"""Tokens of the longest sequence below which a rank's attention takes less time than the exchange for it.
+Assumption."""
 MOST_NODES = 16
 """Up to which more nodes are looked for."""
 FULLEST = 0.9
@@ -83,8 +86,9 @@ class Proposal:
 def search(question: Question) -> list[Proposal]:
     """Every valid layout of the cluster's GPUs that fits, by expected seconds of a step.
 
-    Tried: trainer and engine shares in halves of a node, tensor, pipeline, virtual pipeline and expert sizes, the three
-    recompute settings, the servers' tensor sizes. All else stays as the recipe says; the optimizer is distributed.
+    Tried: trainer and engine shares in halves of a node, tensor, context (while each rank has ``LEAST_CONTEXT`` tokens
+    of the longest sequence), pipeline, virtual pipeline and expert sizes, the three recompute settings, the servers'
+    tensor sizes. All else stays as the recipe says; the optimizer is distributed.
     """
     return sorted(_fitting(question), key=lambda proposal: proposal.seconds)
 
@@ -116,17 +120,22 @@ def _fitting(question: Question) -> Iterator[Proposal]:
 
 def _candidates(question: Question) -> Iterator[Question]:
     for world, servers, engine_tensor in _splits(question):
-        for sizes, recompute in product(_layouts(world, question.shape), _RECOMPUTE):
+        for sizes, recompute in product(_layouts(world, question), _RECOMPUTE):
             yield _changed(question, sizes, recompute, servers, engine_tensor)
 
 
-def _layouts(world: int, shape: ModelShape) -> Iterator[LayoutSizes]:
+def _layouts(world: int, question: Question) -> Iterator[LayoutSizes]:
     """The layouts of ``world`` ranks that hold the model; expert tensor parallelism as it follows from the rest."""
+    shape, config = question.shape, question.config
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    contexts = [size for size in _POWERS if size == 1 or longest // size >= LEAST_CONTEXT]
     experts: tuple[int, ...] = (1,)
     if shape.is_moe:
         experts = tuple(size for size in _POWERS if shape.num_experts % size == 0)
-    for tensor, pipeline, virtual, expert in product(_tensors(), _POWERS, (None, 2, 4), experts):
-        sizes = LayoutSizes(world, tensor, pipeline, virtual, expert)
+    for tensor, pipeline, virtual, expert, context in product(
+        _tensors(), _POWERS, (None, 2, 4), experts, contexts
+    ):
+        sizes = LayoutSizes(world, tensor, pipeline, virtual, expert, context=context)
         if not size_faults(sizes) and not model_faults(sizes, shape):
             yield sizes
 

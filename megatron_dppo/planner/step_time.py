@@ -302,14 +302,18 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
 
     - Tensor parallelism: 2 gathers and 2 scatters (or 2 all-reduces) of tokens x hidden in a layer's forward pass, the
       same in backward, and in forward once more under full recomputation; (TP - 1) / TP of the bytes leave a rank.
+    - Context parallelism, in a layer: around a ring each of C ranks sends its tokens' keys and values on C - 1 times
+      in a forward pass, and in the backward pass these and their gradients; an all-to-all sends queries, keys, values
+      and outputs, or their gradients, of which (C - 1) / C leave a rank. Transformer Engine hides most of a ring behind
+      attention's arithmetic, which is not counted here.
     - Experts: each assignment's hidden state goes out and comes back, in every pass; (EP - 1) / EP of them leave.
-    - Replicas: gradients fp32 reduced and weights gathered, once in an optimiser step.
+    - Replicas and context-parallel ranks: gradients fp32 reduced and weights gathered, once in an optimiser step.
     Ranks of a group that spans nodes go at the network's rate, others at NVLink's.
     """
     trainer, layout, shape = facts.trainer, facts.trainer.layout, facts.trainer.shape
     device, node = cluster.device, cluster.gpus_per_node
     passes = 3 if trainer.recompute == "full" else 2
-    tokens = facts.rollout.tokens / layout.data  # on one replica
+    tokens = facts.rollout.tokens / (layout.data * layout.context)  # on one rank
     layers = shape.num_layers / layout.pipeline
     hidden = tokens * shape.hidden_size * trainer.item_bytes * layers * passes
     tensor = 4 * hidden * (layout.tensor - 1) / layout.tensor / _link(device, layout.tensor <= node)
@@ -318,12 +322,30 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
         moved = 2 * hidden * shape.experts_per_token / layout.tensor * layout.expert_tensor
         inside = layout.expert * layout.expert_tensor <= node
         expert = moved * (layout.expert - 1) / layout.expert / _link(device, inside)
-    return tensor + expert + _replica_seconds(facts, cluster)
+    context = (
+        tokens
+        * layers
+        * _context_bytes(trainer)
+        / _link(device, layout.tensor * layout.context <= node)
+    )
+    return tensor + context + expert + _replica_seconds(facts, cluster)
+
+
+def _context_bytes(trainer: TrainerFacts) -> float:
+    """Bytes that a rank sends to others for each of its tokens in a layer's passes."""
+    ranks, sizes = trainer.layout.context, trainer.shape.sizes()
+    query, kv = (
+        sizes[name] / trainer.layout.tensor * trainer.item_bytes for name in ("query", "kv")
+    )
+    forwards = 2 if trainer.recompute == "full" else 1
+    if trainer.exchange == "a2a":
+        return (forwards + 1) * (2 * query + 2 * kv) * (ranks - 1) / ranks
+    return (forwards + 2) * 2 * kv * (ranks - 1)
 
 
 def _replica_seconds(facts: RunFacts, cluster: Cluster) -> float:
     layout = facts.trainer.layout
-    if layout.data == 1:
+    if layout.data * layout.context == 1:
         return 0.0
     trained = facts.trainer.trained
     parameters = rank_parameters(facts.trainer.shape, layout, 0)

@@ -42,6 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
     "DP2 distributed": ({}, True, "float32"),
     "EP2 distributed": ({"expert": 2}, True, "float32"),
     "PP2 VPP2": ({"pipeline": 2, "virtual_pipeline": 2}, False, "float32"),
+    "CP2 EP2 distributed": ({"context": 2, "expert": 2}, True, "float32"),
     "EP2 bf16": ({"expert": 2}, False, "bfloat16"),
     "DP2 bf16 distributed": ({}, True, "bfloat16"),
 }
@@ -49,7 +50,8 @@ CASES: dict[str, tuple[dict[str, Any], bool, str]] = {
 OTHER_LAYOUTS: dict[str, list[tuple[dict[str, Any], bool]]] = {
     "EP2": [({"tensor": 2}, False), ({}, True)],
     "TP2": [({"pipeline": 2}, False), ({"expert": 2}, True)],
-    "DP2 distributed": [({"expert": 2}, False)],
+    "DP2 distributed": [({"expert": 2}, False), ({"context": 2}, True)],
+    "CP2 EP2 distributed": [({}, False), ({"tensor": 2}, False)],
     "EP2 distributed": [({"pipeline": 2, "virtual_pipeline": 2}, False)],
     "PP2 VPP2": [({"tensor": 2, "expert": 2}, True)],
     "EP2 bf16": [({}, True), ({"tensor": 2}, False)],

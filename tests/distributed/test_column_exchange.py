@@ -23,6 +23,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "DP2": (2, {"data": 2}),
     "TP2": (2, {"tensor": 2}),
     "TP2 DP2": (4, {"tensor": 2, "data": 2}),
+    "CP2 DP2": (4, {"context": 2, "data": 2}),
     "PP2 DP2": (4, {"pipeline": 2, "data": 2}),
     "DP4": (4, {"data": 4}),
 }

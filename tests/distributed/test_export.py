@@ -12,7 +12,12 @@ from tests.ranks import run_ranks
 
 HERE = "tests.distributed.test_export"
 SHARD_BYTES = 200_000
-LAYOUTS: dict[str, dict[str, Any]] = {"EP2": {"expert": 2}, "PP2": {"pipeline": 2}, "DP2": {}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "EP2": {"expert": 2},
+    "PP2": {"pipeline": 2},
+    "DP2": {},
+    "CP2": {"context": 2},
+}
 
 
 def digests(folder: Path) -> dict[str, str]:

@@ -75,6 +75,11 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "head TP2 SP": ("head", {"tensor": 2, "sequence": True}, {}),
     "head PP2": ("head", {"pipeline": 2}, {"recompute": "full"}),
     "head DP2 overlap, distributed optimizer": ("head", {}, {"distributed": True, "ddp": OVERLAP}),
+    "CP2 EP2 distributed optimizer": ("moe", {"context": 2, "expert": 2}, {"distributed": True}),
+    "shared CP2": ("shared", {"context": 2}, {"recompute": "full"}),
+    "R3 CP2": ("replayed", {"context": 2}, {}),
+    "dense CP2": ("dense", {"context": 2}, {}),
+    "head CP2": ("head", {"context": 2}, {}),
     "router TP2 EP2": ("router", {"tensor": 2, "expert": 2, "expert_tensor": 1}, {}),
 }
 FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -91,6 +96,7 @@ FOUR_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
         {"recompute": "full"},
     ),
+    "CP2 TP2 EP2": ("moe", {"context": 2, "tensor": 2, "expert": 2}, {}),
     "shared TP2 EP2 ETP2": ("shared", {"tensor": 2, "expert": 2, "expert_tensor": 2}, {}),
 }
 

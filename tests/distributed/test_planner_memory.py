@@ -33,6 +33,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "PP2 VPP2": ("qwen3_moe", {"pipeline": 2, "virtual_pipeline": 2}, {}),
     "PP2 tied": ("qwen3", {"pipeline": 2}, {}),
     "dense TP2": ("qwen3", {"tensor": 2}, {}),
+    "CP2": ("qwen3_moe", {"context": 2}, {}),
+    "CP2 recompute selective": ("qwen3_moe", {"context": 2}, {"recompute": "selective"}),
+    "dense CP2 fp32": ("qwen3", {"context": 2}, {"dtype": "float32"}),
     "EP2 LoRA": ("qwen3_moe", {"expert": 2}, {"lora": {"rank": 4}}),
     "TP2 EP2 LoRA shared router distributed optimizer": (
         "qwen3_moe",
@@ -62,7 +65,8 @@ def _measure(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> 
 
     trainer = Trainer(run_config(hf_dir, {**parallel, "world_size": 2}, changes))
     try:
-        batches = _batches(trainer.topology.dp_rank, trainer.pad_multiple)
+        multiple = trainer.share.sequence_multiple
+        batches = _batches(trainer.topology.dp_rank, trainer.pad_multiple, multiple)
         with memory.saved_for_backward(memory.weight_tensors(trainer)) as saved:
             trainer.train_mini_batch(batches, policy_token_loss, denominator=100.0)
         return {
@@ -75,7 +79,7 @@ def _measure(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> 
         trainer.close()
 
 
-def _batches(dp_rank: int, pad_multiple: int) -> list:
+def _batches(dp_rank: int, pad_multiple: int, multiple: int) -> list:
     import random
 
     from megatron_dppo.data.packing import pack
@@ -92,7 +96,10 @@ def _batches(dp_rank: int, pad_multiple: int) -> list:
         )
 
     return [
-        pack([sequence(i) for i in range(4)], indices=range(4), trains=[True] * 4, pad_multiple=pad_multiple)
+        pack(
+            [sequence(i) for i in range(4)], indices=range(4), trains=[True] * 4, pad_multiple=pad_multiple,
+            sequence_multiple=multiple,
+        )
         for _ in range(MICRO_BATCHES)
     ]  # fmt: skip
 

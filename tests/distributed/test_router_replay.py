@@ -47,10 +47,15 @@ TWO_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "PP2 VPP2 recompute full": ({"pipeline": 2, "virtual_pipeline": 2}, FULL),
     "TP2 EP2 recompute full": ({"tensor": 2, "expert": 2}, FULL),
     "DP2": ({}, {}),
+    "CP2": ({"context": 2}, {}),
+    "CP2 EP2 recompute full": ({"context": 2, "expert": 2}, FULL),
 }
 FOUR_RANKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "TP2 PP2 EP2 recompute full": ({"tensor": 2, "pipeline": 2, "expert": 2}, FULL),
     "TP2 EP2 DP2": ({"tensor": 2, "expert": 2}, {}),
+    "CP2 TP2 SP EP4": ({"context": 2, "tensor": 2, "expert": 4}, {}),
+    "CP2 PP2 VPP2 recompute moe": ({"context": 2, "pipeline": 2, "virtual_pipeline": 2}, MOE),
+    "TP2 PP2 VPP2": ({"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, {}),
     "PP2 VPP2 EP2 recompute full": ({"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, FULL),
 }
 
@@ -99,23 +104,25 @@ class RouterWatch:
 
     def wrong(self, trainer, batches: list) -> list[str]:
         """What differs from the recordings of ``batches`` in the passes seen; forgets them."""
+        from megatron_dppo.trainer.step import pad_to
+
         seen, self.seen = self.seen, {}
         found = [] if seen else ["no router was used"]
         tokens = max(b.num_tokens for b in batches)
-        size = trainer.pad_multiple
+        parts = trainer.share.context_size * trainer.share.sequence_size
         for (layer, recorded), maps in seen.items():
             where = f"layer {layer}, autograd {recorded}"
             if len(maps) != len(batches):
                 found.append(f"{where}: {len(maps)} passes for {len(batches)} micro-batches")
             for number, (used, batch) in enumerate(zip(maps, batches, strict=False)):
-                own = used.shape[0]
-                assert own * size in (batch.num_tokens, tokens)
-                start = trainer.topology.tp_rank * own if size > 1 else 0
-                valid = batch.valid["routed_experts"][start : start + own]
-                expected = batch.columns["routed_experts"][start : start + own, layer].long()
+                assert used.shape[0] * parts in (batch.num_tokens, tokens)
+                padded = pad_to(batch, used.shape[0] * parts)
+                own = trainer.share.rows(padded.cu_seqlens)
+                valid = padded.valid["routed_experts"][own]
+                expected = padded.columns["routed_experts"][own, layer].long()
                 chosen = torch.zeros(len(valid), EXPERTS, dtype=torch.bool)
                 chosen.scatter_(1, expected, True)
-                rows = (used[: len(valid)] != chosen).any(1) & valid
+                rows = (used != chosen).any(1) & valid
                 if rows.any():
                     found.append(f"{where}, micro-batch {number}: {int(rows.sum())} rows")
                 if (used.sum(1) != TOP_K).any():

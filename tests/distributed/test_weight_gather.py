@@ -37,6 +37,7 @@ TWO = {
     "PP2": (Layout(pipeline=2), [0, 1]),
     "PP2 VPP2": (Layout(pipeline=2, virtual_pipeline=2), [0, 1]),
     "EP2": (Layout(data=2, expert=2), [0, 1]),
+    "CP2 EP2": (Layout(context=2, expert=2), [0, 1]),
     "TP2 EP2": (Layout(tensor=2, expert=2), [0, 1]),
 }
 FOUR = {
@@ -44,6 +45,7 @@ FOUR = {
     "TP2 PP2 EP2": (Layout(tensor=2, pipeline=2, expert=2), [0, 1, 2, 3]),
     "TP2 EP2 ETP2": (Layout(tensor=2, data=2, expert=2, expert_tensor=2), [0, 2]),
     "EP4": (Layout(data=4, expert=4), [0, 1, 2, 3]),
+    "CP2 DP2 EP2": (Layout(context=2, data=2, expert=2), [0, 1]),
 }
 
 

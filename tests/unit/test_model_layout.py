@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+import megatron_dppo.trainer  # noqa: F401  (adapts megatron before it is imported)
 from megatron_dppo.config import schema as s
+from megatron_dppo.config.layout import layout_faults
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.layout import (
     Layout,
@@ -17,6 +19,7 @@ from megatron_dppo.model.layout import (
     size_faults,
 )
 from megatron_dppo.model.shape import ModelShape
+from megatron_dppo.trainer.cpu.layer_spec import layout_faults as cpu_layout_faults
 
 MOE = ModelShape(
     family="qwen3_moe", num_layers=4, hidden_size=64, num_attention_heads=4, num_query_groups=2,
@@ -41,6 +44,9 @@ def test_defaults():
     assert sizes(world_size=4, tensor=2, expert=2) == (1, 2, 2)
     assert sizes(world_size=8, tensor=2, expert=2, expert_tensor=2) == (2, 4, 2)
     assert sizes(world_size=4, pipeline=2) == (1, 2, 2)
+    # Experts know nothing of context parallelism: they are spread over all ranks of a stage.
+    assert sizes(world_size=8, context=2, expert=4) == (1, 4, 2)
+    assert sizes(world_size=8, tensor=2, context=2, pipeline=2) == (2, 1, 2)
     two = LayoutSizes(2, tensor=2)
     assert two.sequence_parallel(MOE)
     assert not two.sequence_parallel(DENSE)
@@ -73,11 +79,63 @@ def test_fewer_key_value_heads_than_ranks_are_held_in_parts():
         (DENSE, {"world_size": 2, "expert_tensor": 2}, ["expert_tensor"]),
         (DENSE, {"world_size": 2, "tensor": 2, "expert_tensor": 1}, []),
         (MOE, {"tensor": 0, "pipeline": 0}, ["tensor", "pipeline"]),
+        (MOE, {"context": 0}, ["context"]),
+        (MOE, {"world_size": 6, "tensor": 2, "context": 2}, ["world_size"]),
+        (MOE, {"world_size": 8, "tensor": 2, "context": 2, "expert": 8}, []),
         (MOE, {"world_size": 3, "tensor": 3}, ["tensor", "tensor", "expert_tensor"]),
     ],
 )
 def test_what_is_refused(shape, sizes, wrong):
     assert keys(shape, **sizes) == wrong
+
+
+def test_a_world_that_context_parallelism_does_not_divide_is_told_all_factors():
+    (fault,) = size_faults(LayoutSizes(6, tensor=2, context=2))
+    assert fault.text("parallel.") == (
+        "parallel.world_size: got 6, expected a multiple of tensor x context x pipeline = 2 x 2 x 1 = 4"
+    )
+    layout = Layout.of(LayoutSizes(8, tensor=2, context=2, pipeline=2))
+    assert Layout.of(layout.sizes) == layout
+    assert layout.describe() == "TP2 CP2 PP2 ETP2"
+
+
+@pytest.mark.parametrize(
+    ("exchange", "sizes", "fault"),
+    [
+        (None, {"context": 3}, None),
+        ("p2p", {"context": 8}, None),
+        ("a2a", {"context": 2}, None),
+        (
+            "a2a",
+            {"context": 2, "tensor": 2},
+            "got 'a2a' with parallel.context 2 and parallel.tensor 2, expected a context that divides 1, the heads "
+            "of queries and of keys that a rank has; or p2p",
+        ),
+        (
+            "all_gather",
+            {"context": 2},
+            "got 'all_gather', expected p2p or a2a, which take packed sequences",
+        ),
+        (["p2p"] * 4, {"context": 2}, "got ['p2p', 'p2p', 'p2p', 'p2p'], expected p2p or a2a"),
+        ("p2p", {}, "got 'p2p', expected nothing: parallel.context is 1"),
+    ],
+)
+def test_attention_s_exchange_must_fit_packed_sequences_and_heads(exchange, sizes, fault):
+    asked = LayoutSizes(sizes.get("tensor", 1) * sizes.get("context", 1), **sizes)
+    told = list(layout_faults(asked, {"cp_comm_type": exchange}, MOE))
+    assert len(told) == (fault is not None)
+    assert fault is None or told[0].startswith(f"megatron.cp_comm_type: {fault}")
+
+
+def test_without_gpus_heads_are_exchanged_for_tokens():
+    three_heads = replace(DENSE, num_attention_heads=6, num_query_groups=3)
+    for sizes in (LayoutSizes(2, context=2), LayoutSizes(2, tensor=1, context=6)):
+        assert not list(cpu_layout_faults(sizes, three_heads))
+    (fault,) = cpu_layout_faults(LayoutSizes(4, tensor=2, context=2), three_heads)
+    assert fault.text("parallel.") == (
+        "parallel.context: got 2, expected without GPUs a divisor of the 3 attention heads of a tensor-parallel "
+        "rank, which attention exchanges for tokens"
+    )
 
 
 def test_all_problems_are_one_error():
