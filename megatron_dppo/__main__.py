@@ -72,11 +72,9 @@ def _unknown(word: str) -> str:
 def _help() -> str:
     lines = "\n".join(f"  {name:12}{purpose}" for name, (_, purpose) in COMMANDS.items())
     return (
-        "usage: megatron-dppo COMMAND ... (also --version)\n\n"
-        "RL training of language models by DPPO: Megatron-Core trainers, SGLang rollouts.\n\n"
-        f"commands:\n{lines}\n\n"
-        "megatron-dppo COMMAND --help tells more.\n"
-        f"Recipes and model configurations to start from: {EXAMPLES}"
+        "usage: megatron-dppo COMMAND ... (also --version)\n\nRL training of language models by DPPO: Megatron-Core "
+        f"trainers, SGLang rollouts.\n\ncommands:\n{lines}\n\nmegatron-dppo COMMAND --help tells more.\nRecipes and "
+        f"model configurations to start from: {EXAMPLES}"
     )
 
 

@@ -33,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
     top = argparse.ArgumentParser(prog="megatron-dppo convert", description=__doc__)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
 

@@ -11,17 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_dppo.config import (
-    SupervisedConfig,
-    check_supervised_config,
-    load_as,
-)
+from megatron_dppo.config import SupervisedConfig, check_supervised_config, load_as
 from megatron_dppo.config.machine import set_allocator, this_machine
-from megatron_dppo.launch.library_checks import (
-    CHECK,
-    check_everything_supervised,
-    check_in_child,
-)
+from megatron_dppo.launch.library_checks import CHECK, check_everything_supervised, check_in_child
 from megatron_dppo.launch.local import run_local
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.logging import configure_logging, fatal

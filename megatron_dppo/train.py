@@ -1,9 +1,8 @@
 """Entry point: ``megatron-dppo train CONFIG.yaml [key.path=value ...]``.
 
-Everything that can be refused is refused first, within seconds, by a child process that may import
-the libraries. Then this process is either the supervisor of a run on this machine, which starts the
-SGLang servers and the trainer's ranks, or, where RANK is in the environment (torchrun, Slurm, our
-own supervisor), one of those ranks.
+Everything that can be refused is refused first, within seconds, by a child process that may import the libraries.
+Then this process is either the supervisor of a run on this machine, which starts the SGLang servers and the trainer's
+ranks, or, where RANK is in the environment (torchrun, Slurm, our own supervisor), one of those ranks.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse, validate, run; the process's exit code: 0 done, 1 failed, 2 refused, 130 stopped by
-    Ctrl-C."""
+    """Parse, validate, run; the process's exit code: 0 done, 1 failed, 2 refused, 130 stopped by Ctrl-C."""
     options = _parser().parse_intermixed_args(arguments)
     adopt_slurm_rank()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megatron_dppo.checkpoint_conversion.hf_folder import (
     StagedFolder,
 )
 from megatron_dppo.checkpoint_conversion.loading import combined_digest, tensor_digests
+from megatron_dppo.checkpoint_conversion.streaming import Progress
 from megatron_dppo.checkpoint_conversion.tensor_store import (
     SafetensorsFile,
     SafetensorsFileWriter,
@@ -24,6 +25,7 @@ from megatron_dppo.checkpoint_conversion.tensor_store import (
     row_blocks,
 )
 from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistFolder
+from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import (
     ANY_EXPERT,
     LORA_A,
@@ -39,7 +41,6 @@ from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _SUFFIX = "base_model.model.", ".weight"
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -67,7 +68,6 @@ class AdapterFolder:
     def write(
         self, out_dir: str | Path, tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
     ) -> None:
-        """As ``write_peft``."""
         write_peft(out_dir, self.adapters, self.shape, tensors, base=self.base, dtype=dtype)
 
 
@@ -90,7 +90,7 @@ class PeftReader(Closing):
         self.folder = Path(folder)
         self._shape, self._adapters = shape, adapters
         faults = list(_config_faults(self.folder, adapters))
-        self._file = SafetensorsFile(self.folder / WEIGHTS)
+        self._file = SafetensorsFile(self.folder / PEFT_WEIGHTS)
         faults += self._tensor_faults()
         if faults:
             self.close()
@@ -111,7 +111,6 @@ class PeftReader(Closing):
         return tensor
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _tensor_faults(self) -> Iterator[str]:
@@ -150,7 +149,7 @@ def write_peft(
     specs = {p: TensorSpec(d, dtype) for name, d in dims.items() for p in peft_names(name, shape)}
     unwritten = set(dims)
     with StagedFolder(out_dir, sum(spec.bytes for spec in specs.values())) as folder:
-        with SafetensorsFileWriter(folder / WEIGHTS, specs) as writer:
+        with SafetensorsFileWriter(folder / PEFT_WEIGHTS, specs) as writer:
             for name, tensor in tensors:
                 for peft in peft_names(name, shape):
                     writer.write_rows(peft, 0, tensor.detach().to("cpu", dtype))
@@ -160,7 +159,7 @@ def write_peft(
                     f"{len(unwritten)} adapters were not written, first {min(unwritten)}"
                 )
         text = json.dumps(peft_config(adapters, base), indent=2)
-        (folder / CONFIG).write_text(text + "\n")
+        (folder / PEFT_CONFIG).write_text(text + "\n")
 
 
 def peft_config(adapters: Adapters, base: str) -> dict[str, Any]:
@@ -181,7 +180,7 @@ def peft_config(adapters: Adapters, base: str) -> dict[str, Any]:
 
 
 def _config_faults(folder: Path, adapters: Adapters) -> Iterator[str]:
-    path = folder / CONFIG
+    path = folder / PEFT_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"]}
@@ -197,9 +196,6 @@ def _config_faults(folder: Path, adapters: Adapters) -> Iterator[str]:
             yield f"{key} is {numbers[key]}, expected {expected}"
     if isinstance(modules, list) and set(modules) != set(adapters.modules):
         yield f"target_modules are {sorted(modules)}, expected {sorted(adapters.modules)}"
-
-
-Progress = Callable[[int], None]
 
 
 def merge_adapters(
@@ -238,8 +234,7 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
     digest = combined_digest([tensor_digests(hf_dir)])
     if digest != model["base_sha256"]:
         raise MismatchError(
-            f"{hf_dir}: its tensors have SHA-256 {digest}, the base of {checkpoint} had "
-            f"{model['base_sha256']}"
+            f"{hf_dir}: its tensors have SHA-256 {digest}, the base of {checkpoint} had {model['base_sha256']}"
         )
     adapters = Adapters(
         model["lora.rank"],
@@ -284,7 +279,7 @@ def _merged_rows(
 
 def _adapters_in(folder: Path, shape: ModelShape) -> Adapters:
     """As the folder's own adapter_config.json says; ``PeftReader`` checks the rest of it."""
-    path = folder / CONFIG
+    path = folder / PEFT_CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
         modules = resolve_modules(sorted(config["target_modules"]), shape)

@@ -54,7 +54,6 @@ class TensorHashes(Closing):
             self._pending = None
 
     def close(self) -> None:
-        """End the thread."""
         self._pool.shutdown()
 
 

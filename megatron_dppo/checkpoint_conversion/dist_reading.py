@@ -37,7 +37,6 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """Elements inside."""
         return math.prod(self.sizes)
 
     def overlap(self, other: Box) -> Box | None:
@@ -76,7 +75,6 @@ class TensorBlock:
 
     @property
     def bytes(self) -> int:
-        """Bytes of its elements."""
         return self.box.elements * self.dtype.itemsize
 
 
@@ -202,7 +200,6 @@ class StoredTensor:
 
     @classmethod
     def of(cls, tensor: dcp_metadata.TensorStorageMetadata) -> StoredTensor:
-        """From the index's record."""
         boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks]
         lead = 0
         while lead < len(tensor.size) and all(b.sizes[lead] == 1 for b in boxes):
@@ -348,14 +345,12 @@ class StoredBlocks(Closing):
         return self._data[identity]
 
     def close(self) -> None:
-        """Close the files."""
         for fd in self._files.values():
             os.close(fd)
         self._files = {}
 
 
 def _writable_bytes(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, to be written to."""
     # Not reshape, which would copy where an axis of size 1 has an odd stride.
     flat = tensor.detach().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data

@@ -68,7 +68,6 @@ class NewFile:
         self._file = os.fdopen(descriptor, "wb", 1 << 20)
 
     def write(self, data: bytes) -> int:
-        """Append."""
         try:
             self._file.write(data)
         except OSError as error:
@@ -104,7 +103,6 @@ class HashedFile(NewFile):
         self._digest = hashlib.sha256()
 
     def write(self, data: bytes) -> int:
-        """Append."""
         count = super().write(data)
         self._digest.update(data)
         return count

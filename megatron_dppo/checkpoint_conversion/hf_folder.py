@@ -180,7 +180,6 @@ class SafetensorsReader(Closing):
         check_store(self, shape, str(self.folder))
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files:
             file.close()
         self._files = []

@@ -78,7 +78,6 @@ class CheckedReader(Closing):
         return read_slice(self._store, name, dim, start, length)
 
     def close(self) -> None:
-        """Close the store's files."""
         self._hashes.close()
         self._store.close()
 

@@ -145,9 +145,8 @@ def verify(
 ) -> Mapping[str, TensorSpec]:
     """Prove that a converted folder turns back into ``hf_dir`` byte by byte, and that its certificate is true.
 
-    Returns what was compared.
-    A conversion that cast is compared with the cast of the original. Raises MismatchError naming the
-    first tensor, file and offset that differs.
+    Returns what was compared. A conversion that cast is compared with the cast of the original. Raises MismatchError
+    naming the first tensor, file and offset that differs.
     """
     shape = load_model_shape(hf_dir)
     with (
@@ -177,7 +176,6 @@ def blocks(
 
 
 def _dtypes(store: TensorStore, wanted: str | None) -> tuple[str, str]:
-    """Names of the stored dtype, and of the one to write."""
     stored = str(next(iter(store.specs.values())).dtype).removeprefix("torch.")
     return stored, wanted or stored
 

@@ -40,7 +40,6 @@ class TensorSpec:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the whole."""
         return self.dtype.itemsize * math.prod(self.shape)
 
 
@@ -75,7 +74,6 @@ class SafetensorsFile:
         return out
 
     def close(self) -> None:
-        """Close the descriptor."""
         os.close(self._fd)
 
 

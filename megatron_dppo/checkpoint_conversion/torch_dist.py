@@ -129,7 +129,6 @@ class TorchDistFolder(Closing):
         )
 
     def close(self) -> None:
-        """Close the files."""
         self._stored.close()
 
 
@@ -222,7 +221,6 @@ class TorchDistCheckpoint(Closing):
         raise ValueError(f"{name} has no element {tuple(index)}")
 
     def close(self) -> None:
-        """Close the files."""
         self._tensors.close()
 
 

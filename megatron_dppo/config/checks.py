@@ -158,8 +158,7 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> Faults:
         yield f"sglang.tp_size: got {size}, expected a divisor of the model's {heads} attention heads"
     elif groups % size and size % groups:
         yield (
-            f"sglang.tp_size: got {size}, expected a divisor or a multiple of the model's {groups} "
-            "key-value heads"
+            f"sglang.tp_size: got {size}, expected a divisor or a multiple of the model's {groups} key-value heads"
         )
 
 
@@ -319,9 +318,8 @@ def batch_faults(rollout: RolloutConfig, size: int, data: int) -> Faults:
         )
     if (responses := rollout.prompts_per_step * rollout.group_size) > MOST_RESPONSES:
         yield (
-            f"rollout.group_size: got {rollout.group_size}, with rollout.prompts_per_step "
-            f"{rollout.prompts_per_step} that is {responses} responses in a batch, expected at most "
-            f"{MOST_RESPONSES}"
+            f"rollout.group_size: got {rollout.group_size}, with rollout.prompts_per_step {rollout.prompts_per_step} "
+            f"that is {responses} responses in a batch, expected at most {MOST_RESPONSES}"
         )
     if data and rollout.prompts_per_step % data:
         yield (
@@ -372,9 +370,8 @@ def _aggregation(algorithm: AlgorithmConfig) -> Faults:
     takes_constant = algorithm.aggregation == "sequence-mean-with-constant"
     if not takes_constant and algorithm.aggregation_constant is not None:
         yield (
-            f"algorithm.aggregation_constant: got {algorithm.aggregation_constant} with "
-            f"aggregation {algorithm.aggregation!r}, expected null: only "
-            "'sequence-mean-with-constant' divides by it"
+            f"algorithm.aggregation_constant: got {algorithm.aggregation_constant} with aggregation "
+            f"{algorithm.aggregation!r}, expected null: only 'sequence-mean-with-constant' divides by it"
         )
 
 

@@ -56,8 +56,7 @@ _LONGEST = 60
 
 @dataclass(frozen=True)
 class FieldExpectation:
-    """A key of the schema. ``path``: dotted; ``expected``: in words; ``summary``: its docstring's
-    first sentence."""
+    """A key of the schema. ``path``: dotted; ``expected``: in words; ``summary``: its docstring's first sentence."""
 
     path: str
     expected: str
@@ -77,8 +76,7 @@ def given(value: Any) -> str:
 
 
 def expectation(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """``annotation`` in words: ``a number > 0 and <= 1``, ``one of 'auto', 'never'``, ``text or
-    null``."""
+    """``annotation`` in words: ``a number > 0 and <= 1``, ``one of 'auto', 'never'``, ``text or null``."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return expectation(arguments[0], (*arguments[1:], *metadata))
@@ -142,7 +140,6 @@ def field_at(model: type[BaseModel], location: Sequence[Any]) -> FieldExpectatio
 
 
 def section_at(model: type[BaseModel], location: Sequence[Any]) -> type[BaseModel]:
-    """The section that holds the key at ``location``."""
     annotation: Any = model
     for part in location[:-1]:
         kind = _bare(annotation)
@@ -201,8 +198,7 @@ def closest(name: str, candidates: Iterable[str], count: int = 1) -> list[str]:
 
 
 def suggestion(model: type[BaseModel], location: Sequence[Any]) -> str | None:
-    """The key that an unknown one was probably meant to be: in its section, else of that name in
-    another."""
+    """The key that an unknown one was probably meant to be: in its section, else of that name in another."""
     key = str(location[-1])
     prefix = field_at(model, location[:-1]).path
     prefix += "." if prefix else ""

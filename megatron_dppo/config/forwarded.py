@@ -29,8 +29,7 @@ class LibraryMissingError(ImportError):
 class LibraryFields:
     """The options of a library's class. ``title``: class, library and version, for messages.
 
-    ``types``: annotation by field; ``computed``: fields that the library sets itself and takes from
-    nobody.
+    ``types``: annotation by field; ``computed``: fields that the library sets itself and takes from nobody.
     """
 
     title: str
@@ -178,8 +177,7 @@ SGLANG_FIXED: Mapping[str, str] = {
     "weight_version": "the run counts the weights' versions itself",
     **dict.fromkeys(
         ("nnodes", "node_rank", "dist_init_addr"),
-        "the placement says on which hosts a server runs: on several, where tp_size is more than a "
-        "host's GPUs",
+        "the placement says on which hosts a server runs: on several, where tp_size is more than a host's GPUs",
     ),
     **dict.fromkeys(
         ("dp_size", "pp_size", "ep_size", "moe_dp_size", "quantization"),
@@ -254,13 +252,11 @@ def replay_faults(table: Mapping[str, Any]) -> Iterator[str]:
     for key, reason in MEGATRON_WITHOUT_REPLAY.items():
         if table.get(key, False) not in (False, None, "none"):
             yield (
-                f"megatron.{key}: got {given(table[key])} with rollout.router_replay, expected "
-                f"nothing: {reason}"
+                f"megatron.{key}: got {given(table[key])} with rollout.router_replay, expected nothing: {reason}"
             )
 
 
-# The ``megatron_ddp:`` and ``megatron_optimizer:`` tables: which of their keys other sections
-# set, or nothing may.
+# The ``megatron_ddp:`` and ``megatron_optimizer:`` tables: which of their keys other sections set, or nothing may.
 
 _SUMS = "gradients are plain sums: the loss was divided by a global count"
 _FSDP = "weights are gathered from whole parameters of their ranks"

@@ -22,8 +22,7 @@ Faults = Iterator[str]
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from a valid configuration. ``steps_per_batch``: optimiser steps in a rollout
-    batch."""
+    """What follows from a valid configuration. ``steps_per_batch``: optimiser steps in a rollout batch."""
 
     layout: Layout
     sequence_parallel: bool

@@ -1,5 +1,4 @@
-"""From a YAML file and ``key.path=value`` words to a :class:`TrainConfig`, or one error that lists
-all problems.
+"""From a YAML file and ``key.path=value`` words to a :class:`TrainConfig`, or one error that lists all faults.
 
 A relative path in a configuration is relative to the directory that the program is started in.
 """
@@ -8,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, get_origin
 
@@ -26,13 +24,12 @@ from megatron_dppo.config.errors import (
 )
 from megatron_dppo.config.schema import Section, TrainConfig
 
-# YAML as people mean it: the 1.2 core schema, duplicate keys refused.
-# PyYAML reads YAML 1.1, where ``1e-6`` is text, ``1:30`` is 90, ``010`` is 8, ``no`` is false and
-# ``2024-01-01`` a date. Here a number is a number (``1e-6``, ``1_000``, ``0x10``, ``.inf``),
-# ``true``/``false`` are the only truth values, and all else is text. What :func:`dump_yaml`
-# writes, :func:`parse_yaml` reads back as it was.
-# Not ruamel.yaml, which reads 1.2 as well: a second YAML library beside the one that our
-# dependencies bring, it still turns ``2024-01-01`` into a date, and keys that are no text pass.
+# YAML as people mean it: the 1.2 core schema, duplicate keys refused. PyYAML reads YAML 1.1, where ``1e-6`` is text,
+# ``1:30`` is 90, ``010`` is 8, ``no`` is false and ``2024-01-01`` a date. Here a number is a number (``1e-6``,
+# ``1_000``, ``0x10``, ``.inf``), ``true``/``false`` are the only truth values, and all else is text. What
+# :func:`dump_yaml` writes, :func:`parse_yaml` reads back as it was. Not ruamel.yaml, which reads 1.2 as well: a
+# second YAML library beside the one that our dependencies bring, it still turns ``2024-01-01`` into a date, and keys
+# that are no text pass.
 
 MAX_VALUES = 100_000
 """Values of a document, counted as often as its aliases repeat them."""
@@ -174,11 +171,9 @@ def parse_yaml(text: str) -> Any:
 
 
 def parse_scalar(text: str) -> Any:
-    """The value of ``key=text``: a plain scalar, or where it begins with a bracket or a quote, flow
-    YAML.
+    """The value of ``key=text``: a plain scalar, or where it begins with a bracket or a quote, flow YAML.
 
-    Text with ``#``, ``: `` or ``@`` in it needs no quotes. Empty text is null. Raises
-    yaml.YAMLError.
+    Text with ``#``, ``: `` or ``@`` in it needs no quotes. Empty text is null. Raises yaml.YAMLError.
     """
     text = text.strip()
     if text[:1] in ("[", "{", '"', "'"):
@@ -193,32 +188,15 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-# Configurations that build on another one: the top-level key ``base``.
-# ``base: other.yaml`` reads that file first and lays this one over it: tables are merged key by
-# key, every other value replaces the base's, null included. The path is relative to the file that
-# names it, so recipes can lie side by side and be started from anywhere. A base may have a base
-# of its own.
+# Configurations that build on another one: the top-level key ``base``. ``base: other.yaml`` reads that file first and
+# lays this one over it: tables are merged key by key, every other value replaces the base's, null included. The path
+# is relative to the file that names it, so recipes can lie side by side and be started from anywhere. A base may have
+# a base of its own.
 
 KEY = "base"
 _LONGEST_BASE = 4096
 
 Tree = dict[str, Any]
-
-
-def read_with_bases(path: Path, read: Callable[[Path], Tree]) -> Tree:
-    """Read ``path`` and all that it builds on.
-
-    Args:
-        path: the configuration's file.
-        read: parses one file into its tables.
-
-    Returns:
-        The merged tables, without the key ``base``.
-
-    Raises:
-        ConfigError: a base is no path, is missing, or builds on itself.
-    """
-    return _read(path, read, ())
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
@@ -237,18 +215,22 @@ def _is_path(text: str) -> bool:
     return len(text) <= _LONGEST_BASE and "\0" not in text
 
 
-def _read(path: Path, read: Callable[[Path], Tree], above: tuple[Path, ...]) -> Tree:
+def read_with_bases(path: Path, schema: type[Section], above: tuple[Path, ...] = ()) -> Tree:
+    """The tables of ``path`` and of all that it builds on, merged, without the key ``base``.
+
+    ``above``: the files that build on this one. Raises ConfigError where a file can't be read as ``schema``'s
+    sections, or a base is no path, is missing, or builds on itself.
+    """
     if not _is_path(str(path)):
         raise ConfigError(["this is no path"], given(str(path)))
     where = path.resolve()
     if where in above:
         chain = " -> ".join(p.name for p in (*above[above.index(where) :], where))
         raise ConfigError([f"{KEY}: {chain}: a configuration can't build on itself"], str(path))
-    tree = read(path)
+    tree = _read_tree(path, schema)
     if KEY not in tree:
         return tree
-    values = {key: value for key, value in tree.items() if key != KEY}
-    name = tree[KEY]
+    name = tree.pop(KEY)
     if not isinstance(name, str):
         fault = f"{KEY}: got {given(name)}, expected the path of a configuration file"
         raise ConfigError([fault], str(path))
@@ -257,7 +239,7 @@ def _read(path: Path, read: Callable[[Path], Tree], above: tuple[Path, ...]) -> 
     base = path.parent / name
     if not base.is_file():
         raise ConfigError([f"{KEY}: got {name!r}, but there is no file {base}"], str(path))
-    return merged(_read(base, read, (*above, where)), values)
+    return merged(read_with_bases(base, schema, (*above, where)), tree)
 
 
 _LONGEST_PATH = 1024
@@ -275,12 +257,11 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
     """Read ``path`` (None: an empty file) as ``schema``, set the overrides (the last one of a key wins), validate every
     field by itself.
 
-    An override's value is a YAML scalar or a flow list; nothing after ``=`` means null; a missing
-    table is made. ``base: other.yaml`` builds on that file
-    (:mod:`megatron_dppo.config.loading`). ``{key.path}`` in ``run.directory`` stands for that
-    value. Checks across sections are :mod:`megatron_dppo.config.checks`'s. Raises ConfigError.
+    An override's value is a YAML scalar or a flow list; nothing after ``=`` means null; a missing table is made.
+    ``base: other.yaml`` builds on that file. ``{key.path}`` in ``run.directory`` stands for that value. Checks across
+    sections are :mod:`megatron_dppo.config.checks`'s. Raises ConfigError.
     """
-    tree = {} if path is None else read_with_bases(Path(path), partial(_read_tree, schema=schema))
+    tree = {} if path is None else read_with_bases(Path(path), schema)
     faults = _apply_overrides(tree, overrides)
     _take_null_sets_away(tree)
     faults += _fill_in_directory(tree)
@@ -292,8 +273,7 @@ def load_as(schema: type[C], path: str | Path | None, overrides: Sequence[str] =
 
 
 def resolved_yaml(config: Section) -> str:
-    """The whole configuration, defaults filled in; :func:`load_config` reads it back to an equal
-    one."""
+    """The whole configuration, defaults filled in; :func:`load_config` reads it back to an equal one."""
     return dump_yaml(config.model_dump())
 
 

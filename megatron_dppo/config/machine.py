@@ -54,10 +54,7 @@ LEAST_OPEN_FILES = 128
 """Files and sockets that the processes of a small run hold open, and some to spare."""
 
 _PYTHON_S = 60.0
-_LACKING = (
-    "import importlib.util as u, json, sys;"
-    "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
-)
+_LACKING = "import importlib.util as u, json, sys;print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
 """Prints which of the packages that are given an interpreter has not, as JSON."""
 
 
@@ -107,8 +104,7 @@ def machine_faults(config: TrainConfig, machine: Machine) -> Iterator[str]:
     processes = ranks + servers * _per_server(config.sglang)
     if processes > 8 * machine.cores:
         yield (
-            f"cores: {processes} processes of ranks and servers on {machine.cores} cores, expected at "
-            "most 8 on each"
+            f"cores: {processes} processes of ranks and servers on {machine.cores} cores, expected at most 8 on each"
         )
 
 

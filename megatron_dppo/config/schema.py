@@ -97,10 +97,9 @@ class DataConfig(Section):
         }
 
 
-# What a run can be told, section by section. Frozen, strict: unknown keys and wrong types are
-# errors.
-# Units stand in the field's docstring. Checks that cross sections live in ``checks.py``. Relative
-# paths are relative to the directory that the program is started in. This package loads no torch.
+# What a run can be told, section by section. Frozen, strict: unknown keys and wrong types are errors. Units stand in
+# the field's docstring. Checks that cross sections live in ``checks.py``. Relative paths are relative to the
+# directory that the program is started in. This package loads no torch.
 
 SLOWEST_TOKENS_PER_S = 10.0
 """Of one response, where nothing else is said: a server under full load is some times as fast."""
@@ -161,8 +160,7 @@ class LoraConfig(Section):
     experts: Literal["each", "shared"] = "each"
     """``each``: every expert has adapters of its own. ``shared``: the experts of a layer share them."""
     init: Literal["kaiming", "gaussian"] = "kaiming"
-    """How A starts, as PEFT has it: uniform within 1/sqrt(inputs), or normal of deviation 1/rank. B
-    starts at zero."""
+    """How A starts, as PEFT has it: uniform within 1/sqrt(inputs), or normal of deviation 1/rank. B starts at zero."""
     start_from: str | None = None
     """Folder of adapters in PEFT's format to start from, of the same model, rank and modules."""
     train_router: bool = False
@@ -212,11 +210,9 @@ class RolloutConfig(Section):
     """Weight versions that a response may lag behind the trainer. 0: generate, then train. 1: step
     n+1 is generated while step n is trained on; see docs/staleness.md."""
     drop_zero_variance_groups: bool = False
-    """Replace groups whose responses all earn the same, which have no advantage, by groups of
-    further prompts."""
+    """Replace groups whose responses all earn the same, which have no advantage, by groups of further prompts."""
     oversampling: float = Field(default=1.0, ge=1)
-    """Groups that a round asks for, over those that still lack; above 1 only where groups are
-    dropped."""
+    """Groups that a round asks for, over those that still lack; above 1 only where groups are dropped."""
     max_generation_rounds: int = Field(default=3, gt=0)
     """Rounds of asking where groups are dropped; then zero-variance groups fill the batch up."""
     save: bool = False
@@ -248,12 +244,10 @@ class AlgorithmConfig(Section):
     """Whose numbers the preset has: the paper's stability study's or its scaling runs';
     docs/algorithms.md lists both."""
     options: dict[str, Annotated[float, AllowInfNan()] | int | bool] = Field(default_factory=dict)
-    """Overrides of these numbers (``tv_threshold``, ``ratio_cap``, ...), checked against the
-    preset."""
+    """Overrides of these numbers (``tv_threshold``, ``ratio_cap``, ...), checked against the preset."""
     aggregation: AggregationName = "sequence-mean-with-constant"
-    """What divides the tokens' summed loss: global tokens; global sequences times a constant;
-    global sequences; the same, each token's loss being divided by its own sequence's trained tokens
-    first (GSPO's objective)."""
+    """What divides the tokens' summed loss: global tokens; global sequences times a constant; global sequences; the
+    same, each token's loss being divided by its own sequence's trained tokens first (GSPO's objective)."""
     aggregation_constant: float | None = Field(default=None, gt=0)
     """Tokens; the constant above. Empty: ``rollout.max_response_tokens``."""
     reference_kl: float = Field(default=0.0, ge=0)
@@ -267,8 +261,7 @@ class AlgorithmConfig(Section):
     """Multiply that penalty by min(pi / mu, ``ratio_cap``): then it is right also where pi has left the policy that
     sampled, as after the first of several optimiser steps on a batch."""
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
-    """What a response that hit the length limit earns; ``drop``: no gradient, but it stays in the
-    baseline."""
+    """What a response that hit the length limit earns; ``drop``: no gradient, but it stays in the baseline."""
 
     def facts(self) -> AlgorithmFacts:
         """The row with the numbers in force. Raises ValueError for a name, an option or a value that is none."""
@@ -386,8 +379,7 @@ class EngineConfig(Section):
     port: int | None = Field(default=None, gt=0, lt=65536)
     """Of the first server, the next ones count on from it. Empty: free ones."""
     router: bool | None = None
-    """Send generation through a router (smg) on this machine. Empty: where there are several
-    servers."""
+    """Send generation through a router (smg) on this machine. Empty: where there are several servers."""
     router_policy: Literal["power_of_two", "cache_aware", "round_robin", "consistent_hashing"] = (
         "power_of_two"
     )

@@ -15,7 +15,7 @@ declarations (``data/columns.py``).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load_file, save
+from safetensors.numpy import save
 
 from megatron_dppo.data.columns import Rows, declared
 from megatron_dppo.data.trajectory import FINISH_REASONS, Trajectory, forms_of
@@ -47,7 +47,6 @@ def digest(array: np.ndarray) -> str:
 
 
 def batch_path(folder: str | Path, step: int) -> Path:
-    """File of the batch of ``step`` in ``folder``."""
     return Path(folder) / f"step_{step:06d}.safetensors"
 
 
@@ -61,8 +60,7 @@ def saved_step(folder: Path, step: int | None, *, default: int) -> int:
         raise ValueError(f"{folder}: no saved rollout batch; start the run with rollout.save=true")
     if step is not None and step not in saved:
         raise ValueError(
-            f"{folder}: no batch of step {step}; saved are {saved[0]} to {saved[-1]}"
-            f" ({len(saved)} batches)"
+            f"{folder}: no batch of step {step}; saved are {saved[0]} to {saved[-1]} ({len(saved)} batches)"
         )
     return saved[default] if step is None else step
 
@@ -98,13 +96,9 @@ class SavedBatch:
         with self._faults_named():
             self._file = safe_open(self._path, framework="numpy")
             self._arrays: dict[str, Any] = {n: self._file.get_slice(n) for n in self._file.keys()}  # noqa: SIM118
-            if "counts" in self._arrays:
-                self._arrays = _from_version_1(load_file(self._path))
             self._numbers = self._rows("trajectories", 0, self._size("trajectories"))
             self._scores = self._rows("scores", 0, self._size("scores"))
             self.problems: list[int] = self._numbers[:, 0].tolist()
-            # Files that were written before there were hashes have not one of them.
-            self._is_hashed = any(name.startswith(HASH) for name in self._arrays)
             lengths = self._numbers[:, 2]
             self._tokens = self._ends("token_ids", lengths)
             self._ends("loss_mask", lengths)
@@ -116,8 +110,7 @@ class SavedBatch:
                 counts = sampled if declared(name).rows is Rows.SAMPLED else lengths - 1
                 ends = self._ends(COLUMN + name, np.where(present, counts, 0))
                 self._columns[name] = present, ends
-            if self._is_hashed:
-                self._check_names()
+            self._check_names()
 
     def read(
         self, positions: Iterable[int], without: Container[str] = frozenset()
@@ -160,9 +153,7 @@ class SavedBatch:
 
     def _check(self, name: str, i: int, array: np.ndarray | None) -> None:
         """Raise ValueError where the trajectory's part of an array is not as it was written."""
-        if self._is_hashed and not np.array_equal(
-            self._rows(HASH + name, i, i + 1), _hashes([array])
-        ):
+        if not np.array_equal(self._rows(HASH + name, i, i + 1), _hashes([array])):
             raise ValueError(
                 f"altered: the {name.removeprefix(COLUMN)} of trajectory {i} are not those of their hash"
             )
@@ -187,16 +178,13 @@ class SavedBatch:
         return ends
 
     def _size(self, name: str) -> int:
-        array = self._arrays[name]
-        return len(array) if isinstance(array, np.ndarray) else int(array.get_shape()[0])
+        return int(self._arrays[name].get_shape()[0])
 
     def _rows(self, name: str, begin: int, end: int) -> np.ndarray:
-        array = self._arrays[name]
-        if isinstance(array, np.ndarray):
-            return array[begin:end]
         # safetensors takes no slice of an array without rows, and none that begins at its end.
         if not self._size(name):
             return np.asarray(self._file.get_tensor(name))
+        array = self._arrays[name]
         return np.asarray(array[begin:end] if begin < end else array[0:0])
 
     @contextmanager
@@ -231,35 +219,6 @@ def _arrays_of(trajectories: Sequence[Trajectory]) -> dict[str, np.ndarray]:
     rows = zip(arrays["trajectories"], arrays["scores"], strict=True)
     arrays[HASH + NUMBERS] = _hashes([_number_bytes(*row) for row in rows])
     return arrays
-
-
-def _from_version_1(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a file in whose form each trajectory was a prompt and a response, in the present form.
-
-    ``counts`` [n, 6]: problem, sample, prompt tokens, response tokens, finish reason, version spans.
-    """
-    problems, samples, prompts, responses, reasons, _ = arrays["counts"].T
-    lengths = prompts + responses
-    masks = [np.arange(n) >= prompt for n, prompt in zip(lengths, prompts, strict=True)]
-    loss_mask = _flat(masks, np.bool_)
-    token_ids = np.empty(len(loss_mask), np.int32)
-    token_ids[~loss_mask] = arrays["prompt_ids"]
-    token_ids[loss_mask] = arrays["response_ids"]
-    names = ("rollout_log_probs", "topk_ids", "topk_log_probs", "routed_experts")
-    columns = {name: arrays[name] for name in names if name in arrays}
-    if len(arrays["weight_versions"]):
-        versions, starts, ends = arrays["weight_versions"].T
-        columns["weight_version"] = np.repeat(versions, ends - starts).astype(np.int32)
-    everywhere = np.ones(len(lengths), np.bool_)
-    return {
-        "trajectories": np.stack([problems, samples, lengths, reasons], axis=1),
-        "scores": arrays["scores"],
-        "token_ids": token_ids,
-        "loss_mask": loss_mask,
-        **{COLUMN + name: rows for name, rows in columns.items()},
-        **{PRESENT + name: everywhere for name in columns},
-        **({PRESENT + "routed_experts": arrays["routed"]} if "routed_experts" in columns else {}),
-    }
 
 
 def _flat(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:

@@ -62,7 +62,6 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, array: np.ndarray) -> Form:
-        """Of an array [rows, ...]."""
         return cls(_name(array.dtype), array.shape[1:])
 
     @property
@@ -195,8 +194,7 @@ def check_topk(ids: np.ndarray, log_probs: np.ndarray, where: str) -> None:
     if twice.any():
         row, column = np.argwhere(twice)[0]
         raise ValueError(
-            f"{where}: Top-K id {ordered[row, column]} stands twice at token {row}, expected "
-            "different ids"
+            f"{where}: Top-K id {ordered[row, column]} stands twice at token {row}, expected different ids"
         )
 
 

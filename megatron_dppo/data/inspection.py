@@ -137,8 +137,7 @@ def _alike(
     for pair in pairs[:_SHOWN_PAIRS]:
         start = " ".join(texts[pair.training].split())[:60]
         yield (
-            f"  {pair.similarity:.2f}  {locations[pair.training]} and {other_locations[pair.evaluation]}: "
-            f"{start}"
+            f"  {pair.similarity:.2f}  {locations[pair.training]} and {other_locations[pair.evaluation]}: {start}"
         )
 
 

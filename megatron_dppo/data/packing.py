@@ -28,11 +28,9 @@ Groups = list[list[int]]
 
 
 def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
-    """Indices of ``costs`` in ``ranks`` groups of nearly equal sums (Karmarkar-Karp largest
-    differencing).
+    """Indices of ``costs`` in ``ranks`` groups of nearly equal sums (Karmarkar-Karp largest differencing).
 
-    Deterministic; indices ascend within a group. Groups are empty where there are fewer sequences
-    than ranks.
+    Deterministic; indices ascend within a group. Groups are empty where there are fewer sequences than ranks.
     """
     # A partial partition is `ranks` pairs (sum, indices), the heaviest first. The two with the widest
     # spread are merged heaviest onto lightest until one is left; the first index breaks ties.
@@ -55,11 +53,9 @@ def partition_by_cost(costs: Sequence[float], ranks: int) -> Groups:
 
 
 def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> Groups:
-    """Indices of ``lengths`` in as few groups of at most ``token_budget`` tokens as
-    first-fit-decreasing finds.
+    """Indices of ``lengths`` in as few groups of at most ``token_budget`` tokens as first-fit-decreasing finds.
 
-    A sequence longer than the budget has a group to itself. Deterministic: equal lengths keep
-    their order.
+    A sequence longer than the budget has a group to itself. Deterministic: equal lengths keep their order.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     # Of the groups that are open, in order of opening.

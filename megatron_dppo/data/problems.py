@@ -37,11 +37,10 @@ class PromptForm:
     """How problems are put to the model.
 
     Attributes:
-        apply_chat_template: send text through the tokenizer's chat template, as one user message;
-            chat messages always go through it.
+        apply_chat_template: send text through the tokenizer's chat template, as one user message; chat messages
+            always go through it.
         system_prompt: a system message before the others; None: none.
-        template: text with ``{prompt}`` where the problem goes, the last message's text; None: the
-            problem alone.
+        template: text with ``{prompt}`` where the problem goes, the last message's text; None: the problem alone.
     """
 
     apply_chat_template: bool = True
@@ -58,8 +57,7 @@ class PromptForm:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if any(message["role"] == "system" for message in messages):
             raise DataError(
-                f"{where}: the prompt has a system message, and data.system_prompt is another; "
-                "expected one of them"
+                f"{where}: the prompt has a system message, and data.system_prompt is another; expected one of them"
             )
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
@@ -214,8 +212,7 @@ def _prompt(record: Mapping[str, Any], where: str, key: str | None = None) -> Pr
     if isinstance(prompt, list) and prompt and all(_is_message(m) for m in prompt):
         return prompt
     raise DataError(
-        f"{where}: {key!r} is {shorten(prompt)}, expected text or a list of chat messages "
-        "with a role and a content"
+        f"{where}: {key!r} is {shorten(prompt)}, expected text or a list of chat messages with a role and a content"
     )
 
 
@@ -326,9 +323,7 @@ def tokenise(
     form: PromptForm,
     locations: Sequence[str],
 ) -> list[tuple[int, ...]]:
-    """Token ids of every prompt in ``form``. Special tokens: the chat template's, or for plain text
-    the tokenizer's.
-    """
+    """Token ids of every prompt in ``form``. Special tokens: the chat template's, or for plain text the tokenizer's."""
     texts = rendered(tokenizer, prompts, form, locations)
     prompt_ids: list[tuple[int, ...]] = [()] * len(prompts)
     for with_template in (False, True):

@@ -24,9 +24,8 @@ from megatron_dppo.system.files import write_atomically
 class Schema:
     """Two columns of a published file, each perhaps a field of a structure (``a.b``).
 
-    ``prompt``: the problem, as text or chat messages. ``answer``: the final answer. ``where``: what
-    was published so. ``worked``: ``answer`` is a worked solution, with its answer after ``####`` or
-    in a box.
+    ``prompt``: the problem, as text or chat messages. ``answer``: the final answer. ``where``: what was published so.
+    ``worked``: ``answer`` is a worked solution, with its answer after ``####`` or in a box.
     """
 
     prompt: str
@@ -78,8 +77,7 @@ class PublishedSet:
         schemas: that its files have been published with, in order of preference.
         hub: its name on the Hugging Face hub.
         file: of the hub's repository, for who downloads it by hand.
-        configs: of the hub's repository, and folders of a copy of it, that are read where they are
-            there; none: all.
+        configs: of the hub's repository, and folders of a copy of it, that are read where they are there; none: all.
         split: that is read where files name several; none: all.
         year: of a competition; rows of other years are left out.
         english: leave problems with Chinese, Japanese or Korean characters out.
@@ -363,8 +361,7 @@ def _from_hub(published: PublishedSet, name: str, split: str | None) -> list[Pub
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"{name}: can't be read from the hub: {type(error).__name__}: {reason}. "
-            f"{_how_to_get(published)}"
+            f"{name}: can't be read from the hub: {type(error).__name__}: {reason}. {_how_to_get(published)}"
         ) from error
     if not files:
         raise DataError(f"{name}: has no split {split}. {_how_to_get(published)}")
@@ -426,7 +423,6 @@ class Preparation:
         self.instructed &= self.answers.keys()
 
     def lines(self, source: str) -> str:
-        """The file's text."""
         records = (
             {"problem": problem, "answer": answer, "source": source}
             for problem, answer in self.answers.items()

@@ -183,7 +183,6 @@ def value_at(record: Mapping[str, Any], path: str) -> Any:
 
 
 def keys(record: Mapping[str, Any]) -> str:
-    """The keys of a record, as many as one reads."""
     names = sorted(record)
     return str([_cut(name) for name in names[:12]]) + (" and more" if len(names) > 12 else "")
 

@@ -58,7 +58,6 @@ class TrainingFiles:
         self._ends = list(accumulate(records))
 
     def of(self, problem_id: int) -> str:
-        """The file's name."""
         return self.names[bisect_right(self._ends, problem_id)]
 
 
@@ -139,10 +138,9 @@ class ProblemSampler:
 class WeightedSampler:
     """Positions in the problems of several files in a row, each file drawn by its weight.
 
-    The file that lacks most of its share of the draws is next, the first of several; so after n draws
-    each has had its share of n, to within a draw or two. Within a file every problem comes once in an
-    epoch of its own, in a seeded order. The state is the files' positions; a resumed sampler goes on
-    exactly.
+    The file that lacks most of its share of the draws is next, the first of several; so after n draws each has had
+    its share of n, to within a draw or two. Within a file every problem comes once in an epoch of its own, in a
+    seeded order. The state is the files' positions; a resumed sampler goes on exactly.
 
     Args:
         counts: problems of each file.
@@ -163,7 +161,6 @@ class WeightedSampler:
         self._files = [ProblemSampler(n, seed + i, shuffle) for i, n in enumerate(counts)]
 
     def next(self, n: int) -> list[int]:
-        """The next ``n`` positions."""
         drawn = [file.drawn for file in self._files]
         total, weight = sum(drawn), sum(self._weights)
         taken = []
@@ -188,8 +185,7 @@ class WeightedSampler:
             )
         if len(state["files"]) != len(self._files):
             raise ValueError(
-                f"sampler state was saved with {len(state['files'])} files, this run has "
-                f"{len(self._files)}"
+                f"sampler state was saved with {len(state['files'])} files, this run has {len(self._files)}"
             )
         for file, part in zip(self._files, state["files"], strict=True):
             file.load_state_dict(part)

@@ -35,13 +35,12 @@ class VersionSpan(NamedTuple):
 class Trajectory:
     """One sampled answer to a problem, with what the engine said of its tokens.
 
-    ``token_ids`` int32 [S]; ``loss_mask`` bool [S]: the policy sampled the token (a prompt, a tool's
-    output or an environment's turn is not). ``columns``: arrays by the names of
-    ``data/columns.py``. ``sample_index``: the answer's number in its group. ``reward`` and
-    ``advantage`` are 0 until it is verified.
+    ``token_ids`` int32 [S]; ``loss_mask`` bool [S]: the policy sampled the token (a prompt, a tool's output or an
+    environment's turn is not). ``columns``: arrays by the names of ``data/columns.py``. ``sample_index``: the
+    answer's number in its group. ``reward`` and ``advantage`` are 0 until it is verified.
 
-    Raises ValueError where shapes or types disagree with each other or with a declaration, where the
-    first token counts as sampled (nothing predicts it), and where the advantage is not finite.
+    Raises ValueError where shapes or types disagree with each other or with a declaration, where the first token
+    counts as sampled (nothing predicts it), and where the advantage is not finite.
     """
 
     problem_id: int
@@ -226,7 +225,6 @@ class Outline(NamedTuple):
 
     @classmethod
     def of(cls, t: Trajectory) -> Self:
-        """Of a trajectory."""
         return cls._make(getattr(t, name) for name in cls._fields)
 
     def __str__(self) -> str:
@@ -249,5 +247,4 @@ TrajectoryFacts = Outline | Trajectory
 
 
 def row_count(column: Column, trajectory: TrajectoryFacts) -> int:
-    """Rows that the column has of a trajectory."""
     return trajectory.sampled if column.rows is Rows.SAMPLED else trajectory.length - 1

@@ -20,9 +20,8 @@ NUMBERS = 28
 """Numbers 0 to 27: totals reach 20, estimates 25; 36 words in all are divisible by TP 4."""
 WORDS = [*SPECIAL, *"+-=", *(str(i) for i in range(NUMBERS))]
 CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}<end>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% if m['role'] == 'assistant' %}<end>{% endif %}{% "
+    "endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SHAPE: dict[str, Any] = {
     "vocab_size": len(WORDS),

@@ -135,7 +135,6 @@ class Material:
 
     @property
     def train(self) -> Path:
-        """Problems to train on."""
         return self.folder / "train.jsonl"
 
     @property
@@ -235,7 +234,6 @@ def run_to_the_end(command: Sequence[str], env: Mapping[str, str] | None = None)
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--root", type=Path, default=ROOT)
@@ -244,8 +242,7 @@ def main() -> None:
     prepare(arguments.seed, arguments.root, arguments.overrides)
 
 
-# What of the demo's recipe changes on GPUs: Transformer Engine and SGLang's CUDA server work in
-# bfloat16.
+# What of the demo's recipe changes on GPUs: Transformer Engine and SGLang's CUDA server work in bfloat16.
 
 GAP_BOUNDS: Mapping[Dtype, float] = {
     "float32": BY_METRIC[names.GAP_ON_POLICY].upper("float32"),

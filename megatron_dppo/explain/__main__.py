@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = batch_parser("explain", str(__doc__), step="last", limit=64)
     parser.add_argument("--policy", type=Path, help="Hugging Face folder; default: as the step was")
     parser.add_argument("--rollout-policy", type=Path, help="Hugging Face folder of mu's weights")

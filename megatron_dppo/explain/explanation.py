@@ -73,9 +73,7 @@ class Token:
     exact_tv: float | None
     exact_kl: float | None
     recomputed: float | None
-    """pi': probability under the rollout's weights by transformers; pi' - mu is the trainer-engine
-    mismatch.
-    """
+    """pi': probability under the rollout's weights by transformers; pi' - mu is the trainer-engine mismatch."""
     entropy: float
     threshold: str
     """The bounds for a token with this sign of A, as text."""
@@ -254,9 +252,8 @@ def explain_response(
         trajectory: the response.
         algorithm: whose mask and weight are explained.
         logits: [S, V], of the policy that gives pi.
-        rollout_logits: [S, V], of the weights that sampled the response; they give pi', the exact
-            divergences, and TopK(mu) if the batch has none. The whole of mu, which
-            ``dppo-exact-...`` need, must come from the engine.
+        rollout_logits: [S, V], of the weights that sampled the response; they give pi', the exact divergences, and
+            TopK(mu) if the batch has none. The whole of mu, which ``dppo-exact-...`` need, must come from the engine.
         temperature: of the rollout.
         texts: token id -> text.
 

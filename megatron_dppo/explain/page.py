@@ -32,7 +32,6 @@ class MaskVerdict:
     meaning: str
 
     def holds(self, token: Token) -> bool:
-        """Whether this is the token's verdict."""
         return (token.trains, token.ppo_trains) == (self.trains, self.ppo_trains)
 
 
@@ -145,7 +144,6 @@ def notable(name: str, tokens: Sequence[Token], count: int) -> SummaryTable:
 
 
 def verdict_of(name: str, token: Token) -> MaskVerdict:
-    """The verdict of ``verdicts(name)`` for this token."""
     return next(v for v in verdicts(name) if v.holds(token))
 
 
@@ -270,8 +268,7 @@ def numbers(name: str, token: Token) -> str:
         f"{quoted(token.text)}, id {token.token_id}, token {token.position}",
         verdict_of(name, token).meaning,
         f"A {token.advantage:+.4g}; blocked where {token.threshold or 'never'}",
-        f"mu {number(token.mu)}, pi {number(token.pi)}, r {number(token.ratio)}, "
-        f"weight {number(token.weight)}",
+        f"mu {number(token.mu)}, pi {number(token.pi)}, r {number(token.ratio)}, weight {number(token.weight)}",
         f"Binary: TV {number(token.binary_tv)}, KL {number(token.binary_kl)}",
     ]
     if token.topk_tv is not None:

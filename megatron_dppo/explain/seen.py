@@ -39,9 +39,8 @@ R = TypeVar("R", TokenInputs, Decisions)
 class SeenStep:
     """The trained tokens of a batch end to end, T of them, as the loss saw them.
 
-    ``positions``, ``counts``: of the responses with a gradient, in the batch, and their tokens.
-    ``token_ids`` int64 [T]; ``trains`` bool [T]; ``divergence`` float64 [T], what the mask compared,
-    None where it measures none.
+    ``positions``, ``counts``: of the responses with a gradient, in the batch, and their tokens. ``token_ids`` int64
+    [T]; ``trains`` bool [T]; ``divergence`` float64 [T], what the mask compared, None where it measures none.
     """
 
     positions: list[int]
@@ -99,8 +98,7 @@ class SeenStep:
         """
         if algorithm.reads_topk:
             raise ValueError(
-                f"{algorithm.name} needs log pi at TopK(mu), which is not saved of a step; give weights "
-                "with --policy"
+                f"{algorithm.name} needs log pi at TopK(mu), which is not saved of a step; give weights with --policy"
             )
         if algorithm.needs_recomputed and self.inputs.recomputed_log_probs is None:
             raise ValueError(
@@ -172,8 +170,7 @@ def check_agreement(saved: SeenStep, algorithm: Algorithm, run: Path, step: int)
         differs = recorded is not None and not abs(figure - recorded) <= allowed
         if differs or (recorded is None and np.isfinite(figure)):
             raise DisagreementError(
-                f"step {step}: {name} of the saved tokens is {figure:g}, "
-                f"{RECORDS_FILE} says {recorded}"
+                f"step {step}: {name} of the saved tokens is {figure:g}, {RECORDS_FILE} says {recorded}"
             )
     counts = MaskedTokenCounts(int(saved.token_ids.max()) + 1)
     counts.add(saved.token_ids, saved.inputs.advantages, ~saved.trains)

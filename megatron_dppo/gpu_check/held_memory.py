@@ -51,8 +51,7 @@ def optimizer_tensors(trainer: Any) -> list[Tensor]:
 class SavedPeak:
     """Bytes that autograd keeps for backward: ``live`` now and ``peak``; storages counted once.
 
-    ``at_peak``: (shape, dtype, bytes) of what lived at the peak, of the first tensor that was saved
-    of each storage.
+    ``at_peak``: (shape, dtype, bytes) of what lived at the peak, of the first tensor that was saved of each storage.
     """
 
     live: int = 0
@@ -62,7 +61,6 @@ class SavedPeak:
     _known: dict[int, tuple[tuple[int, ...], str, int]] = field(default_factory=dict)
 
     def add(self, tensor: Tensor) -> int:
-        """One more saved tensor of this storage."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._users[key] = self._users.get(key, 0) + 1

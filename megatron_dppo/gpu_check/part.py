@@ -63,7 +63,6 @@ class CheckPart:
 
 
 def part(shows: str, limit_s: float) -> Callable[[Callable[[Bench], Iterator[Row]]], CheckPart]:
-    """Make a part of a function."""
     return lambda run: CheckPart(run, shows, limit_s)
 
 

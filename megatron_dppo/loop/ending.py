@@ -16,9 +16,8 @@ from megatron_dppo.system.lease import NONCE_VARIABLE, Fence, FencedError, Lease
 from megatron_dppo.system.processes import STOP_FILE_VARIABLE, StopFile
 from megatron_dppo.trainer.collectives import broadcast_json, first_failure
 
-# Clean stop: SIGTERM, or a file, sets a flag, which the loop reads at its next safe point.
-# The supervisor turns Ctrl-C into SIGTERM; under Slurm, where ranks run on other hosts, it writes
-# the file.
+# Clean stop: SIGTERM, or a file, sets a flag, which the loop reads at its next safe point. The supervisor turns
+# Ctrl-C into SIGTERM; under Slurm, where ranks run on other hosts, it writes the file.
 
 
 class RunStoppedError(Exception):

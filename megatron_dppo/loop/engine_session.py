@@ -1,10 +1,9 @@
 """Generation and weight updates of a run, which survive the death of servers.
 
-Every public method is collective over all trainer ranks, but ``start``. Servers serve with committed
-weights only: at each weight update the ranks agree who takes part (``fleet.membership``), and the
-update reaches all of them or fails. When the last server is lost in generation, the ranks agree on
-it, wait for another, restore the current weights there, verified, and ask only for what is still
-missing.
+Every public method is collective over all trainer ranks, but ``start``. Servers serve with committed weights only: at
+each weight update the ranks agree who takes part (``fleet.membership``), and the update reaches all of them or fails.
+When the last server is lost in generation, the ranks agree on it, wait for another, restore the current weights
+there, verified, and ask only for what is still missing.
 """
 
 from __future__ import annotations
@@ -59,11 +58,7 @@ from megatron_dppo.trainer.collectives import (
     first_failure,
 )
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.trainer.weight_source import (
-    AdapterWeights,
-    TrainerWeights,
-    ranks_per_sender,
-)
+from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
 from megatron_dppo.weight_sync.distributed import check_reach
 from megatron_dppo.weight_sync.transaction import UpdateReport, WeightUpdateError, WeightUpdater
@@ -199,7 +194,6 @@ class _Patience:
         self._losses = 0
 
     def forget_refusals(self) -> None:
-        """An update succeeded."""
         self._refusal, self._refusals = "", 0
 
 
@@ -327,8 +321,7 @@ class EngineSession:
         ``trainer_version``: of the weights that the trainer has by now (None: those that the fleet has). Where the
         whole fleet was lost, the next server gets them under that name, and draws what is missing from them.
 
-        Raises on every rank RunStoppedError when a clean stop was asked for meanwhile, and
-        EngineUnavailableError.
+        Raises on every rank RunStoppedError when a clean stop was asked for meanwhile, and EngineUnavailableError.
         """
         while True:
             before = len(generation.done)

@@ -130,8 +130,7 @@ class RunData:
             if problem_set.bad_answers:
                 row, why = bad[path][0]
                 log.warning(
-                    "%s: %d problems were left out because their answers can't be used, the first "
-                    "in %s: %s",
+                    "%s: %d problems were left out because their answers can't be used, the first in %s: %s",
                     path,
                     problem_set.bad_answers,
                     problem_set.place(row),
@@ -182,9 +181,8 @@ def _name(file: ProblemFile) -> str:
     return f"{file.path} ({', '.join(keys)})" if keys else file.path
 
 
-# SHA-256 of the files that a run starts from: those of ``run.sha256_list``, which must be known
-# ones, and those of its start model, which a resumed run compares with what they were when it
-# began.
+# SHA-256 of the files that a run starts from: those of ``run.sha256_list``, which must be known ones, and those of
+# its start model, which a resumed run compares with what they were when it began.
 
 _LINE = re.compile(r"([0-9a-fA-F]{64}) [ *](.+)")
 _THREADS = 8

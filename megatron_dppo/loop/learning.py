@@ -49,8 +49,7 @@ from megatron_dppo.trainer.token_loss import make_token_loss
 from megatron_dppo.trainer.topology import Topology
 from megatron_dppo.trainer.trainer import Trainer
 
-# What the loss saw of each token of a step, for the saved batch: from the ranks that compute
-# logits to global rank 0.
+# What the loss saw of each token of a step, for the saved batch: from the ranks that compute logits to global rank 0.
 
 LossColumns = dict[int, dict[str, np.ndarray]]
 """By position in the batch, the ``LOSS_COLUMNS`` of a response that trained."""
@@ -123,8 +122,7 @@ def _decoded(blob: bytes) -> LossColumns:
     return columns
 
 
-# From a batch of trajectories to packed micro-batches: one mini-batch is one optimiser step on
-# whole groups.
+# From a batch of trajectories to packed micro-batches: one mini-batch is one optimiser step on whole groups.
 
 
 @dataclass(frozen=True)

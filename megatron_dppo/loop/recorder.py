@@ -275,7 +275,6 @@ class Recorder(Closing):
             )
 
     def close(self) -> None:
-        """Close the files."""
         self._stack.close()
 
     def lacks_last_evaluation(self) -> bool:
@@ -316,9 +315,7 @@ class Recorder(Closing):
         return {"step": step, "sha256": sha256_until(records, step)}
 
     def carry_over(self, values: Mapping[str, float]) -> None:
-        """Keep the counts in ``values`` for the next record: a resumed run writes no record of its
-        start.
-        """
+        """Keep the counts in ``values`` for the next record: a resumed run writes no record of its start."""
         self._carried = {k: values[k] for k in COUNTS if k in values}
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

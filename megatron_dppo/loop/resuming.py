@@ -185,9 +185,8 @@ def refuse_fresh_start(
 ) -> None:
     """Raise ResumeError where a start at step 0 would begin a trained run anew.
 
-    A run that ended before its first checkpoint was due has nothing to go on from and may begin
-    anew. ``every``: steps from one checkpoint to the next. ``unusable``: what is wrong with each checkpoint
-    that is there.
+    A run that ended before its first checkpoint was due has nothing to go on from and may begin anew. ``every``:
+    steps from one checkpoint to the next. ``unusable``: what is wrong with each checkpoint that is there.
     """
     directory = run.directory
     remains = []
@@ -224,10 +223,9 @@ def resume(
 ) -> RunState | None:
     """The state of the checkpoint that the run goes on from, loaded into ``trainer``. Collective.
 
-    None: the run begins at step 0, and what earlier starts recorded lies in a folder of its own, but for the
-    rollouts of a run that ``replays`` them.
-    Raises ResumeError where it can't go on although it should, DamagedCheckpointError where its
-    checkpoint is damaged and ``checkpoint.on_damage`` does not let it fall back.
+    None: the run begins at step 0, and what earlier starts recorded lies in a folder of its own, but for the rollouts
+    of a run that ``replays`` them. Raises ResumeError where it can't go on although it should, DamagedCheckpointError
+    where its checkpoint is damaged and ``checkpoint.on_damage`` does not let it fall back.
     """
     if run.resume == "never":
         _set_aside(run.directory, rollouts=not replays)

@@ -30,18 +30,10 @@ from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
 from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, identity_of, resume
-from megatron_dppo.loop.rollouts.figures import (
-    STALE_ANCHOR,
-    file_figures,
-    with_gap_named,
-)
+from megatron_dppo.loop.rollouts.figures import STALE_ANCHOR, file_figures, with_gap_named
 from megatron_dppo.loop.rollouts.sources import GeneratedRollouts, ReplayedRollouts, RolloutSource
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.history import (
-    CHECKPOINTS_FOLDER,
-    ROLLOUTS_FOLDER,
-    remember_checkpoint,
-)
+from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, remember_checkpoint
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.model.families import load_model_shape
@@ -54,8 +46,7 @@ from megatron_dppo.trainer.step import StatsSpec
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.watchdog import patience
 
-# What is active in a run, in a line: its algorithm with its numbers, replay, filter, staleness,
-# layout.
+# What is active in a run, in a line: its algorithm with its numbers, replay, filter, staleness, layout.
 
 
 def active_line(rollout: RolloutConfig, dtype: str, algorithm: Algorithm, layout: Layout) -> str:

@@ -97,10 +97,9 @@ def _scoring(
 
 # --- which groups make a rollout batch when zero-variance groups are dropped and replaced (dynamic sampling)
 #
-# A group whose responses all earn the same has no advantage: it costs a place in the batch and
-# teaches nothing. Candidates are judged in the order in which the sampler handed out their
-# problems, never in the order in which they were finished, so neither chance nor the length of
-# responses decides which of them are kept.
+# A group whose responses all earn the same has no advantage: it costs a place in the batch and teaches nothing.
+# Candidates are judged in the order in which the sampler handed out their problems, never in the order in which they
+# were finished, so neither chance nor the length of responses decides which of them are kept.
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from megatron_dppo.system.network import free_port
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(
         prog="megatron-dppo bench-mask",
         description=__doc__,
@@ -207,7 +206,6 @@ def show(result: dict[str, Any]) -> None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Both tables as Markdown."""
     blocks = [setting(result)]
     for sheet in sheets(result):
         rule = ["---", *["---:"] * (len(sheet.columns) - 1)]

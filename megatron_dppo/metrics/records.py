@@ -38,8 +38,7 @@ def encode_record(step: int, values: Mapping[str, float]) -> str:
     for name, value in values.items():
         if not isinstance(value, int | float):
             raise RecordsError(
-                f"metric {name!r} of step {step} is a {type(value).__name__}, "
-                f"expected a Python number"
+                f"metric {name!r} of step {step} is a {type(value).__name__}, expected a Python number"
             )
         finite = math.isfinite(value)
         if name == "step" and value != step:
@@ -66,8 +65,7 @@ def decode_records(lines: Iterable[str], source: str) -> list[dict[str, Any]]:
             raise RecordsError(f"{source}, line {number}: not JSON ({error})") from error
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise RecordsError(
-                f"{source}, line {number}: expected a JSON object with an integer 'step', "
-                f"got {line[:80]!r}"
+                f"{source}, line {number}: expected a JSON object with an integer 'step', got {line[:80]!r}"
             )
         records.append(record)
     return records
@@ -104,7 +102,6 @@ def sha256_until(records: Iterable[Record], step: int) -> str:
 
 
 def step_of(record: Record) -> int:
-    """The step of a record from ``decode_records``."""
     return int(record["step"] or 0)
 
 
@@ -191,8 +188,7 @@ class MetricsWriter(Closing):
         """
         if step <= self._last_step:
             raise RecordsError(
-                f"step {step} was written after step {self._last_step}, "
-                f"expected one record a step, in order"
+                f"step {step} was written after step {self._last_step}, expected one record a step, in order"
             )
         self._lines.append(encode_record(step, values) + "\n")
         self._last_step = step
@@ -202,5 +198,4 @@ class MetricsWriter(Closing):
         self._events.flush()
 
     def close(self) -> None:
-        """Close the file of events."""
         self._events.close()

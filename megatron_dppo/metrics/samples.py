@@ -61,7 +61,6 @@ class Sample:
     masked: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A line of the file."""
         return asdict(self)
 
     @classmethod

@@ -74,7 +74,6 @@ class MetricSums:
     __add__ = merge
 
     def add(self, name: str, value: Tensor | float) -> MetricSums:
-        """A copy with ``value`` added to the sum ``name``."""
         return self.merge(MetricSums(sums={name: torch.as_tensor(value, dtype=torch.float64)}))
 
     def to_vector(
@@ -112,9 +111,8 @@ class MetricSums:
         expected = names.vector_size(world_size)
         if vector.shape != (expected,):
             raise ValueError(
-                f"metric vector has shape {tuple(vector.shape)}, expected ({expected},) for "
-                f"{len(names.sums)} sums, {len(names.maxima)} maxima and {len(names.minima)} "
-                f"minima of {world_size} ranks"
+                f"metric vector has shape {tuple(vector.shape)}, expected ({expected},) for {len(names.sums)} sums, "
+                f"{len(names.maxima)} maxima and {len(names.minima)} minima of {world_size} ranks"
             )
         n, high = len(names.sums), len(names.maxima)
         slots = vector[n:].reshape(world_size, high + len(names.minima))
@@ -168,8 +166,7 @@ class NamedMaskedToken(MaskedToken):
 class MaskedTokenCounts:
     """Counts of one step: int32 ``[2, V]``, rows A > 0 and A < 0, V the unpadded vocabulary.
 
-    Allocated by the first ``add``, on its device (8 V bytes: 1.2 MB for V = 151,936). No device
-    sync.
+    Allocated by the first ``add``, on its device (8 V bytes: 1.2 MB for V = 151,936). No device sync.
     """
 
     vocab_size: int
@@ -245,7 +242,6 @@ def most_masked(counts: Tensor, shown: int = SHOWN) -> list[MaskedToken]:
 def with_text(
     tokens: Sequence[MaskedToken], text_of: Callable[[int], str]
 ) -> list[NamedMaskedToken]:
-    """``tokens`` with the text of each id."""
     return [NamedMaskedToken(**token, text=text_of(token["id"])) for token in tokens]
 
 

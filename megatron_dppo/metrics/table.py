@@ -213,8 +213,7 @@ MASKED_NEGATIVE = _metric(
     share=True,
     normal=NormalRange(
         "masked tokens of negative advantage",
-        "As for positive advantages; here the mask also keeps unlikely tokens from being pushed to "
-        "probability 0.",
+        "As for positive advantages; here the mask also keeps unlikely tokens from being pushed to probability 0.",
         high=0.01,
     ),
     line=Line("masked", "A < 0", "second", scale=100),
@@ -534,7 +533,6 @@ check.
 
 
 def reference() -> str:
-    """The table as Markdown."""
     rows = []
     for row in METRICS.values():
         normal = [row.range_text("float32"), row.range_text("bfloat16")]

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = batch_parser("mismatch", str(__doc__), step="first", limit=256)
     parser.add_argument(
         "--rollout-policy", type=Path, metavar="FOLDER",
@@ -153,7 +152,6 @@ def policies(options: argparse.Namespace, start: Path, step: int) -> tuple[Path,
 
 
 def routing_fact(measured: Sequence[Measured], *, recorded: bool) -> str:
-    """A line on the recorded routing."""
     if not recorded:
         return "no recorded routing in this batch: what routing does is part of the numerics"
     agreement = next(m.agreement for m in measured if m.agreement is not None)

@@ -32,7 +32,6 @@ def power_of_two(count: int) -> int:
 
 
 def ceil_to(value: int, multiple: int) -> int:
-    """``value`` rounded up to a multiple of ``multiple``."""
     return -(-value // multiple) * multiple
 
 
@@ -143,7 +142,6 @@ class Cluster:
 
     @property
     def gpus(self) -> int:
-        """All of them."""
         return self.nodes * self.gpus_per_node
 
     @property

@@ -138,7 +138,6 @@ class EngineFacts:
 
     @property
     def gpus(self) -> int:
-        """GPUs of one server."""
         return self.tensor * self.pipeline
 
 

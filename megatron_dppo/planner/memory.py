@@ -57,9 +57,10 @@ PER_COMMUNICATOR = CHANNELS * CONNECTIONS * (_LL + _LL128 + _SIMPLE)
 2.29: LL 8 lines x 512 threads x 8 steps x 16 bytes, LL128 120 x 640 x 8 x 8, Simple NCCL_BUFFSIZE = 4 MiB)."""
 
 
-def trainer_communicators(layout: Layout, *, sends: bool) -> int:
-    """Communicators that a trainer rank uses: the world's, one for each parallel dimension of more than one rank, and
-    (``sends``) its own with all engine ranks. Megatron-Core makes more groups; NCCL allocates for those that are used.
+def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
+    """Bytes on a trainer rank, of the communicators that it uses: the world's, one for each parallel dimension of more
+    than one rank, and (``sends``) its own with all engine ranks. Megatron-Core makes more groups; NCCL allocates for
+    those that are used.
     """
     sizes = (
         layout.tensor,
@@ -85,8 +86,7 @@ def engine_communicator_bytes(tensor: int, senders: int) -> int:
     return (int(tensor > 1) + senders) * PER_COMMUNICATOR
 
 
-# Weights, gradients and Adam's state of a rank, as the trainer's settings of Megatron-Core make
-# them.
+# Weights, gradients and Adam's state of a rank, as the trainer's settings of Megatron-Core make them.
 
 _PARAMETER_PAD, _BUCKET_PAD = 64, 128
 
@@ -101,7 +101,6 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """All three."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -202,7 +201,7 @@ class RankBytes:
         return steady + max(training, self.update_buckets)
 
 
-def rank_bytes(facts: RunFacts, stage: int, *, gpu: bool = True) -> RankBytes:
+def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     """Of each rank of ``stage``. Update: a bucket that is gathered, one that is sent, and one on its way to the
     engine's layout; columns on the way between ranks are smaller and earlier."""
     activations = activation_bytes(facts.trainer, stage, facts.rollout.topk)
@@ -211,15 +210,14 @@ def rank_bytes(facts: RunFacts, stage: int, *, gpu: bool = True) -> RankBytes:
         stage=stage,
         state=state_bytes(facts.trainer, stage),
         activations=activations,
-        update_buckets=max(3 * facts.bucket_bytes, 2 * _COLUMN_PIECE) if gpu else 0,
-        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=sends) if gpu else 0,
-        context=CONTEXT if gpu else 0,
-        fragmentation=round(activations.total * FRAGMENTATION) if gpu else 0,
+        update_buckets=max(3 * facts.bucket_bytes, 2 * _COLUMN_PIECE),
+        communicators=trainer_communicator_bytes(facts.trainer.layout, sends=sends),
+        context=CONTEXT,
+        fragmentation=round(activations.total * FRAGMENTATION),
     )
 
 
-# A server's GPUs: weights, KV cache, what is left for everything else; sequences that run at
-# once.
+# A server's GPUs: weights, KV cache, what is left for everything else; sequences that run at once.
 
 _ITEM = 2
 _FEW_RUNNING, _MOST_RUNNING = 2048, 4096
@@ -325,8 +323,7 @@ LEAST_RESERVED = 3 * GIB
 Assumption; SGLang's own estimate is the 10 GiB and more of ``default_fraction``."""
 
 
-# Bytes of a rollout batch's per-token columns: on the wire from the engines, and in the ranks'
-# host memory.
+# Bytes of a rollout batch's per-token columns: on the wire from the engines, and in the ranks' host memory.
 
 _TOKEN = 4 + 1
 """Token id int32 and loss mask, bytes."""
@@ -377,13 +374,11 @@ def routing_bytes_per_token(shape: ModelShape) -> int:
 
 
 def _rows(column: Column, rollout: RolloutFacts) -> float:
-    """Rows of a rollout batch."""
     each = rollout.mean_response if column.rows is Rows.SAMPLED else rollout.mean_length - 1
     return rollout.responses * each
 
 
-# Which GPUs train and which serve: the placement of a run (``launch.placement``), counted by
-# node.
+# Which GPUs train and which serve: the placement of a run (``launch.placement``), counted by node.
 
 
 @dataclass(frozen=True)
@@ -399,7 +394,6 @@ class NodeRoles:
 
     @property
     def trainer(self) -> int:
-        """GPUs that train."""
         return len(self.ranks)
 
 
@@ -437,8 +431,7 @@ def _by_node(placement: Placement, cluster: Cluster) -> tuple[NodeRoles, ...]:
     )
 
 
-# Host memory of a node: processes, a batch's columns, copies for a checkpoint, the engines'
-# pinned buffers.
+# Host memory of a node: processes, a batch's columns, copies for a checkpoint, the engines' pinned buffers.
 
 TRAINER_PROCESS = 4 * GIB
 """Python, torch, CUDA's host side and pinned NCCL buffers of a rank. Assumption; 0.5 GiB were measured without CUDA."""
@@ -462,7 +455,6 @@ class HostBytes:
 
     @property
     def total(self) -> int:
-        """All of a node's."""
         return self.processes + self.batch + self.checkpoint + self.capture
 
 

@@ -33,12 +33,10 @@ class RankParameters:
 
     @property
     def elements(self) -> int:
-        """All of them."""
         return elements(self.dense) + elements(self.experts)
 
 
 def elements(counts: Counts) -> int:
-    """Elements of a group of parameters."""
     return sum(size * count for size, count in counts)
 
 
@@ -108,7 +106,6 @@ class Trained:
         return RankParameters(tuple(dense), tuple(experts))
 
     def elements(self, shape: ModelShape) -> int:
-        """Trained elements of the whole model."""
         return trained_elements(shape, self.adapters, routers=self.routers)
 
     def trained_base(self, shape: ModelShape, layout: Layout) -> int:

@@ -78,7 +78,6 @@ class Proposal:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
         assert self.plan.seconds is not None
         return self.plan.seconds.total
 

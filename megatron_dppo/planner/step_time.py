@@ -84,8 +84,7 @@ def hand_over_seconds(
     return cluster.network_latency + sent / (cluster.device.network * LINK_EFFICIENCY)
 
 
-# How long servers take to generate a rollout batch: a roofline of memory bandwidth and FLOPs, and
-# the longest tail.
+# How long servers take to generate a rollout batch: a roofline of memory bandwidth and FLOPs, and the longest tail.
 
 HBM_EFFICIENCY = 0.7
 """Share of the memory's rate that decoding reaches. Assumption."""
@@ -210,7 +209,6 @@ class StepSeconds:
 
     @property
     def phases(self) -> dict[str, float]:
-        """Seconds by name."""
         return {
             "generation": self.generation,
             "recomputed log-probs": self.recompute_pass,
@@ -227,7 +225,6 @@ class StepSeconds:
 
     @property
     def total(self) -> float:
-        """One step from one update to the next."""
         rest = self.update + self.checkpoint
         if self.overlapped:
             return max(self.generation, self.trainer) + rest

@@ -88,8 +88,7 @@ def _gathered(facts: RunFacts) -> int:
     return round(spread * facts.trainer.item_bytes)
 
 
-# A weight update on paper: the very plan of buckets that the ranks make, counted and checked for
-# every rank.
+# A weight update on paper: the very plan of buckets that the ranks make, counted and checked for every rank.
 
 _COPIES = 2
 """Buffers of gathered buckets that take turns on a sender (``checkpoint_conversion.gathering.Buffers``)."""
@@ -130,7 +129,6 @@ class WeightPlan:
         return max(self.sent.values()) * len(self.sent) / sum(self.sent.values())
 
     def lines(self) -> Iterator[str]:
-        """For people."""
         yield f"{self.ranks} ranks, {self.tensors} tensors of {gib(self.weights)} in {self.buckets} buckets"
         yield (
             f"senders: {len(self.sent)}, ranks {', '.join(map(str, sorted(self.sent)))}; the busiest sends "

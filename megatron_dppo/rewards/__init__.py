@@ -124,8 +124,7 @@ def find_reward(name: str) -> Reward:
         return Reward(name)
     if name not in REWARDS:
         raise ValueError(
-            f"unknown reward {name!r}; there are {', '.join(sorted(REWARDS))}, "
-            "or package.module:function"
+            f"unknown reward {name!r}; there are {', '.join(sorted(REWARDS))}, or package.module:function"
         )
     return REWARDS[name]
 
@@ -138,9 +137,8 @@ INTEGER = re.compile(r"[+-]?[0-9]+")
 def exact_integer(response: str, answer: str) -> float:
     """Score 1 if the text after the response's last ``=`` is the integer ``answer``, else 0.
 
-    Without ``=`` the whole response is compared. White space around the integer, a plus sign and
-    leading zeros are ignored; any other character scores 0. Raises ValueError if ``answer`` is not
-    an integer.
+    Without ``=`` the whole response is compared. White space around the integer, a plus sign and leading zeros are
+    ignored; any other character scores 0. Raises ValueError if ``answer`` is not an integer.
     """
     expected = answer.strip()
     if not INTEGER.fullmatch(expected):

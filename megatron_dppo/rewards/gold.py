@@ -52,9 +52,7 @@ def boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def braced(text: str, start: int) -> str | None:
-    """What stands between the brace before ``start`` and the one that closes it; None where none
-    does.
-    """
+    """What stands between the brace before ``start`` and the one that closes it; None where none does."""
     depth = 1
     for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(
         text, start, start + LONGEST_ANSWER + 100

@@ -29,18 +29,15 @@ OnScore = Callable[[], None]
 
 
 class VerifierError(RunError):
-    """The reward function raised, or its worker could not start; the message holds the worker's
-    output.
-    """
+    """The reward function raised, or its worker could not start; the message holds the worker's output."""
 
 
 @dataclass(frozen=True)
 class Score:
     """The result of one check.
 
-    ``timed_out``: the check was killed at the time limit. ``crashed``: the operating system ended
-    it, for one because it asked for too much memory. ``refusal``: why the reward gave no score.
-    In each case ``value`` is 0.
+    ``timed_out``: the check was killed at the time limit. ``crashed``: the operating system ended it, for one because
+    it asked for too much memory. ``refusal``: why the reward gave no score. In each case ``value`` is 0.
     """
 
     value: float
@@ -50,7 +47,6 @@ class Score:
 
     @classmethod
     def of(cls, reply: float | str) -> Score:
-        """A score, or a refusal in words."""
         return cls(0.0, refusal=reply) if isinstance(reply, str) else cls(reply)
 
 
@@ -140,12 +136,10 @@ class Verifier:
         return scores
 
     def require(self, scores: Sequence[Score], pairs: Sequence[Pair]) -> None:
-        """Raise VerifierError where a score is a refusal."""
         for score, (response, answer) in zip(scores, pairs, strict=True):
             if score.refusal is not None:
                 raise VerifierError(
-                    f"reward {self._name}: {score.refusal}; response {_shorten(response)}, "
-                    f"answer {_shorten(answer)}"
+                    f"reward {self._name}: {score.refusal}; response {_shorten(response)}, answer {_shorten(answer)}"
                 )
 
     def _score_in_worker(self, pair: Pair) -> Score:

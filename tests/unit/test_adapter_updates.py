@@ -12,8 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_dppo.checkpoint_conversion.adapters import WEIGHTS, AdapterFolder
+from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
+from megatron_dppo.config.lora import PEFT_WEIGHTS
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineAnswerError
 from megatron_dppo.engine.launch_server import _digests
@@ -70,7 +71,7 @@ class LoraEngine(Engine):
             del self.adapters[name]
             return {}
         assert path == "/load_lora_adapter"
-        self.adapters[name] = found = load_file(Path(body["lora_path"]) / WEIGHTS)
+        self.adapters[name] = found = load_file(Path(body["lora_path"]) / PEFT_WEIGHTS)
         self.step("load")
         digests = {n: hashlib.sha256(t.numpy().tobytes()).hexdigest() for n, t in found.items()}
         return {

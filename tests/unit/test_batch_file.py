@@ -18,10 +18,8 @@ from megatron_dppo.data.batch_file import (
     load_batch,
     save_batch,
 )
-from megatron_dppo.data.trajectory import Trajectory, VersionSpan
+from megatron_dppo.data.trajectory import Trajectory
 from tests.trajectories import same
-
-EARLIER = Path(__file__).parent / "data" / "batch_version_1.safetensors"
 
 
 def answer(i: int, response: list[int], **columns) -> Trajectory:
@@ -200,40 +198,6 @@ def test_rows_that_are_too_few_and_columns_that_nobody_declared_are_refused(tmp_
         read_back(tmp_path, stranger)
 
 
-def test_a_file_of_the_earlier_form_is_read(tmp_path):
-    """Two responses to problem 10, written before trajectories had a loss mask."""
-    (tmp_path / "step_000001.safetensors").write_bytes(EARLIER.read_bytes())
-    first, second = load_batch(tmp_path, 1)
-    assert (first.problem_id, first.sample_index, first.finish_reason) == (10, 0, "stop")
-    assert (second.problem_id, second.sample_index, second.finish_reason) == (10, 1, "length")
-    assert (first.reward, first.advantage) == (1.0, 0.75)
-    assert (second.reward, second.advantage) == (0.25, -0.75)
-    assert first.token_ids.tolist() == [1, 7, 8]
-    assert first.loss_mask.tolist() == [False, True, True]
-    assert first.version_spans == (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
-    assert first.columns["rollout_log_probs"].tolist() == [-0.5, -1.0]
-    assert first.columns["topk_ids"].tolist() == [[7, 2], [8, -1]]
-    assert first.columns["topk_log_probs"].tolist() == [[-0.5, -1.5], [-1.0, -2.0]]
-    assert "routed_experts" not in first.columns
-    assert second.token_ids.tolist() == [1, 2, 9, 3]
-    assert second.loss_mask.tolist() == [False, False, True, True]
-    assert second.version_spans == (VersionSpan(5, 0, 2),)
-    assert second.columns["routed_experts"].tolist() == [[[0, 1]], [[2, 3]], [[1, 0]]]
-    assert second.columns["routed_experts"].dtype == np.uint8
-    assert all_same(written(tmp_path, [first, second]), [first, second])
-    assert SavedBatch(tmp_path, 1).problems == [10, 10]
-    assert all_same(SavedBatch(tmp_path, 1).read([1]), [second])
-
-
-def test_a_damaged_file_of_the_earlier_form_is_refused(tmp_path):
-    arrays = load(EARLIER.read_bytes())
-    with pytest.raises(BatchFormatError, match="3 input values to the 4 output"):
-        read_back(tmp_path, {**arrays, "response_ids": arrays["response_ids"][:3]})
-    routed = np.ones_like(arrays["routed_experts"])
-    with pytest.raises(BatchFormatError, match="same expert twice"):
-        read_back(tmp_path, {**arrays, "routed_experts": routed})
-
-
 def flipped(content: bytes, bit: int) -> bytes:
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
@@ -284,12 +248,13 @@ def test_a_bit_of_mu_is_told_with_its_trajectory(tmp_path):
     assert saved.read([1], without={"rollout_log_probs"})  # what is not used can do no harm
 
 
-def test_a_file_of_the_present_form_without_hashes_is_read(tmp_path):
+def test_a_file_without_hashes_is_refused(tmp_path):
     batch = hashed_batch()
     path = save_batch(tmp_path, 3, batch)
     arrays = {n: a for n, a in load(path.read_bytes()).items() if not n.startswith("hash.")}
     path.write_bytes(save(arrays))
-    assert all_same(load_batch(tmp_path, 3), batch)
+    with pytest.raises(BatchFormatError, match="its arrays lack"):
+        load_batch(tmp_path, 3)
 
 
 def test_a_kill_inside_a_save_leaves_whole_batches(tmp_path):

@@ -30,7 +30,7 @@ LAYERS = (  # from the ground up; a module may import its own package and everyt
 )
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 OWNERS = {"megatron": "trainer", "sglang": "engine", "smg": "fleet"}
-PEERS = "mask_benchmark/contenders.py"
+PEERS = "mask_benchmark/measure.py"
 """Measures Megatron-Core's cross entropies beside ours."""
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

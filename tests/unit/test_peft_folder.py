@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_dppo.checkpoint_conversion.adapters import CONFIG, WEIGHTS, PeftReader, write_peft
+from megatron_dppo.checkpoint_conversion.adapters import PeftReader, write_peft
 from megatron_dppo.config import ConfigError, load_config
+from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.launch.library_checks import check_everything
 from megatron_dppo.model.adapters import Adapters, adapter_tensors
 from megatron_dppo.model.errors import CheckpointError
@@ -39,10 +40,10 @@ def test_what_is_written_is_read(tmp_path, shape, adapters):
 
 def test_names_are_pefts_and_shared_adapters_are_written_for_every_expert(tmp_path, shape):
     tensors = written(tmp_path / "plain", PLAIN, shape)
-    stored = load_file(tmp_path / "plain" / WEIGHTS)
+    stored = load_file(tmp_path / "plain" / PEFT_WEIGHTS)
     assert torch.equal(stored[f"base_model.model.{A}.weight"], tensors[A])
     tensors = written(tmp_path / "shared", SHARED, shape)
-    stored = load_file(tmp_path / "shared" / WEIGHTS)
+    stored = load_file(tmp_path / "shared" / PEFT_WEIGHTS)
     assert len(stored) == 4 * 8 * 2
     one = "model.layers.1.mlp.experts.{}.down_proj.lora_B"
     for expert in range(8):
@@ -70,7 +71,7 @@ def test_adapters_of_another_kind_or_family_are_refused(tmp_path, shape):
     dense = load_model_shape(write_checkpoint(tmp_path / "dense", DENSE))
     with pytest.raises(CheckpointError, match="shapes differ"):
         PeftReader(tmp_path / "out", PLAIN, dense)
-    path = tmp_path / "out" / CONFIG
+    path = tmp_path / "out" / PEFT_CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": True}))
     with pytest.raises(CheckpointError, match="use_dora is True, expected False"):
         PeftReader(tmp_path / "out", PLAIN, shape)
@@ -78,9 +79,9 @@ def test_adapters_of_another_kind_or_family_are_refused(tmp_path, shape):
 
 def test_experts_that_should_share_must_be_alike(tmp_path, shape):
     written(tmp_path / "out", SHARED, shape)
-    stored = load_file(tmp_path / "out" / WEIGHTS)
+    stored = load_file(tmp_path / "out" / PEFT_WEIGHTS)
     stored["base_model.model.model.layers.0.mlp.experts.5.down_proj.lora_A.weight"] += 1
-    save_file(stored, tmp_path / "out" / WEIGHTS)
+    save_file(stored, tmp_path / "out" / PEFT_WEIGHTS)
     with (
         PeftReader(tmp_path / "out", SHARED, shape) as reader,
         pytest.raises(CheckpointError, match=r"experts\.5\.down_proj.* differs"),

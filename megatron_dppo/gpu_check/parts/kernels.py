@@ -255,7 +255,6 @@ def _measured(bench: Bench, ranks: int) -> dict[str, Any]:
 
 
 def mask_rows(result: Mapping[str, Any]) -> Iterator[Row]:
-    """A row of each implementation and of each mask."""
     ranks = result["settings"]["tp"]
     for timed in result["implementations"]:
         ms = timed["forward_ms"] + timed["backward_ms"]

@@ -1,13 +1,12 @@
 """A batch's way from the leaders that generate it to the ranks that train on it.
 
-``announce`` tells every rank the outlines of all trajectories: lengths, scores, weight versions. Tokens
-and columns stay with the leader that generated them (recorded routing alone takes 384 bytes a token for
-Qwen3-30B-A3B). Once the plan of the step says which replica trains on what, ``ColumnExchange`` sends
-each array once to every host of that replica, into memory that the replica's ranks there share, and
-every receiver compares a hash with the owner's.
+``announce`` tells every rank the outlines of all trajectories: lengths, scores, weight versions. Tokens and columns
+stay with the leader that generated them (recorded routing alone takes 384 bytes a token for Qwen3-30B-A3B). Once the
+plan of the step says which replica trains on what, ``ColumnExchange`` sends each array once to every host of that
+replica, into memory that the replica's ranks there share, and every receiver compares a hash with the owner's.
 
-What travels is a ``ColumnPart``: one array of one trajectory. Recorded routing has a part for each pipeline
-stage, which needs no other layers; other columns go to the stages that read them (``data/columns.py``).
+What travels is a ``ColumnPart``: one array of one trajectory. Recorded routing has a part for each pipeline stage,
+which needs no other layers; other columns go to the stages that read them (``data/columns.py``).
 """
 
 from __future__ import annotations
@@ -24,13 +23,7 @@ import torch.distributed as dist
 
 from megatron_dppo.data.batch_file import digest
 from megatron_dppo.data.columns import Form, declared
-from megatron_dppo.data.trajectory import (
-    Outline,
-    Trajectory,
-    check_complete,
-    row_count,
-    sizes_of,
-)
+from megatron_dppo.data.trajectory import Outline, Trajectory, check_complete, row_count, sizes_of
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.scratch import SharedBuffer, aligned, free_bytes, mapped, memory_name
 from megatron_dppo.trainer import platform
@@ -67,8 +60,7 @@ def announce(
 ) -> tuple[list[Outline], dict[int, Trajectory]]:
     """Outlines of all leaders' trajectories, and this rank's ``trajectories`` by position. Collective.
 
-    Groups are in the order of ``positions``: those of the groups in the batch as generated, which say
-    who has them.
+    Groups are in the order of ``positions``: those of the groups in the batch as generated, which say who has them.
     """
     rows_by_rank = all_gather_json([Outline.of(t) for t in trajectories])
     rows = {leader: iter(rows_by_rank[leader]) for leader in topology.leaders}
@@ -109,12 +101,10 @@ class Stages:
         return bool(self.layers) and name not in TOKENS and LAYERS in declared(name).trailing[:1]
 
     def parts(self, position: int, name: str) -> list[ColumnPart]:
-        """All parts of a trajectory's column."""
         stages = range(self.count if self.cuts(name) else 1)
         return [ColumnPart(position, name, stage) for stage in stages]
 
     def needs(self, part: ColumnPart, stage: int) -> bool:
-        """Whether the ranks of ``stage`` need it."""
         if part.name in TOKENS:
             return True
         is_read = declared(part.name).read_by.includes(stage, self.count)
@@ -128,7 +118,6 @@ class Stages:
         return form._replace(trailing=(len(self.layers[part.stage]), *form.trailing[1:]))
 
     def split(self, position: int, trajectory: Trajectory) -> dict[ColumnPart, np.ndarray]:
-        """The arrays of a whole trajectory."""
         arrays: dict[ColumnPart, np.ndarray] = {
             ColumnPart(position, "token_ids"): trajectory.token_ids,
             ColumnPart(position, "loss_mask"): trajectory.loss_mask,
@@ -140,7 +129,6 @@ class Stages:
         return arrays
 
     def trajectory(self, outline: Outline, arrays: Mapping[ColumnPart, np.ndarray]) -> Trajectory:
-        """The trajectory of these parts."""
         columns: dict[str, dict[int, np.ndarray]] = {}
         for part, array in arrays.items():
             columns.setdefault(part.name, {})[part.stage] = array
@@ -418,9 +406,8 @@ class ColumnExchange:
     ) -> Delivery:
         """The batch with the trajectories that this rank needs, and no others. Collective.
 
-        ``trajectories``: by position, what this rank has if it is a leader. ``needed``: positions by
-        data-parallel rank. ``gather``: global rank 0 gets all. Raises ExchangeError, on all ranks,
-        naming the trajectory.
+        ``trajectories``: by position, what this rank has if it is a leader. ``needed``: positions by data-parallel
+        rank. ``gather``: global rank 0 gets all. Raises ExchangeError, on all ranks, naming the trajectory.
         """
         topology, stages = self.topology, self.stages
         mine = trajectories if topology.is_leader else {}

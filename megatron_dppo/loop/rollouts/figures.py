@@ -43,7 +43,6 @@ class GroupRow(NamedTuple):
 
     @classmethod
     def of(cls, group: Sequence[TrajectoryFacts]) -> GroupRow:
-        """Of one group, once it is verified."""
         return cls(
             responses=len(group),
             reward=sum(t.reward for t in group),
@@ -129,10 +128,9 @@ def routing_figures(
 
 # --- how far behind the trainer the weights were that sampled a batch, token by token, and its bound
 #
-# A batch of step n is trained on from weight version n - 1. The staleness of a token is n - 1
-# less the version that sampled it: 0 in synchronous runs, up to 1 where generation runs one step
-# ahead. Without any, trainer and servers must agree about the tokens; the guard here looks after
-# that.
+# A batch of step n is trained on from weight version n - 1. The staleness of a token is n - 1 less the version that
+# sampled it: 0 in synchronous runs, up to 1 where generation runs one step ahead. Without any, trainer and servers
+# must agree about the tokens; the guard here looks after that.
 
 
 class StalenessError(RunError):
@@ -154,10 +152,9 @@ def check_staleness(batch: Sequence[TrajectoryFacts], step: int, max_staleness: 
         for span in trajectory.version_spans:
             if not 0 <= step - 1 - span.weight_version <= max_staleness:
                 raise StalenessError(
-                    f"step {step} trains weight version {step - 1}, but {trajectory} "
-                    f"has tokens {span.start} to {span.end - 1} of version "
-                    f"{span.weight_version}, expected {step - 1 - max_staleness} to {step - 1} "
-                    f"(rollout.max_staleness: {max_staleness})"
+                    f"step {step} trains weight version {step - 1}, but {trajectory} has tokens {span.start} to "
+                    f"{span.end - 1} of version {span.weight_version}, expected {step - 1 - max_staleness} to "
+                    f"{step - 1} (rollout.max_staleness: {max_staleness})"
                 )
 
 

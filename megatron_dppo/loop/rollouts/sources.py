@@ -275,8 +275,7 @@ class ReplayedRollouts:
             saved = SavedBatch(self._folder, step)
         except FileNotFoundError as error:
             raise BatchFormatError(
-                f"rollout.replay_from: no batch of step {step} in {self._folder} "
-                f"({batch_path(self._folder, step)})"
+                f"rollout.replay_from: no batch of step {step} in {self._folder} ({batch_path(self._folder, step)})"
             ) from error
         size = self._rollout.group_size
         if len(saved.problems) != len(wanted) * size:
