@@ -17,7 +17,6 @@ from typing import NoReturn
 
 from megatron_dppo.config import (
     ConfigError,
-    Plan,
     TrainConfig,
     check_config,
     load_config,
@@ -57,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             from megatron_dppo.planner.run_plan import memory_here
 
-            print(_checked(config, options).summary())
+            print(_checked(config, options))
             here = this_machine()
             print(memory_here(config, here)[0])
             folder = config.model.hf_checkpoint
@@ -92,21 +91,21 @@ def start_faults(config: TrainConfig, machine: Machine) -> list[str]:
     return faults
 
 
-def _checked(config: TrainConfig, options: argparse.Namespace) -> Plan:
-    """What follows from the configuration. Raises ConfigError with what all checks say: of its values, of the
+def _checked(config: TrainConfig, options: argparse.Namespace) -> str:
+    """The layout in a line. Raises ConfigError with what all checks say: of its values, of the
     libraries, of data and checkpoints, as far as those can be looked at then."""
     from megatron_dppo.loop.resuming import data_and_resume_faults
 
-    plan: Plan | None = None
+    layout = ""
     faults: list[str] = []
     try:
-        plan = check_everything(config, options.config, weights=options.answers is not None)
+        layout = check_everything(config, options.config, weights=options.answers is not None)
     except ConfigError as error:
         faults += error.faults
     faults += data_and_resume_faults(config, faults, options.answers)
-    if faults or plan is None:
+    if faults:
         raise ConfigError(faults, options.config)
-    return plan
+    return layout
 
 
 def _check_world(size: int, source: str) -> None:

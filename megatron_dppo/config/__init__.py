@@ -2,13 +2,11 @@
 
 from megatron_dppo.config.checks import check_config, check_supervised_config
 from megatron_dppo.config.errors import ConfigError
-from megatron_dppo.config.layout import Plan
 from megatron_dppo.config.loading import load_as, load_config, resolved_yaml
 from megatron_dppo.config.schema import SupervisedConfig, TrainConfig
 
 __all__ = [
     "ConfigError",
-    "Plan",
     "SupervisedConfig",
     "TrainConfig",
     "check_config",

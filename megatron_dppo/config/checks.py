@@ -24,7 +24,7 @@ from megatron_dppo.config.forwarded import (
     replay_faults,
     training_faults,
 )
-from megatron_dppo.config.layout import Faults, Plan, layout_faults, world_faults
+from megatron_dppo.config.layout import Faults, describe, layout_faults, world_faults
 from megatron_dppo.config.lora import adapter_update_faults, engine_adapter_faults, lora_faults
 from megatron_dppo.config.schema import (
     AlgorithmConfig,
@@ -246,8 +246,8 @@ BATCH_FILES = "step_*.safetensors"
 
 def check_config(
     config: TrainConfig, source: str = "configuration", *, weights: bool = True
-) -> Plan:
-    """Run every check. Returns what follows from the configuration. Raises ConfigError naming ``source``.
+) -> str:
+    """Run every check. Returns the layout in a line. Raises ConfigError naming ``source``.
 
     ``weights``: the model's weights must be there; its config.json and tokenizer always must.
     """
@@ -256,7 +256,7 @@ def check_config(
     model = _checked_model(
         config.model, partial(_model_checks, config), faults, source, weights=weights
     )
-    return Plan.of(config.parallel.sizes, config.rollout, config.training, model)
+    return describe(config.parallel.sizes, config.rollout, config.training, model)
 
 
 def check_supervised_config(config: SupervisedConfig, source: str = "configuration") -> None:

@@ -1,9 +1,8 @@
-"""The layout that a configuration asks for: whether it fits the model, and what follows from it."""
+"""The layout that a configuration asks for: whether it fits the model, and in a line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from megatron_dppo.config.schema import RolloutConfig, TrainingConfig

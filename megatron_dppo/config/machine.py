@@ -54,7 +54,10 @@ LEAST_OPEN_FILES = 128
 """Files and sockets that the processes of a small run hold open, and some to spare."""
 
 _PYTHON_S = 60.0
-_LACKING = "import importlib.util as u, json, sys;print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
+_LACKING = (
+    "import importlib.util as u, json, sys;"
+    "print(json.dumps([m for m in sys.argv[1:] if u.find_spec(m) is None]))"
+)
 """Prints which of the packages that are given an interpreter has not, as JSON."""
 
 

@@ -31,6 +31,7 @@ from megatron_dppo.demo.material import (
     trainer_overrides,
 )
 from megatron_dppo.metrics.table import Dtype
+from megatron_dppo.system.files import unused_path
 
 CONFIG = EXAMPLES / "tiny_moe" / "config.yaml"
 FLAGS = {"run.directory": "--directory", "run.seed": "--seed"}
@@ -86,8 +87,7 @@ def set_aside(directory: Path, seed: int, overrides: Sequence[str]) -> None:
     if same and not finished:
         return
     stamp = f"{directory.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    names = (stamp, *(f"{stamp}-{count}" for count in range(2, 100)))
-    renamed = next(path for name in names if not (path := directory.with_name(name)).exists())
+    renamed = unused_path(directory.with_name(stamp))
     directory.rename(renamed)
     kind = "finished run" if finished else "run of another seed or algorithm"
     CONSOLE.print(f"[demo] the {kind} in {directory} is now {renamed}", markup=False)

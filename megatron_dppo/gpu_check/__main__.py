@@ -17,7 +17,7 @@ from megatron_dppo.config.machine import this_machine
 from megatron_dppo.gpu_check.part import PARTS, CheckPart, Row, discover
 from megatron_dppo.gpu_check.runner import PartResult, run_part
 from megatron_dppo.logging import fatal
-from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.files import unused_path, write_atomically
 
 DIRECTORY = Path("runs/gpu_check")
 JSON_FILE, PAGE_FILE = "gpu_check.json", "gpu_check.md"
@@ -77,11 +77,7 @@ def fresh_folder(directory: Path) -> Path:
     """``directory``, made anew; what an earlier check left there is renamed, and nothing deleted."""
     if directory.exists():
         stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(directory.stat().st_mtime))
-        names = (
-            f"{directory.name}-{stamp}{suffix}"
-            for suffix in ("", *(f"-{i}" for i in range(2, 100)))
-        )
-        directory.rename(next(p for name in names if not (p := directory.with_name(name)).exists()))
+        directory.rename(unused_path(directory.with_name(f"{directory.name}-{stamp}")))
     directory.mkdir(parents=True)
     return directory
 

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 from megatron_dppo.config import (
     ConfigError,
-    Plan,
     SupervisedConfig,
     TrainConfig,
     check_config,
@@ -50,10 +49,10 @@ def check_in_child(module: str, arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def check_everything(config: TrainConfig, source: str, *, weights: bool) -> Plan:
+def check_everything(config: TrainConfig, source: str, *, weights: bool) -> str:
     """Run every check of a run of reinforcement learning.
 
-    Returns what follows from the configuration. Raises ConfigError with all faults, naming ``source``: those that need
+    Returns the layout in a line. Raises ConfigError with all faults, naming ``source``: those that need
     no library, and names of rewards and options of libraries that nobody knows. ``weights``: as in ``check_config``.
     """
     from megatron_dppo.rewards import find_reward

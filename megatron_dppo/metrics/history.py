@@ -23,7 +23,7 @@ from megatron_dppo.metrics.records import (
     step_of,
 )
 from megatron_dppo.metrics.summary import SUMMARY_FILE
-from megatron_dppo.system.files import write_atomically
+from megatron_dppo.system.files import unused_path, write_atomically
 
 CHECKPOINTS_FOLDER = "checkpoints"
 ROLLOUTS_FOLDER = "rollouts"
@@ -97,16 +97,9 @@ def keep_copy(directory: str | Path) -> Path:
 
 def _new_folder(directory: Path) -> Path:
     """A new ``earlier-<UTC time>``; numbered where two starts fall into one second."""
-    name = time.strftime("earlier-%Y%m%d-%H%M%S", time.gmtime())
-    count = 1
-    while True:
-        folder = directory / (name if count == 1 else f"{name}-{count}")
-        try:
-            folder.mkdir()
-        except FileExistsError:
-            count += 1
-        else:
-            return folder
+    folder = unused_path(directory / time.strftime("earlier-%Y%m%d-%H%M%S", time.gmtime()))
+    folder.mkdir()
+    return folder
 
 
 def _last_checkpoint(path: Path) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, zip_longest
 from math import ceil
 from typing import Any, Literal
@@ -289,17 +290,6 @@ def draw_length(axes: Axes, runs: list[RunRecords]) -> None:
     finish(axes, "Response length and truncation", "tokens", handles)
 
 
-def draw_update_seconds(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw each update's seconds, their part in which the engines stood still, and the fewest that the network allows
-    (where its rate is stated)."""
-    _draw_from_zero(axes, runs, "update seconds", "Weight update: time", "seconds")
-
-
-def draw_update_bytes(axes: Axes, runs: list[RunRecords]) -> None:
-    """Draw the bytes that each update moved, their static lower bound, and those of them that left a node."""
-    _draw_from_zero(axes, runs, "update bytes", "Weight update: bytes", "GB")
-
-
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the model's FLOP/s of a rank: as a share of the GPU's peak where every run's is known, else in TFLOP/s."""
     is_known = all(is_recorded([run], names.MFU) for run in runs)
@@ -330,6 +320,15 @@ def _draw_from_zero(
         handles += plot_on_the_right(axes, runs, panel, *right)
     finish(axes, title, unit, handles)
 
+
+draw_update_seconds = partial(
+    _draw_from_zero, panel="update seconds", title="Weight update: time", unit="seconds"
+)
+"""Each update's seconds, their part in which the engines stood still, and the fewest that the network allows."""
+draw_update_bytes = partial(
+    _draw_from_zero, panel="update bytes", title="Weight update: bytes", unit="GB"
+)
+"""The bytes that each update moved, their static lower bound, and those of them that left a node."""
 
 REST = "rest"
 PHASE_COLOURS = {

@@ -10,6 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import BinaryIO, Self
 
@@ -40,6 +41,12 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     sync_to_disk(path.parent)
+
+
+def unused_path(path: Path) -> Path:
+    """``path``, or the first of ``path-2``, ``path-3``, ... that nothing is at."""
+    others = (path.with_name(f"{path.name}-{number}") for number in count(2))
+    return next(candidate for candidate in chain([path], others) if not candidate.exists())
 
 
 def write_atomically(path: Path, content: str | bytes, mode: int = 0o644) -> None:
