@@ -15,14 +15,8 @@ from typing import Any
 
 import torch
 
+from megatron_dppo.checkpoint_conversion import tensor_store
 from megatron_dppo.checkpoint_conversion.certificate import TRACKER, Certificate, side_files
-from megatron_dppo.checkpoint_conversion.tensor_store import (
-    SafetensorsFile,
-    SafetensorsFileWriter,
-    TensorSpec,
-    check_store,
-    read_slice,
-)
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.mapping import hf_tensors
 from megatron_dppo.model.shape import ModelShape
@@ -120,15 +114,15 @@ class SafetensorsReader(Closing):
 
     def __init__(self, hf_dir: str | Path) -> None:
         self.folder = Path(hf_dir)
-        self._files: list[SafetensorsFile] = []
-        self._file_of: dict[str, SafetensorsFile] = {}
+        self._files: list[tensor_store.SafetensorsFile] = []
+        self._file_of: dict[str, tensor_store.SafetensorsFile] = {}
         try:
             self._open()
         except CheckpointError:
             self.close()
             raise
-        self.specs: dict[str, TensorSpec] = {
-            name: TensorSpec(file.entries[name].shape, file.entries[name].dtype)
+        self.specs: dict[str, tensor_store.TensorSpec] = {
+            name: tensor_store.TensorSpec(file.entries[name].shape, file.entries[name].dtype)
             for name, file in self._file_of.items()
         }
 
@@ -156,7 +150,7 @@ class SafetensorsReader(Closing):
             )
 
     def _add(self, path: Path) -> None:
-        file = SafetensorsFile(path)
+        file = tensor_store.SafetensorsFile(path)
         self._files.append(file)
         for name in file.entries:
             if name in self._file_of:
@@ -173,11 +167,11 @@ class SafetensorsReader(Closing):
         self, name: str, dim: int = 0, start: int = 0, length: int | None = None
     ) -> torch.Tensor:
         """``tensor.narrow(dim, start, length)``, contiguous; to the end without a length."""
-        return read_slice(self, name, dim, start, length)
+        return tensor_store.read_slice(self, name, dim, start, length)
 
     def check(self, shape: ModelShape) -> None:
         """Raise CheckpointError where names, shapes or dtypes are not those of ``shape``'s config."""
-        check_store(self, shape, str(self.folder))
+        tensor_store.check_store(self, shape, str(self.folder))
 
     def close(self) -> None:
         for file in self._files:
@@ -196,7 +190,7 @@ class ShardedWriter:
     def __init__(
         self,
         out_dir: str | Path,
-        tensors: Mapping[str, TensorSpec],
+        tensors: Mapping[str, tensor_store.TensorSpec],
         *,
         max_shard_bytes: int = DEFAULT_SHARD_BYTES,
         side_files_from: str | Path | None = None,
@@ -207,13 +201,15 @@ class ShardedWriter:
         self._unwritten = {name: spec.shape[0] for name, spec in tensors.items()}
         self._staged = StagedFolder(out_dir, sum(spec.bytes for spec in tensors.values()))
         self._files = plan_files(self._tensors, max_shard_bytes)
-        self._writer_of: dict[str, SafetensorsFileWriter] = {}
+        self._writer_of: dict[str, tensor_store.SafetensorsFileWriter] = {}
 
     def __enter__(self) -> ShardedWriter:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(self._staged)
             for file, specs in self._files.items():
-                writer = stack.enter_context(SafetensorsFileWriter(folder / file, specs))
+                writer = stack.enter_context(
+                    tensor_store.SafetensorsFileWriter(folder / file, specs)
+                )
                 self._writer_of.update(dict.fromkeys(specs, writer))
             self._stack = stack.pop_all()
         return self
@@ -258,7 +254,7 @@ def write_hf_checkpoint(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write a whole model from a stream of ``(name, tensor)``, with config and tokenizer of ``side_files_from``."""
-    specs = {name: TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
+    specs = {name: tensor_store.TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
     with ShardedWriter(
         out_dir, specs, max_shard_bytes=max_shard_bytes, side_files_from=side_files_from
     ) as writer:
@@ -275,13 +271,13 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def plan_files(
-    tensors: Mapping[str, TensorSpec], max_shard_bytes: int
-) -> dict[str, dict[str, TensorSpec]]:
+    tensors: Mapping[str, tensor_store.TensorSpec], max_shard_bytes: int
+) -> dict[str, dict[str, tensor_store.TensorSpec]]:
     """The tensors of each of a folder's weight files, by its name.
 
     Files of at most ``max_shard_bytes`` in the order of ``tensors``; a larger tensor has one to itself.
     """
-    shards: list[dict[str, TensorSpec]] = [{}]
+    shards: list[dict[str, tensor_store.TensorSpec]] = [{}]
     filled = 0
     for name, spec in tensors.items():
         if shards[-1] and filled + spec.bytes > max_shard_bytes:
@@ -297,7 +293,9 @@ def plan_files(
 
 
 def complete_folder(
-    folder: Path, files: Mapping[str, Mapping[str, TensorSpec]], side_files_from: str | Path | None
+    folder: Path,
+    files: Mapping[str, Mapping[str, tensor_store.TensorSpec]],
+    side_files_from: str | Path | None,
 ) -> None:
     """Write what is beside a folder's weight files: an index over several, and what ``side_files_from`` has."""
     specs = {name: spec for tensors in files.values() for name, spec in tensors.items()}

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from megatron_dppo.checkpoint_conversion import tensor_store
 from megatron_dppo.checkpoint_conversion.certificate import (
     FILE,
     Certificate,
@@ -16,21 +17,13 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     load_certificate,
 )
 from megatron_dppo.checkpoint_conversion.hf_folder import SafetensorsReader
-from megatron_dppo.checkpoint_conversion.tensor_store import (
-    TensorSpec,
-    TensorStore,
-    check_tensors,
-    check_tied_copy,
-    read_slice,
-    row_blocks,
-)
 from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistCheckpoint
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import Closing
 
 
-class Store(TensorStore, Protocol):
+class Store(tensor_store.TensorStore, Protocol):
     """A folder's tensors."""
 
     @property
@@ -54,7 +47,7 @@ class CheckedReader(Closing):
         self._hashes = TensorHashes()
 
     @property
-    def specs(self) -> Mapping[str, TensorSpec]:
+    def specs(self) -> Mapping[str, tensor_store.TensorSpec]:
         """Shape and dtype of every tensor."""
         return self._store.specs
 
@@ -63,8 +56,8 @@ class CheckedReader(Closing):
 
         And where a tied model stores an output layer that is not its embedding.
         """
-        check_tensors(self.specs, shape, str(self._store.folder))
-        check_tied_copy(self._store, shape, str(self._store.folder))
+        tensor_store.check_tensors(self.specs, shape, str(self._store.folder))
+        tensor_store.check_tied_copy(self._store, shape, str(self._store.folder))
 
     def read(
         self, name: str, dim: int = 0, start: int = 0, length: int | None = None
@@ -75,7 +68,7 @@ class CheckedReader(Closing):
             digest = self._hashes.add(self._store, name)
             self._certificate.check_tensor(name, digest, self._store.folder)
             self._checked.add(name)
-        return read_slice(self._store, name, dim, start, length)
+        return tensor_store.read_slice(self._store, name, dim, start, length)
 
     def close(self) -> None:
         self._hashes.close()
@@ -102,7 +95,7 @@ def tensor_digests(folder: str | Path, part: int = 0, parts: int = 1) -> dict[st
     """Name -> SHA-256 (hex) of every ``parts``-th tensor of the folder from number ``part`` on, by name."""
     with open_checkpoint(folder) as reader, TensorHashes() as hashes:
         for name in sorted(reader.specs)[part::parts]:
-            for start, count in row_blocks(reader.specs[name]):
+            for start, count in tensor_store.row_blocks(reader.specs[name]):
                 hashes.update(name, reader.read(name, 0, start, count))
         return hashes.digests()
 

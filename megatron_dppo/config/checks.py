@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.algorithms.table import carried_topk
+from megatron_dppo.config import schema
 from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.forwarded import (
@@ -26,19 +27,6 @@ from megatron_dppo.config.forwarded import (
 )
 from megatron_dppo.config.layout import Faults, describe, layout_faults, world_faults
 from megatron_dppo.config.lora import adapter_update_faults, engine_adapter_faults, lora_faults
-from megatron_dppo.config.schema import (
-    AlgorithmConfig,
-    DataConfig,
-    EngineConfig,
-    EvaluationConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ProfileConfig,
-    RolloutConfig,
-    Section,
-    SupervisedConfig,
-    TrainConfig,
-)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
 
@@ -49,7 +37,7 @@ MOST_STOPS = 32
 """Stop texts that SGLang takes."""
 
 
-def data_file_faults(data: DataConfig) -> Faults:
+def data_file_faults(data: schema.DataConfig) -> Faults:
     """Files that are not there, weights of some files alone, names that can't name metrics."""
     listed = not isinstance(data.train, str)
     files = {
@@ -80,7 +68,7 @@ def data_file_faults(data: DataConfig) -> Faults:
             )
 
 
-def prompt_form_faults(data: DataConfig, stop: Sequence[str]) -> Faults:
+def prompt_form_faults(data: schema.DataConfig, stop: Sequence[str]) -> Faults:
     """Templates without a place for the problem, prompts that nothing would carry, stop texts."""
     if data.prompt_template is not None and data.prompt_template.count(PLACEHOLDER) != 1:
         yield (
@@ -114,13 +102,13 @@ LONGEST_WAIT_S = 10**8
 """Three years; ``threading`` takes a hundred times that, ``select`` and timers of C++ less."""
 
 
-def refuse_unusable_values(config: Section, source: str) -> None:
+def refuse_unusable_values(config: schema.Section, source: str) -> None:
     """Raise ConfigError naming ``source`` for :func:`unusable_values`. Comes before checks that open paths."""
     if faults := unusable_values(config):
         raise ConfigError(faults, source)
 
 
-def unusable_values(config: Section) -> list[str]:
+def unusable_values(config: schema.Section) -> list[str]:
     """Texts that no path, name or URL may hold, and numbers that no library takes."""
     return [
         f"{key}: {complaint}"
@@ -163,9 +151,9 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> Faults:
 
 
 def length_faults(
-    data: DataConfig,
-    rollout: RolloutConfig,
-    evaluation: EvaluationConfig,
+    data: schema.DataConfig,
+    rollout: schema.RolloutConfig,
+    evaluation: schema.EvaluationConfig,
     sglang: Mapping[str, Any],
     model: ModelShape,
 ) -> Faults:
@@ -245,7 +233,7 @@ BATCH_FILES = "step_*.safetensors"
 
 
 def check_config(
-    config: TrainConfig, source: str = "configuration", *, weights: bool = True
+    config: schema.TrainConfig, source: str = "configuration", *, weights: bool = True
 ) -> str:
     """Run every check. Returns the layout in a line. Raises ConfigError naming ``source``.
 
@@ -259,7 +247,7 @@ def check_config(
     return describe(config.parallel.sizes, config.rollout, config.training, model)
 
 
-def check_supervised_config(config: SupervisedConfig, source: str = "configuration") -> None:
+def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:
     """As :func:`check_config`, of a supervised run."""
     refuse_unusable_values(config, source)
     parallel, training = config.parallel, config.training
@@ -289,7 +277,7 @@ def check_supervised_config(config: SupervisedConfig, source: str = "configurati
 
 
 def _checked_model(
-    section: ModelConfig,
+    section: schema.ModelConfig,
     checks: Callable[[ModelShape], tuple[Faults, ...]],
     faults: list[str],
     source: str,
@@ -309,7 +297,7 @@ def _checked_model(
     return model
 
 
-def batch_faults(rollout: RolloutConfig, size: int, data: int) -> Faults:
+def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> Faults:
     """Why a rollout batch can't be cut into optimiser steps of ``size`` prompts, or shared by ``data`` replicas."""
     if rollout.prompts_per_step % size:
         yield (
@@ -334,7 +322,7 @@ def batch_faults(rollout: RolloutConfig, size: int, data: int) -> Faults:
         )
 
 
-def schedule_faults(optimizer: OptimizerConfig) -> Faults:
+def schedule_faults(optimizer: schema.OptimizerConfig) -> Faults:
     """Numbers of the learning rate's schedule that don't go together."""
     falls, end = optimizer.schedule != "constant", optimizer.decay_steps
     if falls and (end is None or end <= optimizer.warmup_steps):
@@ -351,7 +339,7 @@ def schedule_faults(optimizer: OptimizerConfig) -> Faults:
         yield f"optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr, {optimizer.lr}"
 
 
-def _untruncated_sampling(rollout: RolloutConfig) -> Faults:
+def _untruncated_sampling(rollout: schema.RolloutConfig) -> Faults:
     reason = "the engine's log-probabilities ignore the truncation, the samples do not"
     if rollout.top_p != 1:
         yield f"rollout.top_p: got {rollout.top_p}, expected 1: {reason}"
@@ -359,14 +347,14 @@ def _untruncated_sampling(rollout: RolloutConfig) -> Faults:
         yield f"rollout.top_k: got {rollout.top_k}, expected -1 (off): {reason}"
 
 
-def _algorithm(algorithm: AlgorithmConfig) -> Faults:
+def _algorithm(algorithm: schema.AlgorithmConfig) -> Faults:
     try:
         algorithm.facts()
     except ValueError as error:
         yield f"algorithm: {error}"
 
 
-def _aggregation(algorithm: AlgorithmConfig) -> Faults:
+def _aggregation(algorithm: schema.AlgorithmConfig) -> Faults:
     takes_constant = algorithm.aggregation == "sequence-mean-with-constant"
     if not takes_constant and algorithm.aggregation_constant is not None:
         yield (
@@ -375,8 +363,8 @@ def _aggregation(algorithm: AlgorithmConfig) -> Faults:
         )
 
 
-def _reference(algorithm: AlgorithmConfig) -> Faults:
-    unchanged = AlgorithmConfig()
+def _reference(algorithm: schema.AlgorithmConfig) -> Faults:
+    unchanged = schema.AlgorithmConfig()
     if algorithm.reference_kl > 0:
         return
     for key in ("reference_estimator", "reference_importance_weights"):
@@ -395,7 +383,7 @@ def _replay_folder(folder: str | None) -> Faults:
         )
 
 
-def _profile(profile: ProfileConfig, world: int, steps: int) -> Faults:
+def _profile(profile: schema.ProfileConfig, world: int, steps: int) -> Faults:
     """Steps and ranks that there are none of, so that no trace would come."""
     if odd := [rank for rank in profile.ranks if not 0 <= rank < world]:
         yield f"profile.ranks: got {odd}, expected ranks from 0 to {world - 1}"
@@ -403,7 +391,7 @@ def _profile(profile: ProfileConfig, world: int, steps: int) -> Faults:
         yield f"profile.steps: got {odd}, expected steps from 1 to run.steps = {steps}"
 
 
-def _overlap(rollout: RolloutConfig) -> Faults:
+def _overlap(rollout: schema.RolloutConfig) -> Faults:
     if rollout.replay_from is not None and rollout.max_staleness:
         yield (
             f"rollout.max_staleness: got {rollout.max_staleness} with rollout.replay_from, "
@@ -422,7 +410,7 @@ def _run_directory(directory: str) -> Faults:
         yield f"run.directory: got {directory!r}, which is a file, expected a folder"
 
 
-def _engine(engine: EngineConfig, rollout: RolloutConfig) -> Faults:
+def _engine(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> Faults:
     if engine.port is not None and engine.port + engine.started > 65536:
         yield (
             f"engine.port: got {engine.port} for {engine.started} servers, expected at most "
@@ -442,7 +430,7 @@ def _engine(engine: EngineConfig, rollout: RolloutConfig) -> Faults:
 
 
 def _router_replay(
-    rollout: RolloutConfig, megatron: Mapping[str, Any], model: ModelShape
+    rollout: schema.RolloutConfig, megatron: Mapping[str, Any], model: ModelShape
 ) -> Faults:
     if not rollout.router_replay:
         return
@@ -453,7 +441,7 @@ def _router_replay(
         )
 
 
-def _topk(algorithm: AlgorithmConfig, configured: int, vocab_size: int) -> Faults:
+def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -> Faults:
     if configured > vocab_size:
         yield (
             f"rollout.topk_log_probs: got {configured}, expected at most the vocabulary's {vocab_size}"
@@ -470,7 +458,7 @@ def _stop_tokens(ids: Sequence[int], vocab_size: int) -> Faults:
         yield f"rollout.stop_token_ids: got {unknown}, expected ids below the vocabulary's {vocab_size}"
 
 
-def _checks(config: TrainConfig) -> tuple[Faults, ...]:
+def _checks(config: schema.TrainConfig) -> tuple[Faults, ...]:
     """The checks that read no model."""
     rollout, algorithm, engine = config.rollout, config.algorithm, config.engine
     return (
@@ -498,7 +486,7 @@ def _checks(config: TrainConfig) -> tuple[Faults, ...]:
     )
 
 
-def _model_checks(config: TrainConfig, model: ModelShape) -> tuple[Faults, ...]:
+def _model_checks(config: schema.TrainConfig, model: ModelShape) -> tuple[Faults, ...]:
     """The checks of ``model`` against the configuration."""
     rollout, sizes = config.rollout, config.parallel.sizes
     return (

@@ -17,15 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from megatron_dppo.algorithms import divergence, rules
+from megatron_dppo.algorithms import divergence, policy_loss, rules
 from megatron_dppo.algorithms.inputs import TokenInputs, rollout
-from megatron_dppo.algorithms.policy_loss import (
-    PPO_CLIP,
-    Algorithm,
-    Decisions,
-    decide,
-    token_metrics,
-)
 from megatron_dppo.algorithms.rules import importance_ratio
 from megatron_dppo.algorithms.table import NEGATIVE
 from megatron_dppo.data.packing import pack
@@ -97,7 +90,7 @@ def response_of(
     index: int,
     mini_batch: int,
     trajectory: Trajectory,
-    algorithm: Algorithm,
+    algorithm: policy_loss.Algorithm,
     columns: Mapping[str, Tensor | None],
     metrics: MetricSums,
     texts: TokenTexts,
@@ -120,7 +113,9 @@ def response_of(
     return Response(index, trajectory, prompt, tokens, metrics)
 
 
-def token_columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor | None]:
+def token_columns(
+    inputs: TokenInputs, decisions: policy_loss.Decisions
+) -> dict[str, Tensor | None]:
     """Fields of ``Token`` for every row of ``inputs``."""
     pi, mu, recomputed = inputs.log_probs, inputs.rollout_log_probs, inputs.recomputed_log_probs
     topk_tv = topk_kl = None
@@ -140,7 +135,7 @@ def token_columns(inputs: TokenInputs, decisions: Decisions) -> dict[str, Tensor
         "recomputed": None if recomputed is None else recomputed.exp(),
         "entropy": inputs.entropy,
         "trains": decisions.trains,
-        "ppo_trains": rules.ratio_clip(inputs, rollout, **PPO_CLIP),
+        "ppo_trains": rules.ratio_clip(inputs, rollout, **policy_loss.PPO_CLIP),
     }
 
 
@@ -157,7 +152,7 @@ BOUNDS: dict[str, Callable[[float, bool], str | None]] = {
 """Name of a preset's number -> (value, A > 0) -> the bound as text; None: no bound for this sign."""
 
 
-def threshold_text(algorithm: Algorithm, positive: bool) -> str:
+def threshold_text(algorithm: policy_loss.Algorithm, positive: bool) -> str:
     """The algorithm's bounds for this sign of A, as text; empty if it blocks nothing."""
     numbers = dict(algorithm.numbers)
     for name, negative in NEGATIVE.items():
@@ -238,7 +233,7 @@ def explain_response(
     index: int,
     mini_batch: int,
     trajectory: Trajectory,
-    algorithm: Algorithm,
+    algorithm: policy_loss.Algorithm,
     logits: Tensor,
     rollout_logits: Tensor | None,
     *,
@@ -283,10 +278,10 @@ def explain_response(
             f"{algorithm.name} compares pi with log-probabilities recomputed at the rollout's "
             "weights: give these weights with --rollout-policy"
         )
-    decisions = decide(algorithm, inputs)
+    decisions = policy_loss.decide(algorithm, inputs)
     columns = token_columns(inputs, decisions)
     columns |= _exact(columns, complete, logits, rollout_logits, vocab_size, temperature)
-    metrics = token_metrics(inputs, decisions, algorithm.ratio_cap)
+    metrics = policy_loss.token_metrics(inputs, decisions, algorithm.ratio_cap)
     sampled = {n: None if c is None else c[inputs.loss_mask] for n, c in columns.items()}
     return response_of(index, mini_batch, trajectory, algorithm, sampled, metrics, texts)
 
@@ -300,7 +295,7 @@ def _with_recomputed(trajectory: Trajectory, log_mu: Tensor | None) -> Trajector
 
 
 def _with_topk(
-    trajectory: Trajectory, algorithm: Algorithm, vocab_size: int, log_mu: Tensor | None
+    trajectory: Trajectory, algorithm: policy_loss.Algorithm, vocab_size: int, log_mu: Tensor | None
 ) -> Trajectory:
     """``trajectory`` with a TopK(mu) of sufficient K: the engine's, else from ``log_mu`` [N, V]."""
     carried = _width(trajectory)

@@ -18,13 +18,7 @@ from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import Algorithm, Decisions, decide, token_metrics
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.explain.explanation import (
-    TOKEN_METRICS,
-    Response,
-    TokenTexts,
-    response_of,
-    token_columns,
-)
+from megatron_dppo.explain import explanation
 from megatron_dppo.loop.learning import trains
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import MASKED_TOKENS_FILE, RECORDS_FILE, read_records, step_of
@@ -115,21 +109,23 @@ def explain_seen(
     trajectory: Trajectory,
     algorithm: Algorithm,
     decisions: Decisions,
-    texts: TokenTexts,
-) -> Response:
+    texts: explanation.TokenTexts,
+) -> explanation.Response:
     """The response at ``index`` of the batch. ``decisions``: of ``algorithm`` about all of the step's."""
     row = step.positions.index(index)
     start = sum(step.counts[:row])
     rows = slice(start, start + step.counts[row])
     inputs, decided = _sliced(step.inputs, rows), _sliced(decisions, rows)
-    columns = token_columns(inputs, decided) | {"exact_tv": None, "exact_kl": None}
+    columns = explanation.token_columns(inputs, decided) | {"exact_tv": None, "exact_kl": None}
     if step.divergence is not None and algorithm.reads_topk:
         kind = "tv" if "tv_threshold" in algorithm.numbers else "kl"
         columns[f"topk_{kind}"] = step.divergence[rows]
         if algorithm.needs_full_distribution or algorithm.needs_recomputed_distribution:
             columns[f"exact_{kind}"] = step.divergence[rows]
     metrics = token_metrics(inputs, decided, algorithm.ratio_cap)
-    return response_of(index, mini_batch, trajectory, algorithm, columns, metrics, texts)
+    return explanation.response_of(
+        index, mini_batch, trajectory, algorithm, columns, metrics, texts
+    )
 
 
 def _joined(chosen: Sequence[Trajectory], name: str) -> Tensor | None:
@@ -164,7 +160,7 @@ def check_agreement(saved: SeenStep, algorithm: Algorithm, run: Path, step: int)
     record = next((r for r in read_records(run) if step_of(r) == step), None)
     if record is None:
         raise DisagreementError(f"{run / RECORDS_FILE} has no record of step {step}")
-    for name in TOKEN_METRICS:
+    for name in explanation.TOKEN_METRICS:
         figure, recorded = figures.get(name, np.nan), record.get(name)
         allowed = 0.0 if name in COUNTS else ABSOLUTE + RELATIVE * abs(figure)
         differs = recorded is not None and not abs(figure - recorded) <= allowed

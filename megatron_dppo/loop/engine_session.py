@@ -23,6 +23,7 @@ from megatron_dppo.engine.client import HttpClient
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.options import ServerSections, check_engine
 from megatron_dppo.engine.weights import EngineWeights
+from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.client import FleetClient
 from megatron_dppo.fleet.endpoint import (
     ENDPOINT_VARIABLE,
@@ -39,14 +40,6 @@ from megatron_dppo.fleet.generation import (
     OnResponse,
 )
 from megatron_dppo.fleet.http_router import HttpRouterLink
-from megatron_dppo.fleet.membership import (
-    EngineUnavailableError,
-    FleetMembership,
-    Member,
-    client_of,
-    member_from_json,
-    member_to_json,
-)
 from megatron_dppo.fleet.record import FleetRecord, Keys
 from megatron_dppo.loop.ending import RunStoppedError
 from megatron_dppo.model.shape import ModelShape
@@ -142,9 +135,9 @@ class _ServerAccess:
     weight_sync: WeightSyncConfig
     shape: ModelShape
 
-    async def check(self, member: Member) -> None:
+    async def check(self, member: membership.Member) -> None:
         """Raise EngineMismatchError for a server that the run can't use."""
-        async with client_of(member) as client:
+        async with membership.client_of(member) as client:
             await check_engine(self.sections, client)
         weights = await self.open_weights(member)
         try:
@@ -153,7 +146,7 @@ class _ServerAccess:
         finally:
             await weights.close()
 
-    async def open_weights(self, member: Member) -> EngineWeights:
+    async def open_weights(self, member: membership.Member) -> EngineWeights:
         """The weight control of a server."""
         server, keys = member.server, member.keys
         return await EngineWeights.connect(
@@ -178,7 +171,7 @@ class _Patience:
         self._losses += 1
         log.warning("engine lost: %s", reason)
         if self._losses > MAX_FAILURES:
-            raise EngineUnavailableError(
+            raise membership.EngineUnavailableError(
                 f"the engine was lost {self._losses} times in a row; the last time: {reason}"
             )
 
@@ -187,7 +180,7 @@ class _Patience:
         self._refusals = self._refusals + 1 if reason == self._refusal else 1
         self._refusal = reason
         if self._refusals >= attempts:
-            raise EngineUnavailableError(f"{reason}; another attempt would end alike")
+            raise membership.EngineUnavailableError(f"{reason}; another attempt would end alike")
 
     def forget_losses(self) -> None:
         """A response came, or other weights."""
@@ -227,12 +220,12 @@ class EngineSession:
         self._connections = connections = _Connections(
             sections, record, endpoint, registers=rank == 0
         )
-        self._membership: FleetMembership | None = None
+        self._membership: membership.FleetMembership | None = None
         if rank == 0:
-            self._membership = FleetMembership(
+            self._membership = membership.FleetMembership(
                 connections.record, config.engine, connections.runner, self._access.check, stop
             )
-        self._members: list[Member] = []
+        self._members: list[membership.Member] = []
         self._attached = False
         rest = (config.weight_sync, first_failure, self._open_engine, connections.runner, fence)
         self._updater: WeightUpdater
@@ -329,7 +322,9 @@ class EngineSession:
             answers = all_gather_json([int(outcome), reason, len(generation.done) > before])
             worst = max(GenerationEnd(answer[0]) for answer in answers)
             if worst is GenerationEnd.FAILED:
-                raise EngineUnavailableError(next(a[1] for a in answers if a[0] == worst))
+                raise membership.EngineUnavailableError(
+                    next(a[1] for a in answers if a[0] == worst)
+                )
             if worst is GenerationEnd.STOPPED:
                 raise RunStoppedError("stopped while generating")
             if worst is GenerationEnd.DONE:
@@ -368,7 +363,7 @@ class EngineSession:
             self._attached = True
             return
 
-    def _agree_on_members(self) -> list[Member]:
+    def _agree_on_members(self) -> list[membership.Member]:
         suspended = {
             name: reason
             for losses in all_gather_json(self._connections.client.take_losses())
@@ -378,15 +373,17 @@ class EngineSession:
         if self._membership is not None:
             try:
                 members = self._membership.choose(self._members, suspended)
-                chosen = None if members is None else [member_to_json(m) for m in members]
-            except (EngineUnavailableError, EngineError) as error:
+                chosen = (
+                    None if members is None else [membership.member_to_json(m) for m in members]
+                )
+            except (membership.EngineUnavailableError, EngineError) as error:
                 fault = str(error)
         chosen, fault = broadcast_json([chosen, fault], src=0)
         if fault is not None:
-            raise EngineUnavailableError(fault)
+            raise membership.EngineUnavailableError(fault)
         if chosen is None:
             raise RunStoppedError("stopped while waiting for the engine")
-        return [member_from_json(value) for value in chosen]
+        return [membership.member_from_json(value) for value in chosen]
 
     def _blame(self, error: WeightUpdateError) -> None:
         """An update failed, or a server could not be attached; the next attempt is without those at

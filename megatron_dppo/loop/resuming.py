@@ -10,14 +10,7 @@ from typing import Any
 
 from megatron_dppo.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from megatron_dppo.data.records import DataError
-from megatron_dppo.loop.inputs import (
-    WEIGHTS,
-    InputError,
-    RunData,
-    check_input_hashes,
-    model_files,
-    sha256_of,
-)
+from megatron_dppo.loop import inputs
 from megatron_dppo.metrics.history import (
     CHECKPOINTS_FOLDER,
     History,
@@ -292,11 +285,11 @@ def data_and_resume_faults(
     run that follows, which then need not score them again. ``refused``: what other checks have refused; what can't
     be looked at for one of these is left out.
     """
-    data: list[RunData] = []
+    data: list[inputs.RunData] = []
     problems = []
 
-    def checked_data() -> RunData:
-        checked = RunData(config)
+    def checked_data() -> inputs.RunData:
+        checked = inputs.RunData(config)
         bad = checked.bad_answers()
         if answers is not None:
             hand_over(Path(answers), checked.scored, bad)
@@ -304,7 +297,7 @@ def data_and_resume_faults(
         return checked
 
     if (listed := config.run.sha256_list) is not None:
-        problems += _problem("run.sha256_list", lambda: check_input_hashes(listed))
+        problems += _problem("run.sha256_list", lambda: inputs.check_input_hashes(listed))
     if not any(problem.startswith(_NEEDED_FOR_DATA) for problem in refused):
         problems += _problem("data", lambda: data.append(checked_data()))
     if data:
@@ -325,10 +318,12 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
         last = survey.complete[-1].path
         state = RunState.from_json(read_manifest(last)["state"])
         state.check_identity(identity_of(config, data_sha256), str(last))
-        files = model_files(config.model.hf_checkpoint, config.lora.start_from)
+        files = inputs.model_files(config.model.hf_checkpoint, config.lora.start_from)
         state.check_file_names(files.keys(), str(last))
         # Weights are hashed later, by the ranks: what holds none is read in milliseconds.
-        sides = {n: sha256_of(path) for n, path in files.items() if path.suffix != WEIGHTS}
+        sides = {
+            n: inputs.sha256_of(path) for n, path in files.items() if path.suffix != inputs.WEIGHTS
+        }
         state.check_files(sides, str(last))
     else:
         reasons = [unusable.reason for unusable in survey.unusable]
@@ -338,6 +333,13 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
 def _problem(key: str, check: Callable[[], None]) -> list[str]:
     try:
         check()
-    except (CheckpointError, DataError, InputError, ResumeError, VerifierError, OSError) as error:
+    except (
+        CheckpointError,
+        DataError,
+        inputs.InputError,
+        ResumeError,
+        VerifierError,
+        OSError,
+    ) as error:
         return [f"{key}: {error}"]
     return []

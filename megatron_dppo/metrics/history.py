@@ -12,16 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_dppo.metrics.records import (
-    MASKED_TOKENS_FILE,
-    RECORDS_FILE,
-    REPORT_FILE,
-    SAMPLES_FILE,
-    TENSORBOARD_FOLDER,
-    RecordsError,
-    read_records,
-    step_of,
-)
+from megatron_dppo.metrics import records
 from megatron_dppo.metrics.summary import SUMMARY_FILE
 from megatron_dppo.system.files import unused_path, write_atomically
 
@@ -30,8 +21,8 @@ ROLLOUTS_FOLDER = "rollouts"
 EXPORT_FOLDER = "hf"
 _LAST_CHECKPOINT = "last_checkpoint.json"
 _RECORDS = (
-    *(RECORDS_FILE, MASKED_TOKENS_FILE, SAMPLES_FILE),
-    *(TENSORBOARD_FOLDER, REPORT_FILE, SUMMARY_FILE),
+    *(records.RECORDS_FILE, records.MASKED_TOKENS_FILE, records.SAMPLES_FILE),
+    *(records.TENSORBOARD_FOLDER, records.REPORT_FILE, SUMMARY_FILE),
 )
 
 
@@ -54,10 +45,10 @@ def read_history(directory: str | Path) -> History:
     directory = Path(directory)
     recorded, saved, damage = None, None, None
     try:
-        if (directory / RECORDS_FILE).is_file():
-            recorded = max(map(step_of, read_records(directory)), default=None)
+        if (directory / records.RECORDS_FILE).is_file():
+            recorded = max(map(records.step_of, records.read_records(directory)), default=None)
         saved = _last_checkpoint(directory / _LAST_CHECKPOINT)
-    except RecordsError as error:
+    except records.RecordsError as error:
         damage = str(error)
     return History(recorded, saved, damage)
 
@@ -89,7 +80,7 @@ def keep_copy(directory: str | Path) -> Path:
     """Copy the records, of which a start is about to drop the last steps; the copy's folder."""
     directory = Path(directory)
     folder = _new_folder(directory)
-    for name in (RECORDS_FILE, MASKED_TOKENS_FILE):
+    for name in (records.RECORDS_FILE, records.MASKED_TOKENS_FILE):
         if (directory / name).is_file():
             shutil.copy2(directory / name, folder / name)
     return folder
@@ -108,4 +99,4 @@ def _last_checkpoint(path: Path) -> int | None:
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["step"])
     except (ValueError, TypeError, KeyError) as error:
-        raise RecordsError(f"{path}: damaged ({error}), expected a step") from error
+        raise records.RecordsError(f"{path}: damaged ({error}), expected a step") from error

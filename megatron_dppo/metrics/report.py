@@ -17,34 +17,24 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from megatron_dppo.logging import fatal
+from megatron_dppo.metrics import panels
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.panels import (
-    FEW_POINTS,
-    RUN_COLOURS,
-    SMALL,
-    STEP_AXIS,
-    RunRecords,
-    draw_arithmetic,
-    draw_entropy,
-    draw_gap,
-    draw_length,
-    draw_masked,
-    draw_memory,
-    draw_reward,
-    draw_time,
-    draw_update_bytes,
-    draw_update_seconds,
-    is_recorded,
-)
 from megatron_dppo.metrics.records import REPORT_FILE, RecordsError, read_records, step_of
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.system.files import atomic_file
 
-PANELS = (draw_reward, draw_gap, draw_masked, draw_entropy, draw_length, draw_time)
-USE_PANELS = (draw_arithmetic, draw_memory)
+PANELS = (
+    panels.draw_reward,
+    panels.draw_gap,
+    panels.draw_masked,
+    panels.draw_entropy,
+    panels.draw_length,
+    panels.draw_time,
+)
+USE_PANELS = (panels.draw_arithmetic, panels.draw_memory)
 """Of the machine's use: drawn where any run has recorded it."""
 USE_METRICS = (names.TFLOPS, names.PEAK_MEMORY, names.IDLE_SHARE)
-UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
+UPDATE_PANELS = (panels.draw_update_seconds, panels.draw_update_bytes)
 """Of weight updates: drawn where any run has recorded their seconds."""
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -81,9 +71,9 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
         RecordsError: a run has no metrics file or no record.
         ValueError: more runs than colours.
     """
-    if len(directories) > len(RUN_COLOURS):
+    if len(directories) > len(panels.RUN_COLOURS):
         raise ValueError(
-            f"{len(directories)} runs in one picture, expected at most {len(RUN_COLOURS)}: "
+            f"{len(directories)} runs in one picture, expected at most {len(panels.RUN_COLOURS)}: "
             f"so many colours can be told apart"
         )
     infos = [RunInfo.of_run(directory) for directory in directories]
@@ -92,7 +82,7 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
         records = read_records(directory)
         if not records:
             raise RecordsError(f"{directory}: no step is recorded yet, so there is nothing to draw")
-        runs.append(RunRecords(label, records, info.dtype if info else "float32"))
+        runs.append(panels.RunRecords(label, records, info.dtype if info else "float32"))
     title = _title(directories, infos)
     with matplotlib.rc_context(STYLE):
         _save(_draw(runs, title), Path(output))
@@ -121,27 +111,27 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
     return " | ".join([*common, f"{len(infos)} runs"])
 
 
-def _draw(runs: list[RunRecords], title: str) -> Figure:
+def _draw(runs: list[panels.RunRecords], title: str) -> Figure:
     """The page: six panels, two more each of the machine's use and of weight updates; of several runs also their
     names below.
     """
-    panels = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
-    panels += UPDATE_PANELS if is_recorded(runs, names.UPDATE_SECONDS) else ()
-    figure = Figure(figsize=(10.5, 11 * len(panels) / len(PANELS)), dpi=130)
+    drawn = PANELS + (USE_PANELS if panels.is_recorded(runs, *USE_METRICS) else ())
+    drawn += UPDATE_PANELS if panels.is_recorded(runs, names.UPDATE_SECONDS) else ()
+    figure = Figure(figsize=(10.5, 11 * len(drawn) / len(PANELS)), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(title, fontsize=12, fontweight="bold")
     steps = [step_of(record) for run in runs for record in run.records]
     margin = max(0.8, 0.02 * (max(steps) - min(steps)))
-    for axes, draw in zip(figure.subplots(len(panels) // 2, 2).flat, panels, strict=True):
+    for axes, draw in zip(figure.subplots(len(drawn) // 2, 2).flat, drawn, strict=True):
         draw(axes, runs)
-        if axes.get_xlabel() == STEP_AXIS:
+        if axes.get_xlabel() == panels.STEP_AXIS:
             axes.set_xlim(min(steps) - margin, max(steps) + margin)
-    if any(len(run.records) > FEW_POINTS for run in runs):
+    if any(len(run.records) > panels.FEW_POINTS for run in runs):
         remark = "bold: mean of 5 steps" + (", thin: each step" if len(runs) == 1 else "")
-        figure.supxlabel(remark, fontsize=SMALL, color="#666666", x=0.99, ha="right")
+        figure.supxlabel(remark, fontsize=panels.SMALL, color="#666666", x=0.99, ha="right")
     if len(runs) > 1:
         handles = [
-            Line2D([], [], color=RUN_COLOURS[i], linewidth=3, label=run.label)
+            Line2D([], [], color=panels.RUN_COLOURS[i], linewidth=3, label=run.label)
             for i, run in enumerate(runs)
         ]
         figure.legend(

@@ -12,26 +12,10 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.errors import LayoutError, ModelError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import EngineLayout, check_engine_layout
+from megatron_dppo.planner import memory
 from megatron_dppo.planner.activations import activation_bytes
 from megatron_dppo.planner.devices import Cluster, Device, device_named, gib
 from megatron_dppo.planner.facts import RunFacts, facts_of
-from megatron_dppo.planner.memory import (
-    LEAST_RESERVED,
-    ColumnBytes,
-    EngineBytes,
-    HostBytes,
-    NodeRoles,
-    RankBytes,
-    capture_host_bytes,
-    column_bytes,
-    engine_bytes,
-    engine_communicator_bytes,
-    host_bytes,
-    node_roles,
-    rank_bytes,
-    state_bytes,
-    weight_bytes,
-)
 from megatron_dppo.planner.step_time import StepSeconds, step_seconds
 from megatron_dppo.planner.traffic import STORAGE, Traffic, traffic
 
@@ -43,11 +27,11 @@ class RunPlan:
 
     facts: RunFacts
     cluster: Cluster
-    nodes: tuple[NodeRoles, ...]
-    ranks: tuple[RankBytes, ...]
-    engine: EngineBytes | None
-    hosts: tuple[HostBytes, ...]
-    columns: ColumnBytes
+    nodes: tuple[memory.NodeRoles, ...]
+    ranks: tuple[memory.RankBytes, ...]
+    engine: memory.EngineBytes | None
+    hosts: tuple[memory.HostBytes, ...]
+    columns: memory.ColumnBytes
     traffic: Traffic
     seconds: StepSeconds | None
     misplaced: tuple[str, ...]
@@ -69,7 +53,7 @@ class RunPlan:
         return 0.0 if self.seconds is None else self.seconds.total * self.cluster.gpus / 3600
 
     @property
-    def fullest(self) -> RankBytes:
+    def fullest(self) -> memory.RankBytes:
         """The trainer rank with the most memory."""
         return max(self.ranks, key=lambda rank: rank.total)
 
@@ -102,15 +86,15 @@ class RunPlan:
 
 def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> RunPlan:
     """The plan of ``facts`` on ``cluster``; ``storage``: bytes/s of the shared file system."""
-    nodes, misplaced = node_roles(facts.roles, cluster)
-    ranks = tuple(rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
-    columns = column_bytes(facts.trainer.shape, facts.rollout)
+    nodes, misplaced = memory.node_roles(facts.roles, cluster)
+    ranks = tuple(memory.rank_bytes(facts, stage) for stage in range(facts.trainer.layout.pipeline))
+    columns = memory.column_bytes(facts.trainer.shape, facts.rollout)
     moved = traffic(facts, cluster.device, storage)
     engine, too_large = _engine(facts, cluster)
     capture = 0
     if engine is not None and facts.rollout.routing:
-        capture = capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
-    hosts = tuple(host_bytes(facts, columns, node, capture) for node in nodes)
+        capture = memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
+    hosts = tuple(memory.host_bytes(facts, columns, node, capture) for node in nodes)
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
     too_large += _sharing_faults(facts, ranks, engine, cluster)
     is_timed = engine is not None or not facts.engine.servers
@@ -129,7 +113,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     )
 
 
-def _engine(facts: RunFacts, cluster: Cluster) -> tuple[EngineBytes | None, list[str]]:
+def _engine(facts: RunFacts, cluster: Cluster) -> tuple[memory.EngineBytes | None, list[str]]:
     """A server's GPU, and what is wrong with it; None where there is no server, or it can't hold the model."""
     engine, shape = facts.engine, facts.trainer.shape
     if not engine.servers:
@@ -138,23 +122,24 @@ def _engine(facts: RunFacts, cluster: Cluster) -> tuple[EngineBytes | None, list
         check_engine_layout(shape, EngineLayout(engine.tensor, engine.expert))
     except LayoutError as error:
         return None, [f"sglang: {error}"]
-    parts = engine_bytes(shape, engine, facts.rollout, cluster.device)
-    groups = engine_communicator_bytes(engine.tensor, facts.senders)
+    parts = memory.engine_bytes(shape, engine, facts.rollout, cluster.device)
+    groups = memory.engine_communicator_bytes(engine.tensor, facts.senders)
     longest, faults = facts.rollout.longest, []
     if parts.kv_tokens < longest:
         faults.append(
             f"engine GPU memory: {gib(parts.weights)} of weights leave a KV cache of {parts.kv_tokens:,} tokens in "
             f"mem_fraction_static {parts.fraction}, expected at least one sequence of {longest:,}"
         )
-    if parts.reserved < groups + LEAST_RESERVED:
+    least = groups + memory.LEAST_RESERVED
+    if parts.reserved < least:
         faults.append(
             f"engine GPU memory: mem_fraction_static {parts.fraction} leaves {gib(parts.reserved)} free, expected at "
-            f"least {gib(groups + LEAST_RESERVED)}: {gib(groups)} of communicators and {gib(LEAST_RESERVED)} to work in"
+            f"least {gib(least)}: {gib(groups)} of communicators and {gib(least - groups)} to work in"
         )
     return parts, faults
 
 
-def _rank_faults(ranks: tuple[RankBytes, ...], cluster: Cluster) -> Iterator[str]:
+def _rank_faults(ranks: tuple[memory.RankBytes, ...], cluster: Cluster) -> Iterator[str]:
     device = cluster.device
     for rank in ranks:
         if rank.total > device.memory:
@@ -166,7 +151,10 @@ def _rank_faults(ranks: tuple[RankBytes, ...], cluster: Cluster) -> Iterator[str
 
 
 def _sharing_faults(
-    facts: RunFacts, ranks: tuple[RankBytes, ...], engine: EngineBytes | None, cluster: Cluster
+    facts: RunFacts,
+    ranks: tuple[memory.RankBytes, ...],
+    engine: memory.EngineBytes | None,
+    cluster: Cluster,
 ) -> Iterator[str]:
     """Servers that begin at a rank's GPU (``sglang.base_gpu_id``) share its memory."""
     first = facts.roles.first_device
@@ -181,7 +169,7 @@ def _sharing_faults(
         )
 
 
-def _host_faults(hosts: tuple[HostBytes, ...], cluster: Cluster) -> Iterator[str]:
+def _host_faults(hosts: tuple[memory.HostBytes, ...], cluster: Cluster) -> Iterator[str]:
     for node, host in enumerate(hosts):
         if host.total > cluster.node_memory:
             yield (
@@ -204,9 +192,9 @@ def memory_here(config: TrainConfig, machine: Machine) -> tuple[str, list[str]]:
         return "memory: unknown", []
     trainer, engine = facts.trainer, facts.engine
     stages, world = range(trainer.layout.pipeline), trainer.layout.world_size
-    states = [state_bytes(trainer, stage) for stage in stages]
+    states = [memory.state_bytes(trainer, stage) for stage in stages]
     try:
-        rank = weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))
+        rank = memory.weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))
     except ModelError:
         rank = 0
     servers = engine.servers * engine.tensor * rank

@@ -7,14 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron_dppo.model.gather_plan import (
-    Bucket,
-    Piece,
-    TensorSources,
-    elements_between_nodes,
-    fewest_gathered_elements,
-    hf_buckets_plan,
-)
+from megatron_dppo.model import gather_plan
 from megatron_dppo.model.mapping import parameters
 from megatron_dppo.model.shape import checkpoint_bytes
 from megatron_dppo.planner.devices import GB, Device, gib
@@ -148,7 +141,7 @@ class WeightPlan:
 def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
     """The update of ``facts`` whose trainer has ``ranks_per_node`` ranks on each node."""
     trainer, item = facts.trainer, facts.trainer.item_bytes
-    plan = hf_buckets_plan(
+    plan = gather_plan.hf_buckets_plan(
         trainer.shape,
         trainer.layout,
         facts.bucket_bytes,
@@ -166,8 +159,11 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
         weights=sum(sent.values()),
         sent=dict(sent),
         gathered=sum(map(_incoming, plan)) * item,
-        gathered_bound=fewest_gathered_elements(trainer.shape, trainer.layout) * item,
-        gathered_between_nodes=sum(elements_between_nodes(b, ranks_per_node) for b in plan) * item,
+        gathered_bound=gather_plan.fewest_gathered_elements(trainer.shape, trainer.layout) * item,
+        gathered_between_nodes=sum(
+            gather_plan.elements_between_nodes(b, ranks_per_node) for b in plan
+        )
+        * item,
         largest_bucket=max(bucket.elements for bucket in plan) * item,
         sender_memory=max(_COPIES * b.elements + _incoming(b) for b in plan) * item,
         engine_communicators=len(sent) * PER_COMMUNICATOR,
@@ -175,7 +171,7 @@ def weight_plan(facts: RunFacts, ranks_per_node: int) -> WeightPlan:
     )
 
 
-def plan_faults(plan: Sequence[Bucket]) -> Iterator[str]:
+def plan_faults(plan: Sequence[gather_plan.Bucket]) -> Iterator[str]:
     """Tensors that come twice, and elements that come from no rank or from two."""
     names = Counter(tensor.name for bucket in plan for tensor in bucket.tensors)
     yield from (f"{name} is in {count} buckets" for name, count in names.items() if count > 1)
@@ -185,7 +181,7 @@ def plan_faults(plan: Sequence[Bucket]) -> Iterator[str]:
                 yield f"{tensor.name}: its pieces do not tile it"
 
 
-def _is_tiled(tensor: TensorSources) -> bool:
+def _is_tiled(tensor: gather_plan.TensorSources) -> bool:
     """Whether the pieces, blocks along one dimension, follow one another from the first element to the last."""
     dims = {piece.segment.dim for piece in tensor.pieces}
     if len(dims) != 1:
@@ -198,10 +194,10 @@ def _is_tiled(tensor: TensorSources) -> bool:
     return follows and whole and ends[-1] == tensor.shape[dim]
 
 
-def _start(piece: Piece) -> int:
+def _start(piece: gather_plan.Piece) -> int:
     return piece.segment.hf_start
 
 
-def _incoming(bucket: Bucket) -> int:
+def _incoming(bucket: gather_plan.Bucket) -> int:
     """Elements that the receiver gets from other ranks."""
     return bucket.elements - bucket.elements_by_rank.get(bucket.receiver, 0)

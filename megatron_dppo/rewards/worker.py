@@ -22,13 +22,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 from megatron_dppo.rewards import find_reward, score_or_refusal
-from megatron_dppo.system.processes import (
-    adopt_orphans,
-    child_ids,
-    die_with_parent,
-    kill_children,
-    kill_descendants,
-)
+from megatron_dppo.system import processes
 
 # Address space of a worker: a number with 10^9 digits must not take the node's memory.
 MEMORY_BYTES = 4 << 30
@@ -43,9 +37,9 @@ def serve(connection: Connection, name: str, timeout_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Ctrl-C is the verifier's to handle.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    adopt_orphans()
+    processes.adopt_orphans()
     function = find_reward(name).load()
-    helpers = child_ids()
+    helpers = processes.child_ids()
     connection.send(None)
     while True:
         try:
@@ -56,7 +50,7 @@ def serve(connection: Connection, name: str, timeout_s: float) -> None:
         signal.setitimer(signal.ITIMER_REAL, timeout_s + GRACE_S)
         reply = score_or_refusal(function, response, answer)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        kill_children(spared=helpers)
+        processes.kill_children(spared=helpers)
         connection.send(reply)
 
 
@@ -68,7 +62,7 @@ def guard(child: int, connection: Connection) -> NoReturn:
     ends.register(os.pidfd_open(child), select.POLLIN)
     ends.poll()
     ended, status = os.waitpid(child, os.WNOHANG)
-    kill_descendants()
+    processes.kill_descendants()
     code = os.waitstatus_to_exitcode(status) if ended else 0
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -83,10 +77,10 @@ def main() -> None:
     # No process that the reward starts may answer.
     os.set_inheritable(connection.fileno(), False)
     guarding = os.getpid()
-    adopt_orphans()
+    processes.adopt_orphans()
     if (child := os.fork()) != 0:
         guard(child, connection)
-    die_with_parent(guarding)
+    processes.die_with_parent(guarding)
     serve(connection, name, float(timeout_s))
 
 

@@ -3,12 +3,13 @@
 import pytest
 
 from megatron_dppo.config import ConfigError, load_config
-from megatron_dppo.config.loading import merged, read_with_bases
+from megatron_dppo.config.loading import dump_yaml, merged, read_with_bases
+from megatron_dppo.config.schema import TrainConfig
 
 TREES = {
-    "top.yaml": {"base": "middle.yaml", "run": {"steps": 3}, "sglang": None},
+    "top.yaml": {"base": "middle.yaml", "run": {"steps": 3, "sha256_list": None}},
     "middle.yaml": {"base": "ground.yaml", "run": {"seed": 2, "steps": 2}},
-    "ground.yaml": {"run": {"directory": "d", "steps": 1}, "sglang": {"tp_size": 2}},
+    "ground.yaml": {"run": {"directory": "d", "steps": 1, "sha256_list": "x"}},
     "wrong.yaml": {"base": 3},
     "lost.yaml": {"base": "nowhere.yaml"},
     "first.yaml": {"base": "second.yaml"},
@@ -16,20 +17,16 @@ TREES = {
 }
 
 
-def read(path):
-    return dict(TREES[path.name])
-
-
 @pytest.fixture
 def folder(tmp_path):
-    for name in TREES:
-        (tmp_path / name).touch()
+    for name, tree in TREES.items():
+        (tmp_path / name).write_text(dump_yaml(tree))
     return tmp_path
 
 
 def test_the_nearest_file_wins_key_by_key(folder):
-    tree = read_with_bases(folder / "top.yaml", read)
-    assert tree == {"run": {"directory": "d", "seed": 2, "steps": 3}, "sglang": None}
+    tree = read_with_bases(folder / "top.yaml", TrainConfig)
+    assert tree == {"run": {"directory": "d", "seed": 2, "steps": 3, "sha256_list": None}}
 
 
 def test_merging_changes_neither_side():
@@ -48,7 +45,7 @@ def test_merging_changes_neither_side():
 )
 def test_a_base_that_leads_nowhere_is_refused(folder, name, words):
     with pytest.raises(ConfigError, match=words):
-        read_with_bases(folder / name, read)
+        read_with_bases(folder / name, TrainConfig)
 
 
 def test_a_path_is_relative_to_its_own_file(tmp_path, monkeypatch):
