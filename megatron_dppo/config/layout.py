@@ -19,57 +19,32 @@ from megatron_dppo.model.splits import padded_vocab_size
 Faults = Iterator[str]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What follows from a valid configuration. ``steps_per_batch``: optimiser steps in a rollout batch."""
-
-    layout: Layout
-    sequence_parallel: bool
-    vocab: int
-    padded_vocab: int
-    steps_per_batch: int
-    responses_per_batch: int
-
-    @classmethod
-    def of(
-        cls,
-        sizes: LayoutSizes,
-        rollout: RolloutConfig,
-        training: TrainingConfig,
-        model: ModelShape,
-    ) -> Plan:
-        """Derive; the sections must have passed their checks."""
-        return cls(
-            layout=Layout.of(sizes),
-            sequence_parallel=sizes.sequence_parallel(model),
-            vocab=model.vocab_size,
-            padded_vocab=padded_vocab_size(model.vocab_size, sizes.tensor),
-            steps_per_batch=rollout.prompts_per_step // training.prompts_per_mini_batch,
-            responses_per_batch=rollout.prompts_per_step * rollout.group_size,
-        )
-
-    def summary(self) -> str:
-        """The layout, the vocabulary and the steps, in a line."""
-        layout = self.layout
-        sizes = {
-            "TP": layout.tensor,
-            "CP": layout.context,
-            "PP": layout.pipeline,
-            "VPP": layout.chunks,
-            "DP": layout.data,
-        }
-        experts = {
-            "EP": layout.expert,
-            "ETP": layout.expert_tensor,
-            "expert DP": layout.expert_data,
-        }
-        sequence = ", sequence parallel" if self.sequence_parallel else ""
-        padding = f" (padded to {self.padded_vocab})" if self.padded_vocab != self.vocab else ""
-        return (
-            f"{layout.world_size} ranks: {_product(sizes)}, experts {_product(experts)}{sequence}; "
-            f"vocabulary {self.vocab}{padding}; a rollout batch is {self.responses_per_batch} "
-            f"responses and {self.steps_per_batch} optimiser steps"
-        )
+def describe(
+    sizes: LayoutSizes, rollout: RolloutConfig, training: TrainingConfig, model: ModelShape
+) -> str:
+    """The layout, the vocabulary and a batch's optimiser steps, in a line; the sections must be valid."""
+    layout, vocab = Layout.of(sizes), model.vocab_size
+    dense = {
+        "TP": layout.tensor,
+        "CP": layout.context,
+        "PP": layout.pipeline,
+        "VPP": layout.chunks,
+        "DP": layout.data,
+    }
+    experts = {
+        "EP": layout.expert,
+        "ETP": layout.expert_tensor,
+        "expert DP": layout.expert_data,
+    }
+    sequence = ", sequence parallel" if sizes.sequence_parallel(model) else ""
+    padded = padded_vocab_size(vocab, sizes.tensor)
+    padding = f" (padded to {padded})" if padded != vocab else ""
+    steps = rollout.prompts_per_step // training.prompts_per_mini_batch
+    return (
+        f"{layout.world_size} ranks: {_product(dense)}, experts {_product(experts)}{sequence}; vocabulary "
+        f"{vocab}{padding}; a rollout batch is {rollout.prompts_per_step * rollout.group_size} responses and "
+        f"{steps} optimiser steps"
+    )
 
 
 def _product(sizes: dict[str, int]) -> str:

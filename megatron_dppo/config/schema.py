@@ -6,13 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AllowInfNan, BaseModel, ConfigDict, Discriminator, Field, Tag
 
-from megatron_dppo.algorithms.table import (
-    AggregationName,
-    AlgorithmFacts,
-    EstimatorName,
-    Settings,
-    algorithm_facts,
-)
+from megatron_dppo.algorithms import table
 from megatron_dppo.model.layout import LayoutSizes
 
 
@@ -240,12 +234,12 @@ class AlgorithmConfig(Section):
 
     name: str = "dppo-binary-tv"
     """A name in ``megatron_dppo.algorithms.table``."""
-    settings: Settings = "stability"
+    settings: table.Settings = "stability"
     """Whose numbers the preset has: the paper's stability study's or its scaling runs';
     docs/algorithms.md lists both."""
     options: dict[str, Annotated[float, AllowInfNan()] | int | bool] = Field(default_factory=dict)
     """Overrides of these numbers (``tv_threshold``, ``ratio_cap``, ...), checked against the preset."""
-    aggregation: AggregationName = "sequence-mean-with-constant"
+    aggregation: table.AggregationName = "sequence-mean-with-constant"
     """What divides the tokens' summed loss: global tokens; global sequences times a constant; global sequences; the
     same, each token's loss being divided by its own sequence's trained tokens first (GSPO's objective)."""
     aggregation_constant: float | None = Field(default=None, gt=0)
@@ -254,7 +248,7 @@ class AlgorithmConfig(Section):
     """Factor of the penalty on leaving the reference policy that is added to every trained token's loss; the
     reference is the policy that training started from. Above 0 it costs a forward pass, and a copy of
     what is trained (of adapters only where ``lora.start_from`` is set)."""
-    reference_estimator: EstimatorName = "k3"
+    reference_estimator: table.EstimatorName = "k3"
     """What that penalty is at a token, and which KL its gradient lowers; docs/algorithms.md has the table. ``k3``
     estimates KL(pi || reference), but its gradient is that of KL(reference || pi)."""
     reference_importance_weights: bool = False
@@ -263,9 +257,9 @@ class AlgorithmConfig(Section):
     truncated_responses: Literal["as-verified", "zero-reward", "drop"] = "zero-reward"
     """What a response that hit the length limit earns; ``drop``: no gradient, but it stays in the baseline."""
 
-    def facts(self) -> AlgorithmFacts:
+    def facts(self) -> table.AlgorithmFacts:
         """The row with the numbers in force. Raises ValueError for a name, an option or a value that is none."""
-        return algorithm_facts(self.name, self.options, self.settings)
+        return table.algorithm_facts(self.name, self.options, self.settings)
 
 
 class RewardConfig(Section):

@@ -73,12 +73,7 @@ def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
     used = sum(size > 1 for size in sizes) + (layout.expert_tensor > 1 and layout.expert > 1)
     # Gradients are reduced over both together.
     used += layout.context > 1 and layout.data > 1
-    return int(layout.world_size > 1) + used + int(sends)
-
-
-def trainer_communicator_bytes(layout: Layout, *, sends: bool) -> int:
-    """Bytes on a trainer rank."""
-    return trainer_communicators(layout, sends=sends) * PER_COMMUNICATOR
+    return (int(layout.world_size > 1) + used + int(sends)) * PER_COMMUNICATOR
 
 
 def engine_communicator_bytes(tensor: int, senders: int) -> int:

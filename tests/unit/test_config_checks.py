@@ -34,7 +34,7 @@ def problems(check):
 def test_the_layout_of_a_valid_configuration_in_a_line(tmp_path):
     path = write_config(tmp_path, minimal(tmp_path))
     config = load_config(path, ["parallel.world_size=4", "parallel.tensor=2", "parallel.expert=2"])
-    assert check_config(config).summary() == (
+    assert check_config(config) == (
         "4 ranks: TP 2 x CP 1 x PP 1 x VPP 1 x DP 2, experts EP 2 x ETP 1 x expert DP 2, sequence "
         "parallel; "
         "vocabulary 511 (padded to 512); a rollout batch is 32 responses and 2 optimiser steps"
