@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine.answer_parsing import parse
+from megatron_dppo.engine.protocol import GenerationRequest
 
 
 def trajectory(
@@ -39,3 +41,10 @@ def same(a: Trajectory, b: Trajectory) -> bool:
         and a.columns.keys() == b.columns.keys()
         and all(same_column(a.columns[name], b.columns[name]) for name in a.columns)
     )
+
+
+def parse_answers(
+    payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
+) -> list[Trajectory]:
+    """Those of an engine's answer that has nothing beside the JSON."""
+    return parse(payload, requests, version, {}).trajectories

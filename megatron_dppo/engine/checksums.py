@@ -13,13 +13,7 @@ from torch import Tensor, dtype, zeros
 
 from megatron_dppo.engine.errors import EngineError
 from megatron_dppo.engine.tiled_hash import WORD, Part, TiledHash, add_parts
-from megatron_dppo.model.mapping import (
-    EngineLayout,
-    LocalParameter,
-    Segment,
-    engine_parameters,
-    hf_tensors,
-)
+from megatron_dppo.model import mapping
 from megatron_dppo.model.shape import ModelShape
 
 EXPERT_MULTIPLE = {"cpu": 32, "cuda": 1}
@@ -36,7 +30,7 @@ class EnginePart:
     rank: int
     tensor: str
     start: int
-    block: Segment
+    block: mapping.Segment
     width: int
 
     def cut(self, hf_tensor: Tensor) -> Tensor:
@@ -59,13 +53,13 @@ class EngineTensors:
 
     def __init__(self, shape: ModelShape, ranks: int = 1, device: str = "cuda") -> None:
         self.shape, self.ranks, self.device = shape, ranks, device
-        self.parts: dict[str, list[EnginePart]] = {name: [] for name in hf_tensors(shape)}
+        self.parts: dict[str, list[EnginePart]] = {name: [] for name in mapping.hf_tensors(shape)}
         self.sizes: list[dict[str, int]] = [{} for _ in range(ranks)]
         for rank in range(ranks):
-            for parameter in engine_parameters(shape, EngineLayout(ranks), rank):
+            for parameter in mapping.engine_parameters(shape, mapping.EngineLayout(ranks), rank):
                 self._add(rank, parameter)
 
-    def _add(self, rank: int, parameter: LocalParameter) -> None:
+    def _add(self, rank: int, parameter: mapping.LocalParameter) -> None:
         # Blocks lie in the engine's memory one after another, experts too, and end in zeros where the engine pads.
         tensor, is_expert, _ = parameter.name.partition("[")
         sizes = self.sizes[rank]
@@ -80,7 +74,7 @@ class EngineTensors:
             self.parts[block.hf_name].append(EnginePart(rank, tensor, start, block, width))
 
 
-def _with_ends(parameter: LocalParameter) -> list[tuple[Segment, int]]:
+def _with_ends(parameter: mapping.LocalParameter) -> list[tuple[mapping.Segment, int]]:
     """Blocks in the order of their places, each with the next one's: padding belongs to the block before it."""
     blocks = sorted(parameter.segments, key=lambda block: block.local_start)
     ends = [block.local_start for block in blocks[1:]]
@@ -104,7 +98,7 @@ class ExpectedChecksums:
     def __init__(self, tensors: EngineTensors, weights_dtype: dtype) -> None:
         self._tensors = tensors
         self._dtype = weights_dtype
-        self._shapes = hf_tensors(tensors.shape)
+        self._shapes = mapping.hf_tensors(tensors.shape)
         self._seen: set[str] = set()
         self._hashes: dict[tuple[int, str], TiledHash] = {}
         self._unfinished: list[Callable[[], None]] = []

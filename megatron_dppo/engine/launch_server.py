@@ -28,26 +28,8 @@ from typing import Any
 
 from megatron_dppo.engine import recordings
 from megatron_dppo.engine.options import ADAPTER_DIGESTS, HOSTS_VARIABLE
+from megatron_dppo.system import network, processes, scratch
 from megatron_dppo.system.compute import has_visible_gpu, offer_tools
-from megatron_dppo.system.network import (
-    PortTakenError,
-    hold_port,
-    interface_of,
-    is_loopback,
-    resolve,
-)
-from megatron_dppo.system.processes import (
-    HEARTBEAT_VARIABLE,
-    PATIENCE_VARIABLE,
-    die_with_parent,
-    when_it_stops,
-)
-from megatron_dppo.system.scratch import (
-    make_runtime_directory,
-    private_name,
-    remove_left_behind,
-    use_as_temporary,
-)
 
 _NAME_VARIABLE = "MEGATRON_DPPO_PRIVATE_NAME"
 _PRIVATE_UMASK = 0o077
@@ -59,10 +41,10 @@ def private_place() -> Iterator[Path]:
     # SGLang's processes send each other pickles over sockets in the temporary folder, and leave files there and in
     # shared memory: all of it lies in a folder and under names of this process alone.
     os.umask(_PRIVATE_UMASK)
-    remove_left_behind()
-    directory = make_runtime_directory()
-    use_as_temporary(directory)
-    os.environ[_NAME_VARIABLE] = private_name()
+    scratch.remove_left_behind()
+    directory = scratch.make_runtime_directory()
+    scratch.use_as_temporary(directory)
+    os.environ[_NAME_VARIABLE] = scratch.private_name()
     try:
         yield directory
     finally:
@@ -93,12 +75,12 @@ def listen_where(host: str, *, several: bool = False) -> None:
     """Name to gloo and to SGLang's queues the interface of the server's ``host``, where that is loopback or
     the server runs on ``several`` hosts."""
     # Else they listen where the machine's name leads.
-    if not (several or is_loopback(host)):
+    if not (several or network.is_loopback(host)):
         return
-    address = resolve(host)
+    address = network.resolve(host)
     if several:
         os.environ.setdefault("SGLANG_HOST_IP", address)
-    if (interface := interface_of(address)) is not None:
+    if (interface := network.interface_of(address)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
@@ -197,8 +179,8 @@ def hold_own_port(host: str, port: int) -> socket.socket:
     """Keep the port from others while the model is loaded; exit where somebody has it already."""
     # SGLang binds it at the end, and what it then says of a failure is lost among other errors.
     try:
-        return hold_port(host, port)
-    except PortTakenError as error:
+        return network.hold_port(host, port)
+    except network.PortTakenError as error:
         sys.exit(f"error: {error}")
 
 
@@ -215,7 +197,7 @@ def watch_supervisor(kill: Callable[..., None]) -> None:
     """End this server, and have its Slurm job requeued, once the run's supervisor gives no sign of life, where the
     environment names its heartbeat."""
     # A job that outlives its batch process (--no-kill) would keep its nodes until its time limit.
-    path = os.environ.get(HEARTBEAT_VARIABLE)
+    path = os.environ.get(processes.HEARTBEAT_VARIABLE)
     if path is None:
         return
 
@@ -226,7 +208,7 @@ def watch_supervisor(kill: Callable[..., None]) -> None:
             subprocess.run(["scontrol", "requeue", job], check=False, timeout=_REQUEUE_S)
         kill(os.getpid(), include_parent=True)
 
-    when_it_stops(Path(path), end, float(os.environ[PATIENCE_VARIABLE]))
+    processes.when_it_stops(Path(path), end, float(os.environ[processes.PATIENCE_VARIABLE]))
 
 
 def host_flags(environment: Mapping[str, str]) -> list[str]:
@@ -284,6 +266,6 @@ if __name__ == "__main__":
 elif __name__ == "__mp_main__":  # a process that SGLang spawns, before it imports anything
     # SGLang asks for the same signal, but only after imports that take seconds: a parent that dies
     # meanwhile would leave it behind for ever.
-    die_with_parent(int(os.environ[_PARENT_VARIABLE]))
+    processes.die_with_parent(int(os.environ[_PARENT_VARIABLE]))
     name_shared_memory()
     _change_sglang()

@@ -23,20 +23,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_type_hints
 
 import orjson
 
+from megatron_dppo.config import schema
 from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, SPARE_POSITIONS
 from megatron_dppo.config.errors import closest, given
 from megatron_dppo.config.forwarded import EXPERT_KERNEL, SGLANG, LibraryFields, LibraryMissingError
 from megatron_dppo.config.lora import adapters_of, updates_adapters
-from megatron_dppo.config.schema import (
-    DataConfig,
-    EngineConfig,
-    EvaluationConfig,
-    HeadConfig,
-    LoraConfig,
-    ModelConfig,
-    RolloutConfig,
-    TrainConfig,
-)
 from megatron_dppo.engine.errors import EngineMismatchError, EngineRequestError
 from megatron_dppo.model.families import family_of, load_model_shape
 from megatron_dppo.model.shape import ITEM_BYTES, ModelShape
@@ -87,24 +78,20 @@ class ServerHosts:
         host = f"[{first}]" if ":" in first else first
         return {"nnodes": len(self.addresses), "dist_init_addr": f"{host}:{self.port}"}
 
-    @property
-    def variable(self) -> str:
-        return json.dumps(dict(self.addresses))
-
 
 @dataclass(frozen=True)
 class ServerSections:
-    model: ModelConfig
-    data: DataConfig
-    rollout: RolloutConfig
-    engine: EngineConfig
+    model: schema.ModelConfig
+    data: schema.DataConfig
+    rollout: schema.RolloutConfig
+    engine: schema.EngineConfig
     sglang: Mapping[str, Any]
-    head: HeadConfig = field(default_factory=HeadConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    head: schema.HeadConfig = field(default_factory=schema.HeadConfig)
+    lora: schema.LoraConfig = field(default_factory=schema.LoraConfig)
+    evaluation: schema.EvaluationConfig = field(default_factory=schema.EvaluationConfig)
 
     @classmethod
-    def of(cls, config: TrainConfig) -> ServerSections:
+    def of(cls, config: schema.TrainConfig) -> ServerSections:
         return cls(**{name: getattr(config, name) for name in cls.__dataclass_fields__})
 
     @property
@@ -119,7 +106,7 @@ class ServerSections:
         return self.data.max_prompt_tokens + max(self.rollout.max_response_tokens, evaluated)
 
 
-def engine_device(engine: EngineConfig) -> Literal["cpu", "cuda"]:
+def engine_device(engine: schema.EngineConfig) -> Literal["cpu", "cuda"]:
     """``engine.device``, or else cuda where the NVIDIA driver shows a device to this process."""
     if engine.device is not None:
         return engine.device
@@ -236,7 +223,7 @@ def server_environment(config: ServerSections, hosts: ServerHosts | None = None)
             bound = [bind_cores(ranks // count)] * count
             env.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join(bound))
     if hosts is not None:
-        env[HOSTS_VARIABLE] = hosts.variable
+        env[HOSTS_VARIABLE] = json.dumps(dict(hosts.addresses))
     return env
 
 
@@ -309,15 +296,11 @@ def table_faults_elsewhere(table: Mapping[str, Any], python: str) -> list[str]:
     return [str(fault) for fault in json.loads(done.stdout.splitlines()[-1])]
 
 
-class _RefusedError(ValueError):
-    """The command line's parser refuses a value."""
-
-
 class _Parser(argparse.ArgumentParser):
     """argparse ends the process over a value that it refuses."""
 
     def error(self, message: str) -> NoReturn:
-        raise _RefusedError(message)
+        raise ValueError(message)
 
 
 @functools.cache
@@ -339,7 +322,7 @@ def _refusals(key: str, value: Any) -> Iterator[str]:
         flags = merger._convert_config_to_args({key.replace("_", "-"): value})
         # The model's path is the one flag that it demands.
         parser.parse_args(["--model-path=any", *flags])
-    # _RefusedError, and the merger's own for an action that it does not know.
+    # The parser's refusal, and the merger's own for an action that it does not know.
     except ValueError as error:
         choices = (a.choices for a in parser._actions if a.dest == key and a.choices)
         near = closest(str(value), map(str, next(choices, ())))

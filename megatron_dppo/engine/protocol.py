@@ -294,14 +294,6 @@ def request_body(
     return orjson.dumps(body)
 
 
-def parse_answers(
-    payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
-) -> list[Trajectory]:
-    """``read_answers`` and ``parse_answer``, where nothing is beside the JSON."""
-    answers = read_answers(payload, requests, version)
-    return [parse_answer(a, request) for a, request in zip(answers, requests, strict=True)]
-
-
 def read_answers(
     payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
 ) -> list[dict[str, Any]]:

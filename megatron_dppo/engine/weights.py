@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import threading
 import time
@@ -264,9 +263,8 @@ class EngineWeights:
         await self._move("/update_weights_from_distributed", body)
 
     async def receive_shared(self, header: WireHeader, data: Tensor) -> None:
-        payloads = shared_payloads(header.names, header.shapes, self._dtype, data, self.ranks)
         body = {
-            "serialized_named_tensors": payloads,
+            "serialized_named_tensors": shared_payloads(header, self._dtype, data, self.ranks),
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
@@ -418,18 +416,12 @@ def shared_empty(size: int, device: torch.device | str) -> Tensor:
         return torch.empty(size, dtype=torch.uint8).share_memory_()
 
 
-def shared_payloads(
-    names: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-    data: Tensor,
-    ranks: int,
-) -> list[str]:
+def shared_payloads(header: WireHeader, dtype: torch.dtype, data: Tensor, ranks: int) -> list[str]:
     """One serialised handle of ``data`` for each engine rank, in base64."""
-    bucket = {"flattened_tensor": data, "metadata": _metadata(names, shapes, dtype)}
+    bucket = {"flattened_tensor": data, "metadata": _metadata(header, dtype)}
     # A handle counts as one holder of the memory until its rank has opened and dropped it: each needs its own.
     with _file_system_sharing():
-        return [base64.b64encode(_pickled(bucket)).decode() for _ in range(ranks)]
+        return [base64.b64encode(_Pickler.dumps(bucket)).decode() for _ in range(ranks)]
 
 
 def named_by_uuid(
@@ -445,12 +437,10 @@ def named_by_uuid(
     return rebuild, tuple(changed)
 
 
-def _metadata(
-    names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: torch.dtype
-) -> list[SimpleNamespace]:
+def _metadata(header: WireHeader, dtype: torch.dtype) -> list[SimpleNamespace]:
     """What SGLang reads of its ``FlattenedTensorMetadata``, in a type that its unpickler admits."""
     entries, end = [], 0
-    for name, dims in zip(names, shapes, strict=True):
+    for name, dims in zip(header.names, header.shapes, strict=True):
         shape = torch.Size(dims)
         size = shape.numel() * dtype.itemsize
         start, end = end, end + size
@@ -469,12 +459,6 @@ class _Pickler(ForkingPickler):
 
 def _uuid(device: int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _pickled(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer).dump(value)
-    return buffer.getvalue()
 
 
 @contextmanager

@@ -15,16 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.engine import errors
 from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import Answer, EngineClient
-from megatron_dppo.engine.errors import (
-    AbortedError,
-    EngineError,
-    EngineLostError,
-    EngineRequestError,
-    ServerLostError,
-    StaleWeightsError,
-)
 from megatron_dppo.engine.protocol import GenerationRequest, adapter_name, request_body
 from megatron_dppo.fleet.http_router import ROUTED_MODEL, SERVED_BY, HttpRouterLink
 from megatron_dppo.fleet.membership import Member, client_of
@@ -63,7 +56,7 @@ async def breakable(call: Coroutine[Any, Any, T], calls: set[asyncio.Task[Any]])
     try:
         await asyncio.wait([task])
         if task.cancelled():
-            raise ServerLostError("broken off: its server, or the router, was lost")
+            raise errors.ServerLostError("broken off: its server, or the router, was lost")
         return task.result()
     finally:
         task.cancel()
@@ -142,7 +135,9 @@ class FleetClient:
         # The HTTP router does not forward aborts, and doesn't tell which server has a call.
         aborts = (active.client.abort(rid, count) for active in self._live())
         for outcome in await asyncio.gather(*aborts, return_exceptions=True):
-            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineLostError):
+            if isinstance(outcome, BaseException) and not isinstance(
+                outcome, errors.EngineLostError
+            ):
                 raise outcome
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
@@ -180,12 +175,12 @@ class FleetClient:
             return await breakable(
                 active.client.generate(requests, rid, self._version, self._adapter), active.calls
             )
-        except StaleWeightsError as error:
+        except errors.StaleWeightsError as error:
             raise self._suspend(active, str(error)) from error
-        except EngineLostError as error:
+        except errors.EngineLostError as error:
             await self._probe()
             if not active.suspended:
-                raise AbortedError(str(error)) from error
+                raise errors.AbortedError(str(error)) from error
             raise self._lost(str(error)) from error
         finally:
             active.in_flight -= len(requests)
@@ -196,40 +191,40 @@ class FleetClient:
         body = request_body(requests, rid, model=ROUTED_MODEL, adapter=self._adapter)
         try:
             answer = await breakable(router.generate(body), self._routed)
-        except EngineLostError as error:
+        except errors.EngineLostError as error:
             self._router_lost(router, str(error))
-            raise ServerLostError(str(error)) from error
+            raise errors.ServerLostError(str(error)) from error
         if answer.status >= 400:
             raise await self._refused(router, answer)
         served_by = answer.headers.get(SERVED_BY, "")
         active = self._server_at(served_by)
         if active is None:
-            raise AbortedError(f"an answer from {served_by or 'a server'} that is no member")
+            raise errors.AbortedError(f"an answer from {served_by or 'a server'} that is no member")
         try:
             results = await active.client.parse(answer.body, requests, self._version)
-        except StaleWeightsError as error:
+        except errors.StaleWeightsError as error:
             raise self._suspend(active, str(error)) from error
-        except EngineLostError as error:
+        except errors.EngineLostError as error:
             # It has answered, but not handed out its recording.
             raise self._suspend(active, str(error)) from error
         active.client.note_answer()
         return results
 
-    async def _refused(self, router: HttpRouterLink, answer: Answer) -> EngineError:
+    async def _refused(self, router: HttpRouterLink, answer: Answer) -> errors.EngineError:
         """The error for a call that the router, or a server behind it, answered with an error status."""
         reason = f"{router.url}/generate answered {answer.status}: {answer.reason}"
         if answer.code in _KNOWS_NOBODY:
             # It has begun anew.
             router.mark_down(reason)
-            return ServerLostError(reason)
+            return errors.ServerLostError(reason)
         if answer.status < 500:
-            return EngineRequestError(answer.status, reason)
+            return errors.EngineRequestError(answer.status, reason)
         await self._probe()
         if any(p.suspended and p.member.server.url in reason for p in self._servers):
             # The router may not have dropped it yet.
             await asyncio.sleep(_FORGETTING_SECONDS)
             return self._lost(reason)
-        return AbortedError(reason)
+        return errors.AbortedError(reason)
 
     @property
     def _adapter(self) -> str | None:
@@ -246,7 +241,7 @@ class FleetClient:
     async def _watch(self, active: ActiveServer, hang_timeout_s: float) -> None:
         try:
             await active.client.watch(hang_timeout_s)
-        except EngineLostError as error:
+        except errors.EngineLostError as error:
             self._suspend(active, str(error))
 
     async def _probe(self) -> None:
@@ -262,7 +257,9 @@ class FleetClient:
             if not answered:
                 self._suspend(active, f"{active.member.server.url} does not answer")
 
-    def _suspend(self, active: ActiveServer, reason: str) -> ServerLostError | EngineLostError:
+    def _suspend(
+        self, active: ActiveServer, reason: str
+    ) -> errors.ServerLostError | errors.EngineLostError:
         """Send a server no more calls and cancel those that it has; returns the error for their callers."""
         if active.suspended:
             return self._lost(active.suspended)
@@ -291,7 +288,7 @@ class FleetClient:
             return
         try:
             await active.client.exchange("GET", "/health", timeout_s=_PROBE_SECONDS)
-        except EngineLostError as error:
+        except errors.EngineLostError as error:
             if isinstance(error.__cause__, TimeoutError):
                 for call in calls & self._routed:
                     call.cancel()
@@ -303,12 +300,12 @@ class FleetClient:
         for call in self._routed:
             call.cancel()
 
-    def _lost(self, reason: str) -> ServerLostError | EngineLostError:
-        return ServerLostError(reason) if self._live() else self._nobody()
+    def _lost(self, reason: str) -> errors.ServerLostError | errors.EngineLostError:
+        return errors.ServerLostError(reason) if self._live() else self._nobody()
 
-    def _nobody(self) -> EngineLostError:
+    def _nobody(self) -> errors.EngineLostError:
         reasons = [f"{p.member.server.name}: {p.suspended}" for p in self._servers]
-        return EngineLostError("; ".join(reasons) or "no server has the weights")
+        return errors.EngineLostError("; ".join(reasons) or "no server has the weights")
 
     def _chore(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

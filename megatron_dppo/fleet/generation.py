@@ -20,14 +20,7 @@ from typing import Any, NoReturn, Protocol
 
 from megatron_dppo.config.schema import EngineConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.engine.errors import (
-    AbortedError,
-    EngineError,
-    EngineLostError,
-    GenerationInterruptedError,
-    ServerLostError,
-    StopRequestedError,
-)
+from megatron_dppo.engine import errors
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -218,12 +211,12 @@ class Generation:
                 bar.update(completed=already + self.responses, note=speed)
         try:
             self.done |= self.running.result()
-        except GenerationInterruptedError as interruption:
+        except errors.GenerationInterruptedError as interruption:
             self.done |= interruption.completed
             return GenerationEnd.LOST, str(interruption)
-        except StopRequestedError:
+        except errors.StopRequestedError:
             return GenerationEnd.STOPPED, ""
-        except EngineError as error:
+        except errors.EngineError as error:
             # Asking again would end alike.
             return GenerationEnd.FAILED, f"{type(error).__name__}: {error}"
         return GenerationEnd.DONE, ""
@@ -262,8 +255,8 @@ async def generate_many(
     run = _Generation(client, requests, limits, on_response)
     try:
         await run.wait(stop)
-    except EngineLostError as error:
-        raise GenerationInterruptedError(run.in_order(), str(error)) from error
+    except errors.EngineLostError as error:
+        raise errors.GenerationInterruptedError(run.in_order(), str(error)) from error
     return run.in_order()
 
 
@@ -303,7 +296,7 @@ class _Generation:
                 if watch.done() and not work.done():
                     watch.result()
                 if stop is not None and stop():
-                    raise StopRequestedError(
+                    raise errors.StopRequestedError(
                         f"stopped with {len(self._results)} of {len(self._requests)} responses"
                     )
             work.result()
@@ -328,11 +321,11 @@ class _Generation:
                 reason = f"no response within {self._limits.request_timeout_s} s"
                 failures += 1
                 await self._client.abort(rid, len(indices))
-            except AbortedError as error:
+            except errors.AbortedError as error:
                 reason = str(error)
                 await asyncio.sleep(_BACK_OFF_SECONDS * 2**failures)
                 failures += 1
-            except ServerLostError as error:
+            except errors.ServerLostError as error:
                 reason = str(error)
                 losses += 1
             else:
@@ -340,7 +333,7 @@ class _Generation:
                 return
             finally:
                 del self._in_flight[rid]
-        raise EngineLostError(
+        raise errors.EngineLostError(
             f"request {requests[0].key}: {failures + losses} attempts failed, the last: {reason}"
         )
 
@@ -362,6 +355,6 @@ class _Generation:
                 async with asyncio.timeout(_CLEAN_UP_SECONDS):
                     aborts = (self._client.abort(rid, count) for rid, count in calls.items())
                     await asyncio.gather(*aborts)
-            except (EngineLostError, TimeoutError):
+            except (errors.EngineLostError, TimeoutError):
                 # Nobody is there to run them.
                 return

@@ -20,15 +20,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn
 
 from megatron_dppo.config.schema import EngineConfig
+from megatron_dppo.engine import errors
 from megatron_dppo.engine.answer_parsing import AnswerParser
 from megatron_dppo.engine.client import EngineClient
-from megatron_dppo.engine.errors import (
-    UNBOUNDED,
-    EngineAnswerError,
-    EngineError,
-    EngineMismatchError,
-    EngineRequestError,
-)
 from megatron_dppo.fleet.endpoint import RecordClient
 from megatron_dppo.fleet.record import (
     ADMIN_KEY_VARIABLE,
@@ -56,7 +50,7 @@ _NO_KEY = (401, 403)
 _UNREADABLE = (
     ArithmeticError,
     AttributeError,
-    EngineAnswerError,
+    errors.EngineAnswerError,
     LookupError,
     RecursionError,
     TypeError,
@@ -213,7 +207,7 @@ class Examiner:
         """Those of the last look where the record can't be asked now: the next one is soon."""
         try:
             return await asyncio.to_thread(self._record.servers)
-        except EngineError as error:
+        except errors.EngineError as error:
             log.warning("%s", error)
             return list(self._states)
 
@@ -227,7 +221,7 @@ class Examiner:
             await self._check(member)
         except _UNREADABLE as error:
             return Examination("refused", _reason_of(error))
-        except EngineError as error:
+        except errors.EngineError as error:
             return Examination("refused" if error.attempts == 1 else "waits", _reason_of(error))
         except OSError as error:
             return Examination("waits", _reason_of(error))
@@ -235,8 +229,10 @@ class Examiner:
 
 
 def _reason_of(error: BaseException) -> str:
-    text = str(error) if isinstance(error, EngineError) else f"{type(error).__name__}: {error}"
-    if isinstance(error, EngineRequestError) and error.status in _NO_KEY:
+    text = (
+        str(error) if isinstance(error, errors.EngineError) else f"{type(error).__name__}: {error}"
+    )
+    if isinstance(error, errors.EngineRequestError) and error.status in _NO_KEY:
         return (
             f"{text}; the run's keys are its environment's {API_KEY_VARIABLE}, {ADMIN_KEY_VARIABLE}"
         )
@@ -321,7 +317,7 @@ class FleetMembership:
         urls: Collection[str],
         reason: str,
         *,
-        attempts: int = UNBOUNDED,
+        attempts: int = errors.UNBOUNDED,
     ) -> None:
         """An update of ``current`` failed, because of ``urls`` where those are known.
 
@@ -331,7 +327,7 @@ class FleetMembership:
         suspects = [m for m in current if m.server.url in urls] or list(current)
         for member in suspects:
             server = member.server
-            silent = server.url in urls and attempts == UNBOUNDED
+            silent = server.url in urls and attempts == errors.UNBOUNDED
             if not self._schedules(member) or (silent and not self._generates_again(member)):
                 self._lose(server, f"does not answer after a failed update: {reason}")
             elif server.url in urls:
@@ -404,7 +400,7 @@ class FleetMembership:
             return True
         examination = self._runner.run(self._examiner.examine(server, at_once=urgent))
         if examination.state == "refused" and server.origin == "config":
-            raise EngineMismatchError(examination.reason)
+            raise errors.EngineMismatchError(examination.reason)
         return examination.state == "fits"
 
     def _strike(self, server: Server, reason: str, *, others: bool) -> None:
@@ -427,7 +423,7 @@ class FleetMembership:
             try:
                 states = {s.name: self._states[s].describe(s) for s in self._record.servers()}
                 self._record.publish_status(self._version, states)
-            except EngineError as error:
+            except errors.EngineError as error:
                 # A run can do without.
                 log.warning("%s", error)
 

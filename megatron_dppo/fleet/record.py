@@ -29,12 +29,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 
-from megatron_dppo.system.files import (
-    UnsafeFileError,
-    make_private_folder,
-    read_own,
-    write_private,
-)
+from megatron_dppo.system import files
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.network import url_fault
 
@@ -117,7 +112,7 @@ class FleetRecord:
 
     def __init__(self, run_directory: str | Path, fence: Callable[[], None] = lambda: None) -> None:
         self.path = Path(run_directory) / "engine"
-        make_private_folder(self.path)
+        files.make_private_folder(self.path)
         self._file = self.path / "fleet.json"
         self._fence = fence
         self._lock = threading.RLock()
@@ -228,7 +223,7 @@ class FleetRecord:
         except FencedError:
             return
         content = _Content(self._servers, self._status)
-        write_private(self._file, json.dumps(asdict(content), indent=1))
+        files.write_private(self._file, json.dumps(asdict(content), indent=1))
 
 
 def attached_name(url: str) -> str:
@@ -241,10 +236,10 @@ def attached_name(url: str) -> str:
 def read_own_json(path: Path, kind: type[T]) -> T | None:
     """The file's JSON as a ``kind``; None where there is no file, a damaged one, or one that is refused."""
     try:
-        return TypeAdapter(kind).validate_json(read_own(path), strict=True)
+        return TypeAdapter(kind).validate_json(files.read_own(path), strict=True)
     except FileNotFoundError:
         return None
-    except UnsafeFileError as error:
+    except files.UnsafeFileError as error:
         _set_aside(path, f"is refused ({error})")
     except ValueError:
         _set_aside(path, "is damaged")

@@ -23,14 +23,8 @@ from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
 from megatron_dppo.launch.supervisor import RankFailure, Supervisor, failed_at, keep_previous
 from megatron_dppo.logging import TERMINAL_VARIABLE, configure_logging, failure_mark
+from megatron_dppo.system import network
 from megatron_dppo.system.lease import NONCE_VARIABLE
-from megatron_dppo.system.network import (
-    InterfaceError,
-    PortTakenError,
-    free_port,
-    interface_address,
-    require_free_port,
-)
 from megatron_dppo.system.processes import kill_families, start_process
 from megatron_dppo.system.scratch import remove_shared_tensors
 
@@ -113,8 +107,8 @@ def rank_command(
 def _master_host(interface: str | None) -> str:
     """The address on which the ranks meet: that of ``parallel.interface``, else loopback."""
     try:
-        return LOOPBACK if interface is None else interface_address(interface)
-    except InterfaceError as error:
+        return LOOPBACK if interface is None else network.interface_address(interface)
+    except network.InterfaceError as error:
         raise LaunchError(f"parallel.interface: {error}") from error
 
 
@@ -122,7 +116,7 @@ def _master_port(host: str) -> int:
     """The port on which the ranks meet: MASTER_PORT of the environment, else a free one."""
     pinned = os.environ.get("MASTER_PORT")
     if pinned is None:
-        return free_port(host)
+        return network.free_port(host)
     if not pinned.isdigit():
         raise LaunchError(f"MASTER_PORT: got {pinned!r}, expected a port number")
     _require_free("MASTER_PORT", host, int(pinned))
@@ -131,8 +125,8 @@ def _master_port(host: str) -> int:
 
 def _require_free(key: str, host: str, port: int) -> None:
     try:
-        require_free_port(host, port)
-    except PortTakenError as error:
+        network.require_free_port(host, port)
+    except network.PortTakenError as error:
         raise LaunchError(
             f"{key}: {error}; leave {key} out for a free one, or end what listens there"
         ) from error

@@ -21,16 +21,8 @@ from pathlib import Path
 from megatron_dppo.launch.placement import Host, Placement
 from megatron_dppo.launch.run_directory import RunDirectory
 from megatron_dppo.launch.supervisor import RankFailure, failed_at, keep_previous
+from megatron_dppo.system import processes
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.system.processes import (
-    STOP_FILE_VARIABLE,
-    Launcher,
-    StartedProcess,
-    ask_to_stop,
-    start_fed,
-    start_process,
-    withdraw_stop,
-)
 
 _END_S = 15.0
 # What sbatch sets and srun takes as options of a step.
@@ -111,7 +103,7 @@ def step_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in _OPTION_VARIABLES}
 
 
-class SrunLauncher(Launcher):
+class SrunLauncher(processes.Launcher):
     """Starts commands at a host of the allocation, or one task on each of several; see Launcher.
 
     The tasks have one log, each of its lines begins with the task's number where there are several.
@@ -125,7 +117,7 @@ class SrunLauncher(Launcher):
 
     def start(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, stdin: bytes
-    ) -> StartedProcess:
+    ) -> processes.StartedProcess:
         srun = self._form.command(
             command,
             name=self._name,
@@ -135,7 +127,9 @@ class SrunLauncher(Launcher):
             stdin=True,
         )
         return SrunProcess(
-            start_fed(srun, environment=step_environment(environment), log=log, stdin=stdin),
+            processes.start_fed(
+                srun, environment=step_environment(environment), log=log, stdin=stdin
+            ),
             self._form.fence,
         )
 
@@ -143,7 +137,7 @@ class SrunLauncher(Launcher):
         """Ports of another host can't be asked for from here: the command finds out there."""
 
 
-class SrunProcess(StartedProcess):
+class SrunProcess(processes.StartedProcess):
     """A step, by its srun, whose exit code is the highest of the tasks'. ``fence``: see StepForm.
 
     Either way of ending it is SIGTERM to srun, by which Slurm kills the tasks: a server whose run is over
@@ -269,7 +263,7 @@ class SrunRanks:
             "MASTER_PORT": str(placement.master_port),
             "PYTHONUNBUFFERED": "1",
             RANKS_VARIABLE: "slurm",
-            STOP_FILE_VARIABLE: str(directory.stop_file),
+            processes.STOP_FILE_VARIABLE: str(directory.stop_file),
             **variables,
         }
         self._count = len(placement.ranks)
@@ -280,9 +274,9 @@ class SrunRanks:
         for rank in range(self._count):
             keep_previous(self._directory.rank_output(rank))
         keep_previous(self._messages)
-        withdraw_stop(self._directory.stop_file)
+        processes.withdraw_stop(self._directory.stop_file)
         with self._messages.open("wb") as file:
-            self._popen = start_process(
+            self._popen = processes.start_process(
                 self._command,
                 environment=step_environment({**os.environ, **self._variables}),
                 output=file.fileno(),
@@ -309,7 +303,7 @@ class SrunRanks:
 
     def ask_to_stop(self) -> None:
         # By a file, which rank 0 reads: a signal through srun reaches their child processes too.
-        ask_to_stop(self._directory.stop_file)
+        processes.ask_to_stop(self._directory.stop_file)
 
     def kill(self) -> None:
         if self._popen is not None:

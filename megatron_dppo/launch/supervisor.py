@@ -20,13 +20,7 @@ from typing import Literal, Protocol
 
 from megatron_dppo.fleet.supervision import EngineGivenUpError, SupervisedFleet
 from megatron_dppo.logging import failure_mark
-from megatron_dppo.system.processes import (
-    adopt_orphans,
-    describe_exit,
-    kill_descendants,
-    quote,
-    tail,
-)
+from megatron_dppo.system import processes
 
 # --- what asks a supervisor to end its run: signals, and a clock
 
@@ -115,8 +109,8 @@ class RankFailure:
     def report(self) -> str:
         who = "the ranks' step" if self.rank is None else f"rank {self.rank}"
         return (
-            f"{who} {describe_exit(self.code)}; the end of {self.output}:\n"
-            f"{quote(tail(self.output))}"
+            f"{who} {processes.describe_exit(self.code)}; the end of {self.output}:\n"
+            f"{processes.quote(processes.tail(self.output))}"
         )
 
     @property
@@ -209,7 +203,7 @@ class Supervisor:
         self._given_up = ""
 
     def run(self) -> Outcome:
-        adopt_orphans()
+        processes.adopt_orphans()
         outcome = Outcome(FAILED, "failed", "the supervisor failed")
         with self._stops.listening():
             try:
@@ -291,6 +285,6 @@ class Supervisor:
         self._ranks.kill()
         if self._fleet is not None:
             self._fleet.stop(at_once=at_once)
-        left = kill_descendants()
+        left = processes.kill_descendants()
         if left:
             log.error("processes %s do not end; the kernel holds them", left)

@@ -14,14 +14,7 @@ from typing import Any
 
 from megatron_dppo.preflight.evidence import CheckError, Evidence, Finding, Site, odd_ones
 from megatron_dppo.preflight.needs import Needs
-from megatron_dppo.system.compute import (
-    DRIVER,
-    LEAST_DRIVER,
-    driver_version,
-    tool_path,
-    toolkit_home,
-    toolkit_version,
-)
+from megatron_dppo.system import compute
 
 _FIELDS = {
     "name": "name",
@@ -56,8 +49,8 @@ def gpus_here() -> dict[str, Any]:
     Raises CheckError where ``nvidia-smi`` fails.
     """
     program = shutil.which("nvidia-smi")
-    gpus = gpus_of_driver(DRIVER) if program is None else parse(_query(program))
-    return {"gpus": gpus, "source": program or str(DRIVER)}
+    gpus = gpus_of_driver(compute.DRIVER) if program is None else parse(_query(program))
+    return {"gpus": gpus, "source": program or str(compute.DRIVER)}
 
 
 def _query(program: str) -> str:
@@ -93,7 +86,7 @@ def gpus_of_driver(folder: Path) -> list[dict[str, Any]]:
         re.search(r"^Model:\s*(.+)$", (gpu / "information").read_text(), re.MULTILINE)
         for gpu in sorted((folder / "gpus").iterdir())
     ]
-    driver = driver_version(folder)
+    driver = compute.driver_version(folder)
     return [{"name": model and model.group(1).strip(), "driver": driver} for model in models]
 
 
@@ -141,15 +134,15 @@ def toolkit_here(python: str, cuda: str | None) -> dict[str, Any]:
 
     ``python``: the interpreter of the servers. ``cuda``: what its torch was built for.
     """
-    path = tool_path(os.environ, python)
-    home = toolkit_home(os.environ)
-    version = None if home is None else toolkit_version(home)
+    path = compute.tool_path(os.environ, python)
+    home = compute.toolkit_home(os.environ)
+    version = None if home is None else compute.toolkit_version(home)
     failed = None
     if home is not None and version:
         failed = _compile(home, {**os.environ, "PATH": path})
     return {
         "ninja": shutil.which("ninja", path=path),
-        "driver": driver_version(),
+        "driver": compute.driver_version(),
         "cuda": cuda,
         "home": None if home is None else str(home),
         "version": version,
@@ -190,7 +183,7 @@ def judge_toolkit(evidence: Mapping[str, Evidence], needs: Needs) -> Iterator[Fi
 def toolkit_findings(host: str, entry: Evidence) -> Iterator[Finding]:
     driver, cuda = entry["driver"], entry["cuda"]
     major = cuda.partition(".")[0] if cuda else None
-    least = LEAST_DRIVER.get(int(major)) if major else None
+    least = compute.LEAST_DRIVER.get(int(major)) if major else None
     if driver and least and int(driver.partition(".")[0]) < least:
         yield Finding(host, "driver", driver, f"{least} or newer, for torch's CUDA {cuda}")
     subject, home, version = "CUDA toolkit", entry["home"], entry["version"]

@@ -36,19 +36,9 @@ def _supervise(options: argparse.Namespace) -> int:
 
 def _submit(options: argparse.Namespace) -> int:
     """Checks a recipe, shows what it comes to, hands it to sbatch."""
-    from megatron_dppo.slurm.submit import Request, submit
+    from megatron_dppo.slurm.submit import submit
 
-    return submit(
-        Request(
-            recipe=options.recipe,
-            overrides=options.overrides,
-            site_file=options.site,
-            site_overrides=options.set,
-            nodes=options.nodes,
-            sbatch_flags=options.sbatch,
-            dry_run=options.dry_run,
-        )
-    )
+    return submit(options)
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import shutil
@@ -19,19 +20,9 @@ from megatron_dppo.launch.placement import Allocation, Host, Placement, Placemen
 from megatron_dppo.launch.srun import literal
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.planner.devices import DEVICES, GIB, Cluster
+from megatron_dppo.slurm import refusals
 from megatron_dppo.slurm.attempts import JOB_FILE
 from megatron_dppo.slurm.commands import SlurmError, slurm
-from megatron_dppo.slurm.refusals import (
-    SBATCH,
-    directory_faults,
-    environment_faults,
-    flag_faults,
-    node_faults,
-    partition_of,
-    server_option_faults,
-    site_faults,
-    time_faults,
-)
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.slurm.status import UNKNOWN, job_state
 from megatron_dppo.system.files import write_atomically
@@ -181,61 +172,55 @@ class Submission:
         """
         if shutil.which("sbatch") is None:
             yield "sbatch: not on the path, expected a login node of a Slurm cluster"
-        yield from directory_faults(self.directory)
-        yield from flag_faults(self.site.sbatch_flags, SBATCH)
-        yield from flag_faults(extra, replace(SBATCH, key="--sbatch"))
+        yield from refusals.directory_faults(self.directory)
+        yield from refusals.flag_faults(self.site.sbatch_flags, refusals.SBATCH)
+        yield from refusals.flag_faults(extra, replace(refusals.SBATCH, key="--sbatch"))
         partitions: list[dict[str, str] | None] = [None]
         flags = (*self.site.sbatch_flags, *extra)
         if not any(flag.startswith(_OWN_LIMITS) for flag in flags):
             names = [self.site.partition, *filter(None, [self.site.server_partition])]
-            partitions = [partition_of(name) for name in names]
-        yield from dict.fromkeys(p for part in partitions for p in time_faults(self.site, part))
+            partitions = [refusals.partition_of(name) for name in names]
+        yield from dict.fromkeys(
+            p for part in partitions for p in refusals.time_faults(self.site, part)
+        )
         for nodes, partition in zip(self._nodes_by_group, partitions, strict=False):
-            yield from node_faults(nodes, partition)
+            yield from refusals.node_faults(nodes, partition)
         config, data = self.config, self.config.data
-        yield from environment_faults(config.weight_sync.strategy, self.site, flags, os.environ)
+        yield from refusals.environment_faults(
+            config.weight_sync.strategy, self.site, flags, os.environ
+        )
         files = (*data.train_files, *data.evaluation_files.values())
         paths = {
             "run.directory": self.directory,
             "model.hf_checkpoint": Path(config.model.hf_checkpoint),
         }
         paths |= {f"data: {file.path}": Path(file.path) for file in files}
-        yield from site_faults(self.site, config.engine.python, paths)
+        yield from refusals.site_faults(self.site, config.engine.python, paths)
 
 
 PYTHON_VARIABLE = "MEGATRON_DPPO_PYTHON"
 """Names the interpreter of the batch process."""
 
 
-@dataclass(frozen=True)
-class Request:
-    recipe: str
-    overrides: Sequence[str]
-    site_file: str | None = None
-    site_overrides: Sequence[str] = ()
-    nodes: int | None = None
-    sbatch_flags: Sequence[str] = ()
-    dry_run: bool = False
-
-
-def submit(request: Request) -> int:
-    """Submit it, or only show it; the exit code. Raises ConfigError, SlurmError."""
-    site = load_site(site_path(request.site_file), request.site_overrides)
-    findings = _checked(site, request)
-    if findings.faults and not request.dry_run:
-        raise ConfigError(findings.faults, request.recipe)
-    if (submission := findings.submission) is not None:
+def submit(options: argparse.Namespace) -> int:
+    """Submit what the command line says, or only show it; the exit code. Raises ConfigError, SlurmError."""
+    site = load_site(site_path(options.site), options.set)
+    config = load_config(options.recipe, options.overrides)
+    submission, memory, faults = _checked(config, site, options)
+    if faults and not options.dry_run:
+        raise ConfigError(faults, options.recipe)
+    if submission is not None:
         print(f"run directory: {submission.directory}\n")
-        print(f"{submission.placement.table()}\n\n{findings.memory}\n")
-    if request.dry_run:
-        print(f"# {CONFIG_FILE}\n{findings.config}")
+        print(f"{submission.placement.table()}\n\n{memory}\n")
+    if options.dry_run:
+        print(f"# {CONFIG_FILE}\n{resolved_yaml(config)}")
         print(f"# {SITE_FILE}\n{resolved_yaml(site)}")
-    if submission is not None and request.dry_run:
-        print(shlex.join(submission.command(request.sbatch_flags)), flush=True)
-    if findings.faults:
-        raise ConfigError(findings.faults, f"{request.recipe} would be refused")
+    if submission is not None and options.dry_run:
+        print(shlex.join(submission.command(options.sbatch)), flush=True)
+    if faults:
+        raise ConfigError(faults, f"{options.recipe} would be refused")
     assert submission is not None
-    return 0 if request.dry_run else _hand_over(submission, request.sbatch_flags)
+    return 0 if options.dry_run else _hand_over(submission, options.sbatch)
 
 
 def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
@@ -267,37 +252,27 @@ def _waiting_faults(directory: Path) -> Iterator[str]:
         )
 
 
-@dataclass(frozen=True)
-class _Findings:
-    """``config``: as it was resolved, YAML. ``submission``: None where the roles have no place; ``memory``: its
-    verdict in a line; ``faults``: all that speaks against it."""
-
-    config: str
-    submission: Submission | None
-    memory: str
-    faults: list[str]
-
-
-def _checked(site: SiteConfig, request: Request) -> _Findings:
-    config = load_config(request.recipe, request.overrides)
+def _checked(
+    config: TrainConfig, site: SiteConfig, options: argparse.Namespace
+) -> tuple[Submission | None, str, list[str]]:
+    """The submission, None where the roles have no place; the verdict on its memory in a line; all that speaks against
+    it."""
     faults: list[str] = []
     submission, memory = None, "memory: not planned, for the configuration can't be used"
     try:
-        check_config(config, request.recipe)
+        check_config(config, options.recipe)
     except ConfigError as error:
         faults += error.faults
     fits = not faults
     try:
-        submission = Submission.plan(config, site, request.nodes)
+        submission = Submission.plan(config, site, options.nodes)
     except PlacementError as error:
         faults.append(str(error))
     if submission is not None:
-        faults += [
-            *submission.faults(request.sbatch_flags),
-            *_waiting_faults(submission.directory),
-        ]
+        faults += submission.faults(options.sbatch)
+        faults += _waiting_faults(submission.directory)
     if submission is not None and fits:
         memory, lacking = memory_verdict(submission)
         faults += lacking
-    faults += server_option_faults(ServerSections.of(config).where_generated, site)
-    return _Findings(resolved_yaml(config), submission, memory, faults)
+    faults += refusals.server_option_faults(ServerSections.of(config).where_generated, site)
+    return submission, memory, faults

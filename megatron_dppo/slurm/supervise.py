@@ -23,6 +23,7 @@ from megatron_dppo.config.machine import allocator_faults
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.engine.options import ServerSections
 from megatron_dppo.engine.process import Runtime
+from megatron_dppo.launch import srun
 from megatron_dppo.launch.library_checks import CHECK
 from megatron_dppo.launch.local import rank_command
 from megatron_dppo.launch.placement import (
@@ -36,16 +37,6 @@ from megatron_dppo.launch.placement import (
 )
 from megatron_dppo.launch.run_directory import RunDirectory, is_finished
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
-from megatron_dppo.launch.srun import (
-    SrunLauncher,
-    SrunProcess,
-    SrunRanks,
-    StepForm,
-    hostnames,
-    literal,
-    port_base,
-    step_environment,
-)
 from megatron_dppo.launch.supervisor import OVERTIME, TIME, Outcome, Stop, StopRequests, Supervisor
 from megatron_dppo.logging import REFUSED, configure_logging
 from megatron_dppo.preflight import (
@@ -57,15 +48,7 @@ from megatron_dppo.preflight import (
     read_evidence,
     table,
 )
-from megatron_dppo.slurm import commands
-from megatron_dppo.slurm.attempts import (
-    CANCELLED_CODE,
-    Attempt,
-    AttemptBook,
-    Decision,
-    decide,
-    fruitless,
-)
+from megatron_dppo.slurm import attempts, commands
 from megatron_dppo.slurm.commands import SlurmError
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
 from megatron_dppo.system.errors import RunError
@@ -105,8 +88,8 @@ class Job:
         """Raises SlurmError outside of a job."""
         job, attempt = commands.job_environment(os.environ)
         groups = job_groups(os.environ)
-        names = [name for nodes in groups.values() for name in hostnames(nodes)]
-        group_of = {name: g for g, nodes in groups.items() for name in hostnames(nodes)}
+        names = [name for nodes in groups.values() for name in srun.hostnames(nodes)]
+        group_of = {name: g for g, nodes in groups.items() for name in srun.hostnames(nodes)}
         devices = site.devices(os.environ)
         named_addresses = zip(names, commands.addresses(names), strict=True)
         hosts = tuple(
@@ -120,7 +103,7 @@ class Job:
         signals: dict[int, Stop] = {
             signal.SIGUSR1: TIME,
             signal.SIGUSR2: Stop("asked", 0),
-            signal.SIGTERM: Stop("cancelled", CANCELLED_CODE, insists=True),
+            signal.SIGTERM: Stop("cancelled", attempts.CANCELLED_CODE, insists=True),
         }
         return StopRequests(signals, deadlines(self.ends, margin_s))
 
@@ -215,7 +198,7 @@ class Steps:
     """
 
     def __init__(
-        self, directory: RunDirectory, form: StepForm, python: str, stops: StopRequests
+        self, directory: RunDirectory, form: srun.StepForm, python: str, stops: StopRequests
     ) -> None:
         self._directory = directory
         self._form = form
@@ -283,11 +266,11 @@ class Steps:
                         name=name,
                         hosts=group,
                         tasks_per_host=1,
-                        output=literal(output),
+                        output=srun.literal(output),
                         stdin=False,
                         tolerant=tolerant,
                     ),
-                    environment=step_environment(os.environ),
+                    environment=srun.step_environment(os.environ),
                     output=file.fileno(),
                 )
                 for group in Allocation(tuple(hosts)).groups
@@ -296,7 +279,7 @@ class Steps:
         while None in (codes := [process.poll() for process in processes]):
             if self._stops.came() or time.monotonic() > deadline:
                 for process in processes:
-                    SrunProcess(process, self._form.fence).kill()
+                    srun.SrunProcess(process, self._form.fence).kill()
                 log.warning("the step %s was ended: %s", name, tail(output, 1))
                 return None
             time.sleep(_POLL_S)
@@ -330,21 +313,21 @@ class Start:
         self._site = site
         self._directory = directory
         self._stops = stops
-        self._book = AttemptBook(directory.path)
+        self._book = attempts.AttemptBook(directory.path)
         self._left_out: dict[str, str] = {}
 
-    def run(self) -> Decision:
+    def run(self) -> attempts.Decision:
         job, names = self._job, tuple(host.name for host in self._job.hosts)
         node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
-        attempt = self._book.begin(Attempt(job.id, job.attempt, node, names, time.time()))
+        attempt = self._book.begin(attempts.Attempt(job.id, job.attempt, node, names, time.time()))
         outcome = self._outcome()
         ended = self._book.reached(replace(attempt, why="failed", ended=time.time()))
         before = [a for a in self._book.all() if (a.job, a.attempt) != (job.id, job.attempt)]
-        decision = decide(
+        decision = attempts.decide(
             outcome,
             finished=is_finished(self._config),
             cancelled=any(stop.why == "cancelled" for stop in self._stops.came()),
-            fruitless=fruitless([*before, ended]),
+            fruitless=attempts.fruitless([*before, ended]),
             max_failures=self._site.max_failures,
         )
         if decision.why == "cancelled" and (lost := bad_nodes(names)):
@@ -373,7 +356,7 @@ class Start:
         """Place and check everything, then run; why nothing was started, where that is so."""
         if is_finished(self._config):
             return Outcome(0, "ended")
-        base = port_base(self._job.id)
+        base = srun.port_base(self._job.id)
         self._directory.write_config(resolved_yaml(self._config))
         try:
             self._require_environment()
@@ -441,7 +424,7 @@ class Start:
             )
         lease = directory.lease
         variables = {} if fleet is None else fleet.rank_variables
-        ranks = SrunRanks(
+        ranks = srun.SrunRanks(
             rank_command(MODULE, directory, self._site.container.interpreter),
             directory,
             placement,
@@ -451,7 +434,7 @@ class Start:
         return Supervisor(ranks, fleet, lambda: lease.taken_over, self._stops)
 
     def _runtime_at(self, hosts: Sequence[Host]) -> Runtime:
-        launcher = SrunLauncher(hosts, "server", self._form(server=True))
+        launcher = srun.SrunLauncher(hosts, "server", self._form(server=True))
         variables = {}
         if self._site.spares_servers:
             variables[HEARTBEAT_VARIABLE] = str(self._directory.lease.heartbeat)
@@ -459,7 +442,7 @@ class Start:
         python = self._config.engine.python or self._site.container.interpreter
         return Runtime(launcher, python, variables)
 
-    def _form(self, *, server: bool) -> StepForm:
+    def _form(self, *, server: bool) -> srun.StepForm:
         form = self._site.form(str(Path.cwd()), server=server)
         return replace(form, fence=self._directory.lease.fence.check)
 
@@ -502,7 +485,7 @@ def supervise(config_path: str, overrides: Sequence[str], site_file: str | None)
         return _requeue(job, decision)
 
 
-def _requeue(job: Job, decision: Decision) -> int:
+def _requeue(job: Job, decision: attempts.Decision) -> int:
     """Have the job start again where that was decided; the exit code.
 
     A requeue ends this process too, by a TERM that is only noted. A job can be given nodes to keep off

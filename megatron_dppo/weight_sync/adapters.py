@@ -24,6 +24,7 @@ from megatron_dppo.engine.protocol import adapter_name
 from megatron_dppo.engine.weights import EngineWeights, fused_module
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.types import UNVERIFIED_VERSION
+from megatron_dppo.weight_sync import transaction
 from megatron_dppo.weight_sync.engines import (
     GRACE_S,
     Bucket,
@@ -34,14 +35,6 @@ from megatron_dppo.weight_sync.engines import (
     Transfer,
 )
 from megatron_dppo.weight_sync.strategies import new_folder, require_shared_folder
-from megatron_dppo.weight_sync.transaction import (
-    MIB,
-    Agree,
-    Phases,
-    UpdateReport,
-    WeightSource,
-    WeightUpdater,
-)
 from megatron_dppo.weight_sync.verification import (
     ChecksumMismatchError,
     ExpectedByLayout,
@@ -120,24 +113,24 @@ def _digest(tensors: Sequence[Tensor]) -> str:
     return digest.hexdigest()
 
 
-class AdapterSource(WeightSource, Protocol):
+class AdapterSource(transaction.WeightSource, Protocol):
     """The trainer's adapters. ``base``: the weights that they are added to. ``folder``: what one says of them."""
 
     @property
-    def base(self) -> WeightSource: ...
+    def base(self) -> transaction.WeightSource: ...
 
     @property
     def folder(self) -> AdapterFolder: ...
 
 
-class AdapterUpdater(WeightUpdater):
+class AdapterUpdater(transaction.WeightUpdater):
     """See WeightUpdater; every update compares a digest of every tensor that was sent."""
 
     def __init__(
         self,
         source: AdapterSource,
         config: WeightSyncConfig,
-        agree: Agree,
+        agree: transaction.Agree,
         open_engine: OpenEngine,
         runner: AsyncRunner,
         fence: Callable[[], None] = lambda: None,
@@ -153,14 +146,14 @@ class AdapterUpdater(WeightUpdater):
         self._is_base_compared = False
         super().attach(urls)
 
-    def update(self, version: int) -> UpdateReport:
+    def update(self, version: int) -> transaction.UpdateReport:
         report = super().update(version)
         self._is_base_compared, self._former = True, version
         return report
 
     # --- the transaction's parts
 
-    def _begin(self, phases: Phases, version: int, title: str) -> float:
+    def _begin(self, phases: transaction.Phases, version: int, title: str) -> float:
         self._name = adapter_name(version)
         if isinstance(self._strategy, AdapterStrategy):
             self._strategy.name = self._name
@@ -172,19 +165,21 @@ class AdapterUpdater(WeightUpdater):
         self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.drop_adapters(keep)))
         return paused
 
-    def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
+    def _stream(
+        self, phases: transaction.Phases, verify: bool
+    ) -> tuple[int, int, list[Any] | None]:
         sent, received, _ = super()._stream(phases, verify=False)
         return sent, received, None if self._is_base_compared else self._hash_base(phases)
 
-    def _hash_base(self, phases: Phases) -> list[Any] | None:
-        plan = self._base.plan(self._config.bucket_mib * MIB, spread=False)
+    def _hash_base(self, phases: transaction.Phases) -> list[Any] | None:
+        plan = self._base.plan(self._config.bucket_mib * transaction.MIB, spread=False)
         expected = ExpectedByLayout(self._engines) if self._conducts and self._engines else None
         for gathered in self._base.gather(plan):
             if expected is not None and gathered.tensors:
                 phases.run("hash", expected.add, gathered.tensors)
         return None if expected is None else expected.partials()
 
-    def _verify(self, phases: Phases, partials: list[Any]) -> int:
+    def _verify(self, phases: transaction.Phases, partials: list[Any]) -> int:
         """Compare the frozen model where it was hashed; adapters were compared when the engines loaded them."""
         loaded = self._strategy.loaded if isinstance(self._strategy, AdapterStrategy) else 0
         return loaded + (super()._verify(phases, partials) if partials else 0)
@@ -196,7 +191,7 @@ class AdapterUpdater(WeightUpdater):
         except EngineFaultError as error:
             log.warning("former adapters are dropped at the next update: %s", error)
 
-    def _abort(self, phases: Phases, version: int) -> None:
+    def _abort(self, phases: transaction.Phases, version: int) -> None:
         """Put the former version back in service; an engine that has none, or can't, is quarantined."""
         self._is_base_compared = False
         if self._strategy is not None:

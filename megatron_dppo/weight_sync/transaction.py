@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,7 +24,6 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.types import UNVERIFIED_VERSION
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
-    Bucket,
     EngineFaultError,
     Engines,
     OpenEngine,
@@ -370,7 +370,7 @@ class WeightUpdater:
             if phases.error is not None:
                 continue
             if bucket.tensors:
-                sent += self._local(phases, "transfer", _sending(bucket.tensors)) or 0
+                sent += self._local(phases, "transfer", methodcaller("send", bucket.tensors)) or 0
             if bucket.tensors and expected is not None:
                 phases.run("hash", expected.add, bucket.tensors)
             # At once: engines may be waiting for this rank's next bucket.
@@ -486,7 +486,3 @@ class WeightUpdater:
                 log.warning("%s: on trainer rank %d: %s", title, self._source.rank, error)
             reason, engines, attempts = json.loads(first)
             raise WeightUpdateError(f"{title}: {reason}", engines, attempts) from error
-
-
-def _sending(bucket: Bucket) -> Callable[[Strategy], int]:
-    return lambda strategy: strategy.send(bucket)

@@ -6,7 +6,7 @@ import sys
 import torch
 from torch.multiprocessing import reductions
 
-from megatron_dppo.engine.weights import named_by_uuid, shared_empty, shared_payloads
+from megatron_dppo.engine.weights import WireHeader, named_by_uuid, shared_empty, shared_payloads
 
 
 def test_sglang_opens_a_bucket():
@@ -16,7 +16,8 @@ def test_sglang_opens_a_bucket():
     weights = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([7.0, 8.0])}
     data = shared_empty(8 * 4, "cpu")
     data.copy_(torch.cat([w.flatten() for w in weights.values()]).view(torch.uint8))
-    payloads = shared_payloads(list(weights), [(2, 3), (2,)], torch.float32, data, ranks=2)
+    header = WireHeader(tuple(weights), ("float32",) * 2, ((2, 3), (2,)), 32)
+    payloads = shared_payloads(header, torch.float32, data, ranks=2)
     assert len(payloads) == 2
     for payload in payloads:
         bucket = MultiprocessingSerializer.deserialize(payload)
@@ -69,8 +70,8 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 import torch
 import megatron_dppo.loop.run, megatron_dppo.supervised, megatron_dppo.weight_sync.transaction
-from megatron_dppo.engine.weights import shared_empty, shared_payloads
-shared_payloads(["w"], [(2,)], torch.float32, shared_empty(8, "cpu"), 1)
+from megatron_dppo.engine.weights import WireHeader, shared_empty, shared_payloads
+shared_payloads(WireHeader(("w",), ("float32",), ((2,),), 8), torch.float32, shared_empty(8, "cpu"), 1)
 """
 
 

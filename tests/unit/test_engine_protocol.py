@@ -18,14 +18,13 @@ from megatron_dppo.engine.protocol import (
     SamplingParams,
     adapter_name,
     parse_answer,
-    parse_answers,
     request_body,
     request_ids,
 )
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.types import Problem
-from tests.trajectories import same
+from tests.trajectories import parse_answers, same
 
 SHAPE = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=8)
 TOPK_IDS = [[7, 1], [2, 7]]

@@ -24,12 +24,11 @@ from megatron_dppo.engine.protocol import (
     GenerationRequest,
     SamplingParams,
     decode_base64,
-    parse_answers,
     provide,
     request_body,
 )
 from tests.ranks import run_ranks
-from tests.trajectories import same, same_column
+from tests.trajectories import parse_answers, same, same_column
 from tests.unit.test_engine_protocol import b64
 
 MODULE = "tests.unit.test_new_column"
