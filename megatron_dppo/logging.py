@@ -14,6 +14,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, cast
@@ -64,6 +65,12 @@ def shared_console() -> Console:
 def say(line: str) -> None:
     """Print a line on the process's console, whatever its width: a job's log must not fold it."""
     shared_console().print(line, soft_wrap=True)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table's lines, two spaces between columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 class TerminalConsole(Console):

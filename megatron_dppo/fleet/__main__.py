@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron_dppo.fleet.endpoint import RecordClient, record_of_command
 from megatron_dppo.fleet.record import NOT_EXAMINED, FleetRecord
-from megatron_dppo.logging import fatal
+from megatron_dppo.logging import aligned, fatal
 from megatron_dppo.system.errors import RunError
 
 _STATE_S = 60.0
@@ -44,10 +44,7 @@ def _list(record: _Record, options: argparse.Namespace) -> int:
         rows.append((server.name, server.url, start, states.get(server.name, "not yet seen")))
     if (router := record.router()) is not None:
         rows.append((router.name, router.url, f"{router.incarnation}", ""))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    for row in rows:
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        print("  ".join([*cells, row[3]]).rstrip())
+    print("\n".join(aligned(rows)))
     if (version := status.get("version")) is not None:
         print(f"weight version {version}")
     return 0

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_dppo.engine.options import ServerSections
+from megatron_dppo.logging import aligned
 from megatron_dppo.system.errors import RunError
 
 
@@ -142,9 +143,7 @@ class Placement:
             for host, port in zip(server.hosts, ports, strict=True):
                 rows.append((host.name, server.name, devices, _address(host, port)))
         rows += [(host.name, "(spare)", "-", host.address) for host in self.unused]
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-        return "\n".join(lines)
+        return "\n".join(aligned(rows))
 
     def _rank_row(self, host: Host) -> tuple[str, str, str, str]:
         there = [rank for rank in self.ranks if rank.host == host]

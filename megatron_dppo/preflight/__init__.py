@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.logging import aligned
 from megatron_dppo.preflight import between_nodes, gpus, machine, software
 from megatron_dppo.preflight.evidence import (
     EVERYWHERE,
@@ -22,23 +23,9 @@ from megatron_dppo.preflight.evidence import (
     Finding,
     Meeting,
     Site,
-    read_evidence,
 )
-from megatron_dppo.preflight.needs import Needs, needs_of
+from megatron_dppo.preflight.needs import Needs
 from megatron_dppo.system.files import write_atomically
-
-__all__ = [
-    "CHECKS",
-    "EVERYWHERE",
-    "Finding",
-    "Needs",
-    "Verdict",
-    "collect_evidence",
-    "judge",
-    "needs_of",
-    "read_evidence",
-    "table",
-]
 
 log = logging.getLogger(__name__)
 
@@ -133,9 +120,7 @@ def table(evidence: Mapping[str, Mapping[str, Evidence]], findings: Sequence[Fin
     bad = {finding.host for finding in findings}
     rows: list[tuple[str, ...]] = [_COLUMNS]
     rows += [(*_cells(evidence[h]), "bad" if h in bad else "ok") for h in sorted(evidence)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([*(line.rstrip() for line in lines), *map(str, findings)])
+    return "\n".join([*aligned(rows), *map(str, findings)])
 
 
 def _cells(checks: Mapping[str, Evidence]) -> tuple[str, ...]:

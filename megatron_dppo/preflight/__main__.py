@@ -17,13 +17,14 @@ from pathlib import Path
 from megatron_dppo.config import load_config
 from megatron_dppo.config.machine import this_machine
 from megatron_dppo.logging import fatal
-from megatron_dppo.preflight import CHECKS, Needs, Verdict, collect_evidence, judge, needs_of, table
+from megatron_dppo.preflight import CHECKS, Verdict, collect_evidence, judge, table
 from megatron_dppo.preflight.evidence import (
     Evidence,
     Meeting,
     read_evidence,
     write_evidence,
 )
+from megatron_dppo.preflight.needs import Needs, needs_of
 from megatron_dppo.system.errors import RunError
 
 BAD_NODE = 3

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.network import source_address
 
 _PATIENCE_S = 30.0
 _BAD_STATES = ("DOWN", "DRAIN", "FAIL", "NOT_RESPONDING", "UNKNOWN")
@@ -58,7 +59,8 @@ def addresses(names: Sequence[str]) -> list[str]:
     """Where the other nodes reach each of these. Raises SlurmError for one that can't be resolved."""
     resolved = [_resolve(record("node", name).get("NodeAddr", name)) for name in names]
     others = [address for address in resolved if not address.startswith("127.")]
-    return [_outward(others) if a.startswith("127.") and others else a for a in resolved]
+    # This node's own tables may call it 127.0.1.1.
+    return [source_address(others[0]) if a.startswith("127.") and others else a for a in resolved]
 
 
 def _resolve(name: str) -> str:
@@ -66,13 +68,6 @@ def _resolve(name: str) -> str:
         return socket.gethostbyname(name)
     except OSError as error:
         raise SlurmError(f"the address of node {name} can't be found: {error}") from error
-
-
-def _outward(others: Sequence[str]) -> str:
-    """This node's own address, which its own tables may call 127.0.1.1; no packet is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((others[0], 9))
-        return str(probe.getsockname()[0])
 
 
 def bad_nodes(names: Sequence[str]) -> dict[str, str]:

@@ -111,10 +111,6 @@ class JobState:
     state: str | None
     reason: str = ""
 
-    @property
-    def alive(self) -> bool:
-        return self.state is not None
-
 
 @dataclass(frozen=True)
 class LocalRun:
@@ -124,10 +120,6 @@ class LocalRun:
     holder: Holder
     state: str | None
     returned: bool
-
-    @property
-    def alive(self) -> bool:
-        return self.state is not None
 
 
 def require_run(directory: str) -> Path:
@@ -147,7 +139,7 @@ def run_state(directory: Path) -> JobState | LocalRun:
     Raises LaunchError where its lease can't be read.
     """
     job = job_state(directory, AttemptBook(directory).all())
-    if job.alive:
+    if job.state is not None:
         return job
     files = LeaseFiles(directory)
     try:
@@ -188,7 +180,7 @@ def status_lines(directory: Path) -> Iterator[str]:
         yield f"state: {state_of(state, attempts)}"
     yield from _progress(directory)
     yield from _servers(directory, running=state.state in ("RUNNING", RUNNING))
-    yield from _attempts(attempts, alive=state.alive)
+    yield from _attempts(attempts, alive=state.state is not None)
     lines = important_lines(directory, _LINES)
     if lines:
         yield "log lines that matter:"
@@ -306,7 +298,7 @@ def watch(directory: Path, every_s: float) -> None:
         elif text != shown:
             print(f"{text}\n", flush=True)
         shown = text
-        if not run_state(directory).alive:
+        if run_state(directory).state is None:
             return
         time.sleep(every_s)
 
@@ -319,7 +311,7 @@ def stop(directory: Path) -> str:
     run = run_state(directory)
     if isinstance(run, LocalRun):
         return _stop_here(run, directory)
-    if run.job is None or not run.alive:
+    if run.job is None or run.state is None:
         raise LaunchError(f"{directory}: no job of this run runs or waits")
     if run.state == "PENDING":
         slurm("scancel", run.job)
@@ -335,7 +327,7 @@ def _stop_here(run: LocalRun, directory: Path) -> str:
     """As Ctrl-C in its own terminal."""
     if run.state == UNKNOWN:
         raise LaunchError(f"{directory}: {run.holder.describe()} can be stopped there alone")
-    if not run.alive:
+    if run.state is None:
         raise LaunchError(f"{directory}: no process of this run is left")
     os.kill(run.holder.pid, signal.SIGINT)
     return (

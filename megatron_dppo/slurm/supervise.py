@@ -39,15 +39,9 @@ from megatron_dppo.launch.run_directory import RunDirectory, is_finished
 from megatron_dppo.launch.servers import Grounds, supervised_fleet
 from megatron_dppo.launch.supervisor import OVERTIME, TIME, Outcome, Stop, StopRequests, Supervisor
 from megatron_dppo.logging import REFUSED, configure_logging
-from megatron_dppo.preflight import (
-    EVERYWHERE,
-    Needs,
-    Verdict,
-    judge,
-    needs_of,
-    read_evidence,
-    table,
-)
+from megatron_dppo.preflight import Verdict, judge, table
+from megatron_dppo.preflight.evidence import EVERYWHERE, read_evidence
+from megatron_dppo.preflight.needs import Needs, needs_of
 from megatron_dppo.slurm import attempts, commands
 from megatron_dppo.slurm.commands import SlurmError
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path
@@ -356,13 +350,14 @@ class Start:
         """Place and check everything, then run; why nothing was started, where that is so."""
         if is_finished(self._config):
             return Outcome(0, "ended")
-        base = srun.port_base(self._job.id)
+        base, python = srun.port_base(self._job.id), self._site.container.interpreter
+        steps = Steps(self._directory, self._form(server=False), python, self._stops)
         self._directory.write_config(resolved_yaml(self._config))
         try:
             self._require_environment()
             roles = Roles.of(self._config.parallel.world_size, self._sections)
             placement = place(roles, Allocation(self._job.hosts, base))
-            if self._site.preflight and (bad := self._preflight(placement)):
+            if self._site.preflight and (bad := self._preflight(steps, placement)):
                 self._left_out = bad
                 sound = tuple(host for host in self._job.hosts if host.name not in bad)
                 placement = _place_again(roles, Allocation(sound, base), bad)
@@ -374,8 +369,7 @@ class Start:
         if stopped := self._stops.came():
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
         log.info("attempt %d of job %s\n%s", self._job.attempt, self._job.id, placement.table())
-        refused = self._check(placement)
-        return self._supervise(placement) if refused is None else refused
+        return steps.check(placement.ranks[0].host) or self._supervise(placement)
 
     def _supervise(self, placement: Placement) -> Outcome:
         try:
@@ -385,35 +379,23 @@ class Start:
         return supervisor.run()
 
     def _require_environment(self) -> None:
-        """What this process has, every step gets. Raises LaunchError for what the run can't work with."""
-        if (
-            faults := list(allocator_faults(self._config.weight_sync.strategy, os.environ))
-            if self._job.gpus
-            else []
-        ):
-            raise LaunchError("; ".join(faults))
+        # What this process has, every step gets.
+        faults = allocator_faults(self._config.weight_sync.strategy, os.environ)
+        if self._job.gpus and (text := "; ".join(faults)):
+            raise LaunchError(text)
 
-    def _preflight(self, placement: Placement) -> dict[str, str]:
+    def _preflight(self, steps: Steps, placement: Placement) -> dict[str, str]:
         gpus = 0 if self._config.engine.device == "cpu" else self._job.gpus
         needs = needs_of(self._config, gpus=gpus, ports=sorted(_ports(placement)))
-        return self._steps().preflight(needs, self._job, self._site.preflight_skip)
-
-    def _check(self, placement: Placement) -> Outcome | None:
-        return self._steps().check(placement.ranks[0].host)
-
-    def _steps(self) -> Steps:
-        python = self._site.container.interpreter
-        return Steps(self._directory, self._form(server=False), python, self._stops)
+        return steps.preflight(needs, self._job, self._site.preflight_skip)
 
     def _supervisor(self, placement: Placement) -> Supervisor:
         config, directory = self._config, self._directory
         fleet = None
         if self._sections is not None:
             spares = Spares(placement.unused)
-            first_address = self._job.hosts[
-                0
-            ].address  # Slurm starts the batch process on the first node
-            grounds = Grounds(self._runtime_at, first_address, spares.host_now)
+            # Slurm starts the batch process on the first node.
+            grounds = Grounds(self._runtime_at, self._job.hosts[0].address, spares.host_now)
             fleet = supervised_fleet(
                 self._sections,
                 directory,

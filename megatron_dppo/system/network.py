@@ -100,6 +100,16 @@ def resolve(host: str) -> str:
     return str(min(entries, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
 
 
+def source_address(host: str) -> str:
+    """This machine's address on the network that leads to ``host``. Raises OSError."""
+    address = resolve(host)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    # A datagram socket's connect sends nothing: it only chooses the route.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0])
+
+
 def _usable(addresses: Sequence[Any]) -> list[str]:
     """IPv4 addresses, then IPv6 ones that need no interface's name to be reached."""
     families = socket.AF_INET, socket.AF_INET6

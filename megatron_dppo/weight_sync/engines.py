@@ -8,7 +8,6 @@ receivers gather buckets from the others and send them to the engines.
 from __future__ import annotations
 
 import logging
-import socket
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from megatron_dppo.engine.errors import UNBOUNDED, EngineError
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.system.network import is_loopback
+from megatron_dppo.system.network import is_loopback, resolve, source_address
 
 T = TypeVar("T")
 
@@ -319,15 +318,8 @@ def _plain(size: int, device: torch.device) -> Tensor:
 
 
 def local_address(url: str) -> str:
-    """This machine's address on the network that leads to ``url``.
-
-    Loopback for an engine on the same machine.
-    """
-    family, *_, address = _resolved(url)
-    # A datagram socket's connect sends nothing: it only chooses the route.
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return str(probe.getsockname()[0])
+    """This machine's address on the network that leads to ``url``; loopback for an engine on the same machine."""
+    return source_address(str(urlsplit(url).hostname))
 
 
 def meeting_address(urls: Sequence[str]) -> str:
@@ -343,9 +335,4 @@ def meeting_address(urls: Sequence[str]) -> str:
 
 def on_this_host(url: str) -> bool:
     """Whether packets to ``url`` stay on this machine."""
-    return local_address(url) == str(_resolved(url)[-1][0])
-
-
-def _resolved(url: str) -> Any:
-    parts = urlsplit(url)
-    return socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+    return local_address(url) == resolve(str(urlsplit(url).hostname))

@@ -7,7 +7,9 @@ import sys
 import pytest
 
 from megatron_dppo.config import load_config
-from megatron_dppo.preflight import Verdict, judge, needs_of, read_evidence
+from megatron_dppo.preflight import Verdict, judge
+from megatron_dppo.preflight.evidence import read_evidence
+from megatron_dppo.preflight.needs import needs_of
 from tests.slurm.conftest import ROOT
 from tests.slurm.recipes import write_config
 

@@ -13,7 +13,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.planner.devices import DEVICES
 from megatron_dppo.planner.facts import facts_of
 from megatron_dppo.planner.traffic import traffic
-from megatron_dppo.preflight import inspection, needs_of, table
+from megatron_dppo.preflight import inspection, table
 from megatron_dppo.preflight.between_nodes import (
     addresses,
     collect_network,
@@ -21,6 +21,7 @@ from megatron_dppo.preflight.between_nodes import (
 )
 from megatron_dppo.preflight.evidence import Meeting, Site
 from megatron_dppo.preflight.gpus import gpus_of_driver
+from megatron_dppo.preflight.needs import needs_of
 from tests.slurm.recipes import write_config
 
 GIB = 2**30
