@@ -67,13 +67,10 @@ class Answer:
 class HttpClient:
     """Requests to the server at ``url``, from one event loop; ``close`` it, or use ``async with``.
 
-    Args:
-        url: base URL; a path in it comes before the path of every request.
-        api_key: opens generation and information.
-        admin_api_key: opens whatever changes the server (SGLang refuses the API key there once an
-            admin key is set). A server without one takes the API key for both.
-        ca_file: PEM file of the authorities whose certificates are trusted, where ``url`` has https;
-            None: the system's.
+    ``url``: a path in it comes before the path of every request. ``api_key`` opens generation and information,
+    ``admin_api_key`` whatever changes the server (SGLang refuses the API key there once an admin key is set); a server
+    without one takes the API key for both. ``ca_file``: PEM file of the authorities whose certificates are trusted,
+    where ``url`` has https; None: the system's.
     """
 
     def __init__(

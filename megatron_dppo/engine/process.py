@@ -243,15 +243,9 @@ _STAGES = (
 class EngineProcess(ChildServer):
     """One SGLang server.
 
-    Args:
-        config: the run's sections.
-        port: where it listens, at ``host`` (``engine.host`` by default).
-        log_path: its output is appended there; its options go beside it.
-        seed: of its sampling. Give each server and each restart another one, or it repeats the samples of the other.
-        api_key: opens generation and information; None leaves them open.
-        admin_api_key: opens whatever changes the server.
-        first_device: the first of its GPUs on its host, or on each of them.
-        hosts: where it runs over several; ``runtime`` then starts one task on each.
+    Its options go beside ``log_path``. ``host``: ``engine.host`` by default. ``api_key`` None leaves generation open.
+    ``first_device``: the first of its GPUs on its host, or on each of its ``hosts``, where ``runtime`` then starts one
+    task each. Give each server and each restart another ``seed``, or it repeats the samples of the other.
     """
 
     title = "the engine"

@@ -137,12 +137,8 @@ def narrowed(routed: np.ndarray) -> np.ndarray:
 
 
 class RecordingStore:
-    """Writes recordings to the first of ``folders`` that has room (``free_bytes``; the last takes what it can);
-    what is older than ``stored_s`` goes.
-
-    Args:
-        clock: seconds that only grow.
-    """
+    """Writes recordings to the first of ``folders`` that has room (``free_bytes``; the last takes what it can); what is
+    older than ``stored_s`` goes. Raises OSError where there is no room."""
 
     def __init__(
         self,

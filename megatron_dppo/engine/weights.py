@@ -57,13 +57,6 @@ class EngineWeights:
     Coroutines speak to the server, each in bounded time; they raise EngineLostError where it does not
     answer, EngineRequestError where it refuses, and EngineAnswerError where its answer is another than SGLang's.
     Methods that are not coroutines are local.
-
-    Args:
-        client: opens the server; closed by ``close``.
-        tensors: what it holds.
-        dtype: of its weights.
-        timeout_s: bounds calls that move, hash or score weights.
-        patience_s: bounds every other call.
     """
 
     def __init__(
@@ -97,7 +90,7 @@ class EngineWeights:
         Args:
             client: opens the server under its admin key.
             shape: of the model that both hold.
-            dtype: type of the trainer's weights, "float32" or "bfloat16"; the server must hold the same.
+            dtype: of the trainer's weights, "float32" or "bfloat16"; the server must hold the same.
             timeout_s: bounds every call that moves, hashes or scores weights.
             patience_s: bounds every other call: one that a hung scheduler does not answer.
 

@@ -151,8 +151,6 @@ class Examiner:
     asked again in a while. A refusal lasts until the server is attached anew. Coroutines run on one event loop.
 
     Args:
-        record: where servers are published; another process, so it is asked in a thread.
-        engine: what the configuration says of servers.
         states: where examinations are kept; members are left alone.
         check: raises EngineMismatchError for a server that does not serve what the run trains or can't be updated,
             EngineError where it does not answer.
@@ -242,12 +240,7 @@ def _reason_of(error: BaseException) -> str:
 class FleetMembership:
     """Rank 0's view of the servers: who is sound, left out, lost or refused, and why.
 
-    Args:
-        record: where servers are published.
-        engine: the servers that the configuration names, and how long to wait for one.
-        runner: runs the questions to servers.
-        check: as Examiner's, of a server elsewhere.
-        stop: says whether a clean stop was asked for.
+    ``check``: as Examiner's, of a server elsewhere. ``stop``: says whether a clean stop was asked for.
     """
 
     def __init__(

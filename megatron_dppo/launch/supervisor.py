@@ -42,13 +42,8 @@ OVERTIME = Stop("overtime", 1, insists=True)
 
 
 class StopRequests:
-    """The stops that came, in order. ``with listening()`` takes signals.
-
-    Args:
-        signals: what each signal means.
-        deadlines: epoch seconds at which a stop comes by itself.
-        now: the clock.
-    """
+    """The stops that came, in order. ``with listening()`` takes signals; ``deadlines``: epoch seconds at which a stop
+    comes by itself."""
 
     def __init__(
         self,
@@ -181,11 +176,7 @@ class Outcome:
 class Supervisor:
     """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its descendants.
 
-    Args:
-        ranks: the trainer.
-        fleet: its servers.
-        taken_over: says who took the run over, None while nobody did.
-        stops: what asks the run to end; by default Ctrl-C, SIGTERM and SIGHUP.
+    ``taken_over``: says who took the run over, None while nobody did. ``stops``: by default Ctrl-C, SIGTERM and SIGHUP.
     """
 
     def __init__(

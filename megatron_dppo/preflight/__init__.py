@@ -67,13 +67,7 @@ def collect_evidence(
 def judge(
     evidence: Mapping[str, Mapping[str, Evidence]], needs: Needs, hosts: Sequence[str]
 ) -> list[Finding]:
-    """Everything that is wrong, by host.
-
-    Args:
-        evidence: what each node wrote, by host and check.
-        needs: what the run asks of a node.
-        hosts: all nodes of the allocation; one without evidence is a finding, too.
-    """
+    """Everything that is wrong, by host; ``evidence`` by host and check. One of ``hosts`` without any is a finding."""
     expected = "a file of the node's preflight task"
     findings = {Finding(h, "evidence", "none", expected) for h in hosts if h not in evidence}
     for name, check in CHECKS.items():

@@ -28,19 +28,12 @@ _DISTRIBUTION = "megatron-dppo"
 
 @dataclass(frozen=True)
 class Needs:
-    """Of one node.
+    """Of one node. ``gpus``: 0 for a run without.
 
-    Attributes:
-        gpus: GPUs that the run uses on each node; 0: it runs without.
-        run_directory: folder that all nodes share.
-        disk_bytes: free space there.
-        temporary_bytes: free space in the node's own folder for temporary files.
-        shm_bytes: free space in ``/dev/shm``.
-        memory_bytes: free memory of the host.
-        open_files: files that one process may open.
-        ports: TCP ports that must be free.
-        pythons: interpreter by role, ``trainer`` and ``engine``.
-        requirements: pinned packages by role, as ``pip`` writes them.
+    ``disk_bytes``: free in ``run_directory``, which all nodes share; ``temporary_bytes``: in the node's own folder for
+    temporary files; ``shm_bytes``: in ``/dev/shm``; ``memory_bytes``: of the host. ``open_files``: of one process.
+    ``ports``: TCP, must be free. ``pythons``: interpreter by role, ``trainer`` and ``engine``; ``requirements``: pinned
+    packages by role, as ``pip`` writes them.
     """
 
     gpus: int

@@ -40,16 +40,10 @@ _TOLD = ("supervisor.log", "rank0.log")
 
 
 def log_lines(directory: Path, name: str | None, count: int) -> list[str]:
-    """The last lines of a log.
+    """The last ``count`` lines of a log: of the newest file whose name begins with ``name``, such as ``rank3``; None:
+    of supervisor and rank 0, by their times.
 
-    Args:
-        directory: of the run.
-        name: such as ``rank3`` or ``engine0``: the newest file whose name begins so; None: those of
-            supervisor and rank 0, by their times.
-        count: how many.
-
-    Raises:
-        LaunchError: there is no such log; it names those that there are.
+    Raises LaunchError where there is no such log; it names those that there are.
     """
     folder = directory / "logs"
     if name is None:

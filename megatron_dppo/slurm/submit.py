@@ -72,14 +72,7 @@ _OWN_LIMITS = ("-p", "--partition", "-t", "--time")
 
 @dataclass(frozen=True)
 class Submission:
-    """A run as it would be submitted.
-
-    Attributes:
-        config: of the run.
-        site: of the cluster.
-        nodes: to ask for.
-        placement: on nodes of expected names.
-    """
+    """A run as it would be submitted, placed on ``nodes`` nodes of expected names."""
 
     config: TrainConfig
     site: SiteConfig

@@ -182,14 +182,7 @@ class PreflightError(RunError):
 
 
 class Steps:
-    """Runs such steps in the allocation.
-
-    Args:
-        directory: of the run, whose ``config.yaml`` is written.
-        form: of the steps.
-        python: that they run.
-        stops: what ends one early.
-    """
+    """Runs such steps in the allocation; the run's ``config.yaml`` is written. ``stops`` end one early."""
 
     def __init__(
         self, directory: RunDirectory, form: srun.StepForm, python: str, stops: StopRequests

@@ -222,16 +222,9 @@ def count_bytes(facts: Sequence[Sequence[Any]], bound: int, between_nodes: int) 
 class WeightUpdater:
     """Pushes the trainer's weights; every method is collective over all trainer ranks.
 
-    Args:
-        source: the trainer's weights.
-        config: the strategy, its limits, and how often an update is verified.
-        agree: shares the first failure among the ranks.
-        open_engine: called on rank 0 and on every rank that sends.
-        runner: runs the calls to the engines.
-        fence: collective; raises on every rank where this trainer may no longer change the engines.
-
-    ``committed_version``: what the engines run, on every rank; None before the first update and while
-    they are quarantined.
+    ``open_engine``: called on rank 0 and on every rank that sends. ``fence``: collective; raises on every rank where
+    this trainer may no longer change the engines. ``committed_version``: what the engines run, on every rank; None
+    before the first update and while they are quarantined.
     """
 
     def __init__(
