@@ -158,7 +158,7 @@ class AdapterUpdater(transaction.WeightUpdater):
         if isinstance(self._strategy, AdapterStrategy):
             self._strategy.name = self._name
         paused = super()._begin(phases, version, title)
-        # A name can't stand for two.
+        # The engines keep the former version's adapters alone. A name can't stand for two.
         if self._former == version:
             self._former = None
         keep = None if self._former is None else adapter_name(self._former)
@@ -186,6 +186,7 @@ class AdapterUpdater(transaction.WeightUpdater):
 
     def _commit(self, version: int, engines: Engines) -> None:
         super()._commit(version, engines)
+        # Until here an engine could go back to the former version's adapters.
         try:
             engines.each(lambda engine: engine.drop_adapters(self._name))
         except EngineFaultError as error:

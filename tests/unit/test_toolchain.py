@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from megatron_dppo.config.schema import EngineConfig
 from megatron_dppo.launch.library_checks import compiler_faults
 from megatron_dppo.preflight import inspection
 from megatron_dppo.preflight.evidence import Site
 from megatron_dppo.preflight.gpus import collect_toolkit, judge_toolkit, toolkit_here
 from megatron_dppo.system import compute
-from tests.unit.test_gpu_environment import config
 from tests.unit.test_preflight_judges import NEEDS, texts
 
 REAL = compute.toolkit_home(os.environ)
@@ -126,7 +126,7 @@ def test_a_driver_that_is_too_old_for_torch_is_named():
 
 
 def test_a_start_on_this_machines_gpus_asks_for_the_servers_compiler(tmp_path, monkeypatch):
-    engine = config("distributed").engine
+    engine = EngineConfig()
     monkeypatch.setattr(compute, "DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert list(compiler_faults(engine)) == []
