@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -136,26 +136,21 @@ def narrowed(routed: np.ndarray) -> np.ndarray:
     return routed.astype(np.uint8 if high <= np.iinfo(np.uint8).max else np.uint16)
 
 
+@dataclass(eq=False)
 class RecordingStore:
     """Writes recordings to the first of ``folders`` that has room (``free_bytes``; the last takes what it can); what is
     older than ``stored_s`` goes. Raises OSError where there is no room."""
 
-    def __init__(
-        self,
-        folders: Sequence[Path],
-        stored_s: float = STORED_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folders = folders
-        self._stored_s = stored_s
-        self._clock = clock
-        self._written: dict[Path, float] = {}
+    folders: Sequence[Path]
+    stored_s: float = STORED_S
+    clock: Callable[[], float] = time.monotonic
+    _written: dict[Path, float] = field(default_factory=dict, init=False)
 
     def put(self, routed: np.ndarray) -> Notice:
         self._forget_old()
         array = narrowed(routed)
-        with_room = (f for f in self._folders[:-1] if array.nbytes <= free_bytes(f))
-        folder = next(with_room, self._folders[-1])
+        with_room = (f for f in self.folders[:-1] if array.nbytes <= free_bytes(f))
+        folder = next(with_room, self.folders[-1])
         path = folder / secrets.token_hex(16)
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -163,13 +158,13 @@ class RecordingStore:
         except OSError:
             path.unlink(missing_ok=True)
             raise
-        self._written[path] = self._clock()
+        self._written[path] = self.clock()
         rows, layers, top_k = array.shape
         dtype: Any = array.dtype.name
         return Notice(path.name, str(folder), dtype, (rows, layers, top_k), content_hash(array))
 
     def _forget_old(self) -> None:
-        limit = self._clock() - self._stored_s
+        limit = self.clock() - self.stored_s
         for path in [path for path, written in self._written.items() if written < limit]:
             del self._written[path]
             path.unlink(missing_ok=True)

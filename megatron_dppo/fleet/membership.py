@@ -144,6 +144,7 @@ class ServerStates(dict[Server, ServerState]):
             self.pop(server, None)
 
 
+@dataclass(eq=False)
 class Examiner:
     """Examines the attached servers of a run: whether they fit, and why not; rank 0 has it.
 
@@ -157,29 +158,21 @@ class Examiner:
         on_news: called in a thread when there is another examination of a server.
     """
 
-    def __init__(
-        self,
-        record: RecordClient,
-        engine: EngineConfig,
-        states: ServerStates,
-        check: Callable[[Member], Coroutine[Any, Any, None]],
-        on_news: Callable[[], None],
-    ) -> None:
-        self._record = record
-        self._engine = engine
-        self._states = states
-        self._check = check
-        self._on_news = on_news
-        self._one_at_a_time = asyncio.Lock()
+    record: RecordClient
+    engine: EngineConfig
+    states: ServerStates
+    check: Callable[[Member], Coroutine[Any, Any, None]]
+    on_news: Callable[[], None]
+    _one_at_a_time: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
 
     async def watch(self) -> NoReturn:
         """Examine whoever is attached, and again in a while whoever did not answer; for ever."""
-        await asyncio.to_thread(self._on_news)
+        await asyncio.to_thread(self.on_news)
         while True:
             published = await self._published()
-            self._states.keep(published)
+            self.states.keep(published)
             for server in published:
-                state = self._states[server]
+                state = self.states[server]
                 is_settled = state.examination is not None and state.examination.state != "waits"
                 if not (server.replaceable or is_settled or state.is_member):
                     await self.examine(server)
@@ -188,26 +181,26 @@ class Examiner:
     async def examine(self, server: Server, *, at_once: bool = False) -> Examination:
         """The examination of an attached server: a new one where none is recent, or one that waits must be
         settled ``at_once``."""
-        state = self._states[server]
+        state = self.states[server]
         async with self._one_at_a_time:
             last = state.examination
             if last is not None and (last.state == "refused" or self._is_recent(last, at_once)):
                 return last
-            member = Member.of(server, self._record.keys(server), self._engine)
+            member = Member.of(server, self.record.keys(server), self.engine)
             state.examination = examination = await self._examine(member)
         if examination != last:
             level = logging.INFO if examination.state == "fits" else logging.WARNING
             log.log(level, "%s at %s: %s", server.name, server.url, examination)
-            await asyncio.to_thread(self._on_news)
+            await asyncio.to_thread(self.on_news)
         return examination
 
     async def _published(self) -> list[Server]:
         """Those of the last look where the record can't be asked now: the next one is soon."""
         try:
-            return await asyncio.to_thread(self._record.servers)
+            return await asyncio.to_thread(self.record.servers)
         except errors.EngineError as error:
             log.warning("%s", error)
-            return list(self._states)
+            return list(self.states)
 
     @staticmethod
     def _is_recent(examination: Examination, at_once: bool) -> bool:
@@ -216,7 +209,7 @@ class Examiner:
 
     async def _examine(self, member: Member) -> Examination:
         try:
-            await self._check(member)
+            await self.check(member)
         except _UNREADABLE as error:
             return Examination("refused", _reason_of(error))
         except errors.EngineError as error:

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from megatron_dppo.engine.errors import PortHeldError
 from megatron_dppo.engine.process import ChildServer
@@ -30,6 +30,7 @@ _PORT_PATIENCE_S = 60.0
 _DYING_S = 0.1
 
 
+@dataclass(eq=False)
 class RestartBudget:
     """At most ``limit`` restarts of one server within any ``window_s`` seconds.
 
@@ -37,19 +38,11 @@ class RestartBudget:
     long as before the last, and never longer than LONGEST_PAUSE_S. ``clock`` tells the time in seconds.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        window_s: float,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        first_pause_s: float = FIRST_PAUSE_S,
-    ) -> None:
-        self.limit = limit
-        self.window_s = window_s
-        self.clock = clock
-        self._first_pause = first_pause_s
-        self._taken: list[float] = []
+    limit: int
+    window_s: float
+    clock: Callable[[], float] = time.monotonic
+    first_pause_s: float = FIRST_PAUSE_S
+    _taken: list[float] = field(default_factory=list, init=False)
 
     def take(self) -> float | None:
         """Use up one restart: the seconds to wait before it, or None where the window has none left."""
@@ -67,7 +60,7 @@ class RestartBudget:
         return len(self._taken)
 
     def pause(self, before: int) -> float:
-        return min(self._first_pause * 2.0 ** min(before, 30), LONGEST_PAUSE_S)
+        return min(self.first_pause_s * 2.0 ** min(before, 30), LONGEST_PAUSE_S)
 
 
 class EngineGivenUpError(RunError):

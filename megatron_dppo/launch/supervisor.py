@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol
@@ -41,36 +41,31 @@ OVERTIME = Stop("overtime", 1, insists=True)
 """The time limit is near, and the ranks have not ended their step."""
 
 
+@dataclass(eq=False)
 class StopRequests:
     """The stops that came, in order. ``with listening()`` takes signals; ``deadlines``: epoch seconds at which a stop
     comes by itself."""
 
-    def __init__(
-        self,
-        signals: Mapping[int, Stop],
-        deadlines: Mapping[Stop, float] | None = None,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self._signals = signals
-        self._deadlines: Mapping[Stop, float] = dict(deadlines or {})
-        self._now = now
-        self._came: list[Stop] = []
+    signals: Mapping[int, Stop]
+    deadlines: Mapping[Stop, float] = field(default_factory=dict)
+    now: Callable[[], float] = time.time
+    _came: list[Stop] = field(default_factory=list, init=False)
 
     def move_deadlines(self, deadlines: Mapping[Stop, float]) -> None:
         """Have the stops that did not come yet come at other times; from any thread."""
-        self._deadlines = dict(deadlines)
+        self.deadlines = deadlines
 
     def came(self) -> list[Stop]:
         """Those that came, repetitions of one that does not insist left out."""
-        for stop, deadline in self._deadlines.items():
-            if stop not in self._came and self._now() >= deadline:
+        for stop, deadline in self.deadlines.items():
+            if stop not in self._came and self.now() >= deadline:
                 self._came.append(stop)
         return self._came
 
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle the signals; call it in the main thread."""
-        previous = {number: signal.signal(number, self._note) for number in self._signals}
+        previous = {number: signal.signal(number, self._note) for number in self.signals}
         try:
             yield
         finally:
@@ -78,7 +73,7 @@ class StopRequests:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        stop = self._signals[number]
+        stop = self.signals[number]
         if stop.insists or stop not in self._came:
             self._came.append(stop)
 
@@ -173,34 +168,28 @@ class Outcome:
     detail: str = ""
 
 
+@dataclass(eq=False)
 class Supervisor:
     """Runs servers (or none) and ranks until they end. Owns the process's signals and all of its descendants.
 
     ``taken_over``: says who took the run over, None while nobody did. ``stops``: by default Ctrl-C, SIGTERM and SIGHUP.
     """
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        fleet: SupervisedFleet | None,
-        taken_over: Callable[[], str | None] = lambda: None,
-        stops: StopRequests | None = None,
-    ) -> None:
-        self._ranks = ranks
-        self._fleet = fleet
-        self._taken_over = taken_over
-        self._stops = terminal_stops() if stops is None else stops
-        self._handled: list[Stop] = []
-        self._given_up = ""
+    ranks: Ranks
+    fleet: SupervisedFleet | None
+    taken_over: Callable[[], str | None] = lambda: None
+    stops: StopRequests = field(default_factory=terminal_stops)
+    _handled: list[Stop] = field(default_factory=list, init=False)
+    _given_up: str = field(default="", init=False)
 
     def run(self) -> Outcome:
         processes.adopt_orphans()
         outcome = Outcome(FAILED, "failed", "the supervisor failed")
-        with self._stops.listening():
+        with self.stops.listening():
             try:
-                if self._fleet is not None:
-                    self._fleet.start()
-                self._ranks.start()
+                if self.fleet is not None:
+                    self.fleet.start()
+                self.ranks.start()
                 outcome = self._watch()
             finally:
                 self._end(at_once=outcome.code == FAILED or len(self._handled) > 1)
@@ -208,19 +197,19 @@ class Supervisor:
 
     def _watch(self) -> Outcome:
         while True:
-            if (successor := self._taken_over()) is not None:
+            if (successor := self.taken_over()) is not None:
                 log.error("%s", successor)
                 return Outcome(FAILED, "succeeded", successor)
-            failures = self._ranks.failures(_FAILURE_GRACE_S)
+            failures = self.ranks.failures(_FAILURE_GRACE_S)
             if failures:
                 return self._on_failure(failures)
-            if self._ranks.ended():
+            if self.ranks.ended():
                 return self._stopped() if self._is_stopping else Outcome(0, "ended")
             if self._must_end_at_once():
                 log.warning("ending at once; the run resumes from its last checkpoint")
                 return self._stopped()
-            if self._fleet is not None and not self._is_stopping:
-                self._check(self._fleet)
+            if self.fleet is not None and not self._is_stopping:
+                self._check(self.fleet)
             time.sleep(_POLL_S)
 
     @property
@@ -234,11 +223,11 @@ class Supervisor:
             self._given_up = str(error)
             log.error("%s", error)
             log.info("no server is left: the trainer ends its step and saves a checkpoint")
-            self._ranks.ask_to_stop()
+            self.ranks.ask_to_stop()
 
     def _must_end_at_once(self) -> bool:
         """Take the next stop that came; whether it leaves no time for a clean end."""
-        came = self._stops.came()
+        came = self.stops.came()
         if len(came) == len(self._handled):
             return False
         stop = came[len(self._handled)]
@@ -250,7 +239,7 @@ class Supervisor:
             "stopping: the trainer ends its step and saves a checkpoint%s",
             "; again to end at once" if stop.insists else f" ({stop.why})",
         )
-        self._ranks.ask_to_stop()
+        self.ranks.ask_to_stop()
         return False
 
     def _stopped(self) -> Outcome:
@@ -265,7 +254,7 @@ class Supervisor:
             return self._stopped()
         first, *others = failures
         # Completes the files that the report quotes.
-        self._ranks.kill()
+        self.ranks.kill()
         report = first.report()
         log.error("%s", report)
         for other in others:
@@ -273,9 +262,9 @@ class Supervisor:
         return Outcome(FAILED, "failed", report)
 
     def _end(self, *, at_once: bool) -> None:
-        self._ranks.kill()
-        if self._fleet is not None:
-            self._fleet.stop(at_once=at_once)
+        self.ranks.kill()
+        if self.fleet is not None:
+            self.fleet.stop(at_once=at_once)
         left = processes.kill_descendants()
         if left:
             log.error("processes %s do not end; the kernel holds them", left)

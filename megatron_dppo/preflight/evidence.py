@@ -69,6 +69,7 @@ class Check:
     judge: Callable[[Mapping[str, Evidence], Needs], Iterable[Finding]]
 
 
+@dataclass(frozen=True)
 class Meeting:
     """One node's place among those that meet in a folder: each says something, and reads what all others said.
 
@@ -81,14 +82,13 @@ class Meeting:
         timeout_s: longest wait for the others in each round.
     """
 
-    def __init__(self, folder: Path, host: str, count: int, timeout_s: float) -> None:
-        self.host = host
-        self.count = count
-        self.timeout_s = timeout_s
-        self._folder = folder / "meeting"
+    folder: Path
+    host: str
+    count: int
+    timeout_s: float
 
     def say(self, topic: str, content: Mapping[str, Any]) -> None:
-        folder = self._folder / topic
+        folder = self.folder / "meeting" / topic
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / self.host, json.dumps(content))
 
@@ -100,21 +100,22 @@ class Meeting:
         return self.read(topic)
 
     def read(self, topic: str) -> dict[str, Any]:
-        folder = self._folder / topic
+        folder = self.folder / "meeting" / topic
         # Listed before it is read: on NFS that refreshes what this node remembers of the folder's names.
         return {host: json.loads((folder / host).read_text()) for host in self._hosts(topic)}
 
     def is_first(self, name: str) -> bool:
         """Whether this node was the one that created a file which must not exist before."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        folder = self.folder / "meeting"
+        folder.mkdir(parents=True, exist_ok=True)
         try:
-            os.close(os.open(self._folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
         except FileExistsError:
             return False
         return True
 
     def _hosts(self, topic: str) -> list[str]:
-        folder = self._folder / topic
+        folder = self.folder / "meeting" / topic
         names = os.listdir(folder) if folder.is_dir() else []
         # A file that is being written begins with a dot.
         return sorted(name for name in names if not name.startswith("."))

@@ -181,25 +181,23 @@ class PreflightError(RunError):
     """Too few nodes can do the run's work; the message says which can't, and why."""
 
 
+@dataclass(frozen=True)
 class Steps:
     """Runs such steps in the allocation; the run's ``config.yaml`` is written. ``stops`` end one early."""
 
-    def __init__(
-        self, directory: RunDirectory, form: srun.StepForm, python: str, stops: StopRequests
-    ) -> None:
-        self._directory = directory
-        self._form = form
-        self._python = python
-        self._stops = stops
+    directory: RunDirectory
+    form: srun.StepForm
+    python: str
+    stops: StopRequests
 
     def check(self, host: Host) -> Outcome | None:
         """Have ``host`` check everything that needs the libraries; why it refused, None where it did not."""
-        path = self._directory.path / "logs" / "check.out"
-        command = [*rank_command(MODULE, self._directory, self._python), CHECK]
+        path = self.directory.path / "logs" / "check.out"
+        command = [*rank_command(MODULE, self.directory, self.python), CHECK]
         code = self._run("check", command, [host], path, tolerant=False)
         if code == 0:
             return None
-        if stopped := self._stops.came():
+        if stopped := self.stops.came():
             return Outcome(stopped[0].code, "stopped", stopped[0].why)
         text = path.read_text(errors="replace")
         log.error("the check on %s refused:\n%s", host.name, quote(text.strip()))
@@ -210,16 +208,16 @@ class Steps:
 
         Raises LaunchError for a fault that no node is to blame for: other nodes would have it too.
         """
-        folder = self._directory.path / "preflight" / f"{job.id}-{job.attempt}"
-        command = [self._python, "-m", "megatron_dppo.preflight", str(self._directory.config)]
+        folder = self.directory.path / "preflight" / f"{job.id}-{job.attempt}"
+        command = [self.python, "-m", "megatron_dppo.preflight", str(self.directory.config)]
         command += [f"--evidence={folder}", f"--gpus={needs.gpus}", f"--nodes={len(job.hosts)}"]
         command += [f"--port={port}" for port in needs.ports] + [
             f"--skip={name}" for name in skipped
         ]
-        output = self._directory.path / "logs" / "preflight.out"
+        output = self.directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
         self._run("preflight", command, job.hosts, output, tolerant=True)
-        if self._stops.came():  # nodes that were ended before they answered are not ill
+        if self.stops.came():  # nodes that were ended before they answered are not ill
             return {}
         names = [host.name for host in job.hosts]
         evidence = read_evidence(folder, names)
@@ -248,7 +246,7 @@ class Steps:
         with open(output, "ab") as file:
             processes = [
                 start_process(
-                    self._form.command(
+                    self.form.command(
                         command,
                         name=name,
                         hosts=group,
@@ -264,9 +262,9 @@ class Steps:
             ]
         deadline = time.monotonic() + _PREFLIGHT_S
         while None in (codes := [process.poll() for process in processes]):
-            if self._stops.came() or time.monotonic() > deadline:
+            if self.stops.came() or time.monotonic() > deadline:
                 for process in processes:
-                    srun.SrunProcess(process, self._form.fence).kill()
+                    srun.SrunProcess(process, self.form.fence).kill()
                 log.warning("the step %s was ended: %s", name, tail(output, 1))
                 return None
             time.sleep(_POLL_S)
