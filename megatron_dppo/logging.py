@@ -192,13 +192,11 @@ class LogFile(logging.FileHandler):
             super().close()
 
 
-def configure_logging(
-    directory: str | Path | None, rank: int | None = 0, *, level: int | str = logging.INFO
-) -> None:
+def configure_logging(directory: str | Path | None, rank: int | None = 0) -> None:
     """Send this process's records to its log file, and to the terminal for rank 0 and supervisor.
 
     ``directory``: the run's; the file is ``logs/rank<N>.log`` (``logs/supervisor.log`` for rank None), appended to by a
-    resumed run. None: the terminal only. ``level`` holds for this package; others start at WARNING. An uncaught
+    resumed run. None: the terminal only. Of this package from INFO on, of others from WARNING. An uncaught
     exception is written to the file too. A second call replaces what the first one set up.
     """
     global _failure_mark  # noqa: PLW0603  one process, one mark
@@ -231,7 +229,7 @@ def configure_logging(
         handler.from_megatron_dppo = True  # type: ignore[attr-defined]
         root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger(PACKAGE).setLevel(level)
+    logging.getLogger(PACKAGE).setLevel(logging.INFO)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
 

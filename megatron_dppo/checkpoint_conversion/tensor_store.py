@@ -231,9 +231,9 @@ def read_slice(
     return out
 
 
-def row_blocks(spec: TensorSpec, block_bytes: int = BLOCK_BYTES) -> Iterator[tuple[int, int]]:
+def row_blocks(spec: TensorSpec) -> Iterator[tuple[int, int]]:
     """``(start, count)`` of the row blocks that a tensor is streamed in; a block is at least a row."""
-    rows = max(1, block_bytes // spec.row_bytes)
+    rows = max(1, BLOCK_BYTES // spec.row_bytes)
     for start in range(0, spec.shape[0], rows):
         yield start, min(rows, spec.shape[0] - start)
 

@@ -35,7 +35,7 @@ from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines, shortened
 from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import RunInfo, write_summary
-from megatron_dppo.metrics.sums import MaskedToken, with_text
+from megatron_dppo.metrics.sums import MaskedToken
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import Closing, write_atomically
@@ -337,7 +337,7 @@ class Recorder(Closing):
         """Record the tokens that the step's mask blocked most often. Raises RecordingError."""
 
         def lines() -> list[dict[str, Any]]:
-            named = with_text(tokens, lambda token: self._text_of([token]))
+            named = [{**token, "text": self._text_of([token["id"]])} for token in tokens]
             return [{"step": step, "tokens": named}]
 
         self._append(self._masked, lines, "masked tokens")

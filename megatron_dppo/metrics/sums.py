@@ -8,8 +8,6 @@ micro-batching and data-parallel layout. A line of ``masked_tokens.jsonl`` is
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -44,17 +42,6 @@ class MetricSums:
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
     minima: dict[str, Tensor] = field(default_factory=dict)
-
-    @staticmethod
-    def identity(names: MetricNames, device: torch.device | str = "cpu") -> MetricSums:
-        """The contribution of a rank without tokens: float64 0, -inf and inf."""
-
-        def filled(keys: Iterable[str], value: float) -> dict[str, Tensor]:
-            return {k: torch.tensor(value, dtype=torch.float64, device=device) for k in keys}
-
-        return MetricSums(
-            filled(names.sums, 0.0), filled(names.maxima, -math.inf), filled(names.minima, math.inf)
-        )
 
     @property
     def names(self) -> MetricNames:
@@ -156,12 +143,6 @@ class MaskedToken(TypedDict):
     """Times with A < 0."""
 
 
-class NamedMaskedToken(MaskedToken):
-    """A ``MaskedToken`` with the token's text."""
-
-    text: str
-
-
 @dataclass
 class MaskedTokenCounts:
     """Counts of one step: int32 ``[2, V]``, rows A > 0 and A < 0, V the unpadded vocabulary.
@@ -237,12 +218,6 @@ def most_masked(counts: Tensor, shown: int = SHOWN) -> list[MaskedToken]:
         MaskedToken(id=token, raised=up, lowered=down)
         for token, up, down in zip(ids.tolist(), raised, lowered, strict=True)
     ]
-
-
-def with_text(
-    tokens: Sequence[MaskedToken], text_of: Callable[[int], str]
-) -> list[NamedMaskedToken]:
-    return [NamedMaskedToken(**token, text=text_of(token["id"])) for token in tokens]
 
 
 def read_masked_tokens(directory: str | Path, step: int) -> list[MaskedToken] | None:

@@ -40,6 +40,14 @@ def test_a_step_is_recorded_with_its_weight_version(tmp_path):
     assert (record["step"], record["weight_version"], record["loss/mean"]) == (1, 1, 0.5)
 
 
+def test_a_masked_token_stands_beside_its_text(tmp_path):
+    with recorder_of(config(tmp_path), 0, 0, text_of="<{0[0]}>".format) as recorder:
+        recorder.write_masked_tokens(1, [{"id": 7, "raised": 0, "lowered": 4}])
+    line = json.loads((tmp_path / "masked_tokens.jsonl").read_text())
+    named = {"id": 7, "raised": 0, "lowered": 4, "text": "<7>"}
+    assert line == {"step": 1, "tokens": [named]}
+
+
 def test_updates_of_a_resumed_start_are_counted_in_the_next_record(tmp_path):
     with recorder_of(config(tmp_path), 0, 1) as recorder:
         recorder.carry_over({"weights/updates": 2, "weights/verified": 1, "weights/bytes": 9})

@@ -14,7 +14,6 @@ from megatron_dppo.metrics.sums import (
     MaskedTokenCounts,
     most_masked,
     read_masked_tokens,
-    with_text,
 )
 
 
@@ -32,11 +31,6 @@ def test_counts_by_sign_over_micro_batches() -> None:
     assert [t["id"] for t in most_masked(counts.counts, shown=1)] == [3]
     counts.clear()
     assert most_masked(counts.counts) == []
-
-
-def test_text_stands_beside_the_id() -> None:
-    named = with_text([{"id": 7, "raised": 0, "lowered": 4}], lambda i: f"<{i}>")
-    assert named == [{"id": 7, "raised": 0, "lowered": 4, "text": "<7>"}]
 
 
 def test_the_loss_says_what_its_mask_blocked() -> None:

@@ -231,7 +231,8 @@ def test_one_vector_carries_sums_and_extremes_of_all_ranks():
         MetricSums({"s": torch.tensor(float(r + 1))}, {"hi": torch.tensor(-3.0 - r)}, {"lo": torch.tensor(2.0 + r)})
         for r in range(3)
     ]  # fmt: skip
-    ranks.append(MetricSums.identity(ranks[0].names))
+    nothing = {"s": 0.0}, {"hi": -math.inf}, {"lo": math.inf}
+    ranks.append(MetricSums(*({n: torch.tensor(v) for n, v in part.items()} for part in nothing)))
     total = sum(m.to_vector(r, 4) for r, m in enumerate(ranks))
     reduced = MetricSums.from_vector(ranks[0].names, total, 4)
     assert reduced.values() == {"s": 6.0, "hi": -3.0, "lo": 2.0}
