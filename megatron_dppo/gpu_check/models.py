@@ -65,8 +65,11 @@ def policy_config(checkpoint: Path, dtype: str, **sections: Mapping[str, Any]) -
     return PolicyConfig.model_validate(values)
 
 
-def random_batch(vocab: int, lengths: list[int]) -> PackedBatch:
-    """Sequences of random tokens as one micro-batch; all but their first token were sampled."""
+def random_batch(
+    vocab: int, lengths: list[int], *, pad_multiple: int = 1, sequence_multiple: int = 1
+) -> PackedBatch:
+    """Sequences of random tokens as one micro-batch; all but their first token were sampled. The multiples are
+    ``pack``'s."""
     from megatron_dppo.data.packing import pack
     from megatron_dppo.data.trajectory import Trajectory
 
@@ -80,4 +83,10 @@ def random_batch(vocab: int, lengths: list[int]) -> PackedBatch:
         )
 
     sequences = [sequence(i, length) for i, length in enumerate(lengths)]
-    return pack(sequences, indices=range(len(lengths)), trains=[True] * len(lengths))
+    return pack(
+        sequences,
+        indices=range(len(lengths)),
+        trains=[True] * len(lengths),
+        pad_multiple=pad_multiple,
+        sequence_multiple=sequence_multiple,
+    )
