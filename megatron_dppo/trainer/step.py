@@ -40,12 +40,14 @@ from megatron_dppo.vocab_parallel.head import HeadOptions, head_stats
 from megatron_dppo.vocab_parallel.policy_stats import PolicyStats
 
 
-def model_inputs(batch: PackedBatch) -> dict[str, Any]:
-    """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens. Under context
-    parallelism ``batch`` has a rank's own rows, and cu_seqlens tell of the whole pack.
+def model_inputs(batch: PackedBatch, own: PackedBatch | None = None) -> dict[str, Any]:
+    """Arguments of ``GPTModel.forward``: one row of T tokens, sequences told apart by cu_seqlens. ``own``: of this
+    rank under context parallelism; cu_seqlens and positions tell of the whole ``batch``.
 
     No labels: the last stage returns its hidden states, [1, T, H] in the model's dtype (``leave_out_logits``).
     """
+    own = own or batch
+    longest = _table_length(batch.max_seqlen, batch.num_tokens)
     packed = PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=batch.cu_seqlens,
@@ -54,15 +56,25 @@ def model_inputs(batch: PackedBatch) -> dict[str, Any]:
         # parallelism; as tokens that nothing attends to, padding does no harm.
         cu_seqlens_q_padded=batch.cu_seqlens,
         cu_seqlens_kv_padded=batch.cu_seqlens,
-        max_seqlen_q=batch.max_seqlen,
-        max_seqlen_kv=batch.max_seqlen,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
     )
     return {
-        "input_ids": batch.token_ids[None],
-        "position_ids": batch.position_ids[None],
+        "input_ids": own.token_ids[None],
+        "position_ids": own.position_ids[None],
         "attention_mask": None,
         "packed_seq_params": packed,
     }
+
+
+def _table_length(longest: int, tokens: int) -> int:
+    """Positions of the rotary embedding's table: a power of two not below ``longest``.
+
+    Megatron-Core keeps the tables of 32 lengths, 64 MiB each at 128k tokens. A table as long as the micro-batch would
+    be taken for one of all its sequences, end to end.
+    """
+    length = 1 << (longest - 1).bit_length()
+    return 2 * length if length == tokens != longest else length
 
 
 def pad_to(batch: PackedBatch, tokens: int) -> PackedBatch:
@@ -292,7 +304,7 @@ def _run_schedule(
         numbered: Iterator[tuple[int, PackedBatch]], model: DistributedDataParallel
     ) -> tuple:
         number, batch = next(numbered)
-        inputs = model_inputs(own_batch(batch, topology))
+        inputs = model_inputs(batch, own_batch(batch, topology))
         if model.config.bf16:
             inputs["fp32_output"] = False
         run = partial(model, **inputs)

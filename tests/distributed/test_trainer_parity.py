@@ -77,6 +77,8 @@ TWO_RANKS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama3 rope TP2": ("llama", {"tensor": 2}, {}),
 }
 CP2 = {"context": 2}
+# A micro-batch for each sequence, of which the shortest have two tokens and every seventh does not train.
+ALONE = {"budget": 1}
 CONTEXT_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CP2": ("qwen3_moe", CP2, {}),
     "CP2 EP2": ("qwen3_moe", {**CP2, "expert": 2}, {}),
@@ -90,10 +92,12 @@ CONTEXT_TWO: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CP2 QKV bias": ("qwen2", CP2, {}),
     "CP2, three key-value heads": ("six heads", CP2, {}),
     "CP2 llama3 rope": ("llama", CP2, {}),
+    "CP2, ranks without a trained token": ("qwen2", CP2, ALONE),
 }
 CP4 = {"context": 4}
 CONTEXT_FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "CP4": ("qwen3_moe", CP4, {}),
+    "CP4, ranks without a trained token": ("qwen2", CP4, ALONE),
     "CP4 EP4 recompute full": ("qwen3_moe", {**CP4, "expert": 4}, {"recompute": "full"}),
     "CP4 EP2 distributed optimizer": ("qwen3_moe", {**CP4, "expert": 2}, {"distributed": True}),
     "CP2 DP2": ("qwen3_moe", CP2, {}),
@@ -250,7 +254,7 @@ def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> dic
 
     trainer = Trainer(run_config(hf_dir, parallel, changes))
     try:
-        batches = own_micro_batches(trainer, samples())
+        batches = own_micro_batches(trainer, samples(), changes.get("budget", 120))
         out: dict[str, Any] = {"log_probs": trainer.log_probs(batches), "metrics": [], "norms": []}
         for step in range(3):
             result = trainer.train_mini_batch(

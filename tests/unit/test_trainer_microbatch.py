@@ -30,7 +30,7 @@ def test_model_inputs_are_one_row_of_packed_sequences() -> None:
     packed = inputs["packed_seq_params"]
     assert packed.qkv_format == "thd"
     assert packed.cu_seqlens_q.tolist() == packed.cu_seqlens_kv.tolist() == [0, 3, 6]
-    assert packed.max_seqlen_q == packed.max_seqlen_kv == 3
+    assert packed.max_seqlen_q == packed.max_seqlen_kv == 4
     assert inputs["attention_mask"] is None
 
 
@@ -78,3 +78,34 @@ def test_error_names_the_places() -> None:
     assert "data-parallel rank 1, micro-batch 2, sequences [4, 9]" in text
     assert "gradient norm nan" in text
     assert "every micro-batch's loss is finite" in str(NonFiniteLossError(float("inf"), []))
+
+
+def test_a_rank_s_own_rows_are_computed_where_the_whole_pack_lies() -> None:
+    both = [trajectory([1], [2, 3]), trajectory([5, 6], [7] * 11)]
+    whole = pack(both, sequence_multiple=4, pad_multiple=4)  # 4 + 16 tokens
+    own = whole.rows(torch.tensor([1, 2, 8, 9]))
+    inputs = model_inputs(whole, own)
+    assert inputs["input_ids"].tolist() == [[2, 3, 7, 7]]
+    assert inputs["position_ids"].tolist() == [[1, 2, 4, 5]]
+    packed = inputs["packed_seq_params"]
+    # One tensor is all four: Transformer Engine is not told that there is padding.
+    assert packed.cu_seqlens_q is packed.cu_seqlens_kv_padded
+    assert packed.cu_seqlens_q_padded is packed.cu_seqlens_kv
+    assert packed.cu_seqlens_q.tolist() == [0, 4, 20]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "table"), [([8], 8), ([9], 16), ([5, 3], 16), ([5, 4], 8), ([1], 1), ([16, 16], 16)]
+)
+def test_tables_of_positions_have_few_lengths_and_never_the_pack_s(
+    lengths: list[int], table: int
+) -> None:
+    packed = pack(
+        [trajectory([1], [2] * (n - 1)) if n > 1 else trajectory([1], []) for n in lengths]
+    )
+    assert model_inputs(packed)["packed_seq_params"].max_seqlen_q == table
+
+
+def test_sequences_that_ranks_cannot_share_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"sequences of \[3, 3\] tokens, expected multiples of 4"):
+        check_micro_batches([batch()], pad_multiple=1, count_multiple=1, sequence_multiple=4)
