@@ -322,13 +322,13 @@ def communication_seconds(facts: RunFacts, cluster: Cluster) -> float:
     context = (
         tokens
         * layers
-        * _context_bytes(trainer)
+        * context_bytes(trainer)
         / _link(device, layout.tensor * layout.context <= node)
     )
     return tensor + context + expert + _replica_seconds(facts, cluster)
 
 
-def _context_bytes(trainer: TrainerFacts) -> float:
+def context_bytes(trainer: TrainerFacts) -> float:
     """Bytes that a rank sends to others for each of its tokens in a layer's passes."""
     ranks, sizes = trainer.layout.context, trainer.shape.sizes()
     query, kv = (

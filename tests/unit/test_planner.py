@@ -29,6 +29,7 @@ from megatron_dppo.planner.activations import (
     chunks_in_flight,
     layer_bytes,
     logits_bytes,
+    statistics_bytes,
 )
 from megatron_dppo.planner.devices import DEVICES, Cluster
 from megatron_dppo.planner.facts import EvaluationFacts, RunFacts, facts_of, senders
@@ -42,6 +43,7 @@ from megatron_dppo.planner.memory import (
     node_roles,
     routing_bytes_per_token,
     state_bytes,
+    trainer_communicator_bytes,
     weight_bytes,
 )
 from megatron_dppo.planner.parameters import rank_parameters
@@ -51,6 +53,7 @@ from megatron_dppo.planner.search import Question, nearest, search
 from megatron_dppo.planner.step_time import (
     StepSeconds,
     attention_flops,
+    context_bytes,
     decode_seconds,
     hand_over_seconds,
     head_flops,
@@ -182,6 +185,44 @@ def test_activations_by_hand():
     assert logits_bytes(replace(none, logit_bytes=4)) == 4096 * 151936 // 4 * (4 + 2)
     assert last.head > 17408 * 2048 * 2 > first.head == first.logits == 0
     assert last.total - last.saved == last.working + last.logits
+
+
+def test_context_parallel_ranks_by_hand():
+    """TP4 with sequence parallelism, queries 4096 and keys 512: a ring of two, and heads for tokens."""
+    trainer = facts("qwen3_30b_a3b_base", "parallel.context=2").trainer
+    one = facts().trainer
+    assert (trainer.layout.describe(), trainer.tokens) == ("TP4 CP2 EP8 DP2", one.tokens)
+    assert trainer.rank_tokens * 2 == one.tokens
+    shared, whole = (activation_bytes(t, 0, busiest=1.0) for t in (trainer, one))
+    assert shared.kept * 2 == whole.kept
+    # Gradients as they were, and keys and values of both ranks with one and a half outputs; or all of them twice.
+    ring = 8704 * (2 * 128 * 2 + 1024 * 1.5) * 2
+    assert shared.working == whole.working / 2 + ring
+    exchanged = activation_bytes(replace(trainer, exchange="a2a"), 0, busiest=1.0)
+    assert exchanged.working == whole.working / 2 + 8704 * 2 * (1024 + 2 * 128) * 2
+    # Adam's state is shared by all that have the same weights, as before; the loss is every rank's of all tokens.
+    assert state_bytes(trainer, 0) == state_bytes(one, 0)
+    assert statistics_bytes(trainer, 0) == statistics_bytes(one, 0)
+    groups = [
+        trainer_communicator_bytes(t.layout, sends=True) // PER_COMMUNICATOR for t in (trainer, one)
+    ]
+    assert groups[0] == groups[1] + 2  # its own, and that over which gradients are reduced
+
+
+def test_a_ring_s_traffic_grows_with_its_ranks():
+    """Keys and values of a token, 2 x 512 / 4 x 2 bytes, are sent on in every pass: twice forward under full
+    recomputation, twice backward."""
+    sent = {
+        size: context_bytes(
+            facts(
+                "qwen3_30b_a3b_base", f"parallel.context={size}", "training.recompute=full"
+            ).trainer
+        )
+        for size in (1, 2, 4)
+    }
+    assert sent == {1: 0, 2: 4 * 2 * 128 * 2, 4: 3 * 4 * 2 * 128 * 2}
+    exchanged = facts("qwen3_30b_a3b_base", "parallel.context=2", "training.recompute=none").trainer
+    assert context_bytes(replace(exchanged, exchange="a2a")) == 2 * 2 * (1024 + 128) * 2 / 2
 
 
 def test_batches_by_hand():
