@@ -240,7 +240,31 @@ def check_config(
     ``weights``: the model's weights must be there; its config.json and tokenizer always must.
     """
     refuse_unusable_values(config, source)
-    faults = [fault for check in _checks(config) for fault in without_os_errors(check)]
+    rollout, algorithm, engine = config.rollout, config.algorithm, config.engine
+    checks = (
+        url_faults(engine.urls),
+        world_faults(config.parallel.sizes),
+        batch_faults(rollout, config.training.prompts_per_mini_batch, config.parallel.data),
+        schedule_faults(config.optimizer),
+        _untruncated_sampling(rollout),
+        _algorithm(algorithm),
+        _aggregation(algorithm),
+        _reference(algorithm),
+        data_file_faults(config.data),
+        prompt_form_faults(config.data, rollout.stop),
+        _replay_folder(rollout.replay_from),
+        _profile(config.profile, config.parallel.world_size, config.run.steps),
+        _overlap(rollout),
+        _run_directory(config.run.directory),
+        _engine(engine, rollout),
+        megatron_faults(config.megatron),
+        training_faults(
+            config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
+        ),
+        SGLANG.faults(config.sglang),
+        engine_adapter_faults(config.lora, config.sglang, config.weight_sync, engine),
+    )
+    faults = [fault for check in checks for fault in without_os_errors(check)]
     model = _checked_model(
         config.model, partial(_model_checks, config), faults, source, weights=weights
     )
@@ -456,34 +480,6 @@ def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -
 def _stop_tokens(ids: Sequence[int], vocab_size: int) -> Faults:
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
         yield f"rollout.stop_token_ids: got {unknown}, expected ids below the vocabulary's {vocab_size}"
-
-
-def _checks(config: schema.TrainConfig) -> tuple[Faults, ...]:
-    """The checks that read no model."""
-    rollout, algorithm, engine = config.rollout, config.algorithm, config.engine
-    return (
-        url_faults(engine.urls),
-        world_faults(config.parallel.sizes),
-        batch_faults(rollout, config.training.prompts_per_mini_batch, config.parallel.data),
-        schedule_faults(config.optimizer),
-        _untruncated_sampling(rollout),
-        _algorithm(algorithm),
-        _aggregation(algorithm),
-        _reference(algorithm),
-        data_file_faults(config.data),
-        prompt_form_faults(config.data, rollout.stop),
-        _replay_folder(rollout.replay_from),
-        _profile(config.profile, config.parallel.world_size, config.run.steps),
-        _overlap(rollout),
-        _run_directory(config.run.directory),
-        _engine(engine, rollout),
-        megatron_faults(config.megatron),
-        training_faults(
-            config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
-        ),
-        SGLANG.faults(config.sglang),
-        engine_adapter_faults(config.lora, config.sglang, config.weight_sync, engine),
-    )
 
 
 def _model_checks(config: schema.TrainConfig, model: ModelShape) -> tuple[Faults, ...]:
