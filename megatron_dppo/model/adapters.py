@@ -257,15 +257,15 @@ def _parameter(
     dims = part.local(which, adapters.rank) if is_cut else part.whole(which, adapters.rank)
     axis, start = (part.axis, part.start) if is_cut else (0, 0)
     if linear.experts:
-        replica, tensor_rank = coordinates.edp, coordinates.etp
+        is_first_copy, tensor_rank = coordinates.edp == 0, coordinates.etp
     else:
-        replica, tensor_rank = coordinates.dp, coordinates.tp
+        is_first_copy, tensor_rank = coordinates.dp == coordinates.cp == 0, coordinates.tp
     return LocalParameter(
         chunk=linear.chunk,
         name=f"{linear.path}.{CHILD}.{part.name}.{which}{suffix}",
         shape=dims,
         segments=(Segment(f"{_module(part, expert)}.{which}", axis, start, 0, dims[axis]),),
-        is_primary=replica == 0 and coordinates.cp == 0 and (is_cut or tensor_rank == 0),
+        is_primary=is_first_copy and (is_cut or tensor_rank == 0),
     )
 
 

@@ -25,6 +25,8 @@ LAYOUTS = {
     "TP2 ETP2": Layout.smallest(tensor=2),
     "TP2 EP2": Layout.smallest(tensor=2, expert=2),
     "EP4": Layout.smallest(expert=4),
+    "CP2 EP2": Layout(context=2, expert=2),
+    "TP2 CP2 EP4 DP2": Layout(tensor=2, context=2, expert=4, data=2),
     "PP2 VPP2 EP2": Layout.smallest(pipeline=2, virtual_pipeline=2, expert=2),
     "TP2 EP2 ETP2 DP4": Layout(2, 1, None, 2, 2, 4),
 }
