@@ -18,6 +18,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/table.py": ("presets",),
     "vocab_parallel/backends.py": ("policy_stats", "triton_backend"),
     "vocab_parallel/exact.py": ("policy_stats",),
+    "vocab_parallel/head.py": ("head",),
     "vocab_parallel/policy_stats.py": ("policy_stats",),
     "vocab_parallel/row_kernels.py": ("policy_stats",),
     "vocab_parallel/wire.py": ("policy_stats",),
