@@ -24,6 +24,8 @@ NODES = {
     "qwen3_30b_a3b_base_lora": 4,
     "qwen3_30b_a3b": 4,
     "qwen3_30b_a3b_r3": 4,
+    "qwen3_30b_a3b_base_32k": 4,
+    "qwen3_30b_a3b_128k": 8,
     "qwen3_8b_base": 2,
     "r1_distill_qwen_1.5b_stability": 1,
     "qwen3_1.7b_base_efficiency": 1,
