@@ -266,6 +266,14 @@ def test_bad_input_is_named(case):
         head_stats([HeadFactor(**given)], **arguments)
 
 
+@pytest.mark.parametrize("dims", [((T - 1, 3), (COLUMNS, 3)), ((T, 3), (COLUMNS - 1, 3))])
+def test_a_second_factor_of_another_length_is_named(dims):
+    pairs, ids, *_ = problem()
+    other = HeadFactor(*(torch.zeros(d) for d in dims))
+    with pytest.raises(ValueError, match="expected one dtype, 37 tokens and 120 columns"):
+        head_stats([HeadFactor(*pairs[0]), other], ids, vocab_size=V)
+
+
 def test_rows_that_are_no_distribution_are_counted():
     pairs, ids, *_ = problem()
     pairs[0][0][3] = torch.nan
