@@ -103,4 +103,4 @@ def test_several_ranks_write_what_one_would(tmp_path: Path) -> None:
             "CheckpointError: the Hugging Face export was not written: "
         )
         assert "rank 1: [Errno 27] File too large" in report["full disk"]
-        assert report["left"] == ["DP2", "EP2", "PP2", "hf", "one"]
+        assert report["left"] == ["CP2", "DP2", "EP2", "PP2", "hf", "one"]
