@@ -79,13 +79,16 @@ class RunInfo:
 def describe_layout(parallel: Mapping[str, Any]) -> str:
     """The parallel sizes above 1 with Megatron's short names: ``TP2 PP2 SP, 4 ranks``; ``1 rank``."""
     world, tensor, pipeline = (parallel[key] for key in ("world_size", "tensor", "pipeline"))
+    # Runs that were recorded before there was context parallelism have no size of it.
+    context = parallel.get("context", 1)
     sizes = {
         "TP": tensor,
+        "CP": context,
         "PP": pipeline,
         "VPP": parallel["virtual_pipeline"],
         "EP": parallel["expert"],
         "ETP": parallel["expert_tensor"],
-        "DP": world // (tensor * pipeline),
+        "DP": world // (tensor * context * pipeline),
     }
     names = [f"{name}{size}" for name, size in sizes.items() if size is not None and size > 1]
     if parallel["sequence"]:

@@ -270,6 +270,7 @@ def test_layouts_are_named_as_megatron_names_them():
     large = {"world_size": 16, "tensor": 2, "pipeline": 2, "virtual_pipeline": 2, "expert": 4}
     layout = describe_layout({**ONE_RANK, **large, "expert_tensor": 1, "sequence": True})
     assert layout == "TP2 PP2 VPP2 EP4 DP4 SP, 16 ranks"
+    assert describe_layout({**ONE_RANK, "world_size": 4, "context": 2}) == "CP2 DP2, 4 ranks"
 
 
 def test_a_run_is_named_from_its_configuration(tmp_path):
