@@ -135,6 +135,19 @@ def test_the_gpu_pins_meet_what_the_project_asks_for():
     assert gpu["transformer-engine"] == gpu["transformer-engine-cu13"]
 
 
+def test_the_lock_of_uv_is_of_the_gpu_pins():
+    """Less what only builds from source: pybind11, wheel; and more by what gpu.txt leaves to its build, and dev.txt."""
+    packages = tomllib.loads((ENVIRONMENT.parents[1] / "uv.lock").read_text())["package"]
+    versions = {package["name"]: package.get("version") for package in packages}
+    gpu, dev = pins("gpu.txt"), pins("dev.txt")
+    assert {name for name in gpu if name not in versions} == {"pybind11", "wheel"}
+    different = {n: v for n, v in (gpu | dev).items() if n in versions and versions[n] != v}
+    assert not different
+    more = versions.keys() - gpu.keys() - dev.keys()
+    assert more == {"megatron-dppo", "transformer-engine-torch"}
+    assert versions["transformer-engine-torch"] == gpu["transformer-engine"]
+
+
 def test_cpu_and_gpu_run_the_same_libraries():
     cpu, gpu = pins("cpu.txt"), pins("gpu.txt")
     for name in ("megatron-core", "sglang", "smg", "transformers", "tokenizers", "safetensors"):
