@@ -45,7 +45,7 @@ def test_check_describes_the_layout_and_its_memory_in_a_line_each(train):
     assert answer.returncode == 0, answer.stderr
     layout, memory = answer.stdout.splitlines()
     assert layout == (
-        "2 ranks: TP 2 x PP 1 x VPP 1 x DP 1, experts EP 1 x ETP 2 x expert DP 1, sequence "
+        "2 ranks: TP 2 x CP 1 x PP 1 x VPP 1 x DP 1, experts EP 1 x ETP 2 x expert DP 1, sequence "
         "parallel; "
         "vocabulary 512; a rollout batch is 32 responses and 2 optimiser steps"
     )

@@ -121,7 +121,7 @@ def test_a_run_whose_job_can_not_be_asked_for_is_not_called_ended(run: Path):
     assert "Unable to contact slurm controller" in text
     assert "ended" not in text
     assert "vanished" not in text
-    assert job_state(run, AttemptBook(run).all()).alive
+    assert job_state(run, AttemptBook(run).all()).state == UNKNOWN
 
 
 def test_logs_by_time_and_by_name(run: Path):
