@@ -1,4 +1,4 @@
-"""What a trainer really holds, counted tensor by tensor: weights, gradients, optimizer state, saved activations."""
+"""What a trainer really holds, counted tensor by tensor: storages, and what autograd saves."""
 
 from __future__ import annotations
 
@@ -18,33 +18,6 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the tensors' storages, each counted once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-
-def weight_tensors(trainer: Any) -> list[Tensor]:
-    """The parameters of this rank's chunks."""
-    return [p for chunk in trainer.chunks for p in chunk.parameters()]
-
-
-def gradient_tensors(trainer: Any) -> list[Tensor]:
-    """The gradient buffers of this rank's chunks."""
-    return [
-        buffer.grad_data
-        for chunk in trainer.ddp_chunks
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-
-
-def optimizer_tensors(trainer: Any) -> list[Tensor]:
-    """Master weights and moments; an fp32 parameter that is its own master is left out."""
-    parameter_storages = {p.untyped_storage()._cdata for p in weight_tensors(trainer)}
-    tensors: list[Tensor] = []
-    for part in trainer.optimizer.chained_optimizers:
-        if getattr(part, "is_stub_optimizer", False):
-            continue
-        inner = part.optimizer
-        tensors += [p for group in inner.param_groups for p in group["params"]]
-        tensors += [x for s in inner.state.values() for x in s.values() if isinstance(x, Tensor)]
-    return [t for t in tensors if t.untyped_storage()._cdata not in parameter_storages]
 
 
 @dataclass

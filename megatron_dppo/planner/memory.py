@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 
@@ -42,6 +43,7 @@ from megatron_dppo.planner.devices import (
 )
 from megatron_dppo.planner.facts import EngineFacts, RolloutFacts, RunFacts, TrainerFacts
 from megatron_dppo.planner.parameters import Counts, RankParameters, elements, rank_parameters
+from megatron_dppo.types import COPIED_PARTS, TRAINER_PARTS, TrainerPart
 
 # GPU memory of NCCL's communicators, of a trainer rank and of an engine rank.
 
@@ -88,19 +90,20 @@ _PARAMETER_PAD, _BUCKET_PAD = 64, 128
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes that live through a whole run on one rank."""
+    """Bytes that live through a whole run on one rank, by ``TrainerPart``."""
 
     weights: int
+    reference: int
     gradients: int
     optimizer: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return sum(getattr(self, part) for part in TRAINER_PARTS)
 
 
 def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
-    """Weights, gradient buffer and optimizer state of each rank of ``stage``.
+    """Weights, a reference policy's, gradient buffer and optimizer state of each rank of ``stage``.
 
     - weights: elements x 2 (bfloat16) or 4 (float32).
     - gradients: elements x 4: ``grad_reduce_in_fp32=True`` in ``trainer/model.py``, or x 2; one buffer for dense and
@@ -135,9 +138,28 @@ def state_bytes(trainer: TrainerFacts, stage: int) -> StateBytes:
         for size, (_, replicas) in zip(padded, _groups(parameters, trainer.layout), strict=True)
     ]
     return StateBytes(
-        weights=(frozen + buffered + copied) * trainer.item_bytes,
+        weights=(frozen + buffered) * trainer.item_bytes,
+        reference=copied * trainer.item_bytes,
         gradients=buffered * trainer.gradient_bytes,
         optimizer=round(sum(shared) * trainer.optimizer_bytes),
+    )
+
+
+@dataclass(frozen=True)
+class ParkedBytes:
+    """Of one rank. ``device``: that its GPU has fewer while ``parts`` are parked. ``host``: pinned, from the first time
+    on; each part has a buffer of its own, which torch's CachingHostAllocator rounds up to a power of two."""
+
+    device: int
+    host: int
+
+
+def parked_bytes(state: StateBytes, parts: Collection[TrainerPart] = TRAINER_PARTS) -> ParkedBytes:
+    """Of a rank with ``state``, by ``trainer/parking.py``."""
+    sizes: dict[TrainerPart, int] = {part: getattr(state, part) for part in parts}
+    return ParkedBytes(
+        device=sum(sizes.values()),
+        host=sum(power_of_two(sizes[part]) for part in COPIED_PARTS & sizes.keys()),
     )
 
 
@@ -178,7 +200,7 @@ class RankBytes:
         head = live.head + live.logits
         at_logits = head > live.recomputed
         return {
-            "weights": self.state.weights,
+            "weights": self.state.weights + self.state.reference,
             "gradients": self.state.gradients,
             "optimizer": self.state.optimizer,
             "activations": live.kept + (0 if at_logits else live.recomputed),

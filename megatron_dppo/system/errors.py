@@ -74,6 +74,7 @@ These are outside of it, for none of them ends a run:
     RowError                a record of a published data set is left out, and counted
     LackingError            a part of the GPU check is skipped, and named
     OverwrittenLogitsError  a fault in the code: with its traceback
+    ParkedError             likewise
 """
 
 

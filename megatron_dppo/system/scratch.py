@@ -146,6 +146,32 @@ class SharedBuffer:
         self.path.unlink(missing_ok=True)
 
 
+class FileBuffer:
+    """``size`` bytes, uint8, of a file without a name in the temporary folder.
+
+    What was written lies in the system's cache of files, which writes it to the disk and takes the memory back where
+    it is needed; of the process it is no memory once it has been let go of.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Raises OSError where there is no room."""
+        import numpy as np
+
+        self._map: mmap.mmap | None = None
+        self.array = np.empty(0, np.uint8)
+        if size:
+            with tempfile.TemporaryFile() as file:
+                # Else a full disk is a SIGBUS later.
+                os.posix_fallocate(file.fileno(), 0, size)
+                self._map = mmap.mmap(file.fileno(), size)
+            self.array = np.frombuffer(self._map, np.uint8)
+
+    def let_go(self) -> None:
+        """Hold none of it in memory; it is read from the file when it is used again."""
+        if self._map is not None:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
 def aligned(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where arrays of these many bytes begin in one buffer, each at a multiple of 64, and the buffer's size.
 

@@ -6,6 +6,7 @@ torch.cuda, and layers of torch modules with the same parameter names.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import logging
 import os
@@ -25,6 +26,7 @@ from megatron_dppo.model.layout import LayoutFault, LayoutSizes
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system import compute
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.system.scratch import FileBuffer
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,31 @@ def wait_for_copies() -> None:
     """Wait until what was copied to the host is there. Not yet run on a GPU."""
     if has_cuda():
         torch.cuda.current_stream().synchronize()
+
+
+class HostMemory:
+    """``bytes``, uint8 [size], for what is parked: pinned where there is a GPU.
+
+    Without one, the device's memory is the host's: the bytes are of a file (``FileBuffer``), or nothing would be free.
+    Raises OSError or RuntimeError where there is no room. Not yet run on a GPU.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._file = None if has_cuda() else FileBuffer(size)
+        self.bytes = host_buffer(size) if self._file is None else torch.from_numpy(self._file.array)
+
+    def settle(self) -> None:
+        """Nobody uses it for a while."""
+        if self._file is not None:
+            self._file.let_go()
+
+
+def return_unused_memory() -> None:
+    """Give what tensors have let go of back to the GPU, or to the system, for other processes. Not yet run on a GPU."""
+    if has_cuda():
+        torch.cuda.empty_cache()
+    elif hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 def profiled_activities() -> list[torch.profiler.ProfilerActivity]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -50,6 +50,7 @@ from megatron_dppo.trainer.model import (
     prepare_step,
     wrap_chunks,
 )
+from megatron_dppo.trainer.parking import Moved, Parker, check_no_transfer, held_tensors
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
 from megatron_dppo.trainer.step import (
     MicroBatchResults,
@@ -69,6 +70,7 @@ from megatron_dppo.trainer.topology import (
     init_distributed,
     init_topology,
 )
+from megatron_dppo.types import TRAINER_PARTS, TrainerPart
 from megatron_dppo.vocab_parallel.head import HeadOptions
 from megatron_dppo.vocab_parallel.policy_stats import FAULTS, describe
 
@@ -86,6 +88,10 @@ class ReferenceWeights:
             for name, p in chunk.named_parameters()
             if p.requires_grad and (with_adapters or f".{CHILD}." not in name)
         ]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [copy for _, copy in self._copies]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -224,6 +230,7 @@ class Trainer:
             optimizer_values(config.megatron_optimizer),
             distributed=config.distributed_optimizer,
         )
+        self._parker = Parker(self.held_tensors)
         self.step_count = 0
         self.pad_multiple = self.share.pad_multiple * config.token_multiple
         self.micro_batch_multiple = self.layout.pipeline if self.layout.chunks > 1 else 1
@@ -261,6 +268,7 @@ class Trainer:
             NonFiniteLossError: a loss or the gradient norm is not finite.
             ValueError: ranks disagree, or a token id is outside the vocabulary.
         """
+        self.check_resident("train")
         agree(denominator, "the loss's denominator")
         batches = self._placed(micro_batches)
         for chunk in self.ddp_chunks:
@@ -309,6 +317,7 @@ class Trainer:
         """
         if self._reference is None:
             raise ValueError("algorithm.reference_kl is 0: no reference policy is kept")
+        self.check_resident("score by the reference policy", "weights", "reference")
         left_out = None if self._starts_adapted else self.adapted
         adapters = nullcontext() if left_out is None else left_out.frozen()
         with self._reference.in_place(), adapters:
@@ -321,6 +330,7 @@ class Trainer:
     def _log_probs(
         self, micro_batches: list[PackedBatch], temperature: float | None, *, topk: bool
     ) -> list[Tensor]:
+        self.check_resident("score", "weights")
         batches = self._placed(micro_batches)
         for chunk in self.ddp_chunks:
             chunk.eval()
@@ -365,10 +375,12 @@ class Trainer:
 
     def weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's present weights by (chunk, name), adapters merged into them. Not collective."""
+        self.check_resident("read weights", "weights")
         return weights_of(self.adapted, named_parameters(self.chunks))
 
     def base_weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's weights without any adapters: with ``lora``, the frozen ones. Not collective."""
+        self.check_resident("read weights", "weights")
         return weights_of(None, named_parameters(self.chunks))
 
     def export_hf(self, out_dir: str | Path) -> None:
@@ -393,7 +405,36 @@ class Trainer:
         """
         if self.adapted is None:
             raise ValueError("lora.rank is 0: there are no adapters to export")
+        self.check_resident("export adapters", "weights")
         self.adapted.export(out_dir, self.config.model.hf_checkpoint)
+
+    def held_tensors(self) -> dict[TrainerPart, list[Tensor]]:
+        """All that lives on this rank's device through the run, by part. Not collective."""
+        reference = [] if self._reference is None else self._reference.tensors
+        return held_tensors(self.chunks, self.ddp_chunks, self.optimizer, reference)
+
+    def park(self, parts: Collection[TrainerPart] = TRAINER_PARTS) -> Moved:
+        """Move ``parts`` to the host, between two passes; see ``Parker.park``. Not collective.
+
+        A checkpoint that is being written in the background doesn't mind: it has its copy since ``save`` returned.
+        """
+        check_no_transfer(self.ddp_chunks)
+        if "gradients" in parts:
+            self.optimizer.zero_grad()
+        return self._parker.park(parts)
+
+    def unpark(self, parts: Collection[TrainerPart] | None = None) -> Moved:
+        """Move ``parts`` (None: all that are parked) back; see ``Parker.unpark``. Not collective."""
+        return self._parker.unpark(parts)
+
+    @property
+    def parked(self) -> frozenset[TrainerPart]:
+        """What is parked."""
+        return self._parker.parked
+
+    def check_resident(self, action: str, *parts: TrainerPart) -> None:
+        """Raise ParkedError where one of ``parts`` (none: of all), which ``action`` uses, is parked. Not collective."""
+        self._parker.check(action, *parts)
 
     def close(self) -> None:
         """Reset Megatron's process groups, so that this process can build another Trainer."""

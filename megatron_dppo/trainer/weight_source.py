@@ -88,6 +88,7 @@ class TrainerWeights:
 
     def gather(self, plan: Sequence[Bucket]) -> Iterator[Gathered]:
         """The present weights by the plan's buckets; collective. A bucket holds until the second after."""
+        self._trainer.check_resident("gather weights", "weights")
         return gather(plan, self.rank, self._values(), self._buffers)
 
     def all_gather(self, value: Any) -> list[Any]:

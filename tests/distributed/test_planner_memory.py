@@ -67,14 +67,11 @@ def _measure(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any]) -> 
     try:
         multiple = trainer.share.sequence_multiple
         batches = _batches(trainer.topology.dp_rank, trainer.pad_multiple, multiple)
-        with memory.saved_for_backward(memory.weight_tensors(trainer)) as saved:
+        with memory.saved_for_backward(trainer.held_tensors()["weights"]) as saved:
             trainer.train_mini_batch(batches, policy_token_loss, denominator=100.0)
-        return {
-            "weights": memory.storage_bytes(memory.weight_tensors(trainer)),
-            "gradients": memory.storage_bytes(memory.gradient_tensors(trainer)),
-            "optimizer": memory.storage_bytes(memory.optimizer_tensors(trainer)),
-            "activations": saved.peak,
-        }
+        held = trainer.held_tensors()
+        sizes = {part: memory.storage_bytes(tensors) for part, tensors in held.items()}
+        return {**sizes, "activations": saved.peak}
     finally:
         trainer.close()
 

@@ -134,7 +134,8 @@ def test_a_reference_policys_copy_by_hand():
     lora, penalty = "qwen3_30b_a3b_base_lora", "algorithm.reference_kl=0.1"
 
     def weights(recipe, *words):
-        return state_bytes(facts(recipe, "optimizer.distributed=false", *words).trainer, 0).weights
+        state = state_bytes(facts(recipe, "optimizer.distributed=false", *words).trainer, 0)
+        return state.weights + state.reference
 
     plain, adapted = weights("qwen3_30b_a3b_base"), weights(lora)
     assert weights("qwen3_30b_a3b_base", penalty) == 2 * plain

@@ -92,8 +92,7 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
 
     from megatron_dppo.gpu_check import held_memory
 
-    weights = held_memory.weight_tensors(trainer)
-    with held_memory.saved_for_backward(weights) as saved:
+    with held_memory.saved_for_backward(trainer.held_tensors()["weights"]) as saved:
         _step(trainer, batch)  # also the warm-up: Adam's state is made here
     peak = None
     if gpus:
@@ -103,13 +102,9 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
         _step(trainer, batch)
         torch.cuda.synchronize()
         peak = torch.cuda.max_memory_allocated() - steady
-    return HeldBytes(
-        held_memory.storage_bytes(weights),
-        held_memory.storage_bytes(held_memory.gradient_tensors(trainer)),
-        held_memory.storage_bytes(held_memory.optimizer_tensors(trainer)),
-        saved.peak,
-        peak,
-    )
+    held = trainer.held_tensors()
+    sizes = {part: held_memory.storage_bytes(tensors) for part, tensors in held.items()}
+    return HeldBytes(sizes["weights"], sizes["gradients"], sizes["optimizer"], saved.peak, peak)
 
 
 def _memory(held_bytes: HeldBytes, job: TrainerFacts) -> Iterator[Row]:

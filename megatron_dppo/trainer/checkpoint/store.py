@@ -140,9 +140,11 @@ class CheckpointStore:
 
         Raises:
             ValueError: ``state`` differs between ranks.
+            ParkedError: the trainer is parked.
             CheckpointError: a rank could not write this one, or the one before it.
             FencedError: another start of the run took over; no checkpoint was changed.
         """
+        trainer.check_resident("save a checkpoint")
         self.finish()
         agree(state, "the run's state")
         on_every_rank(lambda: check_step_count(trainer), error=CheckpointError)
@@ -227,6 +229,7 @@ class CheckpointStore:
             DamagedCheckpointError: a file is damaged; nothing was loaded.
             CheckpointError: the model differs.
         """
+        trainer.check_resident("load a checkpoint")
         folder = checkpoint.path
         manifest = on_rank_0(lambda: _checked_manifest(folder), error=DamagedCheckpointError)
         check_model(trainer, manifest, folder)

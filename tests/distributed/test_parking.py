@@ -1,0 +1,227 @@
+"""A trainer that is parked between its steps trains as one that never is, bit for bit; its memory is free meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_trainer_parity import (
+    OVERLAP,
+    VOCABULARY,
+    own_micro_batches,
+    policy_token_loss,
+    run_config,
+    samples,
+)
+from tests.ranks import run_ranks
+from tests.tiny_models import save_tiny_model
+
+MODULE = "tests.distributed.test_parking"
+BFLOAT16 = {"dtype": "bfloat16"}
+REFERENCE = {"algorithm": {"reference_kl": 0.1}}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "DP2 fp32": ("qwen3_moe", {}, REFERENCE),
+    "EP2 bf16": ("qwen3_moe", {"expert": 2}, BFLOAT16),
+    "EP2 fp32, distributed optimizer, overlap": (
+        "qwen3_moe", {"expert": 2}, {"distributed": True, "ddp": OVERLAP},
+    ),
+    "TP2 bf16, distributed optimizer": (
+        "qwen3_moe", {"tensor": 2}, {**BFLOAT16, "distributed": True},
+    ),
+    "DP2 bf16, distributed optimizer": ("qwen3", {}, {**BFLOAT16, "distributed": True}),
+    "tied PP2 fp32": ("qwen3", {"pipeline": 2}, {}),
+    "EP2 bf16 LoRA": ("qwen3_moe", {"expert": 2}, {**BFLOAT16, "lora": {"rank": 4}}),
+}  # fmt: skip
+STEPS = 3
+LARGE = {"layers": 2, "hidden": 256, "vocab_size": 24_000}
+TOLERANCE = 0.1
+
+
+def train(hf_dir: str, parallel: dict[str, Any], changes: dict[str, Any], *, parks: bool) -> Any:
+    """Everything that a run leaves: metrics, norms, log-probabilities, weights and optimizer state."""
+    from megatron_dppo.trainer.trainer import Trainer
+
+    trainer = Trainer(run_config(hf_dir, {**parallel, "world_size": 2}, changes))
+    try:
+        batches = own_micro_batches(trainer, samples())
+        out: list[Any] = []
+        for step in range(STEPS):
+            if parks:
+                _park_in_the_order_of_a_step(trainer, step)
+            result = trainer.train_mini_batch(batches, policy_token_loss, 200.0)
+            out += [result.metrics.values(), result.grad_norm, trainer.log_probs(batches)]
+        if "algorithm" in changes:
+            out.append(trainer.reference_log_probs(batches))
+        held = trainer.held_tensors()
+        out += [t.detach().clone() for part in ("weights", "optimizer") for t in held[part]]
+        return out
+    finally:
+        trainer.close()
+
+
+def _park_in_the_order_of_a_step(trainer: Any, step: int) -> None:
+    """All at once, or with the weights as long as an update of the engines reads them."""
+    if step % 2:
+        trainer.park(["gradients", "optimizer"])
+        weights = dict(trainer.weights())
+        assert all(bool(w.isfinite().all()) for w in weights.values())
+        trainer.park(["weights", "reference"])
+    else:
+        trainer.park()
+    assert {t.untyped_storage().nbytes() for part in trainer.held_tensors().values() for t in part} == {0}  # fmt: skip
+    assert trainer.unpark().copied > 0
+    assert not any(g.any() for g in trainer.held_tensors()["gradients"])
+
+
+def same(a: Any, b: Any) -> bool:
+    """To the bit; a NaN equals itself."""
+    if isinstance(a, torch.Tensor):
+        ours, theirs = (t.reshape(-1).view(torch.uint8) for t in (a, b))
+        return a.dtype == b.dtype and torch.equal(ours, theirs)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def worker(folder: str, cases: dict[str, Any]) -> dict[str, Any]:
+    """Which results of each case are the same; the memory of a large model; what a parked trainer refuses."""
+    found: dict[str, Any] = {}
+    for name, (family, parallel, changes) in cases.items():
+        hf_dir = str(Path(folder) / family)
+        never, always = (train(hf_dir, parallel, changes, parks=p) for p in (False, True))
+        found[name] = [same(a, b) for a, b in zip(never, always, strict=True)]
+    found["checkpoint"] = checkpoint(folder)
+    found["memory"] = memory(str(Path(folder) / "large"))
+    return found
+
+
+def checkpoint(folder: str) -> dict[str, Any]:
+    """One is written in the background while its trainer is parked; what a parked trainer refuses."""
+    from megatron_dppo.trainer.checkpoint.store import CheckpointStore
+    from megatron_dppo.trainer.trainer import Trainer
+    from megatron_dppo.trainer.weight_source import TrainerWeights
+    from tests.distributed.test_trainer_steps import error_of
+
+    config = run_config(str(Path(folder) / "qwen3"), {"world_size": 2}, {**BFLOAT16})
+    trainer = Trainer(config)
+    batches = own_micro_batches(trainer, samples())
+    trainer.train_mini_batch(batches, policy_token_loss, 200.0)
+    before = {k: [t.clone() for t in ts] for k, ts in trainer.held_tensors().items()}
+    store = CheckpointStore(Path(folder) / "checkpoints", keep=1, background=True)
+    store.save(trainer, 1, {"step": 1})
+    trainer.park()
+    uses = {
+        "train": lambda: trainer.train_mini_batch(batches, policy_token_loss, 200.0),
+        "score": lambda: trainer.log_probs(batches),
+        "read": trainer.weights,
+        "gather": lambda: TrainerWeights(trainer).gather([]),
+        "export": lambda: trainer.export_hf(Path(folder) / "exported"),
+        "save": lambda: store.save(trainer, 2, {}),
+        "park": trainer.park,
+    }
+    refused = {name: error_of(use) for name, use in uses.items()}
+    store.finish()
+    trainer.unpark()
+    refused["unpark"] = error_of(trainer.unpark)
+    trainer.close()
+
+    trainer = Trainer(config)
+    trainer.park()
+    trainer.unpark()
+    store.load(trainer, store.survey().complete[-1])
+    after = trainer.held_tensors()
+    restored = [
+        same(a, b)
+        for part in ("weights", "optimizer")
+        for a, b in zip(before[part], after[part], strict=True)
+    ]
+    store.close()
+    trainer.close()
+    return {"restored": restored, "refused": refused}
+
+
+def memory(hf_dir: str) -> dict[str, Any]:
+    """Resident bytes before, while and after a bf16 trainer is parked; bytes of its storages meanwhile."""
+    from megatron_dppo.trainer import platform
+    from megatron_dppo.trainer.trainer import Trainer
+
+    trainer = Trainer(run_config(hf_dir, {"world_size": 2}, BFLOAT16))
+    batches = own_micro_batches(trainer, samples())
+    trainer.train_mini_batch(batches, policy_token_loss, 200.0)
+    gc.collect()
+    platform.return_unused_memory()
+    resident = [resident_bytes()]
+    moved = trainer.park()
+    resident.append(resident_bytes())
+    left = {t.untyped_storage().nbytes() for part in trainer.held_tensors().values() for t in part}
+    back = trainer.unpark()
+    resident.append(resident_bytes())
+    trainer.close()
+    return {
+        "resident": resident, "left": sorted(left), "moved": dict(moved.bytes), "copied": moved.copied,
+        "seconds": [moved.seconds, back.seconds],
+    }  # fmt: skip
+
+
+def resident_bytes() -> int:
+    found = re.search(r"^VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found
+    return int(found.group(1)) * 1024
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_model(folder / "qwen3_moe", "qwen3_moe", vocab_size=VOCABULARY)
+    save_tiny_model(folder / "qwen3", "qwen3", vocab_size=VOCABULARY, tied=True)
+    save_tiny_model(folder / "large", "qwen3", **LARGE)
+    return folder, run_ranks(f"{MODULE}:worker", 2, str(folder), CASES)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("case", CASES)
+def test_parking_changes_no_bit(case: str, found: tuple[Path, list[dict[str, Any]]]) -> None:
+    for rank in found[1]:
+        assert len(rank[case]) > 3 * STEPS
+        assert all(rank[case])
+
+
+@pytest.mark.distributed
+def test_a_checkpoint_in_the_background_and_a_parked_trainer(
+    found: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    for rank in found[1]:
+        report = rank["checkpoint"]
+        assert all(report["restored"])
+        assert {kind for kind, _ in report["refused"].values()} == {"ParkedError"}
+        assert report["refused"]["gather"][1].startswith("can't gather weights: weights of the")
+
+
+@pytest.mark.distributed
+def test_memory_falls_by_what_the_planner_says(
+    found: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    from megatron_dppo.model.families import load_model_shape
+    from megatron_dppo.planner.facts import trainer_facts
+    from megatron_dppo.planner.memory import parked_bytes, state_bytes
+
+    folder, ranks = found
+    config = run_config(str(folder / "large"), {"world_size": 2}, BFLOAT16)
+    job = trainer_facts(config, load_model_shape(folder / "large"), 1, 256, gpu=False)
+    planned = parked_bytes(state_bytes(job, 0)).device
+    for rank in ranks:
+        report = rank["memory"]
+        resident, parked, back = report["resident"]
+        print(
+            f"planned {planned:,}, resident {resident:,}, parked {parked:,}, back {back:,}, {report}"
+        )
+        assert report["left"] == [0]
+        assert sum(report["moved"].values()) == pytest.approx(planned, rel=0.01)
+        assert report["copied"] == pytest.approx(planned * 14 / 18, rel=0.01)
+        assert resident - parked == pytest.approx(planned, rel=TOLERANCE)
+        assert back - parked == pytest.approx(planned, rel=TOLERANCE)

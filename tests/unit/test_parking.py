@@ -1,0 +1,138 @@
+"""The parker by itself, on tensors that share storages as Megatron-Core's do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from megatron_dppo.planner.memory import ParkedBytes, StateBytes, parked_bytes
+from megatron_dppo.trainer import parking, platform
+from megatron_dppo.trainer.parking import ParkedError, Parker
+from megatron_dppo.types import TRAINER_PARTS
+
+
+class Held:
+    """Two parameters that are views of one buffer, a frozen one, gradients, a moment."""
+
+    def __init__(self) -> None:
+        self.buffer = torch.arange(100, dtype=torch.float32)
+        self.first = Parameter(self.buffer[:60].view(6, 10))
+        self.second = Parameter(self.buffer[64:].view(4, 9))
+        self.frozen = Parameter(torch.ones(7, dtype=torch.bfloat16), requires_grad=False)
+        self.reference = torch.full((5,), 3.0)
+        self.gradients = torch.ones(100)
+        self.moments = [torch.full((60,), 0.5)]
+
+    def __call__(self):
+        return {
+            "weights": [self.first, self.second, self.frozen],
+            "reference": [self.reference],
+            "gradients": [self.gradients],
+            "optimizer": list(self.moments),
+        }
+
+    def sizes(self) -> list[int]:
+        tensors = [t for part in self().values() for t in part]
+        return [t.untyped_storage().nbytes() for t in tensors]
+
+
+@pytest.fixture
+def held() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def parker(held: Held) -> Parker:
+    return Parker(held)
+
+
+def test_all_storages_hold_nothing_and_come_back(held: Held, parker: Parker) -> None:
+    before = [t.clone() for part in held().values() for t in part]
+    row, sizes = held.first[2], held.sizes()
+    moved = parker.park()
+    assert set(held.sizes()) == {0}
+    assert moved.bytes == {"weights": 414, "reference": 20, "gradients": 400, "optimizer": 240}
+    assert moved.copied == 414 + 20 + 240
+    assert parker.parked == set(TRAINER_PARTS)
+    assert parker.unpark().bytes == moved.bytes
+    assert held.sizes() == sizes
+    assert parker.parked == set()
+    after = [t for part in held().values() for t in part]
+    for name, old, new in zip(["w", "w", "w", "r", "g", "o"], before, after, strict=True):
+        assert torch.equal(new, torch.zeros_like(old) if name == "g" else old), name
+    held.buffer[20] = -1.0
+    assert row[0] == held.first[2, 0] == -1.0
+
+
+def test_a_wrong_order_is_one_error_and_changes_nothing(held: Held, parker: Parker) -> None:
+    with pytest.raises(ParkedError, match="can't unpark a trainer: not parked"):
+        parker.unpark()
+    parker.park(["gradients", "optimizer"])
+    with pytest.raises(ParkedError, match="can't park: optimizer of the trainer are parked"):
+        parker.park(["weights", "optimizer"])
+    with pytest.raises(ParkedError, match="can't unpark weights: not parked"):
+        parker.unpark(["weights", "optimizer"])
+    assert parker.parked == {"gradients", "optimizer"}
+    parker.check("read weights", "weights")
+    with pytest.raises(ParkedError, match="can't train: gradients, optimizer of the trainer"):
+        parker.check("train")
+    parker.park(["weights"])
+    parker.unpark(["weights"])
+    assert parker.parked == {"gradients", "optimizer"}
+    assert held.second[0, 0] == 64
+
+
+def test_what_never_changes_is_copied_once(held: Held, parker: Parker) -> None:
+    parker.park()
+    parker.unpark()
+    held.buffer += 1
+    assert parker.park().copied == 400 + 240
+    parker.unpark()
+    assert held.frozen.tolist() == [1.0] * 7
+    assert held.reference.tolist() == [3.0] * 5
+    assert held.first[0, 0] == 1.0
+
+
+def test_moments_that_appear_later_are_parked_too(held: Held, parker: Parker) -> None:
+    parker.park(["optimizer"])
+    parker.unpark()
+    held.moments.append(torch.full((60,), 0.25))
+    assert parker.park(["optimizer"]).bytes == {"optimizer": 480}
+    parker.unpark()
+    assert [float(m[0]) for m in held.moments] == [0.5, 0.25]
+
+
+def test_without_room_on_the_host_nothing_is_parked(held: Held, parker: Parker, monkeypatch) -> None:  # fmt: skip
+    def full(size: int):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(platform, "HostMemory", full)
+    sizes = held.sizes()
+    with pytest.raises(OSError, match="No space left"):
+        parker.park()
+    assert held.sizes() == sizes
+    assert not parker.parked
+
+
+def test_without_room_on_the_device_all_stays_parked(held: Held) -> None:
+    class Full:
+        """A storage of a device that the engine still fills."""
+
+        def resize_(self, size: int) -> None:
+            if size:
+                raise torch.OutOfMemoryError("out of memory")
+
+    mine = held.buffer.untyped_storage()
+    size = mine.nbytes()
+    mine.resize_(0)
+    storages = [parking._Storage(s, size, constant=False) for s in (mine, Full())]
+    with pytest.raises(torch.OutOfMemoryError):
+        parking._take_bytes(storages)
+    assert mine.nbytes() == 0
+
+
+def test_the_plan_of_parked_bytes_by_hand() -> None:
+    state = StateBytes(weights=100, reference=0, gradients=200, optimizer=600)
+    assert parked_bytes(state) == ParkedBytes(device=900, host=128 + 1024)
+    assert parked_bytes(state, ["gradients", "optimizer"]) == ParkedBytes(800, 1024)
