@@ -6,7 +6,7 @@ import base64
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -21,6 +21,7 @@ from torch.multiprocessing import reductions
 from megatron_dppo.engine.checksums import EngineTensors, ExpectedChecksums
 from megatron_dppo.engine.client import CONTROL_TIMEOUT_S, HttpClient
 from megatron_dppo.engine.errors import EngineAnswerError, EngineMismatchError, EngineRequestError
+from megatron_dppo.engine.occupation import TAGS, MemoryTag, Occupation
 from megatron_dppo.engine.options import ADAPTER_DIGESTS, check_layout
 from megatron_dppo.model.errors import LayoutError
 from megatron_dppo.model.mapping import engine_inputs
@@ -74,6 +75,7 @@ class EngineWeights:
         self._dtype = dtype
         self.url = client.url
         self.tensors = tensors
+        self.occupation = Occupation(client.url)
 
     @classmethod
     async def connect(
@@ -162,6 +164,7 @@ class EngineWeights:
         await self._order("/pause_generation", {"mode": "in_place"})
 
     async def resume(self) -> None:
+        self.occupation.check("generate")
         await self._order("/continue_generation")
 
     async def set_version(self, label: str) -> None:
@@ -191,6 +194,7 @@ class EngineWeights:
 
         ``adapter``: name of the engine's adapters to score with.
         """
+        self.occupation.check("score")
         body: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
             "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -210,6 +214,29 @@ class EngineWeights:
             raise EngineAnswerError(f"{self.url}/generate: log-probs of other tokens than asked")
         return log_probs
 
+    # --- memory that a trainer on the same GPUs takes meanwhile
+
+    async def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
+        """Let go of the memory of ``tags`` and hold back every request; what is in it is lost.
+
+        No request may run: finish them (``pause_when_idle``), or pause in mode ``retract``; waiting ones keep their
+        tokens. Raises MemoryOrderError, and EngineAnswerError where requests run: it is paused then, with its memory.
+        """
+        self.occupation.check("release", *tags)
+        # Paused and flushed, it runs nothing and can start nothing: the server would not survive the call otherwise.
+        await self.pause()
+        if not await self._flush(0):
+            raise EngineAnswerError(f"{self.url}: can't release memory: requests are running")
+        with self.occupation.releasing(tags):
+            await self._bare_order("/release_memory_occupation", {"tags": list(tags)})
+
+    async def restore(self, tags: Collection[MemoryTag] | None = None) -> None:
+        """Take the memory of ``tags`` (None: of all that is released) again: empty key-value cache, weights that an
+        update must bring. It stays paused. Raises MemoryOrderError."""
+        chosen = self.occupation.released if tags is None else tags
+        with self.occupation.restoring(chosen):
+            await self._bare_order("/resume_memory_occupation", {"tags": list(chosen)})
+
     # --- the broadcast group
 
     async def open_group(
@@ -225,7 +252,7 @@ class EngineWeights:
             "group_name": name,
             "backend": backend,
         }
-        await self._move("/init_weights_update_group", body)
+        await self._long_order("/init_weights_update_group", body)
 
     async def close_group(self, name: str) -> None:
         """Have every engine rank leave the broadcast group ``name``; not waited for long."""
@@ -237,6 +264,7 @@ class EngineWeights:
 
     async def begin(self) -> None:
         """Open an update session; one that a failed update left open is closed first."""
+        self.occupation.check("update weights", "weights")
         try:
             await self._order("/begin_weight_update")
         except EngineRequestError:
@@ -363,9 +391,19 @@ class EngineWeights:
         await self.client.control_json(path, body, timeout_s=self._patience)
 
     async def _move(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        self.occupation.check(f"POST {path}", "weights")
+        return await self._long_order(path, body)
+
+    async def _long_order(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         # Whoever waits for several calls keeps the time itself, and says more.
         limit = self._timeout + _SLACK_S
         return await self.client.control_json(path, body, timeout_s=limit)
+
+    async def _bare_order(self, path: str, body: Mapping[str, Any]) -> None:
+        """A call that copies or maps memory, and answers null."""
+        answer = await self.client.control(path, body, timeout_s=self._timeout + _SLACK_S)
+        if orjson.loads(answer or b"null") is not None:
+            raise EngineAnswerError(f"{self.url}{path}: answered {answer[:200]!r}, expected null")
 
     async def _flush(self, wait_s: float) -> bool:
         """Flush the cache; False where requests still run after ``wait_s``."""

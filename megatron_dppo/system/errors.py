@@ -75,6 +75,7 @@ These are outside of it, for none of them ends a run:
     LackingError            a part of the GPU check is skipped, and named
     OverwrittenLogitsError  a fault in the code: with its traceback
     ParkedError             likewise
+    MemoryOrderError        likewise
 """
 
 

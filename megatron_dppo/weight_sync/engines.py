@@ -8,7 +8,7 @@ receivers gather buckets from the others and send them to the engines.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.engine.errors import UNBOUNDED, EngineError
+from megatron_dppo.engine.occupation import TAGS, MemoryTag
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.system.async_runner import AsyncRunner
@@ -249,6 +250,14 @@ class Engines:
             self.each(withdraw)
         except EngineFaultError as error:
             log.warning("an engine could not be quarantined: %s", error)
+
+    def release(self, tags: Collection[MemoryTag] = TAGS) -> None:
+        """Every engine lets go of the memory of ``tags``; see ``EngineWeights.release``."""
+        self.each(lambda engine: engine.release(tags))
+
+    def restore(self, tags: Collection[MemoryTag] | None = None) -> None:
+        """Every engine takes the memory of ``tags`` (None: of all that it released) again."""
+        self.each(lambda engine: engine.restore(tags))
 
     def close(self) -> None:
         self.each(lambda engine: engine.close())

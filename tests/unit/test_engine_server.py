@@ -112,6 +112,16 @@ def test_experts_on_a_gpu_get_the_kernel_that_leaves_their_layout(tmp_path):
     assert "moe_runner_backend" not in server_options(config, host="h", port=1, seed=1)
 
 
+def test_a_server_on_the_trainers_gpus_can_let_go_of_its_memory(tmp_path):
+    def options(device, *, colocated) -> dict:
+        config = sections(tmp_path, engine={"device": device})
+        return server_options(config, host="h", port=1, seed=1, colocated=colocated)
+
+    assert options("cuda", colocated=True)["enable_memory_saver"] is True
+    for found in (options("cuda", colocated=False), options("cpu", colocated=True)):
+        assert "enable_memory_saver" not in found
+
+
 def test_a_server_that_is_sent_adapters_has_room_for_them(tmp_path):
     def options(device, **lora) -> dict:
         config = sections(tmp_path, engine={"device": device}, lora=lora)

@@ -19,6 +19,7 @@ from megatron_dppo.engine.errors import (
     EngineMismatchError,
     EngineRequestError,
 )
+from megatron_dppo.engine.occupation import MemoryOrderError
 from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.system.async_runner import AsyncRunner
 from tests.unit.test_engine_checksums import model_shape
@@ -310,4 +311,99 @@ def test_no_key_travels_in_clear_text_to_an_https_engine(
 ) -> None:
     with pytest.raises(EngineLostError, match="SSL"):
         connect(engine.url.replace("http:", "https:"))
+    assert engine.asked == []
+
+
+@pytest.fixture
+def shared(engine: Engine, connect: Callable[..., Control]) -> Control:
+    """A server that shares its GPUs; the requests so far are forgotten."""
+    for path in ("/release_memory_occupation", "/resume_memory_occupation"):
+        engine.answers[path] = (200, "null")
+    control = connect()
+    engine.asked.clear()
+    return control
+
+
+def asked(engine: Engine) -> list[str]:
+    return [path.split("?")[0] for path, _ in engine.asked]
+
+
+RELEASE = ["/pause_generation", "/flush_cache", "/release_memory_occupation"]
+
+
+def test_memory_is_released_by_a_paused_idle_server_and_restored_in_parts(
+    engine: Engine, shared: Control
+) -> None:
+    shared.release()
+    assert asked(engine) == RELEASE
+    assert shared.occupation.released == {"kv_cache", "weights", "cuda_graph"}
+    shared.restore(["weights"])
+    shared.begin()
+    shared.end()
+    shared.restore()
+    shared.resume()
+    assert shared.occupation.released == set()
+    assert asked(engine)[3:] == [
+        "/resume_memory_occupation", "/begin_weight_update", "/end_weight_update",
+        "/resume_memory_occupation", "/continue_generation",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("before", "call", "message"),
+    [
+        ([], lambda c: c.restore(["weights"]), "can't restore: weights is resident"),
+        (["weights"], lambda c: c.release(), "can't release: weights is released"),
+        (["weights"], lambda c: c.restore(["weights", "kv_cache"]), "restore: kv_cache is resident"),
+        (["kv_cache"], lambda c: c.resume(), "can't generate: kv_cache is released"),
+        (["cuda_graph"], lambda c: c.score([[1, 2]]), "can't score: cuda_graph is released"),
+        (["weights"], lambda c: c.begin(), "can't update weights: weights is released"),
+        (["weights"], lambda c: c.checksums(), "can't POST /weights_checker: weights is released"),
+        (["weights"], lambda c: c.load_folder("f"), "update_weights_from_disk: weights is released"),
+    ],
+)  # fmt: skip
+def test_a_wrong_order_is_never_sent(
+    engine: Engine, shared: Control, before: list[str], call: Callable[..., Any], message: str
+) -> None:
+    if before:
+        shared.release(before)
+    engine.asked.clear()
+    with pytest.raises(MemoryOrderError, match=message):
+        call(shared)
+    assert engine.asked == []
+    assert shared.occupation.released == set(before)
+
+
+@pytest.mark.parametrize("tags", [[], ["kv"], ["weights", "kv-cache"]])
+def test_tags_that_sglang_does_not_know(engine: Engine, shared: Control, tags: list[str]) -> None:
+    with pytest.raises(ValueError, match="expected some of kv_cache, weights, cuda_graph"):
+        shared.occupation._expect("resident", "release", tags)
+    assert engine.asked == []
+
+
+def test_a_busy_server_is_not_told_to_release(engine: Engine, shared: Control) -> None:
+    engine.answers["/flush_cache"] = (400, "requests are running")
+    with pytest.raises(EngineAnswerError, match="can't release memory: requests are running"):
+        shared.release()
+    assert asked(engine) == RELEASE[:2]
+    assert shared.occupation.released == set()
+    shared.resume()
+
+
+@pytest.mark.parametrize(("status", "body"), [(500, "dead"), (400, "no"), (200, '{"error": 1}')])
+def test_after_a_call_that_failed_nothing_more_is_sent(
+    engine: Engine, shared: Control, status: int, body: str
+) -> None:
+    shared.release(["kv_cache"])
+    engine.answers["/release_memory_occupation"] = (status, body)
+    with pytest.raises((EngineLostError, EngineRequestError, EngineAnswerError)):
+        shared.release(["weights"])
+    engine.asked.clear()
+    for call in (
+        lambda: shared.release(["weights"]),
+        lambda: shared.restore(["weights"]),
+        shared.resume,
+    ):
+        with pytest.raises(EngineLostError, match="weights failed, and the server must be started"):
+            call()
     assert engine.asked == []
