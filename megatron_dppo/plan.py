@@ -26,14 +26,17 @@ from megatron_dppo.planner.search import (
     MOST_NODES,
     Proposal,
     Question,
+    best_of_each,
     least_nodes,
     nearest,
     search,
+    search_schedules,
 )
 from megatron_dppo.planner.traffic import weight_plan
 from megatron_dppo.system.errors import RunError
 
-SHOWN = 8
+SHOWN = 4
+"""Layouts of each schedule."""
 NEAREST = 3
 WIDTH = 118
 
@@ -79,9 +82,12 @@ def _plan(question: Question, options: argparse.Namespace) -> int:
     plan = None if faults else question.plan()
     if plan is not None:
         faults = list(plan.faults)
+    shown: list[Proposal] = []
+    if options.search:
+        shown = best_of_each(search_schedules(question), SHOWN)
+    elif faults:
+        shown = nearest(search(question), NEAREST)
     searched = options.search or faults
-    proposals = search(question) if searched else []
-    shown = proposals[:SHOWN] if options.search else nearest(proposals, NEAREST)
     larger = least_nodes(question) if searched and not shown else None
     if options.meta:
         planned = [] if plan is None else [question]
@@ -120,11 +126,13 @@ def _print(
     else:
         print_plan(console, plan)
         if plan.fits and plan.seconds is not None:
-            idle = plan.seconds.idle.items() if plan.facts.engine.servers else ()
-            waits = "".join(f"{name} idle {share:.0%} of a step; " for name, share in idle)
+            idle = [
+                f"{name} idle {share:.0%} of a step; " for name, share in plan.seconds.idle.items()
+            ]
+            waits = "".join(idle) if plan.facts.engine.servers else ""
             text = (
                 f"{waits}{plan.gpu_hours:,.1f} GPU-hours a step. The run's {steps:,} steps: "
-                f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs included, evaluation left out."
+                f"{plan.gpu_hours * steps:,.0f} GPU-hours, idle GPUs and evaluation included."
             )
             console.print(text, highlight=False, soft_wrap=True)
     if shown:
@@ -157,7 +165,17 @@ def _as_json(
         "least_nodes": None if larger is None else larger.nodes,
         "gpu_hours": None if plan is None else plan.gpu_hours * steps,
         "plan": None if plan is None else plan_json(plan),
-        "proposals": [{"overrides": p.changes, "plan": plan_json(p.plan)} for p in shown],
+        "proposals": [
+            {
+                "overrides": p.changes,
+                "placement": p.question.schedule.placement,
+                "staleness": p.question.schedule.staleness,
+                "seconds": p.seconds,
+                "gpu_idle": p.plan.gpu_idle,
+                "plan": plan_json(p.plan),
+            }
+            for p in shown
+        ],
     }
 
 
@@ -183,7 +201,12 @@ def _parser() -> argparse.ArgumentParser:
         help="where config.json is looked for, by the checkpoint's name in small letters, while the checkpoint is not "
         "there; default %(default)s",
     )
-    parser.add_argument("--search", action="store_true", help="the best layouts, ranked")
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="the best layouts of this cluster, generating in step, ahead and on the trainer's GPUs, ranked by "
+        "seconds; with each the share of GPU time that is waited away",
+    )
     parser.add_argument(
         "--weights",
         action="store_true",

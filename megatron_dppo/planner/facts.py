@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_dppo.model.layout import Layout, LayoutSizes
 from megatron_dppo.model.shape import ITEM_BYTES, OPTIMIZER_BYTES, ModelShape
 from megatron_dppo.planner.devices import ceil_to
 from megatron_dppo.planner.parameters import Trained
+from megatron_dppo.planner.schedule import Schedule
 
 PACKING = 0.9
 """Share of a micro-batch's token budget that sequences fill. Assumption: whole sequences of many lengths."""
@@ -94,7 +95,6 @@ class RolloutFacts:
     topk: int
     routing: bool
     recompute_pass: bool
-    staleness: int
     max_concurrent: int
 
     @property
@@ -163,6 +163,7 @@ class RunFacts:
     rollout: RolloutFacts
     engine: EngineFacts
     roles: Roles
+    schedule: Schedule
     bucket_bytes: int
     checkpoint_every: int
     checkpoint_background: bool
@@ -215,17 +216,20 @@ def facts_of(
     mean_prompt: float | None = None,
     gpu: bool = True,
     ranks_per_node: int = 8,
+    schedule: Schedule | None = None,
 ) -> RunFacts:
     """The facts of ``config``, whose layout must have passed its checks. Raises ConfigError for an unknown algorithm.
 
     ``mean_response``, ``mean_prompt``: tokens; by default half of the longest response and a quarter of the longest
-    prompt. Micro-batches: a replica's tokens / (a micro-batch's x ``PACKING``), at least 1.
+    prompt. ``schedule``: in place of the configuration's. Micro-batches: a replica's tokens / (a micro-batch's x
+    ``PACKING``), at least 1.
     """
     try:
         algorithm = config.algorithm.facts()
     except ValueError as error:
         raise ConfigError([f"algorithm: {error}"]) from error
     settings, training = config.rollout, config.training
+    schedule = schedule_of(config) if schedule is None else schedule
     longest_prompt, longest_response = config.data.max_prompt_tokens, settings.max_response_tokens
     rollout = RolloutFacts(
         prompts=settings.prompts_per_step,
@@ -238,7 +242,6 @@ def facts_of(
         topk=_topk(algorithm, settings.topk_log_probs, shape.vocab_size),
         routing=settings.router_replay,
         recompute_pass=algorithm.needs_recomputed or algorithm.needs_recomputed_distribution,
-        staleness=settings.max_staleness,
         max_concurrent=settings.max_concurrent_requests,
     )
     per_step = training.prompts_per_mini_batch * rollout.group_size
@@ -260,7 +263,8 @@ def facts_of(
         engine=_engine_facts(
             config.engine.started if settings.replay_from is None else 0, config.sglang
         ),
-        roles=Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated),
+        roles=_roles(config, schedule),
+        schedule=schedule,
         bucket_bytes=config.weight_sync.bucket_mib * 2**20,
         checkpoint_every=config.checkpoint.every,
         checkpoint_background=config.checkpoint.background,
@@ -274,6 +278,16 @@ def facts_of(
         updates_adapters=updates_adapters(config.lora),
         evaluation=evaluation,
     )
+
+
+def schedule_of(config: TrainConfig) -> Schedule:
+    """As the configuration says."""
+    return Schedule(staleness=config.rollout.max_staleness)
+
+
+def _roles(config: TrainConfig, schedule: Schedule) -> Roles:
+    roles = Roles.of(config.parallel.world_size, ServerSections.of(config).where_generated)
+    return replace(roles, first_device=0) if schedule.is_colocated else roles
 
 
 def _topk(algorithm: AlgorithmFacts, configured: int, vocab_size: int) -> int:

@@ -222,7 +222,7 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
     """Of each rank of ``stage``. Update: a bucket that is gathered, one that is sent, and one on its way to the
     engine's layout; columns on the way between ranks are smaller and earlier."""
     activations = activation_bytes(facts.trainer, stage, facts.rollout.topk)
-    sends = facts.engine.servers > 0
+    sends = facts.engine.servers > 0 and not facts.schedule.is_colocated
     return RankBytes(
         stage=stage,
         state=state_bytes(facts.trainer, stage),
@@ -463,27 +463,32 @@ class HostBytes:
     """Of one node, which may train, serve or do both.
 
     ``checkpoint``: pinned copies of what the ranks write (``trainer/checkpoint/saving.py``), 0 without the background.
+    ``parked``: pinned copies of the ranks' state, 0 where servers have GPUs of their own.
     """
 
     processes: int
     batch: int
     checkpoint: int
     capture: int
+    parked: int = 0
 
     @property
     def total(self) -> int:
-        return self.processes + self.batch + self.checkpoint + self.capture
+        return self.processes + self.batch + self.checkpoint + self.capture + self.parked
 
 
-def host_bytes(facts: RunFacts, columns: ColumnBytes, node: NodeRoles, capture: int) -> HostBytes:
-    """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3.
+def host_bytes(
+    facts: RunFacts, columns: ColumnBytes, node: NodeRoles, capture: int, parked: int = 0
+) -> HostBytes:
+    """Of one node. ``capture``: bytes of R3's pinned buffer of each engine GPU, 0 without R3. ``parked``: bytes of
+    state that a rank keeps here while a server has its GPU, in one pinned buffer.
 
     batch = ranks x copies x columns of all replicas / DP: an upper bound, because the ranks of a replica share a host's
     copy where shared memory has room. checkpoint: each rank copies its share of weights and optimizer state, 14 bytes
     an element that it shares with its replicas (12 in float32); with adapters, of them alone. It copies into one pinned
     buffer, which torch's CachingHostAllocator rounds up to a power of two.
     """
-    copies = COPIES + facts.rollout.staleness
+    copies = COPIES + facts.schedule.staleness
     per_rank = columns.replicas / facts.trainer.layout.data
     return HostBytes(
         processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
@@ -492,6 +497,7 @@ def host_bytes(facts: RunFacts, columns: ColumnBytes, node: NodeRoles, capture: 
         if facts.checkpoint_background
         else 0,
         capture=node.engine * capture,
+        parked=len(node.ranks) * power_of_two(parked),
     )
 
 

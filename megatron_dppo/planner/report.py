@@ -15,7 +15,7 @@ from megatron_dppo.planner import activations, step_time
 from megatron_dppo.planner.devices import GIB, gb, gib
 from megatron_dppo.planner.run_plan import RunPlan
 from megatron_dppo.planner.search import Proposal
-from megatron_dppo.planner.step_time import model_flops_utilisation
+from megatron_dppo.planner.step_time import StepSeconds, model_flops_utilisation
 
 
 def print_plan(console: Console, plan: RunPlan) -> None:
@@ -32,8 +32,8 @@ def print_plan(console: Console, plan: RunPlan) -> None:
     ):
         if table is not None:
             console.print(table)
-    if (evaluation := _evaluation(plan)) is not None:
-        console.print(evaluation, highlight=False)
+    for text in filter(None, (_rates(plan), _shared(plan), _evaluation(plan))):
+        console.print(text, highlight=False)
     _print_assumptions(console, plan)
     print_verdict(console, plan)
 
@@ -52,13 +52,16 @@ def print_verdict(console: Console, plan: RunPlan) -> None:
 def print_proposals(console: Console, proposals: Sequence[Proposal]) -> None:
     """The layouts of a search, best first, each with the overrides that turn the recipe into it."""
     table = _table(
-        "Layouts that fit", "step", "generate", "train", "rank", "layout", "servers", "recompute"
+        "Layouts that fit",
+        *("step", "GPU idle", "placement", "staleness", "generate", "train", "rank", "layout"),
+        *("servers", "recompute"),
     )
     for p in proposals:
-        seconds, engine = p.plan.seconds, p.plan.facts.engine
+        seconds, engine, schedule = p.plan.seconds, p.plan.facts.engine, p.plan.facts.schedule
         assert seconds is not None
         table.add_row(
-            f"{seconds.total:.0f} s", f"{seconds.generation:.0f} s", f"{seconds.trainer:.0f} s",
+            f"{seconds.total:.0f} s", f"{p.plan.gpu_idle:.0%}", schedule.placement, str(schedule.staleness),
+            f"{seconds.servers:.0f} s", f"{seconds.trainer:.0f} s",
             gib(p.plan.fullest.total), p.plan.facts.trainer.layout.describe(),
             f"{engine.servers} x TP{engine.tensor}", p.plan.facts.trainer.recompute,
         )  # fmt: skip
@@ -129,10 +132,10 @@ def _hosts(plan: RunPlan) -> Table | None:
         return None
     table = _table(
         f"Host memory, GiB of {plan.cluster.node_memory / 2**30:.0f}",
-        *("node", "processes", "batch", "checkpoint", "routing", "total"),
+        *("node", "processes", "batch", "checkpoint", "routing", "parked", "total"),
     )
     for node, host in enumerate(plan.hosts):
-        sizes = (host.processes, host.batch, host.checkpoint, host.capture, host.total)
+        sizes = (host.processes, host.batch, host.checkpoint, host.capture, host.parked, host.total)
         table.add_row(str(node), *(f"{size / 2**30:.0f}" for size in sizes))
     return table
 
@@ -166,26 +169,40 @@ def _time(plan: RunPlan) -> Table | None:
         "A step, seconds (a model, not a measurement)",
         *seconds.phases,
         "step",
-        "tokens/s/GPU",
-        "MFU",
     )
-    used = plan.facts.trainer.layout.world_size + plan.facts.engine.servers * plan.facts.engine.gpus
-    rate = plan.facts.rollout.tokens / seconds.total / used
-    mfu = model_flops_utilisation(plan.facts, seconds, plan.cluster)
     cells = [f"{value:.1f}" for value in seconds.phases.values()]
-    table.add_row(*cells, f"{seconds.total:.0f}", f"{rate:,.0f}", f"{mfu:.0%}")
+    table.add_row(*cells, f"{seconds.total:.0f}")
     return table
+
+
+def _rates(plan: RunPlan) -> str | None:
+    if plan.seconds is None:
+        return None
+    rate = plan.facts.rollout.tokens / plan.seconds.total / plan.gpus
+    mfu = model_flops_utilisation(plan.facts, plan.seconds, plan.cluster)
+    return f"{rate:,.0f} tokens/s a GPU; MFU of the trainer's seconds {mfu:.0%}."
+
+
+def _shared(plan: RunPlan) -> str | None:
+    if not plan.shared:
+        return None
+    most = max(plan.shared, key=lambda stage: stage.moved)
+    parked = ", ".join(most.parked) or "nothing"
+    return (
+        f"Parked while servers generate: {parked}, {gib(most.moved)} to the host and back; a GPU then holds "
+        f"{gib(most.generating)}, and {gib(most.training)} while it trains."
+    )
 
 
 def _evaluation(plan: RunPlan) -> str | None:
     evaluation, seconds = plan.facts.evaluation, plan.seconds
     if evaluation is None or seconds is None or not seconds.evaluation:
         return None
-    each = seconds.evaluation / evaluation.every
+    each = seconds.evaluation
     return (
-        f"Evaluation: {evaluation.problems} problems x {evaluation.samples} take {seconds.evaluation:.0f} s, before "
-        f"the first step and every {evaluation.every} steps: {each:.0f} s for each step, "
-        f"{each / (seconds.total + each):.0%} of all."
+        f"Evaluation: {evaluation.problems} problems x {evaluation.samples} take {each * evaluation.every:.0f} s, "
+        f"before the first step and every {evaluation.every} steps: {each:.0f} s for each step, "
+        f"{each / seconds.total:.0%} of it."
     )
 
 
@@ -264,6 +281,12 @@ def draw(plan: RunPlan, path: str | Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def _seconds_json(seconds: StepSeconds) -> dict[str, float]:
+    values = asdict(seconds)
+    del values["schedule"]
+    return {**values, "total": seconds.total}
+
+
 def plan_json(plan: RunPlan) -> dict[str, Any]:
     """Every number of a plan as plain values; bytes and seconds."""
     seconds = plan.seconds
@@ -277,7 +300,10 @@ def plan_json(plan: RunPlan) -> dict[str, Any]:
         "batches": plan.facts.batches(),
         "columns": asdict(plan.columns),
         "transfer": asdict(plan.traffic),
-        "seconds": None if seconds is None else {**asdict(seconds), "total": seconds.total},
+        "schedule": asdict(plan.facts.schedule),
+        "shared": [asdict(stage) for stage in plan.shared],
+        "seconds": None if seconds is None else _seconds_json(seconds),
         "idle": None if seconds is None or not plan.facts.engine.servers else seconds.idle,
+        "gpu_idle": plan.gpu_idle,
         "gpu_hours": plan.gpu_hours,
     }

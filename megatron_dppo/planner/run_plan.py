@@ -14,6 +14,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.mapping import EngineLayout, check_engine_layout
 from megatron_dppo.planner import memory
 from megatron_dppo.planner.activations import activation_bytes
+from megatron_dppo.planner.colocation import SharedBytes, shared_ranks, sharing_faults
 from megatron_dppo.planner.devices import Cluster, Device, device_named, gib
 from megatron_dppo.planner.facts import RunFacts, facts_of
 from megatron_dppo.planner.step_time import StepSeconds, step_seconds
@@ -23,13 +24,15 @@ from megatron_dppo.planner.traffic import STORAGE, Traffic, traffic
 @dataclass(frozen=True)
 class RunPlan:
     """A plan. ``engine`` None: the run starts no servers, or they can't hold the model. ``hosts``: of the nodes, in
-    order. ``misplaced``: why the roles don't fit the nodes; ``too_large``: what exceeds a memory; a line each."""
+    order. ``shared``: what trainer and server that take turns on a GPU leave there, by stage. ``misplaced``: why the
+    roles don't fit the nodes; ``too_large``: what exceeds a memory; a line each."""
 
     facts: RunFacts
     cluster: Cluster
     nodes: tuple[memory.NodeRoles, ...]
     ranks: tuple[memory.RankBytes, ...]
     engine: memory.EngineBytes | None
+    shared: tuple[SharedBytes, ...]
     hosts: tuple[memory.HostBytes, ...]
     columns: memory.ColumnBytes
     traffic: Traffic
@@ -51,6 +54,22 @@ class RunPlan:
     def gpu_hours(self) -> float:
         """Of a step, on all GPUs of the cluster; 0 where the time is unknown."""
         return 0.0 if self.seconds is None else self.seconds.total * self.cluster.gpus / 3600
+
+    @property
+    def gpu_idle(self) -> float:
+        """Share of the time of all GPUs of trainer and servers that is waited away; 0 without servers."""
+        engine = self.facts.engine
+        if self.seconds is None or not engine.servers:
+            return 0.0
+        ranks = self.facts.trainer.layout.world_size
+        return self.seconds.gpu_idle(ranks, engine.servers * engine.gpus)
+
+    @property
+    def gpus(self) -> int:
+        """That train or serve; those that do both once."""
+        ranks, engine = self.facts.trainer.layout.world_size, self.facts.engine
+        serving = engine.servers * engine.gpus
+        return max(ranks, serving) if self.facts.schedule.is_colocated else ranks + serving
 
     @property
     def fullest(self) -> memory.RankBytes:
@@ -94,9 +113,14 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
     capture = 0
     if engine is not None and facts.rollout.routing:
         capture = memory.capture_host_bytes(facts.trainer.shape, engine.kv_tokens)
-    hosts = tuple(memory.host_bytes(facts, columns, node, capture) for node in nodes)
+    shared = () if engine is None else shared_ranks(facts, cluster.device)
+    parked = max((stage.moved for stage in shared), default=0)
+    hosts = tuple(memory.host_bytes(facts, columns, node, capture, parked) for node in nodes)
     too_large += [*_rank_faults(ranks, cluster), *_host_faults(hosts, cluster)]
-    too_large += _sharing_faults(facts, ranks, engine, cluster)
+    if facts.schedule.is_colocated:
+        too_large += sharing_faults(shared, cluster.device)
+    else:
+        too_large += _sharing_faults(facts, ranks, engine, cluster)
     is_timed = engine is not None or not facts.engine.servers
     return RunPlan(
         facts=facts,
@@ -104,6 +128,7 @@ def plan_run(facts: RunFacts, cluster: Cluster, storage: float = STORAGE) -> Run
         nodes=nodes,
         ranks=ranks,
         engine=engine,
+        shared=shared,
         hosts=hosts,
         columns=columns,
         traffic=moved,
@@ -175,7 +200,7 @@ def _host_faults(hosts: tuple[memory.HostBytes, ...], cluster: Cluster) -> Itera
             yield (
                 f"host memory: node {node} needs {gib(host.total)} (processes {gib(host.processes)}, "
                 f"batch {gib(host.batch)}, checkpoint {gib(host.checkpoint)}, routing of the engines "
-                f"{gib(host.capture)}), expected at most {gib(cluster.node_memory)}"
+                f"{gib(host.capture)}, parked state {gib(host.parked)}), expected at most {gib(cluster.node_memory)}"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import product
@@ -13,8 +14,9 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.model.layout import LayoutSizes, model_faults, size_faults
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.planner.devices import Cluster
-from megatron_dppo.planner.facts import RunFacts, facts_of
+from megatron_dppo.planner.facts import RunFacts, facts_of, schedule_of
 from megatron_dppo.planner.run_plan import RunPlan, plan_run
+from megatron_dppo.planner.schedule import COLOCATED, ON_POLICY, STALE, Schedule
 from megatron_dppo.planner.traffic import STORAGE
 
 _POWERS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -34,7 +36,7 @@ class Question:
     """A recipe on a cluster.
 
     ``mean_response``, ``mean_prompt``: assumed or measured, tokens; None: as ``facts_of`` assumes. ``storage``:
-    bytes/s of the shared file system.
+    bytes/s of the shared file system. ``other``: a schedule in place of the recipe's.
     """
 
     config: TrainConfig
@@ -43,6 +45,11 @@ class Question:
     mean_response: float | None = None
     mean_prompt: float | None = None
     storage: float = STORAGE
+    other: Schedule | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.other or schedule_of(self.config)
 
     def layout_faults(self) -> list[str]:
         """What is wrong with the layout by itself, with the model, and with the batch sizes; no file is looked at."""
@@ -61,6 +68,7 @@ class Question:
             mean_response=self.mean_response,
             mean_prompt=self.mean_prompt,
             ranks_per_node=self.cluster.gpus_per_node,
+            schedule=self.schedule,
         )
 
     def plan(self) -> RunPlan:
@@ -82,14 +90,38 @@ class Proposal:
         return self.plan.seconds.total
 
 
+def schedules(question: Question) -> tuple[Schedule, ...]:
+    """On-policy, stale and colocated, and the recipe's own where it is none of them."""
+    return tuple(dict.fromkeys((ON_POLICY, STALE, COLOCATED, question.schedule)))
+
+
+def search_schedules(question: Question) -> list[Proposal]:
+    """Every layout that fits under any of ``schedules``, by expected seconds of a step."""
+    found: list[Proposal] = []
+    for schedule in schedules(question):
+        found += _fitting(replace(question, other=schedule), question)
+    return sorted(found, key=lambda proposal: proposal.seconds)
+
+
+def best_of_each(proposals: list[Proposal], count: int) -> list[Proposal]:
+    """The first ``count`` of each schedule, in their order."""
+    seen: Counter[Schedule] = Counter()
+    kept = []
+    for proposal in proposals:
+        seen[proposal.question.schedule] += 1
+        if seen[proposal.question.schedule] <= count:
+            kept.append(proposal)
+    return kept
+
+
 def search(question: Question) -> list[Proposal]:
-    """Every valid layout of the cluster's GPUs that fits, by expected seconds of a step.
+    """Every valid layout of the cluster's GPUs that fits under the question's schedule, by expected seconds of a step.
 
     Tried: trainer and engine shares in halves of a node, tensor, context (while each rank has ``LEAST_CONTEXT`` tokens
     of the longest sequence), pipeline, virtual pipeline and expert sizes, the three recompute settings, the servers'
     tensor sizes. All else stays as the recipe says; the optimizer is distributed.
     """
-    return sorted(_fitting(question), key=lambda proposal: proposal.seconds)
+    return sorted(_fitting(question, question), key=lambda proposal: proposal.seconds)
 
 
 def least_nodes(question: Question) -> Cluster | None:
@@ -97,7 +129,8 @@ def least_nodes(question: Question) -> Cluster | None:
     does."""
     for nodes in range(question.cluster.nodes + 1, MOST_NODES + 1):
         larger = replace(question.cluster, nodes=nodes)
-        if next(_fitting(replace(question, cluster=larger)), None) is not None:
+        asked = replace(question, cluster=larger)
+        if next(_fitting(asked, asked), None) is not None:
             return larger
     return None
 
@@ -107,14 +140,14 @@ def nearest(proposals: list[Proposal], count: int) -> list[Proposal]:
     return sorted(proposals, key=lambda p: (len(p.changes), p.seconds))[:count]
 
 
-def _fitting(question: Question) -> Iterator[Proposal]:
+def _fitting(question: Question, before: Question) -> Iterator[Proposal]:
     for candidate in _candidates(question):
         if candidate.layout_faults():
             continue
         plan = candidate.plan()
         is_safe = plan.fullest.total <= FULLEST * question.cluster.device.memory
         if plan.fits and is_safe and plan.seconds is not None:
-            yield Proposal(tuple(_changes(question, candidate)), candidate, plan)
+            yield Proposal(tuple(_changes(before, candidate)), candidate, plan)
 
 
 def _candidates(question: Question) -> Iterator[Question]:
@@ -144,16 +177,18 @@ def _tensors() -> tuple[int, ...]:
 
 
 def _splits(question: Question) -> Iterator[tuple[int, int, int]]:
-    """(trainer ranks, servers, GPUs of a server) of the whole cluster, in halves of a node."""
+    """(trainer ranks, servers, GPUs of a server) of the whole cluster, in halves of a node, or all of it twice."""
     config, cluster = question.config, question.cluster
     if not config.engine.started or config.rollout.replay_from is not None:
         yield cluster.gpus, 0, 1
         return
     step = max(1, cluster.gpus_per_node // 2)
-    for world in range(step, cluster.gpus, step):
-        for tensor in _tensors():
-            if tensor <= cluster.gpus_per_node and (cluster.gpus - world) % tensor == 0:
-                yield world, (cluster.gpus - world) // tensor, tensor
+    shares = [(world, cluster.gpus - world) for world in range(step, cluster.gpus, step)]
+    if question.schedule.is_colocated:
+        shares = [(cluster.gpus, cluster.gpus)]
+    for (world, serving), tensor in product(shares, _tensors()):
+        if tensor <= cluster.gpus_per_node and serving % tensor == 0:
+            yield world, serving // tensor, tensor
 
 
 def _changed(
@@ -184,6 +219,16 @@ def _changes(before: Question, after: Question) -> Iterator[str]:
                 yield f"{section}.{key}=" + ("" if value is None else str(value).lower())
     if _engine_tensor(before) != _engine_tensor(after):
         yield f"sglang.tp_size={_engine_tensor(after)}"
+    yield from _schedule_changes(before.schedule, after.schedule)
+
+
+def _schedule_changes(before: Schedule, after: Schedule) -> Iterator[str]:
+    if before.staleness != after.staleness:
+        yield f"rollout.max_staleness={after.staleness}"
+    if before.drains != after.drains:
+        yield f"rollout.interrupt={'drain' if after.drains else 'retract'}"
+    if before.placement != after.placement:
+        yield f"engine.placement={after.placement}"
 
 
 def _engine_tensor(question: Question) -> int:

@@ -2,184 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from math import ceil, log2
+from dataclasses import dataclass
 
-from megatron_dppo.model.shape import ModelShape, active_parameters
-from megatron_dppo.model.shape import forward_flops as model_flops
 from megatron_dppo.planner.activations import bubble
+from megatron_dppo.planner.colocation import switch_seconds
 from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
-from megatron_dppo.planner.facts import EngineFacts, RolloutFacts, RunFacts, TrainerFacts
-from megatron_dppo.planner.memory import chunk_tokens, engine_bytes, kv_bytes_per_token
+from megatron_dppo.planner.facts import RolloutFacts, RunFacts, TrainerFacts
+from megatron_dppo.planner.flops import forward_flops, linear_flops, training_flops
+from megatron_dppo.planner.generation import (
+    DECODE_OVERHEAD,
+    HBM_EFFICIENCY,
+    PREFILL_UTILISATION,
+    REDUCE_LATENCY,
+    evaluation_seconds,
+    generation_seconds,
+)
 from megatron_dppo.planner.parameters import rank_parameters
+from megatron_dppo.planner.schedule import Schedule
 from megatron_dppo.planner.traffic import Traffic
-
-# Floating-point operations of a token, from those of a sequence (model/flops.py).
-
-_BACKWARD = {"none": 3.0, "selective": 3.0, "full": 4.0}
-"""Passes' worth of linear layers in a training step: forward, backward twice, and again forward under full
-recomputation."""
-_ATTENTION = {"none": 3.5, "selective": 4.5, "full": 4.5}
-"""The same of flash attention, whose backward pass costs 2.5 forward ones (Dao, arXiv 2307.08691, section 4.1)."""
-
-
-def linear_flops(shape: ModelShape) -> float:
-    """Of one token's forward pass in matrix products: twice the weights that multiply it."""
-    return model_flops(shape).linear
-
-
-def attention_flops(shape: ModelShape, length: float) -> float:
-    """Of one token's forward pass, on average over a causal sequence of ``length`` tokens."""
-    return model_flops(shape).quadratic * length
-
-
-def forward_flops(shape: ModelShape, length: float) -> float:
-    """Of one token of a sequence of ``length`` tokens."""
-    return linear_flops(shape) + attention_flops(shape, length)
-
-
-def training_flops(shape: ModelShape, length: float, recompute: str) -> float:
-    """Of one token's forward and backward pass under a setting of ``training.recompute``."""
-    linear, attention = linear_flops(shape), attention_flops(shape, length)
-    return _BACKWARD[recompute] * linear + _ATTENTION[recompute] * attention
-
-
-# What a server over several nodes pays for its network: tensor parallelism's collectives in a
-# forward pass, and what one pipeline stage hands to the next.
-
-_ITEM = 2
-
-
-def network_seconds(
-    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float, sampled: float
-) -> float:
-    """Seconds between nodes in one forward pass over ``tokens`` tokens, of which ``sampled`` get logits; 0 where
-    a tensor parallel group is inside a node.
-
-    SGLang all-reduces hidden states (bf16) after the embedding and twice in a layer, and gathers the logits; across
-    nodes that is NCCL's. Its model (``src/graph/tuning.cc``): latency + bytes / rate. With n GPUs on h nodes each
-    pays 2 ceil(log2 h) x the network's latency (a tree up and down), and 2 (n - 1) / n of the bytes of an all-reduce,
-    (n - 1) / n of a gather, cross between nodes, on the ports of all n / h GPUs of a node at once.
-    """
-    size, nodes = engine.tensor, ceil(engine.tensor / cluster.gpus_per_node)
-    if nodes == 1:
-        return 0.0
-    reductions = 2 * shape.num_layers + 1
-    reduced = reductions * tokens * shape.hidden_size * _ITEM
-    gathered = sampled * shape.vocab_size * _ITEM
-    moved = (2 * reduced + gathered) * (size - 1) / size
-    rate = size / nodes * cluster.device.network * LINK_EFFICIENCY
-    latency = 2 * ceil(log2(nodes)) * cluster.network_latency
-    return (reductions + 1) * latency + moved / rate
-
-
-def hand_over_seconds(
-    shape: ModelShape, engine: EngineFacts, cluster: Cluster, tokens: float
-) -> float:
-    """Seconds in which a pipeline stage hands ``tokens`` hidden states (bf16) to a stage on another node; 0 where all
-    stages are on one. Each GPU of the stage sends its part, on a port of its own: latency + bytes / rate."""
-    if engine.pipeline == 1 or engine.gpus <= cluster.gpus_per_node:
-        return 0.0
-    sent = tokens * shape.hidden_size * _ITEM / engine.tensor
-    return cluster.network_latency + sent / (cluster.device.network * LINK_EFFICIENCY)
-
-
-# How long servers take to generate a rollout batch: a roofline of memory bandwidth and FLOPs, and the longest tail.
-
-HBM_EFFICIENCY = 0.7
-"""Share of the memory's rate that decoding reaches. Assumption."""
-PREFILL_UTILISATION = 0.4
-"""Share of peak FLOP/s in prefill and in large decode batches. Assumption."""
-DECODE_OVERHEAD = 0.004
-"""Seconds of a decode step beside weights and KV cache: launches, sampling, scheduling. Assumption."""
-REDUCE_LATENCY = 15e-6
-"""Seconds of one small all-reduce over NVLink; two a layer under tensor parallelism. Assumption."""
-
-
-def decode_seconds(facts: RunFacts, cluster: Cluster, running: float, context: float) -> float:
-    """One decode step of a server with ``running`` sequences of ``context`` tokens: max(bytes / memory rate, FLOPs /
-    peak) + collectives + overhead. Bytes of a GPU: the weights that the batch touches, and the KV cache of all
-    sequences.
-
-    With p pipeline stages the batch is p parts, each in another stage, and every part passes all stages: p times what
-    a stage, 1 / p of the layers, takes for a part and for handing it on. So weights are read p times.
-    """
-    shape, engine, device = facts.trainer.shape, facts.engine, cluster.device
-    stages = engine.pipeline
-    part = max(1.0, running / stages)
-    touched = touched_parameters(shape, part) * 2 / engine.gpus
-    cache = part * context * kv_bytes_per_token(shape, engine)
-    memory = (touched + cache) / (device.hbm * HBM_EFFICIENCY)
-    flops = part * (linear_flops(shape) + 2 * attention_flops(shape, context)) / engine.gpus
-    compute = flops / (device.flops * PREFILL_UTILISATION)
-    beside = DECODE_OVERHEAD + hand_over_seconds(shape, engine, cluster, part)
-    reduce = 2 * shape.num_layers * REDUCE_LATENCY if engine.tensor > 1 else 0.0
-    reduce += network_seconds(shape, engine, cluster, part, part)
-    return stages * (max(memory, compute) + beside) + reduce
-
-
-def touched_parameters(shape: ModelShape, running: float) -> float:
-    """Weights that a batch of ``running`` tokens reads: with uniform routing 1 - (1 - k / E)^running of the experts."""
-    if not shape.is_moe:
-        return float(active_parameters(shape))
-    expert = shape.num_layers * 3.0 * shape.hidden_size * shape.moe_ffn_hidden_size
-    dense = active_parameters(shape) - expert * shape.experts_per_token
-    share = 1 - (1 - shape.experts_per_token / shape.num_experts) ** running
-    return dense + expert * shape.num_experts * share
-
-
-def generation_seconds(facts: RunFacts, cluster: Cluster) -> float:
-    """Seconds from the first prompt to the last response, over all servers.
-
-    Bulk: sampled tokens of a server / sequences at once, each at the decode step of that batch and half of the mean
-    length; prompts once a group (the prefix cache serves the rest). Tail: what the longest response needs beyond the
-    mean one, with a tenth of the sequences.
-    """
-    rollout, engine, device = facts.rollout, facts.engine, cluster.device
-    # Responses come from a file, or from servers that others started.
-    if not engine.servers:
-        return 0.0
-    memory = engine_bytes(facts.trainer.shape, engine, rollout, device)
-    waiting = rollout.responses / engine.servers
-    leaders = facts.trainer.layout.data * rollout.max_concurrent / engine.servers
-    running = max(1.0, min(waiting, memory.sequences, leaders))
-    context = rollout.mean_prompt + rollout.mean_response / 2
-    bulk = rollout.response_tokens / engine.servers / running
-    bulk *= decode_seconds(facts, cluster, running, context)
-    beyond = rollout.longest_response - rollout.mean_response
-    tail = beyond * decode_seconds(facts, cluster, max(1.0, running / 10), rollout.longest_response)
-    return bulk + prefill_seconds(facts, cluster) + tail
-
-
-def evaluation_seconds(facts: RunFacts, cluster: Cluster) -> float:
-    """One evaluation: generation of its responses, which are as long as training's unless its limit is lower."""
-    evaluation = facts.evaluation
-    if evaluation is None:
-        return 0.0
-    rollout = replace(
-        facts.rollout,
-        prompts=evaluation.problems,
-        group_size=evaluation.samples,
-        longest_response=evaluation.longest_response,
-        mean_response=min(facts.rollout.mean_response, evaluation.longest_response),
-    )
-    return generation_seconds(replace(facts, rollout=rollout), cluster)
-
-
-def prefill_seconds(facts: RunFacts, cluster: Cluster) -> float:
-    """Every prompt once, on all servers: FLOPs / (peak x utilisation) + what passes over chunks of prompts take
-    between nodes. With p pipeline stages p - 1 more passes fill and drain them."""
-    shape, rollout, engine = facts.trainer.shape, facts.rollout, facts.engine
-    tokens = rollout.prompts * rollout.mean_prompt / engine.servers
-    seconds = tokens * linear_flops(shape)
-    seconds /= engine.gpus * cluster.device.flops * PREFILL_UTILISATION
-    passes = ceil(tokens / chunk_tokens(engine, cluster.device))
-    prompts = rollout.prompts / engine.servers
-    chunk, stages = tokens / passes, engine.pipeline
-    moved = network_seconds(shape, engine, cluster, chunk, prompts / passes) / stages
-    moved += hand_over_seconds(shape, engine, cluster, chunk)
-    return (seconds / passes + moved) * (passes + stages - 1)
-
 
 DENSE_UTILISATION = 0.40
 """Share of a GPU's peak that dense layers' forward and backward reach. Assumption, in the range of public figures."""
@@ -193,30 +33,38 @@ OVERHEAD = 0.5
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """A step's phases, seconds. ``generation`` and the rest overlap with ``rollout.max_staleness`` 1.
+    """A step's phases, seconds.
 
-    ``evaluation``: one of them, before the first step and after every ``evaluation.every``; in no step's time.
+    ``generation``: while servers are full; ``tail``: while the last responses end. ``switch``: between trainer and
+    servers on the same GPUs. ``evaluation``: of one, over the steps between two.
     """
 
+    schedule: Schedule
     generation: float
     recompute_pass: float
     training: float
     communication: float
     update: float
     checkpoint: float
-    overlapped: bool
+    tail: float = 0.0
+    switch: float = 0.0
     evaluation: float = 0.0
 
     @property
     def phases(self) -> dict[str, float]:
-        return {
+        """By name; what this schedule or algorithm has not is left out."""
+        every = {
             "generation": self.generation,
+            "longest responses": self.tail,
             "recomputed log-probs": self.recompute_pass,
             "training": self.training,
             "collectives": self.communication,
+            "switch": self.switch,
             "weight update": self.update,
+            "evaluation": self.evaluation,
             "checkpoint": self.checkpoint,
         }
+        return {name: seconds for name, seconds in every.items() if seconds}
 
     @property
     def trainer(self) -> float:
@@ -224,26 +72,48 @@ class StepSeconds:
         return self.recompute_pass + self.training + self.communication
 
     @property
+    def servers(self) -> float:
+        """What servers do."""
+        return self.generation + self.tail
+
+    @property
     def total(self) -> float:
-        rest = self.update + self.checkpoint
-        if self.overlapped:
-            return max(self.generation, self.trainer) + rest
-        return self.generation + self.trainer + rest
+        """Of a step: servers, then trainer, then what all wait for; or, with stale responses on GPUs of their own, the
+        longer of the two, and what all wait for."""
+        servers, rest = self.servers, self.switch + self.update + self.checkpoint
+        if not self.schedule.overlaps:
+            return servers + self.evaluation + self.trainer + rest
+        if self.schedule.overlaps_evaluation:
+            servers += self.evaluation
+        else:
+            rest += self.evaluation
+        return max(servers, self.trainer) + rest
 
     @property
     def idle(self) -> dict[str, float]:
-        """Share of a step in which the GPUs of trainers, and those of servers, wait for the others; both take part in
-        a weight update."""
+        """By role, the share of a step in which its GPUs wait. All take part in a weight update. A server with the
+        last responses alone counts as waiting, and so do GPUs between trainer and servers."""
+        trainers = self.trainer + self.update + self.checkpoint
+        servers = self.generation + self.evaluation
+        if self.schedule.is_colocated:
+            return {"GPUs": 1 - (trainers + servers) / self.total}
         return {
-            "trainers": 1 - (self.trainer + self.update + self.checkpoint) / self.total,
-            "servers": 1 - (self.generation + self.update) / self.total,
+            "trainers": 1 - trainers / self.total,
+            "servers": 1 - (servers + self.update) / self.total,
         }
+
+    def gpu_idle(self, trainers: int, servers: int) -> float:
+        """Share of all GPUs' time that is waited away; ``trainers``, ``servers``: GPUs of each."""
+        if self.schedule.is_colocated:
+            return self.idle["GPUs"]
+        waited = trainers * self.idle["trainers"] + servers * self.idle["servers"]
+        return waited / (trainers + servers)
 
 
 def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSeconds:
     """training = tokens x FLOPs of a token / (GPUs x peak x utilisation) x imbalance x (1 + bubble) + optimiser steps x
-    overhead; a pass for recomputed or reference log-probabilities costs its forward FLOPs; checkpoints are spread
-    over the steps between them."""
+    overhead; a pass for recomputed or reference log-probabilities costs its forward FLOPs; checkpoints and evaluations
+    are spread over the steps between them."""
     trainer, rollout, device = facts.trainer, facts.rollout, cluster.device
     rate = trainer.layout.world_size * device.flops * _utilisation(trainer)
     slowed = UNBALANCED * (1 + bubble(trainer.layout, trainer.micro_batches))
@@ -251,15 +121,19 @@ def step_seconds(facts: RunFacts, cluster: Cluster, traffic: Traffic) -> StepSec
     head = head_flops(trainer, rollout)
     train = tokens * (_training_flops(trainer, length) + head.training) / rate * slowed
     again = tokens * (forward_flops(trainer.shape, length) + head.forward) / rate * slowed
+    generated = generation_seconds(facts, cluster)
+    evaluated = evaluation_seconds(facts, cluster)
     return StepSeconds(
-        generation=generation_seconds(facts, cluster),
+        schedule=facts.schedule,
+        generation=generated.steady,
+        tail=generated.tail,
         recompute_pass=again * (rollout.recompute_pass + trainer.reference),
         training=train + rollout.steps * OVERHEAD,
         communication=communication_seconds(facts, cluster),
+        switch=switch_seconds(facts, cluster.device),
         update=traffic.update_seconds if facts.engine.servers else 0.0,
         checkpoint=traffic.checkpoint_seconds / facts.checkpoint_every,
-        overlapped=rollout.staleness > 0,
-        evaluation=evaluation_seconds(facts, cluster),
+        evaluation=evaluated / facts.evaluation.every if facts.evaluation is not None else 0.0,
     )
 
 

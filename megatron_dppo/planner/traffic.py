@@ -41,7 +41,8 @@ class Traffic:
 
 def traffic(facts: RunFacts, device: Device, storage: float = STORAGE) -> Traffic:
     """Update: every engine GPU receives all weights; senders broadcast in turn, so seconds = bytes / (a network port's
-    rate x efficiency) + buckets x latency + a fixed part. Gathered first, within nodes where one rank of each sends:
+    rate x efficiency) + buckets x latency + a fixed part. Servers on the ranks' own
+    GPUs, that need no port, are counted alike. Gathered first, within nodes where one rank of each sends:
     all but the sender's own shards; a holder has whole experts with expert tensor parallelism 1. Adapters alone are
     gathered on one rank, written and read: seconds = 2 x bytes / the storage's rate + the fixed part.
 

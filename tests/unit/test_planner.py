@@ -33,6 +33,14 @@ from megatron_dppo.planner.activations import (
 )
 from megatron_dppo.planner.devices import DEVICES, Cluster
 from megatron_dppo.planner.facts import EvaluationFacts, RunFacts, facts_of, senders
+from megatron_dppo.planner.flops import attention_flops, linear_flops, training_flops
+from megatron_dppo.planner.generation import (
+    decode_seconds,
+    hand_over_seconds,
+    network_seconds,
+    prefill_seconds,
+    touched_parameters,
+)
 from megatron_dppo.planner.memory import (
     PER_COMMUNICATOR,
     _copied,
@@ -49,20 +57,13 @@ from megatron_dppo.planner.memory import (
 from megatron_dppo.planner.parameters import rank_parameters
 from megatron_dppo.planner.report import bars, print_plan
 from megatron_dppo.planner.run_plan import device_here, memory_here, plan_run
+from megatron_dppo.planner.schedule import ON_POLICY, STALE
 from megatron_dppo.planner.search import Question, nearest, search
 from megatron_dppo.planner.step_time import (
     StepSeconds,
-    attention_flops,
     context_bytes,
-    decode_seconds,
-    hand_over_seconds,
     head_flops,
-    linear_flops,
-    network_seconds,
-    prefill_seconds,
     step_seconds,
-    touched_parameters,
-    training_flops,
 )
 from megatron_dppo.planner.traffic import traffic
 from megatron_dppo.slurm.site import SiteConfig
@@ -486,14 +487,15 @@ def test_evaluation_is_the_generation_of_its_responses(tmp_path):
     )
     alike = step_seconds(facts("qwen3_30b_a3b_base", *batch), H100, traffic(asked, H100.device))
     plan = plan_run(asked, H100)
-    assert plan.seconds.evaluation == alike.generation > 100
-    assert plan.seconds.total == plan_run(replace(asked, evaluation=None), H100).seconds.total
+    assert plan.seconds.evaluation == (alike.generation + alike.tail) / 5 > 20
+    unasked = plan_run(replace(asked, evaluation=None), H100).seconds
+    assert plan.seconds.total == pytest.approx(unasked.total + plan.seconds.evaluation)
     shorter = facts("qwen3_30b_a3b_base", held_out, *words, "evaluation.max_response_tokens=2048")
     assert 0 < plan_run(shorter, H100).seconds.evaluation < plan.seconds.evaluation / 2
     assert plan_run(facts("qwen3_30b_a3b_base", "data.evaluation={}"), H100).seconds.evaluation == 0
     console = Console(record=True, width=200)
     print_plan(console, plan)
-    each = plan.seconds.evaluation / 5
+    each = plan.seconds.evaluation
     told = f"60 problems x 32 take {5 * each:.0f} s, before the first step and every 5 steps: {each:.0f} s for each"
     assert told in console.export_text()
 
@@ -575,17 +577,17 @@ def test_where_no_layout_fits_the_least_that_does_is_named(capsys, monkeypatch):
     assert (
         f"No layout of 1 x 8 h100 fits; the least that does: {least} x 8 (--nodes {least})." in out
     )
-    monkeypatch.setattr(command, "search", lambda *_: [])
+    monkeypatch.setattr(command, "search_schedules", lambda *_: [])
     monkeypatch.setattr(command, "least_nodes", lambda *_: None)
     assert command.main([*words, "--nodes", "4", "--json"]) == 0  # nothing was asked but the plan
     assert command.main([*words, "--nodes", "4", "--search", "--json"]) == 2
 
 
 def test_who_waits_for_whom_and_the_gpu_hours_by_hand(capsys, monkeypatch):
-    seconds = StepSeconds(60, 4, 20, 6, 5, 5, overlapped=False)
+    seconds = StepSeconds(ON_POLICY, 60, 4, 20, 6, 5, 5)
     assert seconds.total == 100
     assert seconds.idle == {"trainers": pytest.approx(0.6), "servers": pytest.approx(0.35)}
-    ahead = replace(seconds, overlapped=True)
+    ahead = replace(seconds, schedule=STALE)
     assert ahead.total == 70
     assert ahead.idle == {"trainers": pytest.approx(3 / 7), "servers": pytest.approx(1 / 14)}
     plan = replace(plan_run(facts(), H100), seconds=seconds)

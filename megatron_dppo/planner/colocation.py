@@ -1,0 +1,110 @@
+"""A GPU that a trainer rank and a server share in turns: what the rank must park in host memory, and its price."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_dppo.planner.devices import CONTEXT, GIB, Device, gib
+from megatron_dppo.planner.facts import RunFacts
+from megatron_dppo.planner.memory import (
+    LEAST_RESERVED,
+    EngineBytes,
+    RankBytes,
+    engine_bytes,
+    engine_communicator_bytes,
+    rank_bytes,
+)
+
+HOST_LINK = 24 * GIB
+"""Bytes/s between a GPU and pinned host memory in one direction: 24.4 GiB/s out and 23.5 back over PCIe 4 x16, measured
+in torch_memory_saver#111. PCIe 5 doubles it."""
+HAND_OVER = 3.0
+"""Seconds of both switches of a step beside the bytes: barriers, the engine's requests to release and to resume, the
+allocators' pages. Assumption."""
+KEPT_BY_SERVER = 2 * GIB
+"""Bytes that a server keeps after it released weights and KV cache: CUDA graphs and workspaces. Assumption."""
+
+
+@dataclass(frozen=True)
+class SharedBytes:
+    """One GPU of a colocated run. ``parked``: the parts of a rank's state that leave it while the server generates;
+    ``moved``: bytes of them that travel, out and back. ``training``, ``generating``: what is on the GPU in each turn.
+    """
+
+    parked: tuple[str, ...]
+    moved: int
+    training: int
+    generating: int
+
+
+def shared_bytes(
+    rank: RankBytes, engine: EngineBytes, communicators: int, room: int
+) -> SharedBytes:
+    """The least that a rank must park on a GPU of ``room`` bytes, beside a server whose own communicators take
+    ``communicators``.
+
+    While the server generates it holds its context, its weights, its KV cache, ``LEAST_RESERVED`` to work in and its
+    communicators; the rank holds its context, its communicators and the state that isn't parked; activations are
+    gone. Parked in the order of their price: gradients, which start at zero and never travel; the optimizer's state;
+    the weights. While the rank trains, the server keeps its context, communicators and ``KEPT_BY_SERVER``.
+    """
+    fixed = CONTEXT + communicators
+    server = fixed + engine.weights + max(0, engine.kv_pool) + LEAST_RESERVED
+    left = rank.context + rank.communicators
+    kept = {
+        "gradients": rank.state.gradients,
+        "optimizer": rank.state.optimizer,
+        "weights": rank.state.weights,
+    }
+    moved, parked = 0, []
+    for part in tuple(kept):
+        if server + left + sum(kept.values()) <= room:
+            break
+        size = kept.pop(part)
+        moved += 0 if part == "gradients" else size
+        parked.append(part)
+    return SharedBytes(
+        parked=tuple(parked),
+        moved=moved,
+        training=rank.total + fixed + KEPT_BY_SERVER,
+        generating=server + left + sum(kept.values()),
+    )
+
+
+def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
+    """Of each pipeline stage; none where trainer and servers have GPUs of their own."""
+    if not facts.schedule.is_colocated or not facts.engine.servers:
+        return ()
+    shape = facts.trainer.shape
+    engine = engine_bytes(shape, facts.engine, facts.rollout, device)
+    groups = engine_communicator_bytes(facts.engine.tensor, 0)
+    stages = range(facts.trainer.layout.pipeline)
+    return tuple(
+        shared_bytes(rank_bytes(facts, stage), engine, groups, device.memory) for stage in stages
+    )
+
+
+def switch_seconds(facts: RunFacts, device: Device) -> float:
+    """Of a step: what is parked goes to the host and comes back, the stage with the most; and a fixed part. Weights of
+    the server don't travel: they are dropped, and come with the update."""
+    shared = shared_ranks(facts, device)
+    if not shared:
+        return 0.0
+    return 2 * max(stage.moved for stage in shared) / HOST_LINK + HAND_OVER
+
+
+def sharing_faults(shared: tuple[SharedBytes, ...], device: Device) -> Iterator[str]:
+    """Why trainer and server don't fit on one GPU in turns, a line each."""
+    room = f"expected at most the {gib(device.memory)} of a {device.name}"
+    for stage, found in enumerate(shared):
+        if found.generating > device.memory:
+            yield (
+                f"GPU memory: a server takes {gib(found.generating)} beside a parked rank of stage {stage}, "
+                f"{room}; lower sglang.mem_fraction_static"
+            )
+        if found.training > device.memory:
+            yield (
+                f"GPU memory: a rank of stage {stage} takes {gib(found.training)} beside a server that released its "
+                f"memory, {room}"
+            )

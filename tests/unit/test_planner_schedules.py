@@ -1,0 +1,208 @@
+"""Synchronous, stale and colocated steps: seconds, idle shares and shared GPUs by hand, and the search over all."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from megatron_dppo import plan as command
+from megatron_dppo.config import load_config
+from megatron_dppo.model.families import load_model_shape
+from megatron_dppo.planner import colocation
+from megatron_dppo.planner.activations import ActivationBytes
+from megatron_dppo.planner.devices import CONTEXT, DEVICES, GIB, Cluster
+from megatron_dppo.planner.facts import facts_of, schedule_of
+from megatron_dppo.planner.generation import (
+    PREFILL_UTILISATION,
+    decode_seconds,
+    generation_seconds,
+    prefill_seconds,
+    resumed_seconds,
+    sequences_at_once,
+)
+from megatron_dppo.planner.memory import LEAST_RESERVED, EngineBytes, RankBytes, StateBytes
+from megatron_dppo.planner.report import print_plan, print_proposals
+from megatron_dppo.planner.run_plan import plan_run
+from megatron_dppo.planner.schedule import COLOCATED, ON_POLICY, STALE, Schedule
+from megatron_dppo.planner.search import (
+    Proposal,
+    Question,
+    best_of_each,
+    schedules,
+    search,
+    search_schedules,
+)
+from megatron_dppo.planner.step_time import StepSeconds
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "examples" / "recipes" / "qwen3_30b_a3b_base.yaml"
+MOE = load_model_shape(ROOT / "examples" / "model_configs" / "qwen3-30b-a3b-base")
+H100 = Cluster(DEVICES["h100"], 4)
+SIXTEEN = ["engine.servers=16", "parallel.world_size=32", "sglang.mem_fraction_static=0.75"]
+"""Ranks and servers of TP 2, each on all GPUs."""
+
+
+def facts(schedule, *words, **lengths):
+    return facts_of(load_config(RECIPE, words), MOE, schedule=schedule, **lengths)
+
+
+def test_a_synchronous_step_by_hand():
+    found = StepSeconds(ON_POLICY, 50, 0, 20, 10, 4, 1, tail=10, evaluation=5)
+    assert found.total == 50 + 10 + 30 + 4 + 1 + 5 == 100
+    assert found.idle == {"trainers": pytest.approx(0.65), "servers": pytest.approx(0.41)}
+    assert found.gpu_idle(16, 16) == pytest.approx(0.53)
+    assert found.gpu_idle(8, 24) == pytest.approx((8 * 0.65 + 24 * 0.41) / 32)
+
+
+def test_a_stale_step_by_hand():
+    found = StepSeconds(STALE, 50, 0, 20, 10, 4, 1, evaluation=5)
+    assert found.total == 50 + 4 + 1 + 5 == 60
+    assert found.idle == {"trainers": pytest.approx(25 / 60), "servers": pytest.approx(1 / 60)}
+    slower = replace(found, training=60)
+    assert slower.total == 70 + 4 + 1 + 5
+    # A trainer that goes on meanwhile hides the evaluation.
+    assert replace(slower, schedule=replace(STALE, overlaps_evaluation=True)).total == 75
+
+
+def test_a_colocated_step_by_hand():
+    found = StepSeconds(COLOCATED, 25, 0, 10, 5, 4, 1, tail=10, switch=5)
+    assert found.total == 25 + 10 + 15 + 5 + 4 + 1 == 60
+    assert found.idle == {"GPUs": pytest.approx((10 + 5) / 60)}
+    assert found.gpu_idle(32, 32) == found.idle["GPUs"]
+    assert list(found.phases) == [
+        *("generation", "longest responses", "training", "collectives", "switch"),
+        *("weight update", "checkpoint"),
+    ]
+
+
+def test_servers_that_are_never_empty_have_no_tail_and_prefill_again():
+    """100 sequences of 256 + 4,096 tokens a server, at 2 x 3.04 B + 0.39 M x 4,352 FLOPs a token."""
+    waits, goes_on = facts(ON_POLICY), facts(STALE)
+    running = sequences_at_once(waits, H100)
+    assert running == sequences_at_once(goes_on, H100) == 100
+    step = decode_seconds(waits, H100, running, 256 + 4096)
+    steady = 4096 * 8192 / 8 / running * step + prefill_seconds(waits, H100)
+    tail = (16384 - 8192) * decode_seconds(waits, H100, 10, 16384)
+    found = generation_seconds(waits, H100)
+    assert (found.steady, found.tail) == (pytest.approx(steady), pytest.approx(tail))
+    again = 100 * 4352 * (6.0832e9 + 2 * 4096 * 48 * 4352) / (2 * 989e12 * PREFILL_UTILISATION)
+    assert resumed_seconds(waits, H100, running) == pytest.approx(again, rel=1e-3)
+    found = generation_seconds(goes_on, H100)
+    assert (found.steady, found.tail) == (pytest.approx(steady + again, rel=1e-3), 0)
+
+
+def test_a_response_runs_through_one_step_more_than_generation_is_ahead():
+    few = (
+        "rollout.prompts_per_step=16",
+        "rollout.group_size=2",
+        "training.prompts_per_mini_batch=16",
+    )
+    for staleness in (1, 3):
+        run = facts(replace(STALE, staleness=staleness), *few, mean_response=100.0)
+        running = sequences_at_once(run, H100)
+        assert running == 4 * staleness  # batches in flight on each of eight servers
+        step = decode_seconds(run, H100, running, 256 + 50)
+        assert generation_seconds(run, H100).steady == 16384 * step / (staleness + 1)
+
+
+def rank(weights, gradients, optimizer, working=8):
+    live = ActivationBytes(working * GIB, 0, 0, 0, 0)
+    state = StateBytes(weights * GIB, gradients * GIB, optimizer * GIB)
+    return RankBytes(0, state, live, 0, GIB, GIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("room", "parked", "moved", "left"),
+    [
+        (116, (), 0, 60),
+        (96, ("gradients",), 0, 40),
+        (95, ("gradients", "optimizer"), 30, 10),
+        (65, ("gradients", "optimizer", "weights"), 40, 0),
+    ],
+)
+def test_the_least_is_parked_that_lets_both_fit(room, parked, moved, left):
+    """Server: 20 of weights, 30 of KV cache, 3 to work in, 0.5 its context; rank: 2 that stay, 10, 20, 30 of state."""
+    engine = EngineBytes(20 * GIB, 30 * GIB, 0, 0.9, 1, 1, 1)
+    found = colocation.shared_bytes(rank(10, 20, 30), engine, 0, room * GIB)
+    assert (found.parked, found.moved) == (parked, moved * GIB)
+    assert LEAST_RESERVED == 3 * GIB
+    assert found.generating == CONTEXT + (20 + 30 + 3 + 2 + left) * GIB <= room * GIB
+    assert found.training == (60 + 8 + 2) * GIB + CONTEXT + colocation.KEPT_BY_SERVER
+
+
+def test_a_switch_moves_what_is_parked_out_and_back():
+    run = facts(COLOCATED, *SIXTEEN)
+    (shared,) = colocation.shared_ranks(run, H100.device)
+    assert shared.parked == ("gradients", "optimizer")
+    # 12 bytes of 3.6 B of experts over four ranks, and of 0.39 B over eight
+    assert shared.moved == pytest.approx(12 * (3.624e9 / 4 + 0.39e9 / 8), rel=0.02)
+    seconds = 2 * shared.moved / colocation.HOST_LINK + colocation.HAND_OVER
+    assert colocation.switch_seconds(run, H100.device) == pytest.approx(seconds)
+    assert colocation.switch_seconds(facts(ON_POLICY), H100.device) == 0
+    fuller = facts(COLOCATED, *SIXTEEN, "sglang.mem_fraction_static=0.85")
+    (shared,) = colocation.shared_ranks(fuller, H100.device)
+    assert shared.parked == ("gradients", "optimizer", "weights")
+
+
+def test_a_colocated_plan_tells_what_is_parked_and_what_does_not_fit():
+    run = facts(COLOCATED, *SIXTEEN)
+    found = plan_run(run, H100)
+    assert found.faults == ()
+    assert found.gpus == 32
+    assert all((n.trainer, n.engine, n.idle) == (8, 8, 0) for n in found.nodes)
+    assert all(host.parked == 8 * 16 * GIB for host in found.hosts)  # 10.7 GiB, pinned in 16
+    console = Console(record=True, width=200)
+    print_plan(console, found)
+    assert "Parked while servers generate: gradients, optimizer, 10." in console.export_text()
+    crowded = plan_run(facts(COLOCATED, *SIXTEEN, "sglang.mem_fraction_static=0.955"), H100)
+    assert any("beside a parked rank of stage 0" in fault for fault in crowded.faults)
+    full = plan_run(facts(COLOCATED, *SIXTEEN, "training.micro_batch_tokens=400000"), H100)
+    assert any("beside a server that released its memory" in fault for fault in full.faults)
+
+
+def test_the_recipe_s_own_schedule_is_ranked_too():
+    config = load_config(RECIPE)
+    assert schedule_of(config) == ON_POLICY
+    assert schedules(Question(config, MOE, H100)) == (ON_POLICY, STALE, COLOCATED)
+    ahead = Question(load_config(RECIPE, ["rollout.max_staleness=1"]), MOE, H100)
+    assert schedules(ahead) == (ON_POLICY, STALE, COLOCATED, Schedule(staleness=1))
+
+
+def test_search_ranks_all_schedules_and_says_how_to_get_there():
+    question = Question(load_config(RECIPE), MOE, Cluster(DEVICES["h200"], 2))
+    found = search_schedules(question)
+    seconds = [p.seconds for p in found]
+    assert seconds == sorted(seconds)
+    best = {p.question.schedule: p for p in reversed(found)}
+    assert set(best) == {ON_POLICY, STALE, COLOCATED}
+    assert best[ON_POLICY].changes == search(question)[0].changes
+    assert "engine.placement=colocated" in best[COLOCATED].changes
+    assert {"rollout.max_staleness=1", "rollout.interrupt=retract"} <= set(best[STALE].changes)
+    shown = best_of_each(found, 2)
+    assert len(shown) == 6
+    assert [p.seconds for p in shown] == sorted(p.seconds for p in shown)
+
+
+def test_the_command_tells_seconds_idle_placement_and_staleness(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    layout = ["parallel.world_size=8", "engine.servers=4"]
+    words = [str(RECIPE), *layout, "--gpu", "h200", "--nodes", "2", "--search"]
+    assert command.main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["proposals"]
+    assert {(row["placement"], row["staleness"]) for row in rows} == {
+        *(("separate", 0), ("separate", 1), ("colocated", 0)),
+    }
+    assert all(0 < row["gpu_idle"] < 1 and row["seconds"] > 0 for row in rows)
+
+
+def test_a_search_is_shown_with_idle_placement_and_staleness():
+    question = Question(load_config(RECIPE), MOE, H100)
+    plan = plan_run(facts(COLOCATED, *SIXTEEN), H100)
+    console = Console(record=True, width=200)
+    print_proposals(console, [Proposal(("engine.placement=colocated",), question, plan)])
+    out = console.export_text()
+    assert all(heading in out for heading in ("GPU idle", "placement", "staleness"))
+    assert f"{plan.gpu_idle:.0%} │ colocated │         0" in out
+    assert "1: engine.placement=colocated" in out
