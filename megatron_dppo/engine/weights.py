@@ -233,7 +233,7 @@ class EngineWeights:
     async def restore(self, tags: Collection[MemoryTag] | None = None) -> None:
         """Take the memory of ``tags`` (None: of all that is released) again: empty key-value cache, weights that an
         update must bring. It stays paused. Raises MemoryOrderError."""
-        chosen = self.occupation.released if tags is None else tags
+        chosen = (self.occupation.released or TAGS) if tags is None else tags
         with self.occupation.restoring(chosen):
             await self._bare_order("/resume_memory_occupation", {"tags": list(chosen)})
 

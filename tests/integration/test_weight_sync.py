@@ -18,11 +18,12 @@ from torch import Tensor
 
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.checksums import ExpectedChecksums
+from megatron_dppo.engine.occupation import MemoryOrderError
 from megatron_dppo.engine.weights import EngineWeights, WireHeader
 from megatron_dppo.trainer.collectives import first_failure
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import TrainerWeights
-from megatron_dppo.weight_sync.engines import GRACE_S, Bucket, EngineFaultError
+from megatron_dppo.weight_sync.engines import GRACE_S, Bucket, EngineFaultError, Engines
 from megatron_dppo.weight_sync.transaction import (
     UpdateReport,
     WeightUpdateError,
@@ -42,6 +43,7 @@ from tests.integration.weight_server import (
     engine_weights,
     policy_config,
     read,
+    reference_log_probs,
     serve,
     updater,
 )
@@ -293,6 +295,59 @@ def test_requests_run_wholly_on_the_weights_they_began_with(served: Served, trai
     assert late[0].versions() == ["41"]
     assert_serves(served, trained, 41)
     updates.close()
+
+
+async def interrupt(engine: EngineWeights) -> None:
+    """Running requests go back into the queue with the tokens that they have."""
+    await engine.client.control_json("/pause_generation", {"mode": "retract"})
+    await engine.flush()
+
+
+async def load(engine: EngineWeights, folder: Path, version: int) -> None:
+    await engine.begin()
+    await engine.load_folder(str(folder))
+    await engine.end()
+    await engine.set_version(str(version))
+    await engine.flush()
+
+
+def test_a_request_in_flight_keeps_every_token_while_the_memory_is_away(
+    served: Served, trained: Path
+) -> None:
+    updater(served.weights(), Source(read(served.folder))).update(45)
+    engines = Engines([served.weights()], RUNNER)
+    running = Generation(served, tokens=300, return_logprob=True)
+    assert running.begun.wait(60)
+    while running.info["completion_tokens"] < 20:
+        time.sleep(0.01)
+    # What the server would not survive is not sent.
+    with pytest.raises(MemoryOrderError):
+        engines.restore(["weights"])
+    with pytest.raises(EngineFaultError, match="can't release memory: requests are running"):
+        engines.release()
+
+    engines.each(interrupt)
+    engines.release()
+    with pytest.raises(MemoryOrderError):
+        engines.release(["kv_cache"])
+    with pytest.raises(MemoryOrderError):
+        engines.each(lambda engine: engine.resume())
+    engines.restore(["weights"])
+    engines.each(lambda engine: load(engine, trained, version=46))
+    engines.restore()
+    engines.each(lambda engine: engine.resume())
+
+    assert running.versions() == ["45", "46"]
+    entries = running.info["output_token_logprobs"]
+    tokens = PROMPT + [int(entry[1]) for entry in entries]
+    assert len(entries) == 300
+    found = [entry[0] for entry in entries]
+    for span, folder in zip(running.info["weight_versions"], (served.folder, trained), strict=True):
+        start, end = span["start"], span["end"]
+        assert end - start >= 20
+        expected = reference_log_probs(folder, tokens)[len(PROMPT) - 1 :]
+        assert found[start:end] == pytest.approx(expected[start:end], abs=1e-4)
+    engines.close()
 
 
 def test_a_paused_engine_leaves_the_processor_to_others(served: Served) -> None:

@@ -207,12 +207,15 @@ def assert_serves(served: Served, folder: Path, version: int) -> None:
 
 
 class Generation(threading.Thread):
-    """One streamed request; ``begun`` is set at its first token, ``info`` holds its meta_info."""
+    """One streamed request; ``begun`` is set at its first token, ``info`` holds its meta_info.
 
-    def __init__(self, served: Served, tokens: int) -> None:
+    ``more``: of the request's body.
+    """
+
+    def __init__(self, served: Served, tokens: int, **more: Any) -> None:
         super().__init__(daemon=True)
         sampling = {"max_new_tokens": tokens, "temperature": 1.0, "ignore_eos": True}
-        body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True}
+        body = {"input_ids": PROMPT, "sampling_params": sampling, "stream": True, **more}
         self._request = served.request("/generate", body)
         self.begun = threading.Event()
         self.info: dict[str, Any] = {}

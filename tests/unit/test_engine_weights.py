@@ -353,6 +353,7 @@ def test_memory_is_released_by_a_paused_idle_server_and_restored_in_parts(
     ("before", "call", "message"),
     [
         ([], lambda c: c.restore(["weights"]), "can't restore: weights is resident"),
+        ([], lambda c: c.restore(), "can't restore: kv_cache is resident, weights is resident"),
         (["weights"], lambda c: c.release(), "can't release: weights is released"),
         (["weights"], lambda c: c.restore(["weights", "kv_cache"]), "restore: kv_cache is resident"),
         (["kv_cache"], lambda c: c.resume(), "can't generate: kv_cache is released"),
