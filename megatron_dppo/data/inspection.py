@@ -30,9 +30,9 @@ from megatron_dppo.data.problems import (
     token_counts,
 )
 from megatron_dppo.data.records import DataError, is_columnar, read_records
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.verifier import Score, Verifier
-from megatron_dppo.types import Problem
 
 _QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
 _BARS, _WIDTH = 10, 40

@@ -15,12 +15,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_dppo.config.checks import PLACEHOLDER
 from megatron_dppo.config.schema import RewardConfig
 from megatron_dppo.data.records import DataError, is_columnar, keys, read_records, shorten, value_at
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import find_reward
 from megatron_dppo.rewards.checked_answers import BadAnswers
 from megatron_dppo.rewards.gold import gold_answer, holds_answer
 from megatron_dppo.rewards.verifier import Score, Verifier
-from megatron_dppo.types import Problem
 
 # Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.
 PIECE = 2**18

@@ -1,4 +1,4 @@
-"""One trajectory from the engine's answer to the loss: tokens, which of them train, and columns.
+"""A problem, and one trajectory of it from the engine's answer to the loss: tokens, which of them train, and columns.
 
 Nothing changes a trajectory in place: its arrays are read-only, and every step of the way makes a
 new one of it. S = tokens, N = sampled tokens.
@@ -21,6 +21,19 @@ FinishReason = Literal["stop", "length"]
 
 FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length")
 """In the order of their numbers in batch files."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One line of a data set, tokenised.
+
+    ``problem_id``: its position in the file (0-based), which names it in trajectories and checkpoints.
+    """
+
+    problem_id: int
+    prompt: str
+    answer: str
+    prompt_ids: tuple[int, ...]
 
 
 class VersionSpan(NamedTuple):

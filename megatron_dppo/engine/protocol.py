@@ -20,7 +20,9 @@ from megatron_dppo.data.columns import LOG_PROB_ROUNDING, check_recording, check
 from megatron_dppo.data.trajectory import FinishReason, Trajectory
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.types import UNVERIFIED_VERSION
+
+UNVERIFIED_VERSION = "unverified-"
+"""An engine's weight version begins so while an update is under way, and for good where it failed."""
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,11 @@ from enum import IntEnum
 from typing import Any, NoReturn, Protocol
 
 from megatron_dppo.config.schema import EngineConfig, RolloutConfig
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine import errors
 from megatron_dppo.engine.protocol import GenerationRequest, SamplingParams
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.types import Problem
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.recorder import SampleMaker, chosen
@@ -16,7 +17,6 @@ from megatron_dppo.metrics.samples import Sample
 from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import Topology
-from megatron_dppo.types import Problem
 
 
 def evaluate(

@@ -15,12 +15,11 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from megatron_dppo.data.packing import pack
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.loop.learning import BatchLayout
 from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.trainer.collectives import all_gather_json, barrier, broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
-from megatron_dppo.types import Problem
 
 # Check of an exported checkpoint: log-probabilities by transformers against the trainer's.
 

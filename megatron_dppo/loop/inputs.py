@@ -33,11 +33,11 @@ from megatron_dppo.data.sampling import (
     WeightedSampler,
     joined,
 )
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank, on_rank_0
-from megatron_dppo.types import Problem
 
 if TYPE_CHECKING:
     from megatron_dppo.trainer.topology import Topology

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megatron_dppo.config.schema import ProfileConfig, RunConfig
-from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts
+from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.metrics import table as names
@@ -41,7 +41,6 @@ from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.files import Closing, write_atomically
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
-from megatron_dppo.types import Problem
 
 # Which responses of a step are kept as text, and how they get to rank 0.
 

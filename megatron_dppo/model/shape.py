@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Of a weight, by its type."""
 OPTIMIZER_BYTES = {"float32": 8, "bfloat16": 12, "float16": 12}
 """Of a trained weight: Adam's two fp32 moments and, where the weight is narrower, its fp32 master."""
+
+TrainerPart = Literal["weights", "reference", "gradients", "optimizer"]
+TRAINER_PARTS: tuple[TrainerPart, ...] = ("weights", "reference", "gradients", "optimizer")
+"""What a trainer rank's device holds through a run, each of which may be parked; see ``trainer/parking.py``."""
+COPIED_PARTS: frozenset[TrainerPart] = frozenset(("weights", "reference", "optimizer"))
+"""Those that the host holds a copy of once they have been parked."""
 
 
 def checkpoint_bytes(trained: int, dtype: str) -> int:

@@ -28,7 +28,13 @@ from megatron_dppo.model.mapping import (
     keeps_untied_output,
     shard_of,
 )
-from megatron_dppo.model.shape import ModelShape, checkpoint_bytes
+from megatron_dppo.model.shape import (
+    COPIED_PARTS,
+    TRAINER_PARTS,
+    ModelShape,
+    TrainerPart,
+    checkpoint_bytes,
+)
 from megatron_dppo.planner.activations import ActivationBytes, activation_bytes
 from megatron_dppo.planner.devices import (
     CONTEXT,
@@ -43,7 +49,6 @@ from megatron_dppo.planner.devices import (
 )
 from megatron_dppo.planner.facts import EngineFacts, RolloutFacts, RunFacts, TrainerFacts
 from megatron_dppo.planner.parameters import Counts, RankParameters, elements, rank_parameters
-from megatron_dppo.types import COPIED_PARTS, TRAINER_PARTS, TrainerPart
 
 # GPU memory of NCCL's communicators, of a trainer rank and of an engine rank.
 

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, UntypedStorage
 
+from megatron_dppo.model.shape import COPIED_PARTS, TRAINER_PARTS, TrainerPart
 from megatron_dppo.system.scratch import aligned
 from megatron_dppo.trainer import platform
-from megatron_dppo.types import COPIED_PARTS, TRAINER_PARTS, TrainerPart
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel

@@ -24,6 +24,7 @@ from megatron_dppo.model.adapters import CHILD
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout, check_layout, raise_faults
+from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.context_parallel import TokenShare
@@ -70,7 +71,6 @@ from megatron_dppo.trainer.topology import (
     init_distributed,
     init_topology,
 )
-from megatron_dppo.types import TRAINER_PARTS, TrainerPart
 from megatron_dppo.vocab_parallel.head import HeadOptions
 from megatron_dppo.vocab_parallel.policy_stats import FAULTS, describe
 

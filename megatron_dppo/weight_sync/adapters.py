@@ -20,10 +20,9 @@ from torch import Tensor
 
 from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder, peft_names
 from megatron_dppo.config.schema import WeightSyncConfig
-from megatron_dppo.engine.protocol import adapter_name
+from megatron_dppo.engine.protocol import UNVERIFIED_VERSION, adapter_name
 from megatron_dppo.engine.weights import EngineWeights, fused_module
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.types import UNVERIFIED_VERSION
 from megatron_dppo.weight_sync import transaction
 from megatron_dppo.weight_sync.engines import (
     GRACE_S,

@@ -18,10 +18,10 @@ import torch
 from megatron_dppo.checkpoint_conversion.gathering import Gathered
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import UNBOUNDED
+from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
-from megatron_dppo.types import UNVERIFIED_VERSION
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
     EngineFaultError,

@@ -75,11 +75,11 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
     import torch.distributed as dist
 
     from megatron_dppo.config.schema import TrainConfig
+    from megatron_dppo.data.trajectory import Problem
     from megatron_dppo.engine.protocol import SamplingParams
     from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
     from megatron_dppo.loop.rollouts.sources import GeneratedRollouts
     from megatron_dppo.metrics.progress import PhaseTimer
-    from megatron_dppo.types import Problem
 
     here = Path(folder) / str(dist.get_rank())
     here.mkdir(exist_ok=True)
@@ -160,9 +160,8 @@ def replayed(folder: str) -> dict[str, Any]:
     from megatron_dppo.config.schema import RolloutConfig
     from megatron_dppo.data.batch_file import BatchFormatError, save_batch
     from megatron_dppo.data.sampling import ProblemSampler
-    from megatron_dppo.data.trajectory import Trajectory
+    from megatron_dppo.data.trajectory import Problem, Trajectory
     from megatron_dppo.loop.rollouts.sources import ReplayedRollouts
-    from megatron_dppo.types import Problem
 
     drawn, saved = ProblemSampler(64, seed=3).next(3), Path(folder) / "saved"
     batch = [

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, length_faults
 from megatron_dppo.config.schema import TrainConfig
-from megatron_dppo.data.trajectory import Trajectory, VersionSpan
+from megatron_dppo.data.trajectory import Problem, Trajectory, VersionSpan
 from megatron_dppo.engine import recordings
 from megatron_dppo.engine.client import EngineClient
 from megatron_dppo.engine.errors import (
@@ -59,7 +59,6 @@ from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.scratch import SHARED_MEMORY
-from megatron_dppo.types import Problem
 from tests.tiny_models import save_tiny_model, tiny_tokenizer
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

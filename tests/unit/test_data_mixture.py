@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from megatron_dppo.data.problems import ProblemSet
 from megatron_dppo.data.sampling import TrainingFiles, WeightedSampler, joined
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.loop.rollouts.figures import file_figures
-from megatron_dppo.types import Problem
 
 
 def part(*ids: int, records: int, sha256: str = "a") -> ProblemSet:

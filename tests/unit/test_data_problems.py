@@ -19,7 +19,7 @@ from megatron_dppo.data.problems import (
     refuse_bad_answers,
 )
 from megatron_dppo.data.records import DataError
-from megatron_dppo.types import Problem
+from megatron_dppo.data.trajectory import Problem
 from tests.tiny_models import tiny_tokenizer
 
 

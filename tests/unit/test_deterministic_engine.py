@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.engine.sglang_cpu import replacements
 from megatron_dppo.engine.sglang_cpu.replacements import (
@@ -19,7 +20,6 @@ from megatron_dppo.engine.sglang_cpu.replacements import (
     murmur_hash32,
 )
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
-from megatron_dppo.types import Problem
 
 SEEDS = np.array([0, 1, 42, 2**40 + 7, 2**63 - 1])
 POSITIONS = np.array([0, 5, 17, 1000, 32767])

@@ -10,7 +10,7 @@ import numpy as np
 import orjson
 import pytest
 
-from megatron_dppo.data.trajectory import VersionSpan
+from megatron_dppo.data.trajectory import Problem, VersionSpan
 from megatron_dppo.engine.errors import AbortedError, EngineAnswerError, StaleWeightsError
 from megatron_dppo.engine.protocol import (
     GenerationRequest,
@@ -23,7 +23,6 @@ from megatron_dppo.engine.protocol import (
 )
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.types import Problem
 from tests.trajectories import parse_answers, same
 
 SHAPE = RoutedShape(hidden_layers=2, moe_layers=(1,), top_k=2, experts=8)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet import membership
 from megatron_dppo.fleet.endpoint import FleetEndpoint, RecordClient, record_of_command
@@ -19,7 +20,6 @@ from megatron_dppo.fleet.membership import EngineUnavailableError
 from megatron_dppo.fleet.record import FleetRecord, Server
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.types import Problem
 from tests.integration.kept_fleet import config_of
 from tests.unit.small_fleet import KEYS, SmallServer
 

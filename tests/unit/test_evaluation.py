@@ -15,14 +15,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig, TrainConfig
-from megatron_dppo.data.trajectory import Trajectory
+from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
 from megatron_dppo.loop.evaluation import evaluate
 from megatron_dppo.loop.recorder import SampleMaker
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.rewards.verifier import Verifier, VerifierError
-from megatron_dppo.types import Problem
 from tests.unit.config_files import minimal
 
 TOPOLOGY: Any = SimpleNamespace(is_leader=True, dp_rank=0, dp_size=1)

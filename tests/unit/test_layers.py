@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "megatron_dppo"
 
 LAYERS = (  # from the ground up; a module may import its own package and everything below
-    {"types", "logging"},
+    {"logging"},
     {"system"},
     {"model"},
     {"metrics"},
@@ -103,7 +103,7 @@ def test_the_model_needs_no_torch():
     "package",
     [
         "config",
-        "types",
+        "data.trajectory",
         "launch.supervisor",
         "fleet.record",
         "model.resharding",

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn import Parameter
 
+from megatron_dppo.model.shape import TRAINER_PARTS
 from megatron_dppo.planner.memory import ParkedBytes, StateBytes, parked_bytes
 from megatron_dppo.trainer import parking, platform
 from megatron_dppo.trainer.parking import ParkedError, Parker
-from megatron_dppo.types import TRAINER_PARTS
 
 
 class Held:

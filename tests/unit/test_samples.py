@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_dppo.data.trajectory import Outline, Trajectory
+from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.loop.recorder import KEPT, SampleMaker, chosen
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.metrics.records import StepLines
 from megatron_dppo.metrics.samples import Sample, console_lines, main, one_line, shortened
 from megatron_dppo.rewards import find_reward
-from megatron_dppo.types import Problem
 
 
 @pytest.fixture(scope="module", autouse=True)

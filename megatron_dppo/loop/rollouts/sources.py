@@ -15,7 +15,7 @@ from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_path
 from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.sampling import Sampler
-from megatron_dppo.data.trajectory import Outline, Trajectory
+from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.rollouts.exchange import announce, own_positions, owner
@@ -34,7 +34,6 @@ from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.rewards.verifier import Verifier
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank
 from megatron_dppo.trainer.topology import Topology
-from megatron_dppo.types import Problem
 
 log = logging.getLogger(__name__)
 
