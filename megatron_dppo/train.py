@@ -22,7 +22,7 @@ from megatron_dppo.config import (
     load_config,
     resolved_yaml,
 )
-from megatron_dppo.config.checkpoint_folder import missing_weights
+from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.config.machine import (
     Machine,
     allocator_faults,

@@ -156,7 +156,13 @@ PROCESSES = {
         width=2.5,
     ),
     "reward": Box(
-        1.45, 2.7, "reward workers", "one response at a time", "rewards/worker.py", LOOP, width=2.5
+        1.45,
+        2.7,
+        "reward workers",
+        "one response at a time",
+        "rewards/verifier.py",
+        LOOP,
+        width=2.5,
     ),
     "folder": Box(
         5.4,

@@ -18,17 +18,17 @@ from examples.why.aggregate import Series, band
 from examples.why.plan import ALGORITHMS, CONFIG, PlannedRun
 from megatron_dppo.config import load_config
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.panels import (
+from megatron_dppo.metrics.records import read_records, series
+from megatron_dppo.metrics.report import (
     BLUE,
     GREEN,
     PINK,
     SMALL,
+    STYLE,
     VERMILION,
     centred_mean,
     finish,
 )
-from megatron_dppo.metrics.records import read_records, series
-from megatron_dppo.metrics.report import STYLE
 from megatron_dppo.system.files import atomic_file
 
 COLOURS = (VERMILION, PINK, GREEN, BLUE)

@@ -16,7 +16,6 @@ from typing import Any
 
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config import schema
-from megatron_dppo.config.checkpoint_folder import read_checkpoint_folder
 from megatron_dppo.config.errors import ConfigError, given
 from megatron_dppo.config.forwarded import (
     SGLANG,
@@ -25,7 +24,13 @@ from megatron_dppo.config.forwarded import (
     replay_faults,
     training_faults,
 )
-from megatron_dppo.config.layout import Faults, describe, layout_faults, world_faults
+from megatron_dppo.config.layout import (
+    Faults,
+    describe,
+    layout_faults,
+    read_checkpoint_folder,
+    world_faults,
+)
 from megatron_dppo.config.lora import adapter_update_faults, engine_adapter_faults, lora_faults
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault

@@ -28,7 +28,7 @@ from megatron_dppo.metrics.sums import MetricSums
 from megatron_dppo.metrics.table import METRICS
 from megatron_dppo.trainer.token_loss import inputs_from
 from megatron_dppo.vocab_parallel import policy_stats
-from megatron_dppo.vocab_parallel.exact import exact_divergence
+from megatron_dppo.vocab_parallel.policy_stats import exact_divergence
 
 _UNKNOWN = (names.GAP_STALE, names.TOPK_MASS, names.NONFINITE)
 """Not told by what a batch holds of a step: whose weights sampled, the engine's Top-K, what was not finite."""

@@ -27,7 +27,7 @@ from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.preflight.evidence import CheckError
 from megatron_dppo.preflight.gpus import toolkit_findings, toolkit_here
-from megatron_dppo.preflight.software import inspect_python
+from megatron_dppo.preflight.machine import inspect_python
 from megatron_dppo.system.compute import has_visible_gpu
 
 CHECK = "--check"

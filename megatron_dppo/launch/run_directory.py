@@ -22,9 +22,14 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.logging import say
-from megatron_dppo.metrics.history import EXPORT_FOLDER
-from megatron_dppo.metrics.records import RecordsError, mean_accuracy, read_records, step_of
-from megatron_dppo.metrics.summary import SUMMARY_FILE
+from megatron_dppo.metrics.records import (
+    EXPORT_FOLDER,
+    SUMMARY_FILE,
+    RecordsError,
+    mean_accuracy,
+    read_records,
+    step_of,
+)
 from megatron_dppo.system.files import make_private_folder, write_atomically
 from megatron_dppo.system.lease import Lease, LeaseError
 from megatron_dppo.system.scratch import remove_left_behind

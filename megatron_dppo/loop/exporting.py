@@ -17,7 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Problem, Trajectory
 from megatron_dppo.loop.learning import BatchLayout
-from megatron_dppo.metrics.history import EXPORT_FOLDER
+from megatron_dppo.metrics.records import EXPORT_FOLDER
 from megatron_dppo.trainer.collectives import all_gather_json, barrier, broadcast_json
 from megatron_dppo.trainer.trainer import Trainer
 

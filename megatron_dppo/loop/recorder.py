@@ -17,6 +17,7 @@ from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollouts.sources import RolloutBatch
 from megatron_dppo.metrics import table as names
+from megatron_dppo.metrics.progress import StepTable
 from megatron_dppo.metrics.records import (
     MASKED_TOKENS_FILE,
     RECORDS_FILE,
@@ -33,7 +34,6 @@ from megatron_dppo.metrics.records import (
 )
 from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines, shortened
-from megatron_dppo.metrics.step_table import StepTable
 from megatron_dppo.metrics.summary import RunInfo, write_summary
 from megatron_dppo.metrics.sums import MaskedToken
 from megatron_dppo.rewards import find_reward

@@ -11,7 +11,7 @@ from typing import Any
 from megatron_dppo.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from megatron_dppo.data.records import DataError
 from megatron_dppo.loop import inputs
-from megatron_dppo.metrics.history import (
+from megatron_dppo.metrics.records import (
     CHECKPOINTS_FOLDER,
     History,
     keep_copy,

@@ -33,8 +33,8 @@ from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, identity_o
 from megatron_dppo.loop.rollouts.figures import STALE_ANCHOR, file_figures, with_gap_named
 from megatron_dppo.loop.rollouts.sources import GeneratedRollouts, ReplayedRollouts, RolloutSource
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.history import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, remember_checkpoint
 from megatron_dppo.metrics.progress import PhaseTimer
+from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, remember_checkpoint
 from megatron_dppo.metrics.summary import RunInfo
 from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.layout import Layout

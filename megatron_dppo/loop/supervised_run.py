@@ -17,8 +17,8 @@ from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.logging import fatal
 from megatron_dppo.loop.ending import RunFence, run_fence
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.history import EXPORT_FOLDER
 from megatron_dppo.metrics.progress import progress
+from megatron_dppo.metrics.records import EXPORT_FOLDER
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.shape import forward_flops
 from megatron_dppo.system.errors import RunError

@@ -1,4 +1,7 @@
-"""``report.png``: figures of one run, or a comparison of several, on one page.
+"""``report.png``: figures of one run, or a comparison of several, on one page; and its panels, metrics over steps.
+
+With one run, colours stand for quantities; with several, colours stand for runs and line styles for
+quantities. The colours are those of Okabe and Ito, made for colour-blind readers.
 
 megatron-dppo report runs/demo            # writes runs/demo/report.png
 megatron-dppo report runs/a runs/b --output ab.png   # one line a run
@@ -7,34 +10,445 @@ megatron-dppo report runs/a runs/b --output ab.png   # one line a run
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain, zip_longest
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
 
 from megatron_dppo.logging import fatal
-from megatron_dppo.metrics import panels
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.records import REPORT_FILE, RecordsError, read_records, step_of
+from megatron_dppo.metrics.records import (
+    REPORT_FILE,
+    Record,
+    RecordsError,
+    mean_accuracy,
+    phase_table,
+    read_records,
+    series,
+    step_of,
+)
 from megatron_dppo.metrics.summary import RunInfo
+from megatron_dppo.metrics.table import BY_METRIC, METRICS, Dtype, Metric, Stroke
 from megatron_dppo.system.files import atomic_file
 
-PANELS = (
-    panels.draw_reward,
-    panels.draw_gap,
-    panels.draw_masked,
-    panels.draw_entropy,
-    panels.draw_length,
-    panels.draw_time,
+BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK, GREY = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000", "#999999",
+)  # fmt: skip
+RUN_COLOURS = (BLUE, VERMILION, GREEN, PINK, SKY, ORANGE, BLACK)
+LineStyle = Literal["-", "--", "-."]
+SMALL = 8.5
+"""Font size of legends and remarks, points."""
+FEW_POINTS = 30
+"""Up to this number of steps every step has a dot, and lines are not smoothed."""
+LEGEND_WIDTH = 72
+"""Characters of a legend that fit over a panel in one row; a line's sample counts as six."""
+STEP_AXIS = "step"
+"""Label of the horizontal axis of every panel that shows steps."""
+
+
+BOUND: dict[str, Any] = {"linestyle": "-", "linewidth": 6, "alpha": 0.35, "solid_capstyle": "butt"}
+"""How a bound is drawn."""
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """One run to draw; ``label`` is its name in a comparison."""
+
+    label: str
+    records: list[Record]
+    dtype: Dtype = "float32"
+
+
+STROKES: dict[Stroke, tuple[str, LineStyle]] = {
+    "first": (BLUE, "-"),
+    "second": (VERMILION, "--"),
+    "third": (PINK, "-."),
+    "bound": (GREEN, "-"),
+}
+"""Of a panel's lines: colour, where colours stand for quantities, and style."""
+
+
+def in_panel(panel: str, *, right: bool = False) -> list[Metric]:
+    """The metrics that ``panel`` draws on its left or its right axis."""
+    drawn = [(row, row.line) for row in METRICS.values() if row.line is not None]
+    return [row for row, line in drawn if (line.panel, line.right) == (panel, right)]
+
+
+def centred_mean(values: list[float], reach: int) -> list[float]:
+    """Mean of each value and of up to ``reach`` neighbours on each side."""
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def _plot(
+    axes: Axes, steps: list[int], values: list[float], colour: str, style: LineStyle, alone: bool
+) -> None:
+    """Draw a line with a dot for each step; of many steps the mean of five, without dots, and with one run also the
+    unsmoothed values, thin and pale.
+    """
+    few = len(steps) <= FEW_POINTS
+    if alone and not few:
+        axes.plot(steps, values, "-", color=colour, alpha=0.22, linewidth=1)
+    axes.plot(
+        steps,
+        values if few else centred_mean(values, 2),
+        style,
+        color=colour,
+        linewidth=1.8,
+        marker="o" if few else "",
+        markersize=6 if len(steps) == 1 else 3,
+    )
+
+
+def plot_metrics(
+    axes: Axes, runs: list[RunRecords], metrics: list[Metric], *, log: bool = False
+) -> list[Line2D]:
+    """Draw the metrics' lines of every run; returns legend handles of the recorded ones."""
+    handles = []
+    for metric in metrics:
+        assert metric.line is not None
+        line, drawn = metric.line, False
+        own_colour, style = STROKES[line.stroke]
+        for index, run in enumerate(runs):
+            points = [
+                (step, value * line.scale)
+                for step, value in zip(*series(run.records, metric.name), strict=True)
+            ]
+            if log:
+                points = [(step, value) for step, value in points if value > 0]
+            if not points:
+                continue
+            drawn = True
+            steps, values = map(list, zip(*points, strict=True))
+            colour = RUN_COLOURS[index] if len(runs) > 1 else own_colour
+            if line.stroke == "bound":
+                # Wide, pale and below: what must stay above it may be equal.
+                axes.plot(steps, values, color=colour, zorder=1, **BOUND)
+            else:
+                _plot(axes, steps, values, colour, style, len(runs) == 1)
+        if drawn:
+            handle = _handle(line.legend, runs, own_colour, style)
+            handle.set(**BOUND if line.stroke == "bound" else {})
+            handles.append(handle)
+    return handles
+
+
+def plot_on_the_right(
+    axes: Axes, runs: list[RunRecords], panel: str, limits: tuple[float, float], unit: str
+) -> list[Line2D]:
+    """Draw the panel's metrics on a right axis that covers at least ``limits``; returns legend handles."""
+    metrics = in_panel(panel, right=True)
+    if not is_recorded(runs, *(metric.name for metric in metrics)):
+        return []
+    right = axes.twinx()
+    handles = plot_metrics(right, runs, metrics)
+    right.set_ylim(limits[0], max(limits[1], right.get_ylim()[1]))
+    right.set_ylabel(unit)
+    right.spines[["top"]].set_visible(False)
+    return handles
+
+
+def is_recorded(runs: list[RunRecords], *metrics: str) -> bool:
+    """Whether any run has any of the metrics."""
+    return any(series(run.records, metric)[0] for run in runs for metric in metrics)
+
+
+def _handle(
+    name: str, runs: list[RunRecords], colour: str, style: LineStyle, marker: str = ""
+) -> Line2D:
+    """A legend entry; grey if colours stand for runs."""
+    shade = "#444444" if len(runs) > 1 else colour
+    return Line2D([], [], color=shade, linestyle=style, marker=marker, linewidth=1.8, label=name)
+
+
+def finish(axes: Axes, title: str, unit: str, handles: list, *, handle_length: float = 1.6) -> None:
+    """Set title, labels and grid, and put the legend above the axes."""
+    width = sum(len(handle.get_label()) + 6 for handle in handles)
+    rows = 0 if not handles else 1 if width <= LEGEND_WIDTH else 2
+    axes.set_title(title, loc="left", fontweight="bold", pad=6 + 14 * rows)
+    axes.set_ylabel(unit)
+    axes.set_xlabel(STEP_AXIS)
+    axes.xaxis.set_major_locator(
+        MaxNLocator(integer=True, nbins=8, min_n_ticks=1, steps=[1, 2, 5, 10])
+    )
+    axes.grid(True, color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    if handles:
+        legend = axes.legend(
+            handles=_by_rows(handles, rows), loc="lower left", bbox_to_anchor=(-0.01, 0.985),
+            ncols=ceil(len(handles) / rows),
+            frameon=False, fontsize=SMALL, handlelength=handle_length, columnspacing=0.9,
+            handletextpad=0.5, borderaxespad=0.2,
+        )  # fmt: skip
+        # Else a wide legend would narrow the panel below it.
+        legend.set_in_layout(False)
+
+
+def _by_rows(handles: list, rows: int) -> list:
+    """``handles`` in the order that reads row by row in a legend, which is filled column by column."""
+    columns = ceil(len(handles) / rows)
+    lines = [handles[i : i + columns] for i in range(0, len(handles), columns)]
+    return [handle for handle in chain(*zip_longest(*lines)) if handle is not None]
+
+
+def _remark(axes: Axes, text: str) -> None:
+    """Write a remark into the lower right corner."""
+    axes.text(
+        0.99, 0.03, text, transform=axes.transAxes, ha="right", fontsize=SMALL, color="#666666"
+    )
+
+
+def mark_empty(axes: Axes, handles: list, reason: str = "not recorded") -> None:
+    """Write the reason into the panel if the legend has no entry."""
+    if not handles:
+        axes.text(0.5, 0.5, reason, transform=axes.transAxes, ha="center", color=GREY)
+
+
+def _band(axes: Axes, runs: list[RunRecords], metric: str, scale: float, unit: str) -> list:
+    """Shade the normal range of ``metric``, keeping the axis limits; returns the legend handle."""
+    upper = max(BY_METRIC[metric].upper(run.dtype) for run in runs) * scale
+    name = f"expected: at most {upper:g}{unit}"
+    bottom, top = axes.get_ylim()
+    if bottom >= upper:
+        return []
+    band = axes.axhspan(bottom, min(upper, top), color=GREEN, alpha=0.1, linewidth=0, label=name)
+    axes.set_ylim(bottom, top)
+    return [band]
+
+
+def draw_reward(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the mean training reward and the accuracy on held-out problems."""
+    handles = plot_metrics(axes, runs, in_panel("reward"))
+    is_measured = False
+    for index, run in enumerate(runs):
+        accuracies = [(step_of(r), mean_accuracy(r)) for r in run.records]
+        points = [(step, value) for step, value in accuracies if value is not None]
+        if points:
+            is_measured = True
+            colour = RUN_COLOURS[index] if len(runs) > 1 else VERMILION
+            axes.plot(*zip(*points, strict=True), "--s", color=colour, linewidth=1.6, markersize=5)
+    if is_measured:
+        handles.append(_handle("held-out accuracy (avg@k)", runs, VERMILION, "--", "s"))
+    elif handles:
+        _remark(
+            axes, "no evaluation in this run" if len(runs) == 1 else "no evaluation in these runs"
+        )
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(0.0, bottom), max(1.0, top))
+    mark_empty(axes, handles)
+    finish(axes, "Reward and held-out accuracy", "fraction", handles)
+
+
+def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw mean |pi - mu| at equal weights and over the step, and what is expected of each as a thin line of its
+    colour; right axis: agreement of routing.
+    """
+    handles: list[Line2D] = []
+    bounds: list[tuple[float, str]] = []
+    for metric in in_panel("gap"):
+        assert metric.line is not None
+        upper = max(BY_METRIC[metric.name].upper(run.dtype) for run in runs)
+        for handle in plot_metrics(axes, runs, [metric], log=True):  # none where it is not recorded
+            handle.set_label(f"{metric.line.legend} (at most {upper:g})")
+            handles.append(handle)
+            colour = STROKES[metric.line.stroke][0] if len(runs) == 1 else GREY
+            bounds.append((upper, colour))
+    if handles:
+        axes.set_yscale("log")
+        bottom, top = axes.get_ylim()
+        for upper, colour in bounds:
+            axes.axhline(upper, color=colour, linestyle=":", linewidth=1.2)
+        axes.set_ylim(bottom / 3, max(top * 3, *(2 * upper for upper, _ in bounds)))
+    handles += plot_on_the_right(axes, runs, "gap", (0, 101), "routed alike, % of tokens x layers")
+    mark_empty(axes, handles)
+    unit = "probability, log axis (dotted: bounds)"
+    finish(axes, "Mean |pi - mu| (trainer against engine)", unit, handles)
+
+
+def draw_masked(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the share of tokens that the trust region masks, by sign of the advantage."""
+    handles = plot_metrics(axes, runs, in_panel("masked"))
+    if handles:
+        axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
+        handles += _band(axes, runs, names.MASKED_POSITIVE, 100, "%")
+    flat = [series(run.records, names.ZERO_VARIANCE_GROUPS)[1] for run in runs]
+    without_advantage = all(flat) and {share for shares in flat for share in shares} == {1.0}
+    reason = "no token to mask:\nthe responses of each group earned the same"
+    mark_empty(axes, handles, *([reason] if without_advantage else []))
+    finish(axes, "Masked tokens by sign of advantage", "% of tokens", handles)
+
+
+def draw_entropy(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the policy's mean entropy (it should fall slowly)."""
+    handles = plot_metrics(axes, runs, in_panel("entropy"))
+    if handles:
+        axes.set_ylim(0, max(axes.get_ylim()[1], 0.1))
+        _remark(axes, "expected: a slow fall, no cliff")
+    mark_empty(axes, handles)
+    finish(axes, "Entropy", "nats per token", handles if len(runs) == 1 else [])
+
+
+def draw_length(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the mean response length; right axis: share of truncated responses."""
+    handles = plot_metrics(axes, runs, in_panel("length"))
+    if handles:
+        axes.set_ylim(0, axes.get_ylim()[1])
+    handles += plot_on_the_right(axes, runs, "length", (0, 5), "% truncated")
+    mark_empty(axes, handles)
+    finish(axes, "Response length and truncation", "tokens", handles)
+
+
+def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the model's FLOP/s of a rank: as a share of the GPU's peak where every run's is known, else in TFLOP/s."""
+    is_known = all(is_recorded([run], names.MFU) for run in runs)
+    unit = "% of the GPU's bf16 peak" if is_known else "TFLOP/s"
+    panel = "mfu" if is_known else "tflops"
+    _draw_from_zero(axes, runs, panel, "Model arithmetic in training", unit)
+
+
+def draw_memory(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw the most memory that a rank took; right axis: the ranks' idle share."""
+    idle = ((0, 10), "% of FLOPs")
+    _draw_from_zero(axes, runs, "memory", "Peak memory and idle ranks", "GiB", idle)
+
+
+def _draw_from_zero(
+    axes: Axes,
+    runs: list[RunRecords],
+    panel: str,
+    title: str,
+    unit: str,
+    right: tuple[tuple[float, float], str] | None = None,
+) -> None:
+    """``right``: limits and unit of the right axis."""
+    handles = plot_metrics(axes, runs, in_panel(panel))
+    if handles:
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+    if right is not None:
+        handles += plot_on_the_right(axes, runs, panel, *right)
+    finish(axes, title, unit, handles)
+
+
+draw_update_seconds = partial(
+    _draw_from_zero, panel="update seconds", title="Weight update: time", unit="seconds"
 )
-USE_PANELS = (panels.draw_arithmetic, panels.draw_memory)
+"""Each update's seconds, their part in which the engines stood still, and the fewest that the network allows."""
+draw_update_bytes = partial(
+    _draw_from_zero, panel="update bytes", title="Weight update: bytes", unit="GB"
+)
+"""The bytes that each update moved, their static lower bound, and those of them that left a node."""
+
+REST = "rest"
+PHASE_COLOURS = {
+    "generate": BLUE,
+    "train": ORANGE,
+    "sync": GREEN,
+    "evaluate": PINK,
+    "reward": SKY,
+    "checkpoint": VERMILION,
+    REST: GREY,
+}
+SPARE_COLOURS = ("#7F7FBF", "#A6761D", "#666666", "#B2DF8A", "#CAB2D6")
+MOST_PHASES = 5
+"""Number of phases shown by name; the shorter ones are summed as ``rest``."""
+
+
+def fold_short_phases(tables: list[Mapping[str, list[float]]]) -> list[dict[str, list[float]]]:
+    """Each run's phase -> seconds, reduced to the ``MOST_PHASES`` longest over all runs and ``rest``."""
+    totals: dict[str, float] = {}
+    for table in tables:
+        for phase, seconds in table.items():
+            totals[phase] = totals.get(phase, 0.0) + sum(seconds)
+    ranked = sorted(totals, key=lambda phase: -totals[phase])
+    longest, short = ranked[:MOST_PHASES], ranked[MOST_PHASES:]
+    folded = []
+    for table in tables:
+        length = max((len(seconds) for seconds in table.values()), default=0)
+        nothing = [0.0] * length
+        row = {phase: table.get(phase, nothing) for phase in longest}
+        if short:
+            row[REST] = [sum(table[p][i] for p in short if p in table) for i in range(length)]
+        folded.append(row)
+    return folded
+
+
+def phase_colours(phases: list[str]) -> dict[str, str]:
+    """Phase -> colour: fixed for known phases, spare colours for others."""
+    spare = iter(SPARE_COLOURS)
+    return {p: PHASE_COLOURS[p] if p in PHASE_COLOURS else next(spare) for p in phases}
+
+
+def draw_time(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw seconds by phase, stacked: of each step of one run, or of the mean step of each run.
+
+    Step 0 (the work before training) is left out.
+    """
+    trained = [RunRecords(r.label, [x for x in r.records if step_of(x) > 0], r.dtype) for r in runs]
+    tables = fold_short_phases([phase_table(run.records) for run in trained])
+    colours = phase_colours(list(tables[0]))
+    if len(trained) == 1:
+        _draw_steps(axes, trained[0], tables[0], colours)
+    else:
+        _draw_means(axes, trained, tables, colours)
+    handles = [Patch(color=colour, label=phase) for phase, colour in colours.items()]
+    mark_empty(axes, handles)
+    title = "Time per step" if len(trained) == 1 else "Mean time per step"
+    finish(axes, title, "seconds", handles, handle_length=1.0)
+    if len(trained) > 1:
+        axes.set(xlabel="seconds", ylabel="", yticks=[], ylim=(len(runs) - 0.5, -0.7))
+
+
+def _draw_steps(
+    axes: Axes, run: RunRecords, table: Mapping[str, list[float]], colours: Mapping[str, str]
+) -> None:
+    steps = [step_of(record) for record in run.records]
+    bottom = [0.0] * len(steps)
+    edge = 0.4 if len(steps) <= 60 else 0.0
+    for phase, seconds in table.items():
+        colour = colours[phase]
+        axes.bar(steps, seconds, 1.0, bottom, color=colour, edgecolor="white", linewidth=edge)
+        bottom = [low + value for low, value in zip(bottom, seconds, strict=True)]
+
+
+def _draw_means(
+    axes: Axes,
+    runs: list[RunRecords],
+    tables: list[dict[str, list[float]]],
+    colours: Mapping[str, str],
+) -> None:
+    for row, (run, table) in enumerate(zip(runs, tables, strict=True)):
+        left = 0.0
+        for phase, seconds in table.items():
+            mean = sum(seconds) / max(1, len(seconds))
+            axes.barh(row, mean, 0.45, left, color=colours[phase], edgecolor="white", linewidth=0.4)
+            left += mean
+        axes.text(0, row - 0.28, run.label, fontsize=SMALL, va="bottom")
+
+
+PANELS = (
+    draw_reward,
+    draw_gap,
+    draw_masked,
+    draw_entropy,
+    draw_length,
+    draw_time,
+)
+USE_PANELS = (draw_arithmetic, draw_memory)
 """Of the machine's use: drawn where any run has recorded it."""
 USE_METRICS = (names.TFLOPS, names.PEAK_MEMORY, names.IDLE_SHARE)
-UPDATE_PANELS = (panels.draw_update_seconds, panels.draw_update_bytes)
+UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
 """Of weight updates: drawn where any run has recorded their seconds."""
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -71,9 +485,9 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
         RecordsError: a run has no metrics file or no record.
         ValueError: more runs than colours.
     """
-    if len(directories) > len(panels.RUN_COLOURS):
+    if len(directories) > len(RUN_COLOURS):
         raise ValueError(
-            f"{len(directories)} runs in one picture, expected at most {len(panels.RUN_COLOURS)}: "
+            f"{len(directories)} runs in one picture, expected at most {len(RUN_COLOURS)}: "
             f"so many colours can be told apart"
         )
     infos = [RunInfo.of_run(directory) for directory in directories]
@@ -82,7 +496,7 @@ def write_comparison(directories: Sequence[str | Path], output: str | Path) -> P
         records = read_records(directory)
         if not records:
             raise RecordsError(f"{directory}: no step is recorded yet, so there is nothing to draw")
-        runs.append(panels.RunRecords(label, records, info.dtype if info else "float32"))
+        runs.append(RunRecords(label, records, info.dtype if info else "float32"))
     title = _title(directories, infos)
     with matplotlib.rc_context(STYLE):
         _save(_draw(runs, title), Path(output))
@@ -111,12 +525,12 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
     return " | ".join([*common, f"{len(infos)} runs"])
 
 
-def _draw(runs: list[panels.RunRecords], title: str) -> Figure:
+def _draw(runs: list[RunRecords], title: str) -> Figure:
     """The page: six panels, two more each of the machine's use and of weight updates; of several runs also their
     names below.
     """
-    drawn = PANELS + (USE_PANELS if panels.is_recorded(runs, *USE_METRICS) else ())
-    drawn += UPDATE_PANELS if panels.is_recorded(runs, names.UPDATE_SECONDS) else ()
+    drawn = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
+    drawn += UPDATE_PANELS if is_recorded(runs, names.UPDATE_SECONDS) else ()
     figure = Figure(figsize=(10.5, 11 * len(drawn) / len(PANELS)), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)
     figure.suptitle(title, fontsize=12, fontweight="bold")
@@ -124,14 +538,14 @@ def _draw(runs: list[panels.RunRecords], title: str) -> Figure:
     margin = max(0.8, 0.02 * (max(steps) - min(steps)))
     for axes, draw in zip(figure.subplots(len(drawn) // 2, 2).flat, drawn, strict=True):
         draw(axes, runs)
-        if axes.get_xlabel() == panels.STEP_AXIS:
+        if axes.get_xlabel() == STEP_AXIS:
             axes.set_xlim(min(steps) - margin, max(steps) + margin)
-    if any(len(run.records) > panels.FEW_POINTS for run in runs):
+    if any(len(run.records) > FEW_POINTS for run in runs):
         remark = "bold: mean of 5 steps" + (", thin: each step" if len(runs) == 1 else "")
-        figure.supxlabel(remark, fontsize=panels.SMALL, color="#666666", x=0.99, ha="right")
+        figure.supxlabel(remark, fontsize=SMALL, color="#666666", x=0.99, ha="right")
     if len(runs) > 1:
         handles = [
-            Line2D([], [], color=panels.RUN_COLOURS[i], linewidth=3, label=run.label)
+            Line2D([], [], color=RUN_COLOURS[i], linewidth=3, label=run.label)
             for i, run in enumerate(runs)
         ]
         figure.legend(

@@ -15,6 +15,7 @@ import yaml
 
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import (
+    SUMMARY_FILE,
     Record,
     mean_accuracy,
     phase_table,
@@ -95,9 +96,6 @@ def describe_layout(parallel: Mapping[str, Any]) -> str:
         names.append("SP")
     ranks = "1 rank" if world == 1 else f"{world} ranks"
     return f"{' '.join(names)}, {ranks}" if names else ranks
-
-
-SUMMARY_FILE = "summary.json"
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
-from megatron_dppo.metrics.panels import BLUE, GREEN, ORANGE, PINK, SMALL, VERMILION
-from megatron_dppo.metrics.report import STYLE
+from megatron_dppo.metrics.report import BLUE, GREEN, ORANGE, PINK, SMALL, STYLE, VERMILION
 from megatron_dppo.mismatch.ladder import Measured
 
 COLOURS = {

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron_dppo.model.errors import ModelError
-from megatron_dppo.model.families import family_of
-from megatron_dppo.model.family import Rule, Source
+from megatron_dppo.model.families import Rule, Source, family_of
 from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
 from megatron_dppo.model.mapping import (
     LocalParameter,

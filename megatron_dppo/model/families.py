@@ -1,26 +1,334 @@
-"""The supported model families, and the one reader of a config.json. A new family is a function at the end."""
+"""The supported model families: what one is declared in (its reader of a config.json, the rows of its table), and the
+one reader of a config.json. A new family is a function at the end.
+
+Names in a row are templates: ``{layer}`` is the layer's number (global on the Hugging Face side, local to its pipeline
+chunk on Megatron's) and ``{expert}`` the expert's (global, and local to its expert-parallel rank). Megatron's names are
+those of Megatron-Core 0.16's GPTModel with the Transformer Engine layer spec; SGLang's are those of release 0.5.23,
+unquantised, with the canonical (Triton or native) layout of experts.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron_dppo.model import splits
 from megatron_dppo.model.errors import ModelConfigError, UnsupportedModelError
-from megatron_dppo.model.family import (
-    ATTENTION,
-    DENSE_MLP,
-    QK_NORM,
-    QKV_BIAS,
-    ConfigFacts,
-    Family,
-    ReadShape,
-    expert_mlp,
-    moe_router,
-    read_decoder_shape,
+from megatron_dppo.model.shape import ITEM_BYTES, Llama3RopeScaling, ModelShape
+
+
+class ConfigFacts:
+    """The entries of a config.json, checked as a family asks for them.
+
+    An entry that is missing or wrong becomes a line of ``faults``, with the file and the key, and a
+    stand-in is returned, so that one reading finds everything that is wrong.
+    """
+
+    def __init__(
+        self, values: Mapping[str, Any], where: str, faults: list[str] | None = None
+    ) -> None:
+        self.values = values
+        self.where = where
+        self.faults: list[str] = [] if faults is None else faults
+
+    def positive(self, *keys: str, default: int | None = None) -> int:
+        """The first of ``keys`` that is set, a positive whole number."""
+        value = self._first(keys, default)
+        # JSON's true is an int to Python.
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            return self._wrong(keys, value, "a positive integer", 1)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive real number."""
+        value = self._first((key,), default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            return self._wrong((key,), value, "a positive number", 1.0)
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A truth value."""
+        value = self._first((key,), default)
+        if not isinstance(value, bool):
+            return self._wrong((key,), value, "true or false", default)
+        return value
+
+    def require(self, key: str, expected: Any, default: Any) -> None:
+        """Refuse a model whose ``key`` is not ``expected``: no table describes it."""
+        value = self._first((key,), default)
+        if value != expected:
+            self.fault(f"{key} is {value!r}; only {expected!r} is supported for this family")
+
+    def dtype(self) -> str:
+        """The weights' type."""
+        # transformers writes ``dtype`` since version 5 and ``torch_dtype`` before.
+        value = str(self._first(("dtype", "torch_dtype"), "float32")).removeprefix("torch.")
+        if value not in ITEM_BYTES:
+            return self._wrong(("dtype",), value, f"one of {sorted(ITEM_BYTES)}", "float32")
+        return value
+
+    def rope(self) -> tuple[float, Llama3RopeScaling | None]:
+        """``(theta, scaling)``."""
+        # transformers writes ``rope_parameters``, with theta in it, since version 5, ``rope_scaling`` before.
+        nested = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
+        if not isinstance(nested, Mapping):
+            self.fault(f"rope parameters are {nested!r}, expected a table")
+            nested = {}
+        facts = ConfigFacts({**self.values, **nested}, self.where, self.faults)
+        theta = facts.number("rope_theta", 10000.0)
+        kind = nested.get("rope_type", nested.get("type", "default"))
+        if kind == "default":
+            return theta, None
+        if kind != "llama3":
+            self.fault(f"rope type {kind!r} is not supported, expected 'default' or 'llama3'")
+            return theta, None
+        scaling = Llama3RopeScaling(
+            factor=facts.number("factor"),
+            low_freq_factor=facts.number("low_freq_factor"),
+            high_freq_factor=facts.number("high_freq_factor"),
+            original_max_positions=facts.positive("original_max_position_embeddings"),
+        )
+        return theta, scaling
+
+    def fault(self, text: str) -> None:
+        """Note what is wrong with the file."""
+        self.faults.append(f"{self.where}: {text}")
+
+    def _first(self, keys: tuple[str, ...], default: Any) -> Any:
+        for key in keys:
+            if self.values.get(key) is not None:
+                return self.values[key]
+        return default
+
+    def _wrong(self, keys: tuple[str, ...], value: Any, expected: str, stand_in: Any) -> Any:
+        if value is None:
+            self.fault(f"{' or '.join(keys)} is missing, expected {expected}")
+        else:
+            self.fault(f"{keys[0]} is {value!r}, expected {expected}")
+        return stand_in
+
+
+def read_decoder_shape(
+    facts: ConfigFacts, family: str, *, head_dim_default: int | None = None, **extra: Any
+) -> ModelShape:
+    """What all supported families spell alike; ``extra`` adds or replaces fields of ModelShape."""
+    facts.require("hidden_act", "silu", "silu")
+    facts.require("use_sliding_window", False, False)
+    heads = facts.positive("num_attention_heads")
+    hidden = facts.positive("hidden_size")
+    theta, scaling = facts.rope()
+    fields: dict[str, Any] = {
+        "family": family,
+        "num_layers": facts.positive("num_hidden_layers"),
+        "hidden_size": hidden,
+        "num_attention_heads": heads,
+        "num_query_groups": facts.positive("num_key_value_heads", default=heads),
+        "head_dim": facts.positive("head_dim", default=head_dim_default or max(1, hidden // heads)),
+        "ffn_hidden_size": facts.positive("intermediate_size"),
+        "vocab_size": facts.positive("vocab_size"),
+        "tied_embeddings": facts.flag("tie_word_embeddings", False),
+        "norm_eps": facts.number("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": facts.positive("max_position_embeddings"),
+        "dtype": facts.dtype(),
+    }
+    return ModelShape(**{**fields, **extra})
+
+
+@dataclass(frozen=True)
+class Source:
+    """A Hugging Face tensor: name template and symbolic dimensions (keys of ``ModelShape.sizes``)."""
+
+    name: str
+    dims: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class EngineRow:
+    """An SGLang parameter that fuses the same sources: name template and cut."""
+
+    name: str
+    split: splits.Split
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Megatron parameter <- Hugging Face tensors, cut by ``split``.
+
+    ``engine``: what SGLang makes of the same tensors; None: one parameter of the Hugging Face name, cut
+    as Megatron cuts it, a vocabulary padded SGLang's way.
+    """
+
+    megatron: str
+    split: splits.Split
+    sources: tuple[Source, ...]
+    engine: EngineRow | None = None
+
+    @property
+    def tensor_parallel(self) -> bool:
+        """Whether ranks of a tensor-parallel group hold different parts."""
+        return self.split is not splits.replicated
+
+    @property
+    def in_engine(self) -> EngineRow:
+        """SGLang's parameter of the same sources."""
+        if self.engine is not None:
+            return self.engine
+        is_vocabulary = self.split is splits.vocabulary
+        return EngineRow(
+            self.sources[0].name, splits.engine_vocabulary if is_vocabulary else self.split
+        )
+
+
+MEGATRON_LAYER = "decoder.layers.{layer}."
+HF_LAYER = "model.layers.{layer}."
+
+
+def layer_rule(
+    megatron: str,
+    split: splits.Split,
+    *sources: tuple[str, tuple[str, ...]],
+    engine: tuple[str, splits.Split] | None = None,
+) -> Rule:
+    """A row whose names are given without the layer's prefix; ``engine``: SGLang's name and cut where it fuses."""
+    return Rule(
+        MEGATRON_LAYER + megatron,
+        split,
+        tuple(Source(HF_LAYER + name, dims) for name, dims in sources),
+        None if engine is None else EngineRow(HF_LAYER + engine[0], engine[1]),
+    )
+
+
+def norm(megatron: str, hf: str, dim: str = "hidden") -> Rule:
+    """A norm's weight, whole on every rank."""
+    return layer_rule(megatron, splits.replicated, (hf, (dim,)))
+
+
+def qkv(kind: str, *dims: str) -> Rule:
+    """Weights (``dims``: their input) or biases of the three projections, fused into one on both sides."""
+    return layer_rule(
+        f"self_attention.linear_qkv.{kind}",
+        splits.query_groups,
+        (f"self_attn.q_proj.{kind}", ("query", *dims)),
+        (f"self_attn.k_proj.{kind}", ("kv", *dims)),
+        (f"self_attn.v_proj.{kind}", ("kv", *dims)),
+        engine=(f"self_attn.qkv_proj.{kind}", splits.stacked_heads),
+    )
+
+
+def moe_router(block: str = "mlp") -> tuple[Rule, ...]:
+    """The norm before a layer's experts and their router; ``block``: what the family calls the MoE layer."""
+    return (
+        norm("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+        layer_rule(
+            "mlp.router.weight", splits.replicated, (f"{block}.gate.weight", ("experts", "hidden"))
+        ),
+    )
+
+
+def expert_mlp(
+    block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Rule, ...]:
+    """One expert's gated MLP, under the names that the family gives it on disk; SGLang stacks all experts."""
+    experts = f"{block}.experts."
+    return (
+        layer_rule(
+            "mlp.experts.linear_fc1.weight{expert}",
+            splits.column_parallel,
+            (experts + f"{{expert}}.{gate}.weight", ("expert_ffn", "hidden")),
+            (experts + f"{{expert}}.{up}.weight", ("expert_ffn", "hidden")),
+            engine=(experts + "w13_weight[{expert}]", splits.column_parallel),
+        ),
+        layer_rule(
+            "mlp.experts.linear_fc2.weight{expert}",
+            splits.row_parallel,
+            (experts + f"{{expert}}.{down}.weight", ("hidden", "expert_ffn")),
+            engine=(experts + "w2_weight[{expert}]", splits.row_parallel),
+        ),
+    )
+
+
+QKV_BIAS = qkv("bias")
+QK_NORM = (
+    norm("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", "head"),
+    norm("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", "head"),
 )
-from megatron_dppo.model.shape import ModelShape
+ATTENTION = (
+    norm("self_attention.linear_qkv.layer_norm_weight", "input_layernorm.weight"),
+    qkv("weight", "hidden"),
+    layer_rule(
+        "self_attention.linear_proj.weight",
+        splits.row_parallel,
+        ("self_attn.o_proj.weight", ("hidden", "query")),
+    ),
+)
+DENSE_MLP = (
+    norm("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight"),
+    layer_rule(
+        "mlp.linear_fc1.weight",
+        splits.column_parallel,
+        ("mlp.gate_proj.weight", ("ffn", "hidden")),
+        ("mlp.up_proj.weight", ("ffn", "hidden")),
+        engine=("mlp.gate_up_proj.weight", splits.column_parallel),
+    ),
+    layer_rule(
+        "mlp.linear_fc2.weight", splits.row_parallel, ("mlp.down_proj.weight", ("hidden", "ffn"))
+    ),
+)
+EMBEDDING = Rule(
+    "embedding.word_embeddings.weight",
+    splits.vocabulary,
+    (Source("model.embed_tokens.weight", ("vocab", "hidden")),),
+)
+FINAL_NORM = Rule(
+    "decoder.final_layernorm.weight",
+    splits.replicated,
+    (Source("model.norm.weight", ("hidden",)),),
+)
+OUTPUT = Rule(
+    "output_layer.weight", splits.vocabulary, (Source("lm_head.weight", ("vocab", "hidden")),)
+)
+
+
+ReadShape = Callable[[ConfigFacts], ModelShape]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: how to read its config.json, and its table in model order.
+
+    ``model_type`` and ``architecture``: what config.json calls it, and its class in transformers and
+    SGLang. ``read``: ModelShape from the file's entries; what the table does not describe it notes as a
+    fault. ``layer``: rows once a layer, before the experts. ``expert``: rows once an expert of a layer.
+    ``megatron``: fields of Megatron's TransformerConfig that follow neither from the shape nor from the
+    table. ``engine_keeps_output``: SGLang's model keeps an output matrix of its own, whatever
+    ``tie_word_embeddings`` says.
+    """
+
+    model_type: str
+    architecture: str
+    read: ReadShape
+    layer: tuple[Rule, ...]
+    expert: tuple[Rule, ...] = ()
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    engine_keeps_output: bool = False
+    embedding: Rule = EMBEDDING
+    final_norm: Rule = FINAL_NORM
+    output: Rule = OUTPUT
+
+    def has_layer_parameter(self, name: str) -> bool:
+        """Whether a layer has Megatron's parameter ``name``, as ``self_attention.linear_qkv.bias``."""
+        return any(rule.megatron == MEGATRON_LAYER + name for rule in self.layer)
+
+    @property
+    def vocabulary_tensors(self) -> tuple[str, str]:
+        """Hugging Face names of the embedding and of the output layer."""
+        return self.embedding.sources[0].name, self.output.sources[0].name
+
 
 FAMILIES: dict[str, Family] = {}
 """By their config.json's ``model_type``."""

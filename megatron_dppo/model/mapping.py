@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from megatron_dppo.model.families import family_of
-from megatron_dppo.model.family import Family, Rule, Source
+from megatron_dppo.model.families import Family, Rule, Source, family_of
 from megatron_dppo.model.layout import (
     EngineLayout,
     Layout,

@@ -19,8 +19,7 @@ from megatron_dppo.data.columns import (
     Rows,
 )
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
-from megatron_dppo.model.families import family_of
-from megatron_dppo.model.family import Rule
+from megatron_dppo.model.families import Rule, family_of
 from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import (
     EngineLayout,
@@ -47,8 +46,16 @@ from megatron_dppo.planner.devices import (
     power_of_two,
     usable_bytes,
 )
-from megatron_dppo.planner.facts import EngineFacts, RolloutFacts, RunFacts, TrainerFacts
-from megatron_dppo.planner.parameters import Counts, RankParameters, elements, rank_parameters
+from megatron_dppo.planner.facts import (
+    Counts,
+    EngineFacts,
+    RankParameters,
+    RolloutFacts,
+    RunFacts,
+    TrainerFacts,
+    elements,
+    rank_parameters,
+)
 
 # GPU memory of NCCL's communicators, of a trainer rank and of an engine rank.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_dppo.planner.activations import bubble
 from megatron_dppo.planner.colocation import switch_seconds
 from megatron_dppo.planner.devices import LINK_EFFICIENCY, Cluster, Device
-from megatron_dppo.planner.facts import RolloutFacts, RunFacts, TrainerFacts
+from megatron_dppo.planner.facts import RolloutFacts, RunFacts, TrainerFacts, rank_parameters
 from megatron_dppo.planner.flops import forward_flops, linear_flops, training_flops
 from megatron_dppo.planner.generation import (
     DECODE_OVERHEAD,
@@ -17,7 +17,6 @@ from megatron_dppo.planner.generation import (
     evaluation_seconds,
     generation_seconds,
 )
-from megatron_dppo.planner.parameters import rank_parameters
 from megatron_dppo.planner.schedule import Schedule
 from megatron_dppo.planner.traffic import Traffic
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.logging import aligned
-from megatron_dppo.preflight import between_nodes, gpus, machine, software
+from megatron_dppo.preflight import between_nodes, gpus, machine
 from megatron_dppo.preflight.evidence import (
     EVERYWHERE,
     Check,
@@ -36,7 +36,7 @@ CHECKS: Mapping[str, Check] = {
     "disk": Check(machine.collect_disk, machine.judge_disk),
     "open_files": Check(machine.collect_open_files, machine.judge_open_files),
     "ports": Check(machine.collect_ports, machine.judge_ports),
-    "pythons": Check(software.collect_pythons, software.judge_pythons),
+    "pythons": Check(machine.collect_pythons, machine.judge_pythons),
     "toolkit": Check(gpus.collect_toolkit, gpus.judge_toolkit),
     "shared_folder": Check(between_nodes.collect_shared_folder, between_nodes.judge_shared_folder),
     "network": Check(between_nodes.collect_network, between_nodes.judge_network),

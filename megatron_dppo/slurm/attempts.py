@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_dppo.launch.supervisor import Outcome
-from megatron_dppo.metrics.history import read_history
+from megatron_dppo.metrics.records import read_history
 from megatron_dppo.system.files import write_atomically
 
 JOB_FILE = "job"

@@ -18,13 +18,13 @@ from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.launch.run_directory import is_finished
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import (
+    SUMMARY_FILE,
     Record,
     RecordsError,
     mean_accuracy,
     read_records,
     step_of,
 )
-from megatron_dppo.metrics.summary import SUMMARY_FILE
 from megatron_dppo.slurm.attempts import JOB_FILE, RUNNING, VANISHED, Attempt, AttemptBook, one_line
 from megatron_dppo.slurm.commands import SlurmError, slurm
 from megatron_dppo.system.lease import LEASE_FILE, Holder, LeaseError, LeaseFiles

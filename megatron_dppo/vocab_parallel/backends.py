@@ -1,4 +1,9 @@
-"""The row kernels compiled: in C++ for this machine's CPU, in Triton for GPUs; and which backend runs."""
+"""The two row kernels of the statistics: what every backend implements, in plain torch, in C++ for this machine's CPU,
+in Triton for GPUs; and which backend runs.
+
+Legend: T = tokens, C = columns of the local shard, R = real columns of it (those below the true
+vocabulary's end).
+"""
 
 from __future__ import annotations
 
@@ -6,20 +11,167 @@ import ctypes
 import functools
 import importlib.util
 import logging
+import math
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_dppo.system.compute import KernelBuildError, build_library
-from megatron_dppo.vocab_parallel.row_kernels import (
-    Backend,
-    EagerBackend,
-    RowGradient,
-    Rows,
-    gather_owned,
-)
+
+
+@dataclass(frozen=True)
+class RowGradient:
+    """What the backward pass knows of each row.
+
+    ``lse`` float64 [T]: log-sum-exp over the whole vocabulary at the temperature. ``targets`` int64
+    [T]: the sampled token's column in this shard, -1 where another rank owns it. ``log_prob`` [T]:
+    dL/d log pi(a). ``entropy`` and ``entropy_value`` [T]: dL/dH and H, or None.
+    """
+
+    lse: Tensor
+    targets: Tensor
+    log_prob: Tensor
+    entropy: Tensor | None
+    entropy_value: Tensor | None
+
+
+Rows = tuple[Tensor, Tensor | None, Tensor]
+"""float64 [T]: lse = log sum exp(scale z) over this shard's columns but each row's first asked one;
+float64 [T] or None: sum p log p with p normalised over the same columns; float32 (float64 for
+float64 logits) [T, N]: z at the asked columns, 0 at -1.
+"""
+
+
+class Backend(Protocol):
+    """Row kernels over one shard ``logits`` [T, C] of which the first ``real`` columns count."""
+
+    def unavailable(self, logits: Tensor) -> str | None:
+        """Why this backend cannot take ``logits``; None where it can."""
+
+    def forward(
+        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+    ) -> Rows:
+        """``Rows`` of this shard; ``columns`` int64 [T, N], -1 where another rank owns the id.
+
+        The first of them, the sampled token's, is left out of the sums: what is not the token is
+        then known to its own relative precision, however near 1 the token's probability is.
+        """
+
+    def backward(
+        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
+    ) -> None:
+        """Write dL/dz into ``out`` [T, C], which may be ``logits``. Rows without a gradient are
+        written, not read.
+
+        dL/dz_j = scale [ g (1[j = a] - p_j) - h p_j (log p_j + H) ], g = dL/d log pi(a), h = dL/dH;
+        0 in padding.
+        """
+
+
+BLOCK_BYTES = 4 << 20
+"""Temporary memory of one block of rows; small enough to stay in a CPU's cache."""
+
+
+class EagerBackend:
+    """In plain torch, a block of rows at a time: runs everywhere, and is what the others are read against."""
+
+    def unavailable(self, logits: Tensor) -> str | None:
+        """Always available."""
+        return None
+
+    def forward(
+        self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
+    ) -> Rows:
+        """See ``Backend``."""
+        lse = logits.new_empty(len(logits), dtype=torch.float64)
+        plogp = torch.empty_like(lse) if with_entropy else None
+        left_out = columns[:, :1]
+        for rows in _blocks(logits):
+            z = logits[rows, :real].to(_compute_dtype(logits), copy=True)
+            if real and left_out.shape[1]:
+                index = left_out[rows]
+                # -1 writes over column 0 what stands there: a row's scatter takes one index.
+                value = torch.where(index < 0, z[:, :1], -math.inf)
+                z.scatter_(1, index.clamp(min=0), value)
+            top = z.amax(-1) if real else z.new_full((len(z),), -math.inf)
+            top = torch.where(top == -math.inf, 0.0, top)
+            z.sub_(top[:, None]).mul_(scale)
+            weights = z.exp()
+            total = weights.sum(-1, dtype=torch.float64)
+            lse[rows] = total.log() + top.double() * scale
+            if plogp is not None:
+                # z = -inf meets a weight of 0: their product is 0, not NaN.
+                weighted = weights.mul_(z.clamp_(min=-1e4)).sum(-1, dtype=torch.float64)
+                plogp[rows] = torch.where(total > 0, weighted / total - total.log(), 0.0)
+        return lse, plogp, gather_owned(logits, columns)
+
+    def backward(
+        self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
+    ) -> None:
+        """See ``Backend``."""
+        used = gradient.log_prob != 0
+        if gradient.entropy is not None:
+            used = used | (gradient.entropy != 0)
+        out[:, real:] = 0
+        # A shard of padding alone owns no target.
+        if not real:
+            return
+        for rows in _blocks(logits):
+            on_cpu = logits.device.type == "cpu"
+            if on_cpu and not used[rows].any():
+                out[rows, :real] = 0
+                continue
+            result = self._rows(logits[rows, :real], scale, gradient, rows)
+            out[rows, :real] = torch.where(used[rows, None], result, 0.0).to(out.dtype)
+
+    def _rows(self, logits: Tensor, scale: float, gradient: RowGradient, rows: slice) -> Tensor:
+        dtype = _compute_dtype(logits)
+        # The shift in units of the logits, and what its rounding took away: exact where lse is
+        # large.
+        shift = (gradient.lse[rows] / scale).to(dtype)
+        rest = (shift.double() * scale - gradient.lse[rows]).to(dtype)
+        log_p = logits.to(dtype, copy=True).sub_(shift[:, None]).mul_(scale).add_(rest[:, None])
+        p = log_p.exp()
+        g = gradient.log_prob[rows].to(dtype)
+        factor = -g[:, None]
+        if gradient.entropy is not None:
+            assert gradient.entropy_value is not None
+            h, value = gradient.entropy[rows].to(dtype), gradient.entropy_value[rows].to(dtype)
+            # log p = -inf meets p = 0: their product is 0, not NaN.
+            log_p = torch.where(p > 0, log_p, 0.0)
+            factor = factor - h[:, None] * (log_p + value[:, None])
+        result = p.mul_(factor)
+        targets = gradient.targets[rows]
+        owned = targets >= 0
+        result.scatter_add_(1, targets.clamp(min=0)[:, None], torch.where(owned, g, 0.0)[:, None])
+        return result.mul_(scale)
+
+
+def gather_owned(logits: Tensor, columns: Tensor) -> Tensor:
+    """``logits`` [T, C] at ``columns`` int64 [T, N], 0 where the column is -1."""
+    values = logits.gather(1, columns.clamp(min=0)).to(_compute_dtype(logits))
+    return values.masked_fill_(columns < 0, 0.0)
+
+
+def _compute_dtype(logits: Tensor) -> torch.dtype:
+    return torch.float64 if logits.dtype == torch.float64 else torch.float32
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    rows, columns = logits.shape
+    step = (
+        max(1, BLOCK_BYTES // (4 * max(columns, 1)))
+        if logits.device.type == "cpu"
+        else max(1, rows // 16)
+    )
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
 
 log = logging.getLogger(__name__)
 SOURCE = Path(__file__).parent / "row_stats.cpp"
@@ -33,7 +185,7 @@ def load_kernels() -> ctypes.CDLL:
 
 
 class CppBackend:
-    """See ``row_kernels.Backend``."""
+    """See ``Backend``."""
 
     def unavailable(self, logits: Tensor) -> str | None:
         """Other devices and dtypes, or a machine on which the kernels cannot be built (which is
@@ -48,7 +200,7 @@ class CppBackend:
     def forward(
         self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
     ) -> Rows:
-        """See ``row_kernels.Backend``."""
+        """See ``Backend``."""
         lse = torch.empty(len(logits), dtype=torch.float64)
         plogp = torch.empty_like(lse) if with_entropy else None
         columns = columns.contiguous()
@@ -70,7 +222,7 @@ class CppBackend:
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
     ) -> None:
-        """See ``row_kernels.Backend``."""
+        """See ``Backend``."""
         # Named, so that a converted copy lives until the kernel has read it.
         targets = gradient.targets.contiguous()
         log_prob = gradient.log_prob.float().contiguous()
@@ -131,7 +283,7 @@ TRITON_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class TritonBackend:
-    """See ``row_kernels.Backend``."""
+    """See ``Backend``."""
 
     def unavailable(self, logits: Tensor) -> str | None:
         """No Triton, float64 logits, or a CPU without the interpreter."""
@@ -147,7 +299,7 @@ class TritonBackend:
     def forward(
         self, logits: Tensor, real: int, scale: float, columns: Tensor, with_entropy: bool
     ) -> Rows:
-        """See ``row_kernels.Backend``."""
+        """See ``Backend``."""
         from megatron_dppo.vocab_parallel.row_stats_triton import forward_kernel
 
         rows = len(logits)
@@ -179,7 +331,7 @@ class TritonBackend:
     def backward(
         self, logits: Tensor, real: int, scale: float, gradient: RowGradient, out: Tensor
     ) -> None:
-        """See ``row_kernels.Backend``."""
+        """See ``Backend``."""
         from megatron_dppo.vocab_parallel.row_stats_triton import backward_kernel
 
         rows, columns = logits.shape

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_dppo.vocab_parallel.backends import BLOCK_BYTES
 from megatron_dppo.vocab_parallel.policy_stats import (
     PolicyStats,
     StatsQuery,
@@ -27,7 +28,6 @@ from megatron_dppo.vocab_parallel.policy_stats import (
     described,
     row_gradient,
 )
-from megatron_dppo.vocab_parallel.row_kernels import BLOCK_BYTES
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.vocab_parallel import policy_stats
-from megatron_dppo.vocab_parallel.exact import exact_divergence
-from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats
+from megatron_dppo.vocab_parallel.policy_stats import dense_policy_stats, exact_divergence
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.distributed

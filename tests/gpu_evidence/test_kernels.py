@@ -24,8 +24,7 @@ def launch_own(architecture: int) -> list[dict[str, Any]]:
     """The project's own launches, with and without the entropy, in both types of logits."""
     from megatron_dppo.engine.kernels.tile_sums_triton import start
     from megatron_dppo.engine.tiled_hash import run_of
-    from megatron_dppo.vocab_parallel.backends import BACKENDS
-    from megatron_dppo.vocab_parallel.row_kernels import RowGradient
+    from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient
     from tests.gpu_evidence.launches import compiled_for
 
     backend, zeros = BACKENDS["triton"], torch.zeros(2)

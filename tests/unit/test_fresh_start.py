@@ -16,7 +16,7 @@ from megatron_dppo.loop.resuming import (
     refuse_damage,
     refuse_fresh_start,
 )
-from megatron_dppo.metrics.history import (
+from megatron_dppo.metrics.records import (
     History,
     keep_copy,
     read_history,

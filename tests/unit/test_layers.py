@@ -111,7 +111,7 @@ def test_the_model_needs_no_torch():
         "engine.client",
         "planner.search",
         "plan",
-        "metrics.history",
+        "metrics.records",
         "algorithms.table",
         "preflight.__main__",
         "slurm.supervise",

@@ -131,7 +131,7 @@ def test_an_uncaught_exception_is_in_the_rank_s_log_and_on_standard_error(tmp_pa
 def test_no_torch_where_a_terminal_is_all_that_is_needed():
     names = (
         "logging",
-        "metrics.step_table",
+        "metrics.progress",
         "metrics.progress",
         "metrics.report",
     )

@@ -11,10 +11,13 @@ from matplotlib.image import imread
 from matplotlib.lines import Line2D
 
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.panels import (
+from megatron_dppo.metrics.records import RecordsError, encode_record
+from megatron_dppo.metrics.report import (
     MOST_PHASES,
     REST,
+    STYLE,
     RunRecords,
+    _draw,
     centred_mean,
     draw_arithmetic,
     draw_gap,
@@ -22,9 +25,10 @@ from megatron_dppo.metrics.panels import (
     draw_update_bytes,
     draw_update_seconds,
     fold_short_phases,
+    main,
+    write_comparison,
+    write_report,
 )
-from megatron_dppo.metrics.records import RecordsError, encode_record
-from megatron_dppo.metrics.report import STYLE, _draw, main, write_comparison, write_report
 from megatron_dppo.metrics.summary import (
     RunInfo,
     describe_layout,

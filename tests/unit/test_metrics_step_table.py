@@ -8,8 +8,13 @@ import pytest
 from rich.console import Console
 
 from megatron_dppo.metrics import table as names
-from megatron_dppo.metrics.progress import progress
-from megatron_dppo.metrics.step_table import COLUMNS, HEADER_EVERY, NormalityCheck, StepTable
+from megatron_dppo.metrics.progress import (
+    COLUMNS,
+    HEADER_EVERY,
+    NormalityCheck,
+    StepTable,
+    progress,
+)
 from megatron_dppo.metrics.table import BY_METRIC
 
 VALUES = {

@@ -32,7 +32,13 @@ from megatron_dppo.planner.activations import (
     statistics_bytes,
 )
 from megatron_dppo.planner.devices import DEVICES, Cluster
-from megatron_dppo.planner.facts import EvaluationFacts, RunFacts, facts_of, senders
+from megatron_dppo.planner.facts import (
+    EvaluationFacts,
+    RunFacts,
+    facts_of,
+    rank_parameters,
+    senders,
+)
 from megatron_dppo.planner.flops import attention_flops, linear_flops, training_flops
 from megatron_dppo.planner.generation import (
     decode_seconds,
@@ -54,7 +60,6 @@ from megatron_dppo.planner.memory import (
     trainer_communicator_bytes,
     weight_bytes,
 )
-from megatron_dppo.planner.parameters import rank_parameters
 from megatron_dppo.planner.report import bars, print_plan
 from megatron_dppo.planner.run_plan import device_here, memory_here, plan_run
 from megatron_dppo.planner.schedule import ON_POLICY, STALE

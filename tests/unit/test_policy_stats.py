@@ -8,15 +8,14 @@ import torch
 
 from megatron_dppo.algorithms.divergence import exact_kl, exact_tv
 from megatron_dppo.system import compute
-from megatron_dppo.vocab_parallel import backends, policy_stats, row_kernels, wire
-from megatron_dppo.vocab_parallel.backends import BACKENDS, choose
-from megatron_dppo.vocab_parallel.exact import exact_divergence
+from megatron_dppo.vocab_parallel import backends, policy_stats, wire
+from megatron_dppo.vocab_parallel.backends import BACKENDS, RowGradient, choose
 from megatron_dppo.vocab_parallel.policy_stats import (
     OverwrittenLogitsError,
     StatsQuery,
     dense_policy_stats,
+    exact_divergence,
 )
-from megatron_dppo.vocab_parallel.row_kernels import RowGradient
 from megatron_dppo.vocab_parallel.wire import VocabShard
 
 T, COLUMNS, V, K = 29, 5003, 4999, 6
@@ -245,10 +244,10 @@ def test_a_vocabulary_of_one_token_is_certain_of_it():
 
 def test_eager_blocks_hold_at_most_their_bytes_on_a_cpu_and_a_sixteenth_elsewhere(monkeypatch):
     def steps(rows, columns, device="cpu"):
-        blocks = row_kernels._blocks(torch.empty(rows, columns, device=device))
+        blocks = backends._blocks(torch.empty(rows, columns, device=device))
         return [(block.start, block.stop) for block in blocks]
 
-    monkeypatch.setattr(row_kernels, "BLOCK_BYTES", 36)  # three rows of three float32
+    monkeypatch.setattr(backends, "BLOCK_BYTES", 36)  # three rows of three float32
     assert steps(7, 3) == [(0, 3), (3, 6), (6, 7)]
     assert steps(2, 10) == [(0, 1), (1, 2)]
     assert steps(18, 0) == [(0, 9), (9, 18)]

@@ -23,8 +23,7 @@ from megatron_dppo.preflight.evidence import (
     write_evidence,
 )
 from megatron_dppo.preflight.gpus import judge_gpus, parse
-from megatron_dppo.preflight.machine import judge_host
-from megatron_dppo.preflight.software import judge_pythons
+from megatron_dppo.preflight.machine import judge_host, judge_pythons
 
 GIB = 2**30
 NEEDS = Needs(

@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.policy_loss import LossSums, build_algorithm, policy_loss
-from megatron_dppo.algorithms.reference import (
+from megatron_dppo.algorithms.policy_loss import (
     ESTIMATORS,
+    LossSums,
+    build_algorithm,
     k3,
+    policy_loss,
     reference_penalty,
 )
 from megatron_dppo.config.schema import AlgorithmConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.launch.supervisor import Outcome
-from megatron_dppo.metrics.history import remember_checkpoint
+from megatron_dppo.metrics.records import remember_checkpoint
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook, decide, fruitless
 from megatron_dppo.slurm.commands import fields
 

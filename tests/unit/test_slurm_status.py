@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_dppo.launch.placement import LaunchError
-from megatron_dppo.metrics.history import remember_checkpoint
-from megatron_dppo.metrics.records import RECORDS_FILE, encode_record
+from megatron_dppo.metrics.records import RECORDS_FILE, encode_record, remember_checkpoint
 from megatron_dppo.slurm.__main__ import main
 from megatron_dppo.slurm.attempts import Attempt, AttemptBook
 from megatron_dppo.slurm.status import (

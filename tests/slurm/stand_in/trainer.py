@@ -18,9 +18,14 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.fleet.endpoint import ENDPOINT_VARIABLE, RecordClient
 from megatron_dppo.fleet.record import Keys
 from megatron_dppo.launch.srun import adopt_slurm_rank
-from megatron_dppo.metrics.history import read_history, remember_checkpoint
-from megatron_dppo.metrics.records import RECORDS_FILE, decode_records, encode_record
-from megatron_dppo.metrics.summary import SUMMARY_FILE
+from megatron_dppo.metrics.records import (
+    RECORDS_FILE,
+    SUMMARY_FILE,
+    decode_records,
+    encode_record,
+    read_history,
+    remember_checkpoint,
+)
 from megatron_dppo.system.files import write_atomically
 from megatron_dppo.system.lease import NONCE_VARIABLE, Fence
 from megatron_dppo.system.processes import STOP_FILE_VARIABLE, StopFile
