@@ -35,7 +35,7 @@ from megatron_dppo.launch.library_checks import CHECK, check_everything, check_i
 from megatron_dppo.launch.placement import PlacementError
 from megatron_dppo.launch.srun import adopt_slurm_rank
 from megatron_dppo.logging import INTERRUPTED, REFUSED, FatalError, configure_logging, fatal
-from megatron_dppo.rewards.checked_answers import checked_answers_file
+from megatron_dppo.rewards.answers import checked_answers_file
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.system.processes import end_now
 

@@ -82,7 +82,7 @@ STEP = {
     "fleet": Box(3.2, 3.0, "SGLang fleet", "draws responses, says mu", "fleet/, engine/", ENGINE),
     "trajectories": Box(5.6, 3.0, "trajectories", "tokens, mask, columns", "data/", LOOP),
     "rewards": Box(8.0, 3.0, "rewards, advantages", "score - group mean", "rewards/, algorithms/", LOOP),
-    "exchange": Box(10.4, 3.0, "exchange, packing", "who trains on what", "loop/rollouts/, data/", LOOP),
+    "exchange": Box(10.4, 3.0, "exchange, packing", "who trains on what", "loop/exchange.py, data/", LOOP),
     "forward": Box(10.4, 1.0, "Megatron-Core", "logits, TP x PP x EP x DP", "trainer/", TRAINER),
     "statistics": Box(8.0, 1.0, "policy statistics", "log pi, one all-reduce", "vocab_parallel/", TRAINER),
     "loss": Box(5.6, 1.0, "divergence, mask, loss", "D(mu, pi) > delta blocks", "algorithms/", TRAINER),

@@ -1,4 +1,4 @@
-"""What an algorithm may look at, token by token.
+"""What an algorithm may look at, token by token; and a response's advantage, of its reward against its group.
 
 Legend: T = tokens, K = ids of TopK(mu); the last axis of the Top-K tensors is K + 1, the sampled
 token last.
@@ -6,7 +6,7 @@ token last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,3 +125,31 @@ def sequence_totals(inputs: TokenInputs, values: Tensor) -> Tensor:
 def trained_tokens(inputs: TokenInputs) -> Tensor:
     """Tokens in ``loss_mask`` of the token's response, at least 1; float64."""
     return sequence_totals(inputs, torch.ones_like(inputs.log_probs)).clamp(min=1)
+
+
+def group_relative(rewards: Sequence[float] | Tensor, group_size: int) -> Tensor:
+    """A_i = R_i - mean of the rewards of its group; no division by the standard deviation (arXiv
+    2602.04879, section 2).
+
+    ``rewards`` ``[N]``: the responses of a prompt stand together, ``group_size`` of them; the mean
+    includes the response itself. Returns float32 ``[N]``. A group whose rewards are all equal gets
+    exactly 0.
+
+    Raises ValueError where N is not a multiple of ``group_size``, or a reward is not finite.
+    """
+    values = torch.as_tensor(rewards, dtype=torch.float64)
+    if isinstance(group_size, bool) or group_size < 1:
+        raise ValueError(f"group_size is {group_size!r}, expected a whole number of at least 1")
+    if values.ndim != 1 or values.numel() % group_size:
+        raise ValueError(
+            f"rewards have shape {tuple(values.shape)}, expected [N] with N a multiple of "
+            f"group_size {group_size}"
+        )
+    if not values.isfinite().all():
+        bad = values.isfinite().logical_not().nonzero().flatten().tolist()
+        raise ValueError(f"rewards at positions {bad[:8]} are not finite")
+    groups = values.view(-1, group_size)
+    centred = groups - groups.mean(1, keepdim=True)
+    constant = (groups == groups[:, :1]).all(1, keepdim=True)
+    # The mean's rounding would give a gradient to a group that has none.
+    return torch.where(constant, 0.0, centred).flatten().float()

@@ -7,7 +7,7 @@ docs/algorithms.md, "Reference policy").
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from megatron_dppo.algorithms import divergence, rules
-from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs, rollout
+from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs, rollout, trained_tokens
 from megatron_dppo.algorithms.rules import LARGEST_LOG_RATIO, PENALTIES, Mask, Penalty, Weight
 from megatron_dppo.algorithms.table import (
     OPTIONS,
+    AggregationName,
     AlgorithmFacts,
     EstimatorName,
     Settings,
@@ -375,3 +376,38 @@ def _weight(inputs: TokenInputs, cap: float) -> Tensor:
     largest = min(LARGEST_LOG_RATIO, math.log(cap))
     log_ratio = inputs.log_probs.double() - inputs.rollout_log_probs.double()
     return log_ratio.clamp(max=largest).exp()
+
+
+# What the tokens' summed loss is divided by: one global denominator.
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """``denominator(lengths, constant)``: divides the sum over all tokens; ``lengths`` of the
+    responses that train on any rank, in tokens. ``token_scale``: float64 factor of each token's
+    loss before the sum; None: 1.
+
+    Both are global counts or facts of one response, which always lies whole in a micro-batch: so
+    the gradient does not depend on packing or on the layout.
+    """
+
+    denominator: Callable[[Sequence[int], float], float]
+    token_scale: Callable[[TokenInputs], Tensor] | None = None
+
+
+@torch.no_grad()
+def one_over_length(inputs: TokenInputs) -> Tensor:
+    """1 / (trained tokens of the token's response), float64."""
+    return 1.0 / trained_tokens(inputs)
+
+
+AGGREGATIONS: dict[AggregationName, Aggregation] = {
+    "token-mean": Aggregation(lambda lengths, _: float(sum(lengths))),
+    "sequence-mean-with-constant": Aggregation(lambda lengths, constant: len(lengths) * constant),
+    "sequence-mean-token-sum": Aggregation(lambda lengths, _: float(len(lengths))),
+    "sequence-mean-token-mean": Aggregation(
+        lambda lengths, _: float(len(lengths)), one_over_length
+    ),
+}
+"""``algorithm.aggregation`` -> what it does. ``sequence-mean-with-constant`` is Dr. GRPO's form,
+``sequence-mean-token-mean`` GRPO's and GSPO's (arXiv 2507.18071, Eq. 5)."""

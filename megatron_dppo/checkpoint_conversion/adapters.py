@@ -16,7 +16,6 @@ from megatron_dppo.checkpoint_conversion.hf_folder import (
     ShardedWriter,
     StagedFolder,
 )
-from megatron_dppo.checkpoint_conversion.loading import combined_digest, tensor_digests
 from megatron_dppo.checkpoint_conversion.streaming import Progress
 from megatron_dppo.checkpoint_conversion.tensor_store import (
     SafetensorsFile,
@@ -24,7 +23,11 @@ from megatron_dppo.checkpoint_conversion.tensor_store import (
     TensorSpec,
     row_blocks,
 )
-from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistFolder
+from megatron_dppo.checkpoint_conversion.torch_dist import (
+    TorchDistFolder,
+    combined_digest,
+    tensor_digests,
+)
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import (
     ANY_EXPERT,

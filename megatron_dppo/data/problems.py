@@ -18,8 +18,7 @@ from megatron_dppo.data.records import DataError, is_columnar, keys, read_record
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards import find_reward
-from megatron_dppo.rewards.checked_answers import BadAnswers
-from megatron_dppo.rewards.gold import gold_answer, holds_answer
+from megatron_dppo.rewards.answers import BadAnswers, gold_answer, holds_answer
 from megatron_dppo.rewards.verifier import Score, Verifier
 
 # Characters that are given to a tokenizer at one time: it takes 400 bytes and more for each of a call's.

@@ -16,7 +16,7 @@ from typing import Any
 
 from megatron_dppo.data.records import DataError, columns_of, shorten, stream_records, value_at
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards.gold import gold_answer, holds_answer
+from megatron_dppo.rewards.answers import gold_answer, holds_answer
 from megatron_dppo.system.files import write_atomically
 
 

@@ -117,8 +117,12 @@ def as_trained(
     """
     from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.data.problems import load_tokenizer
-    from megatron_dppo.explain.explanation import TokenTexts
-    from megatron_dppo.explain.seen import SeenStep, check_agreement, explain_seen
+    from megatron_dppo.explain.explanation import (
+        SeenStep,
+        TokenTexts,
+        check_agreement,
+        explain_seen,
+    )
 
     if options.rollout_policy is not None:
         raise ValueError(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def tiny_model(folder: Path) -> Path:
     """The demo's model with random weights, written into ``folder``: Qwen3-MoE, 2 layers, 8 experts, fp32."""
-    from megatron_dppo.demo.make_model import make_model
+    from megatron_dppo.demo.material import make_model
 
     make_model(folder, seed=1)
     return folder

@@ -53,7 +53,7 @@ from megatron_dppo.trainer.collectives import (
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
-from megatron_dppo.weight_sync.distributed import check_reach
+from megatron_dppo.weight_sync.strategies import check_reach
 from megatron_dppo.weight_sync.transaction import UpdateReport, WeightUpdateError, WeightUpdater
 
 log = logging.getLogger(__name__)

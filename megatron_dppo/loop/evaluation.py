@@ -9,8 +9,8 @@ from megatron_dppo.config.schema import AlgorithmConfig, EvaluationConfig
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
+from megatron_dppo.loop.exchange import own_positions
 from megatron_dppo.loop.recorder import SampleMaker, chosen
-from megatron_dppo.loop.rollouts.exchange import own_positions
 from megatron_dppo.loop.scoring import ScoredGeneration
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.samples import Sample

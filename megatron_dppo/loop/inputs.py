@@ -35,7 +35,7 @@ from megatron_dppo.data.sampling import (
 )
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
-from megatron_dppo.rewards.checked_answers import BadAnswers, handed_over
+from megatron_dppo.rewards.answers import BadAnswers, handed_over
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.collectives import all_gather_json, on_every_rank, on_rank_0
 

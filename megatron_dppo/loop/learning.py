@@ -14,8 +14,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from megatron_dppo.algorithms.inputs import TokenInputs
-from megatron_dppo.algorithms.normalisation import AGGREGATIONS
-from megatron_dppo.algorithms.policy_loss import Algorithm, LossSums
+from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, Algorithm, LossSums
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
@@ -28,9 +27,9 @@ from megatron_dppo.data.packing import (
     plan_mini_batch,
 )
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
-from megatron_dppo.loop.rollouts.exchange import ColumnExchange, Delivery, ExchangeError, Stages
-from megatron_dppo.loop.rollouts.figures import GapGuard, is_coarse, routing_figures
-from megatron_dppo.loop.rollouts.sources import RolloutBatch
+from megatron_dppo.loop.exchange import ColumnExchange, Delivery, ExchangeError, Stages
+from megatron_dppo.loop.rollout_figures import GapGuard, is_coarse, routing_figures
+from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import MaskedResponses, MaskedToken, MaskedTokenCounts, MetricSums
 from megatron_dppo.metrics.table import means

@@ -15,7 +15,7 @@ import torch
 from megatron_dppo.config.schema import ProfileConfig, RunConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
 from megatron_dppo.loop.inputs import RunData
-from megatron_dppo.loop.rollouts.sources import RolloutBatch
+from megatron_dppo.loop.rollout_sources import RolloutBatch
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import StepTable
 from megatron_dppo.metrics.records import (

@@ -19,7 +19,7 @@ from megatron_dppo.metrics.records import (
     set_aside,
 )
 from megatron_dppo.model.errors import CheckpointError
-from megatron_dppo.rewards.checked_answers import hand_over
+from megatron_dppo.rewards.answers import hand_over
 from megatron_dppo.rewards.verifier import VerifierError
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.checkpoint.directory import (

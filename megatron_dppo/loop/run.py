@@ -30,8 +30,8 @@ from megatron_dppo.loop.inputs import BackgroundHashes, RunData, model_files
 from megatron_dppo.loop.learning import Learner
 from megatron_dppo.loop.recorder import Recorder, RecordingError, SampleMaker, StepProfiler
 from megatron_dppo.loop.resuming import FILES, ResumeError, RunState, identity_of, resume
-from megatron_dppo.loop.rollouts.figures import STALE_ANCHOR, file_figures, with_gap_named
-from megatron_dppo.loop.rollouts.sources import GeneratedRollouts, ReplayedRollouts, RolloutSource
+from megatron_dppo.loop.rollout_figures import STALE_ANCHOR, file_figures, with_gap_named
+from megatron_dppo.loop.rollout_sources import GeneratedRollouts, ReplayedRollouts, RolloutSource
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
 from megatron_dppo.metrics.records import CHECKPOINTS_FOLDER, ROLLOUTS_FOLDER, remember_checkpoint

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from megatron_dppo.algorithms.normalisation import group_relative
+from megatron_dppo.algorithms.inputs import group_relative
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.fleet.generation import GenerationJob, OnResponse

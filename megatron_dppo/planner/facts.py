@@ -300,7 +300,7 @@ class RunFacts:
 
 def senders(layout: Layout, ranks_per_sender: int = 1) -> int:
     """Trainer ranks that send weights: the first holder of each shard of the experts, or of each stage where they are
-    not spread; of those, one in each run of ``ranks_per_sender`` ranks (``weight_sync/strategies/distributed.py``,
+    not spread; of those, one in each run of ``ranks_per_sender`` ranks (``weight_sync/strategies.py``,
     ``model.gather_plan.node_receivers``)."""
     holders = (
         stage * layout.stage_ranks + expert * layout.expert_tensor

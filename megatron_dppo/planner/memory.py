@@ -190,7 +190,7 @@ def _buffer_elements(counts: Counts, replicas: int) -> int:
 # All that one trainer rank's GPU holds at the worst moment of a step.
 
 _COLUMN_PIECE = 64 * MIB
-"""``PIECE_BYTES`` of loop/rollouts/exchange.py: columns travel over the device in pieces."""
+"""``PIECE_BYTES`` of loop/exchange.py: columns travel over the device in pieces."""
 
 
 @dataclass(frozen=True)

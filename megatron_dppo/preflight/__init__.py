@@ -22,9 +22,9 @@ from megatron_dppo.preflight.evidence import (
     Evidence,
     Finding,
     Meeting,
+    Needs,
     Site,
 )
-from megatron_dppo.preflight.needs import Needs
 from megatron_dppo.system.files import write_atomically
 
 log = logging.getLogger(__name__)

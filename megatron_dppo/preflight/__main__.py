@@ -21,10 +21,11 @@ from megatron_dppo.preflight import CHECKS, Verdict, collect_evidence, judge, ta
 from megatron_dppo.preflight.evidence import (
     Evidence,
     Meeting,
+    Needs,
+    needs_of,
     read_evidence,
     write_evidence,
 )
-from megatron_dppo.preflight.needs import Needs, needs_of
 from megatron_dppo.system.errors import RunError
 
 BAD_NODE = 3

@@ -24,10 +24,10 @@ from megatron_dppo.preflight.evidence import (
     CheckError,
     Evidence,
     Finding,
+    Needs,
     Site,
     culprits,
 )
-from megatron_dppo.preflight.needs import Needs
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process, tail
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_dppo.preflight.evidence import CheckError, Evidence, Finding, Site, odd_ones
-from megatron_dppo.preflight.needs import Needs
+from megatron_dppo.preflight.evidence import CheckError, Evidence, Finding, Needs, Site, odd_ones
 from megatron_dppo.system import compute
 
 _FIELDS = {

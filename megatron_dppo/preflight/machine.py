@@ -24,11 +24,11 @@ from megatron_dppo.preflight.evidence import (
     CheckError,
     Evidence,
     Finding,
+    Needs,
     Site,
     odd_ones,
     too_little,
 )
-from megatron_dppo.preflight.needs import Needs
 from megatron_dppo.system.network import PortTakenError, free_port, require_free_port
 
 _PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -83,7 +83,7 @@ REWARDS: dict[str, Reward] = {
     "math_verify": Reward(
         f"{_MATH}:math_verify",
         gold_target=f"{_MATH}:check_gold",
-        answer_target="megatron_dppo.rewards.gold:final_answer",
+        answer_target="megatron_dppo.rewards.answers:final_answer",
     ),
 }
 

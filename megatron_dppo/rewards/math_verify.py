@@ -7,7 +7,7 @@ import re
 from math_verify import parse, verify
 from math_verify.parser import LatexExtractionConfig
 
-from megatron_dppo.rewards.gold import LONGEST_ANSWER, final_answer, without_markup
+from megatron_dppo.rewards.answers import LONGEST_ANSWER, final_answer, without_markup
 
 _INTEGER = re.compile(r"([+-]?)0*(\d+)")
 

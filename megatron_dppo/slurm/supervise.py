@@ -40,8 +40,7 @@ from megatron_dppo.launch.servers import Grounds, supervised_fleet
 from megatron_dppo.launch.supervisor import OVERTIME, TIME, Outcome, Stop, StopRequests, Supervisor
 from megatron_dppo.logging import REFUSED, configure_logging
 from megatron_dppo.preflight import Verdict, judge, table
-from megatron_dppo.preflight.evidence import EVERYWHERE, read_evidence
-from megatron_dppo.preflight.needs import Needs, needs_of
+from megatron_dppo.preflight.evidence import EVERYWHERE, Needs, needs_of, read_evidence
 from megatron_dppo.slurm import attempts, commands
 from megatron_dppo.slurm.commands import SlurmError
 from megatron_dppo.slurm.site import SiteConfig, load_site, site_path

@@ -27,15 +27,15 @@ from megatron_dppo.checkpoint_conversion.hf_folder import (
     complete_folder,
     plan_files,
 )
-from megatron_dppo.checkpoint_conversion.loading import (
-    combined_digest,
-    open_checkpoint,
-    tensor_digests,
-)
 from megatron_dppo.checkpoint_conversion.tensor_store import (
     SafetensorsFileWriter,
     TensorSpec,
     byte_view,
+)
+from megatron_dppo.checkpoint_conversion.torch_dist import (
+    combined_digest,
+    open_checkpoint,
+    tensor_digests,
 )
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError

@@ -78,7 +78,7 @@ def topology_of(sizes: dict[str, int]):
 
 def announced(whole: list, topology) -> tuple[list, dict]:
     """The batch on this rank once leaders have announced their groups, as a run does it."""
-    from megatron_dppo.loop.rollouts.exchange import announce
+    from megatron_dppo.loop.exchange import announce
 
     own = [t for i, t in enumerate(whole) if (i // GROUP) % topology.dp_size == topology.dp_rank]
     return announce(own if topology.is_leader else [], topology, GROUP, range(GROUPS))
@@ -100,7 +100,7 @@ def announce_problems(whole: list, outlines: list, own: dict, topology) -> list[
 
 def stages_of(topology):
     """Three layers: the first stage has the second one, the second stage the others."""
-    from megatron_dppo.loop.rollouts.exchange import Stages
+    from megatron_dppo.loop.exchange import Stages
 
     return Stages(2, LAYERS_OF_STAGES) if topology.pp_size > 1 else Stages()
 
@@ -133,9 +133,9 @@ def run_config():
 def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
     """Deliver by the plan of a real step; what is wrong on this rank."""
     from megatron_dppo.data.columns import Form
+    from megatron_dppo.loop.exchange import ColumnExchange
     from megatron_dppo.loop.learning import BatchLayout, pack_mini_batch, plan_mini_batches
-    from megatron_dppo.loop.rollouts.exchange import ColumnExchange
-    from megatron_dppo.loop.rollouts.figures import routing_figures
+    from megatron_dppo.loop.rollout_figures import routing_figures
 
     whole, config = whole_batch(experts), run_config()
     outlines, own = announced(whole, topology)
@@ -181,7 +181,7 @@ def check_delivery(topology, experts: int, *, gather: bool) -> dict[str, Any]:
 def delivery_worker(
     layouts: dict[str, dict[str, int]], piece_bytes: int, free_bytes: int
 ) -> dict[str, Any]:
-    from megatron_dppo.loop.rollouts import exchange
+    from megatron_dppo.loop import exchange
     from megatron_dppo.system.scratch import SHARED_MEMORY, private_name
     from megatron_dppo.trainer.topology import destroy_topology
 
@@ -249,7 +249,7 @@ def fault_worker() -> dict[str, str]:
 
 def error_of(fault: str, topology) -> str:
     from megatron_dppo.data.trajectory import Outline
-    from megatron_dppo.loop.rollouts import exchange
+    from megatron_dppo.loop import exchange
 
     transfer = exchange.transfer
 

@@ -72,7 +72,7 @@ def test_several_ranks_write_what_one_would(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     from megatron_dppo.checkpoint_conversion.hf_folder import write_hf_checkpoint
-    from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+    from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
     from megatron_dppo.model.families import load_model_shape
     from tests.tiny_models import save_tiny_model
 

@@ -78,7 +78,7 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
     from megatron_dppo.data.trajectory import Problem
     from megatron_dppo.engine.protocol import SamplingParams
     from megatron_dppo.fleet.generation import GenerationJob, SamplingSeeds
-    from megatron_dppo.loop.rollouts.sources import GeneratedRollouts
+    from megatron_dppo.loop.rollout_sources import GeneratedRollouts
     from megatron_dppo.metrics.progress import PhaseTimer
 
     here = Path(folder) / str(dist.get_rank())
@@ -138,7 +138,7 @@ def steps(
 def late_weights(folder: str) -> str:
     """The error of a batch whose weights are older than a synchronous run allows."""
     from megatron_dppo.data.sampling import ProblemSampler
-    from megatron_dppo.loop.rollouts.figures import StalenessError
+    from megatron_dppo.loop.rollout_figures import StalenessError
     from megatron_dppo.rewards.verifier import Verifier
 
     with Verifier("exact_integer", 1.0, 1) as verifier:
@@ -161,7 +161,7 @@ def replayed(folder: str) -> dict[str, Any]:
     from megatron_dppo.data.batch_file import BatchFormatError, save_batch
     from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.data.trajectory import Problem, Trajectory
-    from megatron_dppo.loop.rollouts.sources import ReplayedRollouts
+    from megatron_dppo.loop.rollout_sources import ReplayedRollouts
 
     drawn, saved = ProblemSampler(64, seed=3).next(3), Path(folder) / "saved"
     batch = [

@@ -195,7 +195,7 @@ def test_every_layout_is_resumed_by_one_process_and_other_bases_are_refused(fold
 def converted_by_the_tool(folder: Path) -> None:
     """A checkpoint of each kind of experts -> PEFT -> merged; refused for another base and for routers."""
     from megatron_dppo import convert
-    from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+    from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 
     for name in ("EP2", "shared TP2 EP2", "TP2 ETP2 distributed optimizer"):
         (step_folder,) = (p.parent for p in (folder / name).glob("*/manifest.json"))
@@ -230,7 +230,7 @@ def test_exports_are_loaded_by_transformers_and_peft(folder: Path) -> None:
     plain = transformers_log_probs(base)
     assert not torch.allclose(plain, found["log_probs"], atol=1e-3)
     from megatron_dppo.checkpoint_conversion.adapters import merge_adapters
-    from megatron_dppo.checkpoint_conversion.loading import open_checkpoint
+    from megatron_dppo.checkpoint_conversion.torch_dist import open_checkpoint
 
     merge_adapters(folder / MOE, folder / "peft", folder / "by tool", lambda count: None)
     with open_checkpoint(folder / "by tool") as reader:

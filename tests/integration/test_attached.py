@@ -22,7 +22,7 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.network import free_port
 from megatron_dppo.system.processes import kill_families, start_process
-from megatron_dppo.weight_sync.distributed import check_reach
+from megatron_dppo.weight_sync.strategies import check_reach
 from tests.integration.kept_fleet import config_of, proceed, stop_detokenizer, stop_scheduler
 from tests.tiny_models import save_tiny_model
 

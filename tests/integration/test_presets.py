@@ -25,7 +25,7 @@ from megatron_dppo.algorithms.policy_loss import build_algorithm
 from megatron_dppo.algorithms.table import PRESETS
 from megatron_dppo.data.batch_file import load_batch, save_batch
 from megatron_dppo.data.problems import load_tokenizer
-from megatron_dppo.demo.make_model import NUMBERS, WORDS, make_model
+from megatron_dppo.demo.material import NUMBERS, WORDS, make_model
 from tests.integration.runs import TrainingRun, records_of, summary_of
 from tests.ranks import run_ranks
 

@@ -8,8 +8,7 @@ import pytest
 
 from megatron_dppo.config import load_config
 from megatron_dppo.preflight import Verdict, judge
-from megatron_dppo.preflight.evidence import read_evidence
-from megatron_dppo.preflight.needs import needs_of
+from megatron_dppo.preflight.evidence import needs_of, read_evidence
 from tests.slurm.conftest import ROOT
 from tests.slurm.recipes import write_config
 

@@ -15,8 +15,7 @@ from megatron_dppo.data.problems import bad_answers
 from megatron_dppo.data.records import DataError
 from megatron_dppo.data.sampling import ProblemSampler
 from megatron_dppo.loop.inputs import RunData
-from megatron_dppo.rewards.checked_answers import checked_answers_file, hand_over, handed_over
-from megatron_dppo.rewards.gold import gold_answer
+from megatron_dppo.rewards.answers import checked_answers_file, gold_answer, hand_over, handed_over
 from tests.tiny_models import tiny_tokenizer
 from tests.unit.config_files import minimal
 

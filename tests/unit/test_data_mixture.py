@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_dppo.data.problems import ProblemSet
 from megatron_dppo.data.sampling import TrainingFiles, WeightedSampler, joined
 from megatron_dppo.data.trajectory import Problem, Trajectory
-from megatron_dppo.loop.rollouts.figures import file_figures
+from megatron_dppo.loop.rollout_figures import file_figures
 
 
 def part(*ids: int, records: int, sha256: str = "a") -> ProblemSet:

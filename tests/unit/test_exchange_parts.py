@@ -18,8 +18,7 @@ from megatron_dppo.data.columns import (
     usable_rows,
 )
 from megatron_dppo.data.trajectory import Outline, Trajectory
-from megatron_dppo.loop.exporting import SEQUENCES_TO_CHECK, examples_of
-from megatron_dppo.loop.rollouts.exchange import (
+from megatron_dppo.loop.exchange import (
     ColumnPart,
     HostGroup,
     PartDirectory,
@@ -28,6 +27,7 @@ from megatron_dppo.loop.rollouts.exchange import (
     host_groups,
     with_room,
 )
+from megatron_dppo.loop.exporting import SEQUENCES_TO_CHECK, examples_of
 from tests.trajectories import same, trajectory
 
 ROUTED = np.arange(24, dtype=np.uint8).reshape(

@@ -110,7 +110,7 @@ def test_a_step_is_penalised_for_leaving_the_start_not_the_step_before(folder: P
     from megatron_dppo.algorithms.policy_loss import build_algorithm
     from megatron_dppo.data.trajectory import Outline
     from megatron_dppo.loop.learning import Learner
-    from megatron_dppo.loop.rollouts.sources import RolloutBatch
+    from megatron_dppo.loop.rollout_sources import RolloutBatch
     from megatron_dppo.trainer.trainer import Trainer
 
     config = run_config(str(folder / "moe"), {}, {"algorithm": {"reference_kl": 0.1}})

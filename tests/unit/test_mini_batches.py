@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from megatron_dppo.algorithms.normalisation import AGGREGATIONS
-from megatron_dppo.algorithms.policy_loss import build_algorithm
+from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, build_algorithm
 from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form

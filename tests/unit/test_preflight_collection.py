@@ -19,9 +19,8 @@ from megatron_dppo.preflight.between_nodes import (
     collect_network,
     collect_shared_folder,
 )
-from megatron_dppo.preflight.evidence import Meeting, Site
+from megatron_dppo.preflight.evidence import Meeting, Site, needs_of
 from megatron_dppo.preflight.gpus import gpus_of_driver
-from megatron_dppo.preflight.needs import needs_of
 from tests.slurm.recipes import write_config
 
 GIB = 2**30

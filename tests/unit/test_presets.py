@@ -12,8 +12,7 @@ import pytest
 
 from megatron_dppo.algorithms import rules
 from megatron_dppo.algorithms.inputs import rollout
-from megatron_dppo.algorithms.normalisation import AGGREGATIONS
-from megatron_dppo.algorithms.policy_loss import ESTIMATORS, build_algorithm
+from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, ESTIMATORS, build_algorithm
 from megatron_dppo.algorithms.table import (
     COEFFICIENTS,
     NEGATIVE,

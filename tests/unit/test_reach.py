@@ -12,15 +12,15 @@ import pytest
 from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.errors import EngineMismatchError
 from megatron_dppo.engine.weights import WireHeader
-from megatron_dppo.weight_sync import distributed
-from megatron_dppo.weight_sync.distributed import check_reach
+from megatron_dppo.weight_sync import strategies
+from megatron_dppo.weight_sync.strategies import check_reach
 
 JOIN = """
 import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
+from torch.strategies.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
 address, port, name, backend, rank, size = sys.argv[1:]
 limit = timedelta(seconds=60)
 store, rank, size = next(rendezvous(f"tcp://{address}:{port}", int(rank), int(size), timeout=limit))
@@ -79,14 +79,14 @@ class Ranks:
 
 
 def test_a_server_that_joins_is_reachable_and_leaves_again(monkeypatch):
-    monkeypatch.setattr(distributed, "REACH_S", 60.0)
+    monkeypatch.setattr(strategies, "REACH_S", 60.0)
     ranks: Any = Ranks(joins=True)
     asyncio.run(check_reach(ranks, WeightSyncConfig()))
     assert ranks.calls == ["open", "begin", "receive", "end", "close"]
 
 
 def test_a_server_that_does_not_come_is_refused_in_time(monkeypatch):
-    monkeypatch.setattr(distributed, "REACH_S", 0.3)
+    monkeypatch.setattr(strategies, "REACH_S", 0.3)
     ranks: Any = Ranks(joins=False)
     with pytest.raises(
         EngineMismatchError, match=r"can't connect back to the trainer at 127\.0\.0\.1:"
@@ -104,7 +104,7 @@ def test_a_server_that_does_not_come_is_refused_in_time(monkeypatch):
     ],
 )
 def test_strategies_of_one_host_refuse_another(monkeypatch, sync, here, reachable):
-    monkeypatch.setattr(distributed, "on_this_host", lambda url: here)
+    monkeypatch.setattr(strategies, "on_this_host", lambda url: here)
     ranks: Any = Ranks(joins=False)
     if reachable:
         asyncio.run(check_reach(ranks, WeightSyncConfig(**sync)))

@@ -6,7 +6,7 @@ import pytest
 from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.data.columns import Form
 from megatron_dppo.data.trajectory import FinishReason, Trajectory
-from megatron_dppo.loop.rollouts.figures import (
+from megatron_dppo.loop.rollout_figures import (
     GapError,
     GapGuard,
     GroupRow,

@@ -17,13 +17,14 @@ from megatron_dppo.config import load_config
 from megatron_dppo.data.problems import PromptForm, load_problems, load_tokenizer
 from megatron_dppo.demo import material as prepare_module
 from megatron_dppo.demo.__main__ import judge, set_aside
-from megatron_dppo.demo.make_model import make_model, make_tokenizer
 from megatron_dppo.demo.material import (
     ESTIMATE_RANGE,
     WORKED_OUT_SHARE,
     engine_overrides,
     expressions,
     make_data,
+    make_model,
+    make_tokenizer,
     prepare,
     running_totals,
     trainer_overrides,

@@ -33,8 +33,7 @@ from megatron_dppo.model.gather_plan import Bucket as PlannedBucket
 from megatron_dppo.model.gather_plan import TensorSources
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.lease import FencedError
-from megatron_dppo.weight_sync import distributed, engines, strategies
-from megatron_dppo.weight_sync.distributed import in_background
+from megatron_dppo.weight_sync import engines, strategies
 from megatron_dppo.weight_sync.engines import (
     Bucket,
     EngineFaultError,
@@ -47,6 +46,7 @@ from megatron_dppo.weight_sync.engines import (
     local_address,
     on_this_host,
 )
+from megatron_dppo.weight_sync.strategies import in_background
 from megatron_dppo.weight_sync.transaction import (
     Agree,
     WeightUpdateError,
@@ -709,10 +709,10 @@ def test_engines_of_two_hosts_meet_where_both_can_come(monkeypatch: pytest.Monke
 
 
 def test_a_loopback_server_beside_one_elsewhere_is_refused() -> None:
-    distributed._require_routable([A, B])
-    distributed._require_routable(["http://10.0.0.7:1", "http://10.0.0.8:1"])
+    strategies._require_routable([A, B])
+    strategies._require_routable(["http://10.0.0.7:1", "http://10.0.0.8:1"])
     with pytest.raises(EngineMismatchError, match=r"10\.0\.0\.8:1 can't reach it; .* engine\.host"):
-        distributed._require_routable([A, "http://10.0.0.8:1"])
+        strategies._require_routable([A, "http://10.0.0.8:1"])
 
 
 def test_bytes_between_nodes_are_counted_for_each_host_of_engines() -> None:
@@ -826,7 +826,7 @@ def test_on_a_gpu_a_bucket_is_sent_on_a_stream_that_waits_for_its_bytes_alone(mo
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: next(made))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: current[-1])
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    group = distributed.BroadcastGroup.__new__(distributed.BroadcastGroup)
+    group = strategies.BroadcastGroup.__new__(strategies.BroadcastGroup)
     group._group, group._stream, group._backend_limit = Group(), None, timedelta(seconds=1)
     for _ in range(2):
         group.broadcast(SimpleNamespace(is_cuda=True, device="cuda:0")).result(10)

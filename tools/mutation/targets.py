@@ -10,9 +10,8 @@ FILES = ("trajectory", "batch_file")
 CONVERSION = ("conversion_tables", "conversion_streaming", "conversion_bad_input", "dist_blocks")
 TARGETS: dict[str, tuple[str, ...]] = {
     "algorithms/divergence.py": LOSS,
-    "algorithms/inputs.py": LOSS,
-    "algorithms/normalisation.py": ("advantages", "mini_batches"),
-    "algorithms/policy_loss.py": (*LOSS, "loss_record", "reference_penalty"),
+    "algorithms/inputs.py": (*LOSS, "advantages"),
+    "algorithms/policy_loss.py": (*LOSS, "loss_record", "reference_penalty", "mini_batches"),
     "algorithms/rules.py": LOSS,
     "algorithms/table.py": ("presets",),
     "vocab_parallel/backends.py": ("policy_stats", "triton_backend"),

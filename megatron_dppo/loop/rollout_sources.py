@@ -18,8 +18,8 @@ from megatron_dppo.data.sampling import Sampler
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop.engine_session import EngineSession
-from megatron_dppo.loop.rollouts.exchange import announce, own_positions, owner
-from megatron_dppo.loop.rollouts.figures import (
+from megatron_dppo.loop.exchange import announce, own_positions, owner
+from megatron_dppo.loop.rollout_figures import (
     GroupRow,
     check_staleness,
     generated_figures,
