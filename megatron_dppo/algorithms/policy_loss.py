@@ -15,23 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_dppo.algorithms import divergence, rules
+from megatron_dppo.algorithms import divergence, rules, table
 from megatron_dppo.algorithms.inputs import ANCHORS, Anchor, TokenInputs, rollout, trained_tokens
 from megatron_dppo.algorithms.rules import LARGEST_LOG_RATIO, PENALTIES, Mask, Penalty, Weight
-from megatron_dppo.algorithms.table import (
-    OPTIONS,
-    AggregationName,
-    AlgorithmFacts,
-    EstimatorName,
-    Settings,
-    algorithm_facts,
-)
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.sums import MetricSums
 
 
 @dataclass(frozen=True)
-class Algorithm(AlgorithmFacts):
+class Algorithm(table.AlgorithmFacts):
     """What the loss needs of an algorithm.
 
     ``mask``: True where a token trains. ``weight``: w in M min(w, C) A grad log pi. ``penalties``:
@@ -60,13 +52,13 @@ class Algorithm(AlgorithmFacts):
 def build_algorithm(
     name: str,
     options: Mapping[str, Any] | None = None,
-    settings: Settings = "stability",
+    settings: table.Settings = "stability",
 ) -> Algorithm:
     """The preset ``name`` with its functions; arguments and ValueErrors are those of ``algorithm_facts``."""
-    facts = algorithm_facts(name, options, settings)
+    facts = table.algorithm_facts(name, options, settings)
     preset, numbers, anchor = facts.preset, facts.numbers, ANCHORS[facts.preset.anchor]
     of_mask, of_weight = (
-        {n: value for n, value in numbers.items() if OPTIONS[n].role == role}
+        {n: value for n, value in numbers.items() if table.OPTIONS[n].role == role}
         for role in ("mask", "weight")
     )
     mask, weight = getattr(rules, preset.mask), getattr(rules, preset.weight)
@@ -322,7 +314,7 @@ def reverse_k3_on_policy(s: Tensor) -> tuple[Tensor, Tensor]:
     return s * s.exp() - growth, -growth
 
 
-ESTIMATORS: dict[EstimatorName, Estimator] = {
+ESTIMATORS: dict[table.EstimatorName, Estimator] = {
     "k1-on-policy": k1_on_policy,
     "k2": k2,
     "k3": k3,
@@ -333,7 +325,7 @@ ESTIMATORS: dict[EstimatorName, Estimator] = {
 
 
 def reference_penalty(
-    coefficient: float, estimator: EstimatorName = "k3", weight_cap: float | None = None
+    coefficient: float, estimator: table.EstimatorName = "k3", weight_cap: float | None = None
 ) -> ReferencePenalty:
     """``coefficient`` times an estimate in ``ESTIMATORS``, summed over the tokens in ``loss_mask``, masked ones
     included.
@@ -401,7 +393,7 @@ def one_over_length(inputs: TokenInputs) -> Tensor:
     return 1.0 / trained_tokens(inputs)
 
 
-AGGREGATIONS: dict[AggregationName, Aggregation] = {
+AGGREGATIONS: dict[table.AggregationName, Aggregation] = {
     "token-mean": Aggregation(lambda lengths, _: float(sum(lengths))),
     "sequence-mean-with-constant": Aggregation(lambda lengths, constant: len(lengths) * constant),
     "sequence-mean-token-sum": Aggregation(lambda lengths, _: float(len(lengths))),

@@ -10,24 +10,9 @@ from typing import Any
 
 import torch
 
+from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist
 from megatron_dppo.checkpoint_conversion.certificate import Certificate, TensorHashes
-from megatron_dppo.checkpoint_conversion.hf_folder import (
-    SafetensorsReader,
-    ShardedWriter,
-    StagedFolder,
-)
 from megatron_dppo.checkpoint_conversion.streaming import Progress
-from megatron_dppo.checkpoint_conversion.tensor_store import (
-    SafetensorsFile,
-    SafetensorsFileWriter,
-    TensorSpec,
-    row_blocks,
-)
-from megatron_dppo.checkpoint_conversion.torch_dist import (
-    TorchDistFolder,
-    combined_digest,
-    tensor_digests,
-)
 from megatron_dppo.config.lora import PEFT_CONFIG, PEFT_WEIGHTS
 from megatron_dppo.model.adapters import (
     ANY_EXPERT,
@@ -93,7 +78,7 @@ class PeftReader(Closing):
         self.folder = Path(folder)
         self._shape, self._adapters = shape, adapters
         faults = list(_config_faults(self.folder, adapters))
-        self._file = SafetensorsFile(self.folder / PEFT_WEIGHTS)
+        self._file = tensor_store.SafetensorsFile(self.folder / PEFT_WEIGHTS)
         faults += self._tensor_faults()
         if faults:
             self.close()
@@ -149,10 +134,14 @@ def write_peft(
     ``base``: what adapter_config.json names as the model to load them on.
     """
     dims = adapter_tensors(adapters, shape)
-    specs = {p: TensorSpec(d, dtype) for name, d in dims.items() for p in peft_names(name, shape)}
+    specs = {
+        p: tensor_store.TensorSpec(d, dtype)
+        for name, d in dims.items()
+        for p in peft_names(name, shape)
+    }
     unwritten = set(dims)
-    with StagedFolder(out_dir, sum(spec.bytes for spec in specs.values())) as folder:
-        with SafetensorsFileWriter(folder / PEFT_WEIGHTS, specs) as writer:
+    with hf_folder.StagedFolder(out_dir, sum(spec.bytes for spec in specs.values())) as folder:
+        with tensor_store.SafetensorsFileWriter(folder / PEFT_WEIGHTS, specs) as writer:
             for name, tensor in tensors:
                 for peft in peft_names(name, shape):
                     writer.write_rows(peft, 0, tensor.detach().to("cpu", dtype))
@@ -211,11 +200,14 @@ def merge_adapters(
     """
     shape = load_model_shape(hf_dir)
     adapters = _adapters_in(Path(peft_dir), shape)
-    with SafetensorsReader(hf_dir) as base, PeftReader(peft_dir, adapters, shape) as reader:
+    with (
+        hf_folder.SafetensorsReader(hf_dir) as base,
+        PeftReader(peft_dir, adapters, shape) as reader,
+    ):
         base.check(shape)
         specs = {name: base.specs[name] for name in hf_tensors(shape)}
         hashes = TensorHashes()
-        writer = ShardedWriter(out_dir, specs, side_files_from=hf_dir)
+        writer = hf_folder.ShardedWriter(out_dir, specs, side_files_from=hf_dir)
         with writer, hashes:
             for name, start, rows in _merged_rows(base, reader, adapters, shape):
                 hashes.update(name, rows)
@@ -234,7 +226,7 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
     CheckpointError where the checkpoint holds no adapters, or routers that such a folder can't hold.
     """
     shape, model = load_model_shape(hf_dir), _recorded_model(Path(checkpoint))
-    digest = combined_digest([tensor_digests(hf_dir)])
+    digest = torch_dist.combined_digest([torch_dist.tensor_digests(hf_dir)])
     if digest != model["base_sha256"]:
         raise MismatchError(
             f"{hf_dir}: its tensors have SHA-256 {digest}, the base of {checkpoint} had {model['base_sha256']}"
@@ -245,7 +237,7 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
         tuple(model["lora.target_modules"]),
         model["lora.experts"] == "shared",
     )
-    with TorchDistFolder(checkpoint) as stored:
+    with torch_dist.TorchDistFolder(checkpoint) as stored:
         first, _ = checkpoint_key(next(iter(adapter_tensors(adapters, shape))))
         tensors = _stored_tensors(stored, adapters, shape)
         dtype = stored.dtype(first)
@@ -254,7 +246,7 @@ def checkpoint_to_peft(checkpoint: str | Path, hf_dir: str | Path, out_dir: str 
 
 
 def _stored_tensors(
-    stored: TorchDistFolder, adapters: Adapters, shape: ModelShape
+    stored: torch_dist.TorchDistFolder, adapters: Adapters, shape: ModelShape
 ) -> Iterator[tuple[str, torch.Tensor]]:
     for name, dims in adapter_tensors(adapters, shape).items():
         key, expert = checkpoint_key(name)
@@ -263,7 +255,7 @@ def _stored_tensors(
 
 
 def _merged_rows(
-    base: SafetensorsReader, reader: PeftReader, adapters: Adapters, shape: ModelShape
+    base: hf_folder.SafetensorsReader, reader: PeftReader, adapters: Adapters, shape: ModelShape
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     dims = adapter_tensors(adapters, shape)
     for name in hf_tensors(shape):
@@ -271,7 +263,7 @@ def _merged_rows(
         pair = [f"{module}.{which}" for which in (LORA_A, LORA_B)]
         is_adapted = pair[0] in dims
         a, b = (reader.read(n, dims[n]).float() for n in pair) if is_adapted else (None, None)
-        for start, count in row_blocks(base.specs[name]):
+        for start, count in tensor_store.row_blocks(base.specs[name]):
             rows = base.read_rows(name, start, count)
             if a is not None and b is not None:
                 # The sum in fp32, rounded once: in bfloat16 a small delta would be lost.

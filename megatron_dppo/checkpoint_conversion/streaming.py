@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store
 from megatron_dppo.checkpoint_conversion.certificate import (
     TORCH_DTYPES,
     TRACKER,
@@ -18,19 +19,6 @@ from megatron_dppo.checkpoint_conversion.certificate import (
     TensorHashes,
 )
 from megatron_dppo.checkpoint_conversion.dist_writing import write_torch_dist
-from megatron_dppo.checkpoint_conversion.hf_folder import (
-    DEFAULT_SHARD_BYTES,
-    SafetensorsReader,
-    ShardedWriter,
-    StagedFolder,
-    copy_side_files,
-)
-from megatron_dppo.checkpoint_conversion.tensor_store import (
-    TensorSpec,
-    TensorStore,
-    check_tied_copy,
-    row_blocks,
-)
 from megatron_dppo.checkpoint_conversion.torch_dist import TorchDistCheckpoint
 from megatron_dppo.model.errors import MismatchError
 from megatron_dppo.model.families import load_model_shape
@@ -58,14 +46,14 @@ def hf_to_megatron(
     result; empty: as stored. Raises ModelError where the input is bad, and leaves nothing behind.
     """
     shape = load_model_shape(hf_dir)
-    with SafetensorsReader(hf_dir) as reader:
+    with hf_folder.SafetensorsReader(hf_dir) as reader:
         reader.check(shape)
-        check_tied_copy(reader, shape, str(hf_dir))
+        tensor_store.check_tied_copy(reader, shape, str(hf_dir))
         return write_megatron(reader, shape, hf_dir, out_dir, dtype=dtype, progress=progress)
 
 
 def write_megatron(
-    source: TensorStore,
+    source: tensor_store.TensorStore,
     shape: ModelShape,
     side_files_from: str | Path,
     out_dir: str | Path,
@@ -84,7 +72,7 @@ def write_megatron(
         hashes.update(name, cast)
         return cast
 
-    with StagedFolder(out_dir, parameters(shape) * ITEM_BYTES[target]) as folder, hashes:
+    with hf_folder.StagedFolder(out_dir, parameters(shape) * ITEM_BYTES[target]) as folder, hashes:
         (folder / "release").mkdir()
         write_torch_dist(folder / "release", shape, TORCH_DTYPES[target], read)
         (folder / TRACKER).write_text("release")
@@ -92,7 +80,7 @@ def write_megatron(
         # Tensors come in Megatron's order; a certificate lists them in Hugging Face's.
         ordered = {name: digests[name] for name in hf_tensors(shape)}
         certificate = Certificate("torch_dist", shape, target, source_dtype, ordered)
-        copy_side_files(side_files_from, folder, target)
+        hf_folder.copy_side_files(side_files_from, folder, target)
         certificate.save(folder)
     return certificate
 
@@ -103,7 +91,7 @@ def megatron_to_hf(
     *,
     hf_config: str | Path | None = None,
     dtype: str | None = None,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    max_shard_bytes: int = hf_folder.DEFAULT_SHARD_BYTES,
     progress: Progress = no_progress,
 ) -> Certificate:
     """Write a Megatron checkpoint as Hugging Face shards with an index; config and tokenizer come from ``hf_config``.
@@ -116,10 +104,11 @@ def megatron_to_hf(
     with TorchDistCheckpoint(megatron_dir, load_model_shape(side_files)) as source:
         source_dtype, target = _dtypes(source, dtype)
         specs = {
-            n: TensorSpec(spec.shape, TORCH_DTYPES[target]) for n, spec in source.specs.items()
+            n: tensor_store.TensorSpec(spec.shape, TORCH_DTYPES[target])
+            for n, spec in source.specs.items()
         }
         stored, written = TensorHashes(), TensorHashes()
-        writer = ShardedWriter(
+        writer = hf_folder.ShardedWriter(
             out_dir,
             specs,
             max_shard_bytes=max_shard_bytes,
@@ -142,7 +131,7 @@ def megatron_to_hf(
 
 def verify(
     hf_dir: str | Path, megatron_dir: str | Path, *, progress: Progress = no_progress
-) -> Mapping[str, TensorSpec]:
+) -> Mapping[str, tensor_store.TensorSpec]:
     """Prove that a converted folder turns back into ``hf_dir`` byte by byte, and that its certificate is true.
 
     Returns what was compared. A conversion that cast is compared with the cast of the original. Raises MismatchError
@@ -150,7 +139,7 @@ def verify(
     """
     shape = load_model_shape(hf_dir)
     with (
-        SafetensorsReader(hf_dir) as original,
+        hf_folder.SafetensorsReader(hf_dir) as original,
         TorchDistCheckpoint(megatron_dir, shape) as converted,
         TensorHashes() as hashes,
     ):
@@ -165,17 +154,17 @@ def verify(
 
 
 def blocks(
-    store: TensorStore, names: Iterable[str], progress: Progress
+    store: tensor_store.TensorStore, names: Iterable[str], progress: Progress
 ) -> Iterator[tuple[str, int, torch.Tensor]]:
     """``(name, first row, rows)`` of every tensor of ``names``, in order."""
     for name in names:
-        for start, count in row_blocks(store.specs[name]):
+        for start, count in tensor_store.row_blocks(store.specs[name]):
             rows = store.read_rows(name, start, count)
             yield name, start, rows
             progress(rows.numel() * rows.dtype.itemsize)
 
 
-def _dtypes(store: TensorStore, wanted: str | None) -> tuple[str, str]:
+def _dtypes(store: tensor_store.TensorStore, wanted: str | None) -> tuple[str, str]:
     stored = str(next(iter(store.specs.values())).dtype).removeprefix("torch.")
     return stored, wanted or stored
 

@@ -15,22 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_dppo.algorithms.table import carried_topk
-from megatron_dppo.config import schema
+from megatron_dppo.config import forwarded, layout, schema
 from megatron_dppo.config.errors import ConfigError, given
-from megatron_dppo.config.forwarded import (
-    SGLANG,
-    expert_kernel_faults,
-    megatron_faults,
-    replay_faults,
-    training_faults,
-)
-from megatron_dppo.config.layout import (
-    Faults,
-    describe,
-    layout_faults,
-    read_checkpoint_folder,
-    world_faults,
-)
 from megatron_dppo.config.lora import adapter_update_faults, engine_adapter_faults, lora_faults
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
@@ -42,7 +28,7 @@ MOST_STOPS = 32
 """Stop texts that SGLang takes."""
 
 
-def data_file_faults(data: schema.DataConfig) -> Faults:
+def data_file_faults(data: schema.DataConfig) -> layout.Faults:
     """Files that are not there, weights of some files alone, names that can't name metrics."""
     listed = not isinstance(data.train, str)
     files = {
@@ -73,7 +59,7 @@ def data_file_faults(data: schema.DataConfig) -> Faults:
             )
 
 
-def prompt_form_faults(data: schema.DataConfig, stop: Sequence[str]) -> Faults:
+def prompt_form_faults(data: schema.DataConfig, stop: Sequence[str]) -> layout.Faults:
     """Templates without a place for the problem, prompts that nothing would carry, stop texts."""
     if data.prompt_template is not None and data.prompt_template.count(PLACEHOLDER) != 1:
         yield (
@@ -122,7 +108,7 @@ def unusable_values(config: schema.Section) -> list[str]:
     ]
 
 
-def without_os_errors(faults: Faults) -> Faults:
+def without_os_errors(faults: layout.Faults) -> layout.Faults:
     """``faults``; where the file system fails on a path (too long, no permission) that is one."""
     try:
         yield from faults
@@ -130,7 +116,7 @@ def without_os_errors(faults: Faults) -> Faults:
         yield f"{given(error.filename)}: {error.strerror}"
 
 
-def url_faults(given_urls: Sequence[str]) -> Faults:
+def url_faults(given_urls: Sequence[str]) -> layout.Faults:
     """``engine.urls`` that no server can have, or that name one server twice."""
     urls = [url.rstrip("/") for url in given_urls]
     faults = [f"engine.urls: {fault}" for url in urls if (fault := url_fault(url))]
@@ -139,7 +125,7 @@ def url_faults(given_urls: Sequence[str]) -> Faults:
         yield f"engine.urls: got {urls}, expected each server once"
 
 
-def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> Faults:
+def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.Faults:
     """``sglang.tp_size`` against the model's attention heads and key-value heads."""
     heads, groups = model.num_attention_heads, model.num_query_groups
     size = sglang.get("tp_size") or 1
@@ -161,7 +147,7 @@ def length_faults(
     evaluation: schema.EvaluationConfig,
     sglang: Mapping[str, Any],
     model: ModelShape,
-) -> Faults:
+) -> layout.Faults:
     """Prompts and responses against the model's positions, and what a server of them serves.
 
     A run that replays rollouts asks no server: it has all of the model's positions.
@@ -248,7 +234,7 @@ def check_config(
     rollout, algorithm, engine = config.rollout, config.algorithm, config.engine
     checks = (
         url_faults(engine.urls),
-        world_faults(config.parallel.sizes),
+        layout.world_faults(config.parallel.sizes),
         batch_faults(rollout, config.training.prompts_per_mini_batch, config.parallel.data),
         schedule_faults(config.optimizer),
         _untruncated_sampling(rollout),
@@ -262,18 +248,18 @@ def check_config(
         _overlap(rollout),
         _run_directory(config.run.directory),
         _engine(engine, rollout),
-        megatron_faults(config.megatron),
-        training_faults(
+        forwarded.megatron_faults(config.megatron),
+        forwarded.training_faults(
             config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
         ),
-        SGLANG.faults(config.sglang),
+        forwarded.SGLANG.faults(config.sglang),
         engine_adapter_faults(config.lora, config.sglang, config.weight_sync, engine),
     )
     faults = [fault for check in checks for fault in without_os_errors(check)]
     model = _checked_model(
         config.model, partial(_model_checks, config), faults, source, weights=weights
     )
-    return describe(config.parallel.sizes, config.rollout, config.training, model)
+    return layout.describe(config.parallel.sizes, config.rollout, config.training, model)
 
 
 def check_supervised_config(config: schema.SupervisedConfig, source: str = "configuration") -> None:
@@ -281,9 +267,9 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
     refuse_unusable_values(config, source)
     parallel, training = config.parallel, config.training
     faults = [
-        *world_faults(parallel.sizes),
-        *megatron_faults(config.megatron),
-        *training_faults(
+        *layout.world_faults(parallel.sizes),
+        *forwarded.megatron_faults(config.megatron),
+        *forwarded.training_faults(
             config.megatron_ddp, config.megatron_optimizer, config.distributed_optimizer
         ),
         *schedule_faults(config.optimizer),
@@ -296,9 +282,9 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
             f"least one for each of the {parallel.data} data-parallel ranks"
         )
 
-    def model_checks(model: ModelShape) -> tuple[Faults, ...]:
+    def model_checks(model: ModelShape) -> tuple[layout.Faults, ...]:
         return (
-            layout_faults(parallel.sizes, config.megatron, model),
+            layout.layout_faults(parallel.sizes, config.megatron, model),
             lora_faults(config.lora, parallel.sizes, model, has_engines=False),
         )
 
@@ -307,7 +293,7 @@ def check_supervised_config(config: schema.SupervisedConfig, source: str = "conf
 
 def _checked_model(
     section: schema.ModelConfig,
-    checks: Callable[[ModelShape], tuple[Faults, ...]],
+    checks: Callable[[ModelShape], tuple[layout.Faults, ...]],
     faults: list[str],
     source: str,
     *,
@@ -316,7 +302,7 @@ def _checked_model(
     """The model's shape, when neither it nor what was found before is a fault."""
     model = None
     try:
-        model = read_checkpoint_folder(section.hf_checkpoint, weights=weights)
+        model = layout.read_checkpoint_folder(section.hf_checkpoint, weights=weights)
     except ConfigError as error:
         faults += error.faults
     if model is not None:
@@ -326,7 +312,7 @@ def _checked_model(
     return model
 
 
-def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> Faults:
+def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> layout.Faults:
     """Why a rollout batch can't be cut into optimiser steps of ``size`` prompts, or shared by ``data`` replicas."""
     if rollout.prompts_per_step % size:
         yield (
@@ -351,7 +337,7 @@ def batch_faults(rollout: schema.RolloutConfig, size: int, data: int) -> Faults:
         )
 
 
-def schedule_faults(optimizer: schema.OptimizerConfig) -> Faults:
+def schedule_faults(optimizer: schema.OptimizerConfig) -> layout.Faults:
     """Numbers of the learning rate's schedule that don't go together."""
     falls, end = optimizer.schedule != "constant", optimizer.decay_steps
     if falls and (end is None or end <= optimizer.warmup_steps):
@@ -368,7 +354,7 @@ def schedule_faults(optimizer: schema.OptimizerConfig) -> Faults:
         yield f"optimizer.min_lr: got {optimizer.min_lr}, expected at most optimizer.lr, {optimizer.lr}"
 
 
-def _untruncated_sampling(rollout: schema.RolloutConfig) -> Faults:
+def _untruncated_sampling(rollout: schema.RolloutConfig) -> layout.Faults:
     reason = "the engine's log-probabilities ignore the truncation, the samples do not"
     if rollout.top_p != 1:
         yield f"rollout.top_p: got {rollout.top_p}, expected 1: {reason}"
@@ -376,14 +362,14 @@ def _untruncated_sampling(rollout: schema.RolloutConfig) -> Faults:
         yield f"rollout.top_k: got {rollout.top_k}, expected -1 (off): {reason}"
 
 
-def _algorithm(algorithm: schema.AlgorithmConfig) -> Faults:
+def _algorithm(algorithm: schema.AlgorithmConfig) -> layout.Faults:
     try:
         algorithm.facts()
     except ValueError as error:
         yield f"algorithm: {error}"
 
 
-def _aggregation(algorithm: schema.AlgorithmConfig) -> Faults:
+def _aggregation(algorithm: schema.AlgorithmConfig) -> layout.Faults:
     takes_constant = algorithm.aggregation == "sequence-mean-with-constant"
     if not takes_constant and algorithm.aggregation_constant is not None:
         yield (
@@ -392,7 +378,7 @@ def _aggregation(algorithm: schema.AlgorithmConfig) -> Faults:
         )
 
 
-def _reference(algorithm: schema.AlgorithmConfig) -> Faults:
+def _reference(algorithm: schema.AlgorithmConfig) -> layout.Faults:
     unchanged = schema.AlgorithmConfig()
     if algorithm.reference_kl > 0:
         return
@@ -404,7 +390,7 @@ def _reference(algorithm: schema.AlgorithmConfig) -> Faults:
             )
 
 
-def _replay_folder(folder: str | None) -> Faults:
+def _replay_folder(folder: str | None) -> layout.Faults:
     if folder is not None and not any(Path(folder).glob(BATCH_FILES)):
         yield (
             f"rollout.replay_from: got {folder!r}, expected a folder of rollout batches "
@@ -412,7 +398,7 @@ def _replay_folder(folder: str | None) -> Faults:
         )
 
 
-def _profile(profile: schema.ProfileConfig, world: int, steps: int) -> Faults:
+def _profile(profile: schema.ProfileConfig, world: int, steps: int) -> layout.Faults:
     """Steps and ranks that there are none of, so that no trace would come."""
     if odd := [rank for rank in profile.ranks if not 0 <= rank < world]:
         yield f"profile.ranks: got {odd}, expected ranks from 0 to {world - 1}"
@@ -420,7 +406,7 @@ def _profile(profile: schema.ProfileConfig, world: int, steps: int) -> Faults:
         yield f"profile.steps: got {odd}, expected steps from 1 to run.steps = {steps}"
 
 
-def _overlap(rollout: schema.RolloutConfig) -> Faults:
+def _overlap(rollout: schema.RolloutConfig) -> layout.Faults:
     if rollout.replay_from is not None and rollout.max_staleness:
         yield (
             f"rollout.max_staleness: got {rollout.max_staleness} with rollout.replay_from, "
@@ -433,13 +419,13 @@ def _overlap(rollout: schema.RolloutConfig) -> Faults:
         )
 
 
-def _run_directory(directory: str) -> Faults:
+def _run_directory(directory: str) -> layout.Faults:
     path = Path(directory)
     if path.exists() and not path.is_dir():
         yield f"run.directory: got {directory!r}, which is a file, expected a folder"
 
 
-def _engine(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> Faults:
+def _engine(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> layout.Faults:
     if engine.port is not None and engine.port + engine.started > 65536:
         yield (
             f"engine.port: got {engine.port} for {engine.started} servers, expected at most "
@@ -460,17 +446,17 @@ def _engine(engine: schema.EngineConfig, rollout: schema.RolloutConfig) -> Fault
 
 def _router_replay(
     rollout: schema.RolloutConfig, megatron: Mapping[str, Any], model: ModelShape
-) -> Faults:
+) -> layout.Faults:
     if not rollout.router_replay:
         return
-    yield from replay_faults(megatron)
+    yield from forwarded.replay_faults(megatron)
     if not model.is_moe:
         yield (
             f"rollout.router_replay: got true, expected false: {model.family} is a dense model, it routes nothing"
         )
 
 
-def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -> Faults:
+def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -> layout.Faults:
     if configured > vocab_size:
         yield (
             f"rollout.topk_log_probs: got {configured}, expected at most the vocabulary's {vocab_size}"
@@ -482,20 +468,20 @@ def _topk(algorithm: schema.AlgorithmConfig, configured: int, vocab_size: int) -
             yield f"algorithm: {error}"
 
 
-def _stop_tokens(ids: Sequence[int], vocab_size: int) -> Faults:
+def _stop_tokens(ids: Sequence[int], vocab_size: int) -> layout.Faults:
     if unknown := [token for token in ids if not 0 <= token < vocab_size]:
         yield f"rollout.stop_token_ids: got {unknown}, expected ids below the vocabulary's {vocab_size}"
 
 
-def _model_checks(config: schema.TrainConfig, model: ModelShape) -> tuple[Faults, ...]:
+def _model_checks(config: schema.TrainConfig, model: ModelShape) -> tuple[layout.Faults, ...]:
     """The checks of ``model`` against the configuration."""
     rollout, sizes = config.rollout, config.parallel.sizes
     return (
-        layout_faults(sizes, config.megatron, model),
+        layout.layout_faults(sizes, config.megatron, model),
         lora_faults(config.lora, sizes, model, has_engines=True),
         adapter_update_faults(config.lora, model),
         _router_replay(rollout, config.megatron, model),
-        expert_kernel_faults(config.sglang) if model.is_moe else iter(()),
+        forwarded.expert_kernel_faults(config.sglang) if model.is_moe else iter(()),
         length_faults(config.data, rollout, config.evaluation, config.sglang, model),
         engine_split_faults(config.sglang, model),
         _topk(config.algorithm, rollout.topk_log_probs, model.vocab_size),

@@ -17,18 +17,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from megatron_dppo.config.schema import RewardConfig
-from megatron_dppo.data.problems import (
-    DataKeys,
-    ProblemSet,
-    Prompt,
-    PromptForm,
-    bad_answers,
-    extracted,
-    read_problems,
-    rendered,
-    text_of,
-    token_counts,
-)
+from megatron_dppo.data import problems
 from megatron_dppo.data.records import DataError, is_columnar, read_records
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
@@ -57,8 +46,8 @@ class Inspection:
     """
 
     path: str
-    keys: DataKeys = field(default_factory=DataKeys)
-    form: PromptForm = field(default_factory=PromptForm)
+    keys: problems.DataKeys = field(default_factory=problems.DataKeys)
+    form: problems.PromptForm = field(default_factory=problems.PromptForm)
     tokenizer: PreTrainedTokenizerBase | None = None
     reward: RewardConfig = field(default_factory=RewardConfig)
     against: Sequence[str] = ()
@@ -67,8 +56,10 @@ class Inspection:
 
 def inspect(inspection: Inspection) -> Iterator[str]:
     """The report, line by line. Raises DataError where a file is no set of problems."""
-    prompts, answers, unanswered, locations, _ = read_problems(inspection.path, inspection.keys)
-    texts = [text_of(prompt) for prompt in prompts]
+    prompts, answers, unanswered, locations, _ = problems.read_problems(
+        inspection.path, inspection.keys
+    )
+    texts = [problems.text_of(prompt) for prompt in prompts]
     repeated = len(texts) - len({" ".join(text.split()) for text in texts})
     yield f"{inspection.path}: {len(prompts):,} problems, {repeated:,} repeated"
     yield from _lengths(inspection, prompts, locations)
@@ -89,11 +80,13 @@ def histogram(lengths: Sequence[int]) -> Iterator[str]:
         yield f"  {low:>{digits}} to {high:>{digits}}  {bar:<{_WIDTH}} {count:,}"
 
 
-def _lengths(inspection: Inspection, prompts: list[Prompt], locations: list[str]) -> Iterator[str]:
+def _lengths(
+    inspection: Inspection, prompts: list[problems.Prompt], locations: list[str]
+) -> Iterator[str]:
     if inspection.tokenizer is None:
-        lengths, unit = [len(text_of(prompt)) for prompt in prompts], "characters"
+        lengths, unit = [len(problems.text_of(prompt)) for prompt in prompts], "characters"
     else:
-        lengths = token_counts(inspection.tokenizer, prompts, inspection.form, locations)
+        lengths = problems.token_counts(inspection.tokenizer, prompts, inspection.form, locations)
         unit = "tokens"
     quantiles = np.quantile(lengths, _QUANTILES, method="inverted_cdf").tolist()
     named = ", ".join(f"{q:.0%} {int(n):,}" for q, n in zip(_QUANTILES, quantiles, strict=True))
@@ -104,15 +97,17 @@ def _lengths(inspection: Inspection, prompts: list[Prompt], locations: list[str]
 def _answers(
     inspection: Inspection, texts: list[str], answers: list[str], unanswered: Mapping[int, str]
 ) -> Iterator[str]:
-    problems = tuple(
+    chosen = tuple(
         Problem(i, text, answer, ())
         for i, (text, answer) in enumerate(zip(texts, answers, strict=True))
         if i not in unanswered
     )
     unit = "row" if is_columnar(Path(inspection.path)) else "line"
-    given = ProblemSet(problems, 0, "", len(texts), unit=unit, unanswered=tuple(unanswered.items()))
-    final = extracted(given, inspection.reward.name)
-    bad = bad_answers({inspection.path: final}, inspection.reward)[inspection.path]
+    given = problems.ProblemSet(
+        chosen, 0, "", len(texts), unit=unit, unanswered=tuple(unanswered.items())
+    )
+    final = problems.extracted(given, inspection.reward.name)
+    bad = problems.bad_answers({inspection.path: final}, inspection.reward)[inspection.path]
     different = len({problem.answer for problem in final.problems})
     yield (
         f"answers: {different:,} different; {len(bad):,} of {len(answers):,} do not verify against "
@@ -125,8 +120,8 @@ def _answers(
 def _alike(
     inspection: Inspection, texts: list[str], locations: list[str], other: str
 ) -> Iterator[str]:
-    prompts, _, _, other_locations, _ = read_problems(other)
-    other_texts = [text_of(prompt)[:_COMPARED] for prompt in prompts]
+    prompts, _, _, other_locations, _ = problems.read_problems(other)
+    other_texts = [problems.text_of(prompt)[:_COMPARED] for prompt in prompts]
     compared = [text[:_COMPARED] for text in texts]
     pairs = near_duplicates(compared, other_texts, inspection.similarity)
     hit = len({pair.evaluation for pair in pairs})
@@ -141,13 +136,15 @@ def _alike(
         )
 
 
-def _shown(inspection: Inspection, prompts: list[Prompt], locations: list[str]) -> Iterator[str]:
+def _shown(
+    inspection: Inspection, prompts: list[problems.Prompt], locations: list[str]
+) -> Iterator[str]:
     """The first, the middle and the last prompt, as the model gets them; of a long one beginning and end."""
     for i in sorted({0, len(prompts) // 2, len(prompts) - 1})[:_SHOWN_PROMPTS]:
         if inspection.tokenizer is None:
-            text = text_of(inspection.form.of(prompts[i], locations[i]))
+            text = problems.text_of(inspection.form.of(prompts[i], locations[i]))
         else:
-            ((text, _),) = rendered(
+            ((text, _),) = problems.rendered(
                 inspection.tokenizer, [prompts[i]], inspection.form, [locations[i]]
             )
         if len(text) > _SHOWN_CHARACTERS:

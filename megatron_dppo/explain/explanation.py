@@ -27,14 +27,9 @@ from megatron_dppo.config.schema import AlgorithmConfig
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
 from megatron_dppo.loop.learning import trains
+from megatron_dppo.metrics import sums
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import MASKED_TOKENS_FILE, RECORDS_FILE, read_records, step_of
-from megatron_dppo.metrics.sums import (
-    MaskedTokenCounts,
-    MetricSums,
-    most_masked,
-    read_masked_tokens,
-)
 from megatron_dppo.metrics.table import METRICS, means
 from megatron_dppo.system.errors import RunError
 from megatron_dppo.trainer.token_loss import inputs_from
@@ -94,7 +89,7 @@ class Response:
     trajectory: Trajectory
     prompt: str
     tokens: tuple[Token, ...]
-    metrics: MetricSums
+    metrics: sums.MetricSums
 
 
 def response_of(
@@ -103,7 +98,7 @@ def response_of(
     trajectory: Trajectory,
     algorithm: policy_loss.Algorithm,
     columns: Mapping[str, Tensor | None],
-    metrics: MetricSums,
+    metrics: sums.MetricSums,
     texts: TokenTexts,
 ) -> Response:
     """The response at ``index`` of the batch. ``columns``: fields of ``Token`` [N]; None: not known."""
@@ -499,10 +494,13 @@ def check_agreement(saved: SeenStep, algorithm: Algorithm, run: Path, step: int)
             raise DisagreementError(
                 f"step {step}: {name} of the saved tokens is {figure:g}, {RECORDS_FILE} says {recorded}"
             )
-    counts = MaskedTokenCounts(int(saved.token_ids.max()) + 1)
+    counts = sums.MaskedTokenCounts(int(saved.token_ids.max()) + 1)
     counts.add(saved.token_ids, saved.inputs.advantages, ~saved.trains)
     assert counts.counts is not None
-    blocked, recorded_as_blocked = most_masked(counts.counts), read_masked_tokens(run, step)
+    blocked, recorded_as_blocked = (
+        sums.most_masked(counts.counts),
+        sums.read_masked_tokens(run, step),
+    )
     if blocked != recorded_as_blocked:
         raise DisagreementError(
             f"step {step}: the saved mask blocks {blocked[:3]}... most often, {MASKED_TOKENS_FILE} says "

@@ -22,14 +22,7 @@ from megatron_dppo.config.schema import TrainConfig
 from megatron_dppo.fleet.record import FleetRecord
 from megatron_dppo.launch.placement import LaunchError
 from megatron_dppo.logging import say
-from megatron_dppo.metrics.records import (
-    EXPORT_FOLDER,
-    SUMMARY_FILE,
-    RecordsError,
-    mean_accuracy,
-    read_records,
-    step_of,
-)
+from megatron_dppo.metrics import records
 from megatron_dppo.system.files import make_private_folder, write_atomically
 from megatron_dppo.system.lease import Lease, LeaseError
 from megatron_dppo.system.scratch import remove_left_behind
@@ -119,13 +112,13 @@ def is_finished(config: TrainConfig) -> bool:
     if config.run.resume == "never":
         return False
     try:
-        summary = json.loads((directory / SUMMARY_FILE).read_text(encoding="utf-8"))
+        summary = json.loads((directory / records.SUMMARY_FILE).read_text(encoding="utf-8"))
         same = (directory / "config.yaml").read_text(encoding="utf-8") == resolved_yaml(config)
-        last = read_records(directory)[-1]
-    except (OSError, ValueError, RecursionError, RecordsError, IndexError):
+        last = records.read_records(directory)[-1]
+    except (OSError, ValueError, RecursionError, records.RecordsError, IndexError):
         return False
     steps = config.run.steps
-    ended = isinstance(summary, dict) and summary.get("steps") == steps == step_of(last)
-    evaluated = not config.data.evaluation or mean_accuracy(last) is not None
-    exported = not config.checkpoint.export_hf or (directory / EXPORT_FOLDER).is_dir()
+    ended = isinstance(summary, dict) and summary.get("steps") == steps == records.step_of(last)
+    evaluated = not config.data.evaluation or records.mean_accuracy(last) is not None
+    exported = not config.checkpoint.export_hf or (directory / records.EXPORT_FOLDER).is_dir()
     return same and ended and evaluated and exported

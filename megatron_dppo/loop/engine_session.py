@@ -44,12 +44,7 @@ from megatron_dppo.fleet.record import FleetRecord, Keys
 from megatron_dppo.loop.ending import RunStoppedError
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.trainer.collectives import (
-    all_gather_json,
-    barrier,
-    broadcast_json,
-    first_failure,
-)
+from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
@@ -123,7 +118,7 @@ def _open_record(
         endpoint = FleetEndpoint(record, key, control_host(interface, "127.0.0.1"))
         endpoint.start()
         url, keys = endpoint.url, Keys(admin=key)
-    url, admin = broadcast_json([url, keys.admin], src=0)
+    url, admin = collectives.broadcast_json([url, keys.admin], src=0)
     return RecordClient(url, Keys(admin=admin)), endpoint
 
 
@@ -227,7 +222,13 @@ class EngineSession:
             )
         self._members: list[membership.Member] = []
         self._attached = False
-        rest = (config.weight_sync, first_failure, self._open_engine, connections.runner, fence)
+        rest = (
+            config.weight_sync,
+            collectives.first_failure,
+            self._open_engine,
+            connections.runner,
+            fence,
+        )
         self._updater: WeightUpdater
         if updates_adapters(config.lora):
             self._updater = AdapterUpdater(AdapterWeights(trainer), *rest)
@@ -283,7 +284,7 @@ class EngineSession:
             self._membership.commit(self._members, version)
             self._serve(version)
         # Rank 0 has informed the router, which the others ask.
-        barrier()
+        collectives.barrier()
         if self._membership is None:
             self._serve(version)
 
@@ -319,7 +320,9 @@ class EngineSession:
         while True:
             before = len(generation.done)
             outcome, reason = generation.wait(self._stop)
-            answers = all_gather_json([int(outcome), reason, len(generation.done) > before])
+            answers = collectives.all_gather_json(
+                [int(outcome), reason, len(generation.done) > before]
+            )
             worst = max(GenerationEnd(answer[0]) for answer in answers)
             if worst is GenerationEnd.FAILED:
                 raise membership.EngineUnavailableError(
@@ -366,7 +369,7 @@ class EngineSession:
     def _agree_on_members(self) -> list[membership.Member]:
         suspended = {
             name: reason
-            for losses in all_gather_json(self._connections.client.take_losses())
+            for losses in collectives.all_gather_json(self._connections.client.take_losses())
             for name, reason in losses.items()
         }
         chosen, fault = None, None
@@ -378,7 +381,7 @@ class EngineSession:
                 )
             except (membership.EngineUnavailableError, EngineError) as error:
                 fault = str(error)
-        chosen, fault = broadcast_json([chosen, fault], src=0)
+        chosen, fault = collectives.broadcast_json([chosen, fault], src=0)
         if fault is not None:
             raise membership.EngineUnavailableError(fault)
         if chosen is None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_dppo.config.schema import ProblemFile, TrainConfig
+from megatron_dppo.data import sampling
 from megatron_dppo.data.problems import (
     DataKeys,
     ProblemSet,
@@ -26,13 +27,6 @@ from megatron_dppo.data.problems import (
     without,
 )
 from megatron_dppo.data.records import DataError
-from megatron_dppo.data.sampling import (
-    ProblemSampler,
-    Sampler,
-    TrainingFiles,
-    WeightedSampler,
-    joined,
-)
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.rewards.answers import BadAnswers, handed_over
@@ -70,8 +64,8 @@ class RunData:
                 refusals.append(str(error))
         if refusals:
             raise DataError("; ".join(refusals))
-        self.train = joined(self.train_parts)
-        self.files = TrainingFiles(
+        self.train = sampling.joined(self.train_parts)
+        self.files = sampling.TrainingFiles(
             [file.path for file in data.train_files], [part.records for part in self.train_parts]
         )
 
@@ -92,13 +86,15 @@ class RunData:
         files = self._config.data.evaluation_files.values()
         return {f"data.evaluation/{file.path}": self._sets[_name(file)].sha256 for file in files}
 
-    def sampler(self) -> Sampler:
+    def sampler(self) -> sampling.Sampler:
         """Positions in ``train``, from the beginning: all files as one, or each by its weight."""
         data, seed = self._config.data, self._config.run.seed
         weights = [file.weight for file in data.train_files if file.weight is not None]
         if not weights:
-            return ProblemSampler(len(self.train), seed, data.shuffle)
-        return WeightedSampler([len(s) for s in self.train_parts], weights, seed, data.shuffle)
+            return sampling.ProblemSampler(len(self.train), seed, data.shuffle)
+        return sampling.WeightedSampler(
+            [len(s) for s in self.train_parts], weights, seed, data.shuffle
+        )
 
     @property
     def scored(self) -> dict[str, str]:
@@ -125,7 +121,7 @@ class RunData:
         self._sets = {
             path: without(problem_set, path, bad) for path, problem_set in self._sets.items()
         }
-        self.train = joined(self.train_parts)
+        self.train = sampling.joined(self.train_parts)
         for path, problem_set in self._sets.items():
             if problem_set.bad_answers:
                 row, why = bad[path][0]

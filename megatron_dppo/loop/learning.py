@@ -16,16 +16,9 @@ from torch import Tensor
 from megatron_dppo.algorithms.inputs import TokenInputs
 from megatron_dppo.algorithms.policy_loss import AGGREGATIONS, Algorithm, LossSums
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig, TrainingConfig
+from megatron_dppo.data import packing
 from megatron_dppo.data.batch_file import BatchFormatError
 from megatron_dppo.data.columns import Form
-from megatron_dppo.data.packing import (
-    InputRows,
-    PackedBatch,
-    idle_share,
-    pack,
-    padded_length,
-    plan_mini_batch,
-)
 from megatron_dppo.data.trajectory import Trajectory, TrajectoryFacts, sizes_of
 from megatron_dppo.loop.exchange import ColumnExchange, Delivery, ExchangeError, Stages
 from megatron_dppo.loop.rollout_figures import GapGuard, is_coarse, routing_figures
@@ -59,9 +52,9 @@ class LossRecord:
 
     def __init__(self, algorithm: Algorithm) -> None:
         self._algorithm = algorithm
-        self._parts: list[tuple[PackedBatch, dict[str, Tensor]]] = []
+        self._parts: list[tuple[packing.PackedBatch, dict[str, Tensor]]] = []
 
-    def add(self, batch: PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
+    def add(self, batch: packing.PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
         """Keep a micro-batch's tokens. No device sync."""
         assert sums.blocked is not None
         statistics = {
@@ -94,7 +87,7 @@ class LossRecord:
         return all_columns
 
 
-def by_response(batch: PackedBatch, statistics: Mapping[str, Tensor]) -> LossColumns:
+def by_response(batch: packing.PackedBatch, statistics: Mapping[str, Tensor]) -> LossColumns:
     """The rows of each response's sampled tokens. ``seen``: tensors [T] beside ``batch``."""
     rows = torch.nonzero(batch.loss_mask).squeeze(1)
     arrays = {name: x[rows].cpu().numpy() for name, x in statistics.items()}
@@ -139,7 +132,7 @@ class BatchLayout:
     count_multiple: int = 1
     pad_multiple: int = 1
     sequence_multiple: int = 1
-    input_rows: InputRows | None = None
+    input_rows: packing.InputRows | None = None
     cost: SequenceCost = TOKENS
 
 
@@ -166,7 +159,7 @@ class MiniBatchPlan:
 class MiniBatch:
     """This rank's micro-batches of one optimiser step, and the global number that divides the summed loss."""
 
-    micro_batches: list[PackedBatch]
+    micro_batches: list[packing.PackedBatch]
     denominator: float
 
 
@@ -197,9 +190,9 @@ def plan_mini_batches(
         denominator = denominator_of(trained, constant)
         if denominator == 0:
             continue
-        lengths = [padded_length(t.length, layout.sequence_multiple) for t in part]
+        lengths = [packing.padded_length(t.length, layout.sequence_multiple) for t in part]
         costs = [layout.cost(length) for length in lengths]
-        plan = plan_mini_batch(
+        plan = packing.plan_mini_batch(
             lengths,
             costs,
             layout.dp_size,
@@ -207,7 +200,9 @@ def plan_mini_batches(
             layout.count_multiple,
         )
         positions = [[[start + i for i in rows] for rows in rank] for rank in plan]
-        plans.append(MiniBatchPlan(positions, denominator, sum(costs), idle_share(plan, costs)))
+        plans.append(
+            MiniBatchPlan(positions, denominator, sum(costs), packing.idle_share(plan, costs))
+        )
     return plans
 
 
@@ -223,7 +218,7 @@ def pack_mini_batch(
     ``batch``: by position, at least this rank's. ``forms``: of the columns of all ranks' batch.
     """
     packed = [
-        pack(
+        packing.pack(
             [batch[i] for i in rows],
             indices=rows,
             trains=[trains(batch[i], algorithm) for i in rows],
@@ -404,7 +399,9 @@ class Learner:
             names.PEAK_MEMORY: max(all_gather_json(platform.peak_memory_bytes())) / 2**30,
         }
 
-    def _count_masked(self, batch: PackedBatch, inputs: TokenInputs, sums: LossSums) -> None:
+    def _count_masked(
+        self, batch: packing.PackedBatch, inputs: TokenInputs, sums: LossSums
+    ) -> None:
         if sums.blocked is not None:
             self._masked.add(batch.target_ids, batch.advantages, sums.blocked)
             self._masked_responses.add(
@@ -493,12 +490,12 @@ def check_carried_topk(forms: Mapping[str, Form], topk: int) -> None:
         )
 
 
-def _where_trained(batch: PackedBatch, log_probs: torch.Tensor) -> torch.Tensor:
+def _where_trained(batch: packing.PackedBatch, log_probs: torch.Tensor) -> torch.Tensor:
     """``log_probs`` [T] on the batch's device, 0 outside its loss mask."""
     return torch.where(batch.loss_mask, log_probs.to(batch.loss_mask.device), 0.0)
 
 
-def _with_whole_vocabulary(batch: PackedBatch, size: int) -> PackedBatch:
+def _with_whole_vocabulary(batch: packing.PackedBatch, size: int) -> packing.PackedBatch:
     """``batch`` with every id of the vocabulary as its TopK ids; their log-probabilities are still to come."""
     return batch.with_columns(topk_ids=torch.arange(size).expand(batch.num_tokens, size))
 

@@ -16,22 +16,9 @@ from megatron_dppo.config.schema import ProfileConfig, RunConfig
 from megatron_dppo.data.trajectory import Problem, Trajectory, TrajectoryFacts
 from megatron_dppo.loop.inputs import RunData
 from megatron_dppo.loop.rollout_sources import RolloutBatch
+from megatron_dppo.metrics import records
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import StepTable
-from megatron_dppo.metrics.records import (
-    MASKED_TOKENS_FILE,
-    RECORDS_FILE,
-    SAMPLES_FILE,
-    MetricsWriter,
-    Record,
-    RecordsError,
-    StepLines,
-    encode_record,
-    mean_accuracy,
-    read_records,
-    sha256_until,
-    step_of,
-)
 from megatron_dppo.metrics.report import write_report
 from megatron_dppo.metrics.samples import TRAINING, Sample, console_lines, shortened
 from megatron_dppo.metrics.summary import RunInfo, write_summary
@@ -228,9 +215,9 @@ class Recorder(Closing):
         self._evaluates = evaluates
         self._carried: dict[str, float] = {}
         self._stack = ExitStack()
-        self._writer: MetricsWriter | None = None
-        self._masked: StepLines | None = None
-        self._samples: StepLines | None = None
+        self._writer: records.MetricsWriter | None = None
+        self._masked: records.StepLines | None = None
+        self._samples: records.StepLines | None = None
         self._text_of = text_of
         if rank == 0:
             self._open(first_step + 1 if first_step else 0, mark or {})
@@ -241,11 +228,11 @@ class Recorder(Closing):
         self._fence()
         where = self._run.directory
         try:
-            writer = MetricsWriter(where, resume_step=resume_step)
+            writer = records.MetricsWriter(where, resume_step=resume_step)
             self._writer = self._stack.enter_context(writer)
-            self._masked = StepLines(Path(where) / MASKED_TOKENS_FILE, resume_step)
-            self._samples = StepLines(Path(where) / SAMPLES_FILE, resume_step)
-            recorded = len(read_records(where))
+            self._masked = records.StepLines(Path(where) / records.MASKED_TOKENS_FILE, resume_step)
+            self._samples = records.StepLines(Path(where) / records.SAMPLES_FILE, resume_step)
+            recorded = len(records.read_records(where))
             self._compare(mark)
         except OSError as error:
             raise RecordingError(f"records in {where}: {error.strerror}") from error
@@ -253,7 +240,7 @@ class Recorder(Closing):
             log.warning(
                 "%s/%s holds %d of the %d records before step %d; report and summary will lack them",
                 where,
-                RECORDS_FILE,
+                records.RECORDS_FILE,
                 recorded,
                 resume_step,
                 resume_step,
@@ -261,15 +248,15 @@ class Recorder(Closing):
 
     def _compare(self, mark: Mapping[str, Any]) -> None:
         """Warn where the records are there and not those that were written: they are shown, nothing trains on them."""
-        records = read_records(self._run.directory)
-        if not mark or not records:
+        recorded = records.read_records(self._run.directory)
+        if not mark or not recorded:
             return
-        if sha256_until(records, mark["step"]) != mark["sha256"]:
+        if records.sha256_until(recorded, mark["step"]) != mark["sha256"]:
             log.warning(
                 "%s/%s was altered since the checkpoint: its records up to step %d are not those that were "
                 "written; training goes on from the checkpoint alone, report and summary show what is there",
                 self._run.directory,
-                RECORDS_FILE,
+                records.RECORDS_FILE,
                 mark["step"],
             )
 
@@ -280,24 +267,24 @@ class Recorder(Closing):
         """Whether the run's last step is recorded without its evaluation (stopped in between)."""
         if self._writer is None or not self._evaluates:
             return False
-        records = read_records(self._run.directory)
-        if not records:
+        recorded = records.read_records(self._run.directory)
+        if not recorded:
             return False
-        last = records[-1]
-        return step_of(last) == self._run.steps and mean_accuracy(last) is None
+        last = recorded[-1]
+        return records.step_of(last) == self._run.steps and records.mean_accuracy(last) is None
 
     def complete(self, values: Mapping[str, float]) -> None:
         """Add ``values`` that a stop prevented to the last record; counts are summed."""
         if self._writer is None:
             return
         self._fence()
-        records = read_records(self._run.directory)
-        last = records[-1]
+        recorded = records.read_records(self._run.directory)
+        last = recorded[-1]
         for name, value in values.items():
             before = last.get(name) if name in COUNTS else None
             last[name] = value + (before or 0)
-        lines = [encode_record(step_of(r), _finite(r)) + "\n" for r in records]
-        write_atomically(Path(self._run.directory) / RECORDS_FILE, "".join(lines))
+        lines = [records.encode_record(records.step_of(r), _finite(r)) + "\n" for r in recorded]
+        write_atomically(Path(self._run.directory) / records.RECORDS_FILE, "".join(lines))
 
     def mark(self, step: int) -> dict[str, Any]:
         """What a checkpoint of ``step`` remembers of the records: until which step, and their hash.
@@ -305,13 +292,15 @@ class Recorder(Closing):
         Where the last one lacks its evaluation, which a later start may add, until the one before it.
         """
         try:
-            records = read_records(self._run.directory)
-        except RecordsError:  # it was taken away, or damaged, under the run: no reason not to save
+            recorded = records.read_records(self._run.directory)
+        except (
+            records.RecordsError
+        ):  # it was taken away, or damaged, under the run: no reason not to save
             return {}
-        last = records[-1] if records else {}
-        if self._evaluates and mean_accuracy(last) is None:
-            step = min(step, step_of(last) - 1) if records else step
-        return {"step": step, "sha256": sha256_until(records, step)}
+        last = recorded[-1] if recorded else {}
+        if self._evaluates and records.mean_accuracy(last) is None:
+            step = min(step, records.step_of(last) - 1) if recorded else step
+        return {"step": step, "sha256": records.sha256_until(recorded, step)}
 
     def carry_over(self, values: Mapping[str, float]) -> None:
         """Keep the counts in ``values`` for the next record: a resumed run writes no record of its start."""
@@ -351,7 +340,10 @@ class Recorder(Closing):
             self._console.note(console_lines(trained[turn % len(trained)]))
 
     def _append(
-        self, file: StepLines | None, lines: Callable[[], Sequence[Mapping[str, Any]]], called: str
+        self,
+        file: records.StepLines | None,
+        lines: Callable[[], Sequence[Mapping[str, Any]]],
+        called: str,
     ) -> None:
         """``lines``: made on the rank that writes, and where no other start has taken over."""
         if file is None:
@@ -369,7 +361,7 @@ class Recorder(Closing):
             return
         self._stack.close()
         self._fence()
-        if not any(step_of(record) for record in read_records(self._run.directory)):
+        if not any(records.step_of(record) for record in records.read_records(self._run.directory)):
             log.warning("no report and no summary: no trained step is recorded")
             return
         where = self._run.directory
@@ -383,6 +375,6 @@ class Recorder(Closing):
         log.info("done: %d steps; report in %s", summary.steps, report)
 
 
-def _finite(record: Record) -> dict[str, float]:
+def _finite(record: records.Record) -> dict[str, float]:
     """A record with None (not finite) turned into NaN, so that it can be encoded again."""
     return {name: math.nan if value is None else value for name, value in record.items()}

@@ -11,13 +11,7 @@ from typing import Any
 from megatron_dppo.config.schema import CheckpointConfig, RunConfig, TrainConfig
 from megatron_dppo.data.records import DataError
 from megatron_dppo.loop import inputs
-from megatron_dppo.metrics.records import (
-    CHECKPOINTS_FOLDER,
-    History,
-    keep_copy,
-    read_history,
-    set_aside,
-)
+from megatron_dppo.metrics import records
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.rewards.answers import hand_over
 from megatron_dppo.rewards.verifier import VerifierError
@@ -174,7 +168,7 @@ def refused_damage(reason: str, older: Sequence[StoredCheckpoint]) -> DamagedChe
 
 
 def refuse_fresh_start(
-    run: RunConfig, every: int, unusable: Sequence[str], history: History
+    run: RunConfig, every: int, unusable: Sequence[str], history: records.History
 ) -> None:
     """Raise ResumeError where a start at step 0 would begin a trained run anew.
 
@@ -200,7 +194,7 @@ def refuse_fresh_start(
         remains.append(f"records up to step {history.recorded}")
     raise ResumeError(
         f"{directory} holds {' and '.join(remains)}; run.resume: {run.resume} would begin anew "
-        f"at step 0. Bring the checkpoints back (is {directory}/{CHECKPOINTS_FOLDER} mounted?), or "
+        f"at step 0. Bring the checkpoints back (is {directory}/{records.CHECKPOINTS_FOLDER} mounted?), or "
         "begin anew with run.resume=never, which sets aside what is there"
     )
 
@@ -239,7 +233,7 @@ def resume(
             _leave_behind(run.directory, store, passed, state.step)
         log.info("resumed from %s", checkpoint.path)
         return state
-    history = History(**on_rank_0(lambda: asdict(read_history(run.directory))))
+    history = records.History(**on_rank_0(lambda: asdict(records.read_history(run.directory))))
     damage = passed | {unusable.path: unusable.reason for unusable in survey.unusable}
     refuse_fresh_start(run, checkpoints.every, list(damage.values()), history)
     _set_aside(run.directory, rollouts=not replays)
@@ -250,7 +244,7 @@ def _leave_behind(
     directory: str, store: CheckpointStore, passed: dict[Path, str], step: int
 ) -> None:
     """Before a start that falls back to ``step``: rename what it passed, copy the records that it drops."""
-    copy = on_rank_0(lambda: str(keep_copy(directory)))
+    copy = on_rank_0(lambda: str(records.keep_copy(directory)))
     for path, reason in passed.items():
         store.set_aside(path)
         log.warning("damaged checkpoint, renamed and passed over: %s", reason)
@@ -261,7 +255,7 @@ def _set_aside(directory: str, *, rollouts: bool) -> None:
     """Before a start at step 0."""
 
     def act() -> str | None:
-        folder = set_aside(directory, rollouts=rollouts)
+        folder = records.set_aside(directory, rollouts=rollouts)
         return None if folder is None else str(folder)
 
     folder = on_rank_0(act)
@@ -311,7 +305,7 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
     if config.run.resume == "never":
         return
     directory = Path(config.run.directory)
-    folders = CheckpointDirectory(directory / CHECKPOINTS_FOLDER, config.checkpoint.keep)
+    folders = CheckpointDirectory(directory / records.CHECKPOINTS_FOLDER, config.checkpoint.keep)
     survey = folders.survey()
     refuse_damage(config.checkpoint.on_damage, survey)
     if survey.complete:
@@ -327,7 +321,9 @@ def check_resume(config: TrainConfig, data_sha256: str) -> None:
         state.check_files(sides, str(last))
     else:
         reasons = [unusable.reason for unusable in survey.unusable]
-        refuse_fresh_start(config.run, config.checkpoint.every, reasons, read_history(directory))
+        refuse_fresh_start(
+            config.run, config.checkpoint.every, reasons, records.read_history(directory)
+        )
 
 
 def _problem(key: str, check: Callable[[], None]) -> list[str]:

@@ -17,17 +17,9 @@ from megatron_dppo.data.columns import LOSS_COLUMNS
 from megatron_dppo.data.sampling import Sampler
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
+from megatron_dppo.loop import rollout_figures
 from megatron_dppo.loop.engine_session import EngineSession
 from megatron_dppo.loop.exchange import announce, own_positions, owner
-from megatron_dppo.loop.rollout_figures import (
-    GroupRow,
-    check_staleness,
-    generated_figures,
-    rows_of,
-    selection_figures,
-    speed_figures,
-    staleness_figures,
-)
 from megatron_dppo.loop.scoring import GroupQuota, ScoredGeneration, Selection
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.progress import PhaseTimer
@@ -77,7 +69,7 @@ class _Draft:
 
     step: int
     problems: list[Problem] = field(default_factory=list)
-    rows: list[GroupRow] = field(default_factory=list)
+    rows: list[rollout_figures.GroupRow] = field(default_factory=list)
     groups: dict[int, list[Trajectory]] = field(default_factory=dict)
     rounds: int = 0
     generation: ScoredGeneration | None = None
@@ -197,11 +189,15 @@ class GeneratedRollouts:
             scored = draft.generation.scored(self.algorithm)
             draft.groups |= dict(zip(new, self._groups(scored), strict=True))
             rows_by_rank = all_gather_json(
-                [[GroupRow.of(draft.groups[p]) for p in new], draft.generation.seconds]
+                [
+                    [rollout_figures.GroupRow.of(draft.groups[p]) for p in new],
+                    draft.generation.seconds,
+                ]
             )
         shares = [iter(rows_by_rank[leader][0]) for leader in self.topology.leaders]
         draft.rows += [
-            GroupRow(*next(shares[owner(p, self.topology)])) for p in list(draft.unjudged)
+            rollout_figures.GroupRow(*next(shares[owner(p, self.topology)]))
+            for p in list(draft.unjudged)
         ]
         draft.seconds += max(seconds for _, seconds in rows_by_rank)
 
@@ -213,11 +209,13 @@ class GeneratedRollouts:
             batch, trajectories = announce(
                 chosen, self.topology, self.job.group_size, selection.positions
             )
-        check_staleness(batch, draft.step, self.rollout.max_staleness)
-        figures = generated_figures(draft.rows) | staleness_figures(batch, draft.step)
-        figures |= speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
+        rollout_figures.check_staleness(batch, draft.step, self.rollout.max_staleness)
+        figures = rollout_figures.generated_figures(draft.rows) | rollout_figures.staleness_figures(
+            batch, draft.step
+        )
+        figures |= rollout_figures.speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
         if self._quota.filtering:
-            figures |= selection_figures(draft.rows, selection, draft.rounds)
+            figures |= rollout_figures.selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
         return RolloutBatch(batch, trajectories, figures, draft.sampler)
 
@@ -265,7 +263,9 @@ class ReplayedRollouts:
         wanted = [self._problems[i] for i in drawn]
         trajectories = on_every_rank(lambda: self._read(step, wanted), error=BatchFormatError)
         outlines, by_position = announce(trajectories, self._topology, size, range(len(wanted)))
-        figures = generated_figures(rows_of(outlines, size)) | staleness_figures(outlines, step)
+        figures = rollout_figures.generated_figures(
+            rollout_figures.rows_of(outlines, size)
+        ) | rollout_figures.staleness_figures(outlines, step)
         return RolloutBatch(outlines, by_position, figures, self._sampler.state_dict())
 
     def _read(self, step: int, wanted: Sequence[Problem]) -> list[Trajectory]:

@@ -28,16 +28,9 @@ from rich.progress import (
 from rich.text import Text
 
 from megatron_dppo.logging import shared_console
+from megatron_dppo.metrics import table
 from megatron_dppo.metrics import table as names
 from megatron_dppo.metrics.records import mean_accuracy
-from megatron_dppo.metrics.table import (
-    BY_METRIC,
-    METRICS,
-    Dtype,
-    Metric,
-    NormalRange,
-    phase_seconds,
-)
 
 PLAIN_INTERVAL_S = 10.0
 """Seconds between two plain lines."""
@@ -211,7 +204,7 @@ class PhaseTimer:
         Resets the step's clock. The time of a phase that is still open is split at this call.
         """
         self._credit()
-        seconds = {phase_seconds(phase): value for phase, value in self._step.items()}
+        seconds = {table.phase_seconds(phase): value for phase, value in self._step.items()}
         self._step.clear()
         return seconds
 
@@ -296,25 +289,25 @@ COLUMNS: tuple[TableColumn, ...] = (
 class NormalityCheck:
     """Compares each step's metrics with their normal ranges and with the steps before."""
 
-    def __init__(self, dtype: Dtype) -> None:
+    def __init__(self, dtype: table.Dtype) -> None:
         self.dtype = dtype
         self._history: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=HISTORY))
 
     def step(self, values: Mapping[str, float]) -> dict[str, str]:
         """Compare one step; returns metric -> finding, for the unusual metrics only."""
         unusual: dict[str, str] = {}
-        for name, normal in BY_METRIC.items():
+        for name, normal in table.BY_METRIC.items():
             value = values.get(name)
             if value is None:
                 continue
-            finding = self._judge(METRICS[name], normal, value)
+            finding = self._judge(table.METRICS[name], normal, value)
             if finding:
-                unusual[name] = f"{normal.label} {METRICS[name].show(value)}: {finding}"
+                unusual[name] = f"{normal.label} {table.METRICS[name].show(value)}: {finding}"
             if math.isfinite(value):
                 self._history[name].append(value)
         return unusual
 
-    def _judge(self, metric: Metric, normal: NormalRange, value: float) -> str:
+    def _judge(self, metric: table.Metric, normal: table.NormalRange, value: float) -> str:
         """The finding about ``value``; empty if it is normal."""
         if not math.isfinite(value):
             return "not a finite number"
@@ -342,7 +335,7 @@ class StepTable:
 
     def __init__(
         self,
-        dtype: Dtype,
+        dtype: table.Dtype,
         total_steps: int,
         *,
         explain: bool = True,
@@ -366,7 +359,9 @@ class StepTable:
         if self._explain:
             for metric in [name for name in unusual if name not in self._explained]:
                 self._explained.add(metric)
-                self._print(Text(f"  ! {unusual[metric]}. {BY_METRIC[metric].why}", style="yellow"))
+                self._print(
+                    Text(f"  ! {unusual[metric]}. {table.BY_METRIC[metric].why}", style="yellow")
+                )
 
     def note(self, lines: Sequence[str]) -> None:
         """Print ``lines`` below the last row."""

@@ -14,16 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron_dppo.model import mapping
 from megatron_dppo.model.errors import ModelError
 from megatron_dppo.model.families import Rule, Source, family_of
 from megatron_dppo.model.layout import Layout, RankCoordinates, local_layers
-from megatron_dppo.model.mapping import (
-    LocalParameter,
-    Segment,
-    experts_of,
-    parameters,
-    shard_of,
-)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Block, Dims, replicated
 
@@ -107,7 +101,9 @@ def adapter_faults(adapters: Adapters, shape: ModelShape, layout: Layout) -> Ite
             dims = [sizes[d] for d in source.dims]
             if adapters.rank > min(dims):
                 yield f"rank {adapters.rank} is over the {min(dims)} of {_last(source)} {dims[0]} x {dims[1]}"
-            shards = [shard_of(rule.split, rule.sources, shape, r, ranks) for r in range(ranks)]
+            shards = [
+                mapping.shard_of(rule.split, rule.sources, shape, r, ranks) for r in range(ranks)
+            ]
             lengths = [sum(b.length for b in s.blocks if b.source == index) for s in shards]
             if any(length * ranks != dims[shards[0].blocks[0].dim] for length in lengths):
                 # Ranks of one group multiply tensors of the same shape, and gradients are reduced over them.
@@ -210,7 +206,7 @@ def trained_elements(shape: ModelShape, adapters: Adapters | None, *, routers: b
     """Elements that a run trains, which are those of its checkpoints: the whole model's, or where there are
     ``adapters`` theirs, and with ``routers`` the routers'."""
     if adapters is None:
-        return parameters(shape)
+        return mapping.parameters(shape)
     trained = sum(math.prod(dims) for dims in adapter_tensors(adapters, shape).values())
     return trained + routers * shape.num_layers * shape.num_experts * shape.hidden_size
 
@@ -227,7 +223,7 @@ def checkpoint_key(name: str) -> tuple[str, int | None]:
 
 def adapter_parameters(
     adapters: Adapters, shape: ModelShape, layout: Layout, rank: int
-) -> Iterator[LocalParameter]:
+) -> Iterator[mapping.LocalParameter]:
     """What ``rank`` holds of every A and B of ``adapter_tensors``.
 
     Names are those of Megatron's modules, an expert's A and B the slices of a stacked one: ``...lora_A.3``.
@@ -249,7 +245,7 @@ def _parameter(
     coordinates: RankCoordinates,
     expert: int | None,
     suffix: str,
-) -> LocalParameter:
+) -> mapping.LocalParameter:
     # An adapter that all experts share is whole on every rank of the stage; a rank uses its rows or columns of it.
     is_shared = linear.of_experts and not linear.experts
     is_cut = part.is_cut(which) and not is_shared
@@ -259,11 +255,11 @@ def _parameter(
         is_first_copy, tensor_rank = coordinates.edp == 0, coordinates.etp
     else:
         is_first_copy, tensor_rank = coordinates.dp == coordinates.cp == 0, coordinates.tp
-    return LocalParameter(
+    return mapping.LocalParameter(
         chunk=linear.chunk,
         name=f"{linear.path}.{CHILD}.{part.name}.{which}{suffix}",
         shape=dims,
-        segments=(Segment(f"{_module(part, expert)}.{which}", axis, start, 0, dims[axis]),),
+        segments=(mapping.Segment(f"{_module(part, expert)}.{which}", axis, start, 0, dims[axis]),),
         is_primary=is_first_copy and (is_cut or tensor_rank == 0),
     )
 
@@ -281,7 +277,7 @@ def _linear(
     rank, size = (
         (coordinates.etp, layout.expert_tensor) if of_experts else (coordinates.tp, layout.tensor)
     )
-    shard, sizes = shard_of(rule.split, rule.sources, shape, rank, size), shape.sizes()
+    shard, sizes = mapping.shard_of(rule.split, rule.sources, shape, rank, size), shape.sizes()
     parts = []
     for index, source in _adapted_sources(adapters, rule):
         blocks = tuple(b for b in shard.blocks if b.source == index)
@@ -304,7 +300,7 @@ def _linear(
         parts=tuple(parts),
         rows=shard.shape[0],
         of_experts=of_experts,
-        experts=tuple(experts_of(shape, coordinates.ep, layout.expert)) if has_each else (),
+        experts=tuple(mapping.experts_of(shape, coordinates.ep, layout.expert)) if has_each else (),
     )
 
 

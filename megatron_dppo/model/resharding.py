@@ -17,17 +17,11 @@ from functools import lru_cache
 from rich.console import Console
 from rich.table import Table
 
+from megatron_dppo.model import mapping
 from megatron_dppo.model.errors import ProofError
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.gather_plan import TensorSources, gather_plan
 from megatron_dppo.model.layout import EngineLayout, Layout, local_layers
-from megatron_dppo.model.mapping import (
-    LocalParameter,
-    Segment,
-    engine_parameters,
-    hf_tensors,
-    local_parameters,
-)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.model.splits import Dims
 
@@ -47,14 +41,14 @@ def check_sources(tensor: TensorSources) -> None:
 
 def prove_rank_filled(shape: ModelShape, layout: Layout, rank: int) -> None:
     """Every element of every parameter of ``rank`` comes from one Hugging Face element, padding apart."""
-    tensors, vocabulary = hf_tensors(shape), family_of(shape).vocabulary_tensors
-    for parameter in local_parameters(shape, layout, rank):
+    tensors, vocabulary = mapping.hf_tensors(shape), family_of(shape).vocabulary_tensors
+    for parameter in mapping.local_parameters(shape, layout, rank):
         check_filled(f"rank {rank}: {parameter.name}", parameter, tensors, vocabulary)
 
 
 def check_filled(
     where: str,
-    parameter: LocalParameter,
+    parameter: mapping.LocalParameter,
     tensors: Mapping[str, Dims],
     vocabulary: Collection[str],
 ) -> None:
@@ -83,7 +77,7 @@ def check_filled(
         raise ProofError(f"{where}: filled up to {end} of {parameter.shape[dim]} along dim {dim}")
 
 
-def check_tiling(name: str, dims: Dims, segments: Iterable[Segment]) -> None:
+def check_tiling(name: str, dims: Dims, segments: Iterable[mapping.Segment]) -> None:
     """``segments`` cover a tensor of shape ``dims`` exactly once. Raises ProofError."""
     listed = list(segments)
     axes = {s.dim for s in listed}
@@ -106,7 +100,7 @@ def _run(where: str, intervals: list[tuple[int, int]]) -> int:
     return end
 
 
-_Landing = tuple[int, str, Segment]
+_Landing = tuple[int, str, mapping.Segment]
 """Engine rank, its parameter's name, the block that lands there."""
 
 
@@ -172,10 +166,10 @@ def prove_resharding(
 @lru_cache(maxsize=1)
 def _engine_segments(shape: ModelShape, engine: EngineLayout) -> Mapping[str, list[_Landing]]:
     """For each Hugging Face tensor: where its blocks land. Proves that every rank is filled."""
-    tensors, vocabulary = hf_tensors(shape), family_of(shape).vocabulary_tensors
+    tensors, vocabulary = mapping.hf_tensors(shape), family_of(shape).vocabulary_tensors
     landed: dict[str, list[_Landing]] = defaultdict(list)
     for rank in range(engine.tensor):
-        for parameter in engine_parameters(shape, engine, rank):
+        for parameter in mapping.engine_parameters(shape, engine, rank):
             check_filled(f"engine rank {rank}: {parameter.name}", parameter, tensors, vocabulary)
             for segment in parameter.segments:
                 landed[segment.hf_name].append((rank, parameter.name, segment))
@@ -196,7 +190,7 @@ def _check_copies(tensor: TensorSources, landed: list[_Landing]) -> None:
         raise ProofError(f"{tensor.name}: a block lands twice in a parameter of an engine rank")
 
 
-def _overlap(dims: Dims, a: Segment, b: Segment) -> int:
+def _overlap(dims: Dims, a: mapping.Segment, b: mapping.Segment) -> int:
     """Elements of a tensor that both blocks hold."""
     total = 1
     for axis, size in enumerate(dims):
@@ -214,7 +208,7 @@ def print_plan(
     """Prove, then print who holds and moves how much. Raises ProofError, LayoutError."""
     report = prove_resharding(shape, layout, engine, item_bytes)
     console.print(
-        f"{shape.family}: {len(hf_tensors(shape)):,} tensors, {report.model_bytes // item_bytes:,} parameters, "
+        f"{shape.family}: {len(mapping.hf_tensors(shape)):,} tensors, {report.model_bytes // item_bytes:,} parameters, "
         f"{_gb(report.model_bytes)} at {item_bytes} bytes each"
     )
     console.print(_trainer_table(shape, layout, report, item_bytes))
@@ -249,7 +243,8 @@ def _trainer_table(
         ranks = range(first, first + layout.stage_ranks)
         prove_rank_filled(shape, layout, first)
         resident = (
-            sum(math.prod(p.shape) for p in local_parameters(shape, layout, first)) * item_bytes
+            sum(math.prod(p.shape) for p in mapping.local_parameters(shape, layout, first))
+            * item_bytes
         )
         chunks = (local_layers(shape, layout, stage, c) for c in range(layout.chunks))
         table.add_row(

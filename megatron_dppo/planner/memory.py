@@ -19,14 +19,9 @@ from megatron_dppo.data.columns import (
     Rows,
 )
 from megatron_dppo.launch.placement import Allocation, Host, Placement, PlacementError, Roles, place
+from megatron_dppo.model import mapping
 from megatron_dppo.model.families import Rule, family_of
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.model.mapping import (
-    EngineLayout,
-    check_engine_layout,
-    keeps_untied_output,
-    shard_of,
-)
 from megatron_dppo.model.shape import (
     COPIED_PARTS,
     TRAINER_PARTS,
@@ -34,18 +29,8 @@ from megatron_dppo.model.shape import (
     TrainerPart,
     checkpoint_bytes,
 )
+from megatron_dppo.planner import devices
 from megatron_dppo.planner.activations import ActivationBytes, activation_bytes
-from megatron_dppo.planner.devices import (
-    CONTEXT,
-    FRAGMENTATION,
-    GIB,
-    MIB,
-    Cluster,
-    Device,
-    ceil_to,
-    power_of_two,
-    usable_bytes,
-)
 from megatron_dppo.planner.facts import (
     Counts,
     EngineFacts,
@@ -65,7 +50,7 @@ CONNECTIONS = 2
 """Receiving connections of a rank in each channel: of the ring and of the tree. Assumption."""
 _LL = 8 * 512 * 8 * 16
 _LL128 = 120 * 640 * 8 * 8
-_SIMPLE = 4 * MIB
+_SIMPLE = 4 * devices.MIB
 PER_COMMUNICATOR = CHANNELS * CONNECTIONS * (_LL + _LL128 + _SIMPLE)
 """Bytes: channels x connections x the buffers of NCCL's three protocols (src/include/device.h and src/init.cc of NCCL
 2.29: LL 8 lines x 512 threads x 8 steps x 16 bytes, LL128 120 x 640 x 8 x 8, Simple NCCL_BUFFSIZE = 4 MiB)."""
@@ -171,7 +156,7 @@ def parked_bytes(state: StateBytes, parts: Collection[TrainerPart] = TRAINER_PAR
     sizes: dict[TrainerPart, int] = {part: getattr(state, part) for part in parts}
     return ParkedBytes(
         device=sum(sizes.values()),
-        host=sum(power_of_two(sizes[part]) for part in COPIED_PARTS & sizes.keys()),
+        host=sum(devices.power_of_two(sizes[part]) for part in COPIED_PARTS & sizes.keys()),
     )
 
 
@@ -183,13 +168,13 @@ def _groups(parameters: RankParameters, layout: Layout) -> list[tuple[Counts, in
 
 def _buffer_elements(counts: Counts, replicas: int) -> int:
     """Elements of one buffer of the distributed optimizer; every parameter but the last is followed by its padding."""
-    total = sum(ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
-    return ceil_to(total, math.lcm(replicas, _BUCKET_PAD))
+    total = sum(devices.ceil_to(size, _PARAMETER_PAD) * count for size, count in counts)
+    return devices.ceil_to(total, math.lcm(replicas, _BUCKET_PAD))
 
 
 # All that one trainer rank's GPU holds at the worst moment of a step.
 
-_COLUMN_PIECE = 64 * MIB
+_COLUMN_PIECE = 64 * devices.MIB
 """``PIECE_BYTES`` of loop/exchange.py: columns travel over the device in pieces."""
 
 
@@ -241,8 +226,8 @@ def rank_bytes(facts: RunFacts, stage: int) -> RankBytes:
         activations=activations,
         update_buckets=max(3 * facts.bucket_bytes, 2 * _COLUMN_PIECE),
         communicators=trainer_communicator_bytes(facts.trainer.layout, sends=sends),
-        context=CONTEXT,
-        fragmentation=round(activations.total * FRAGMENTATION),
+        context=devices.CONTEXT,
+        fragmentation=round(activations.total * devices.FRAGMENTATION),
     )
 
 
@@ -269,15 +254,15 @@ class EngineBytes:
 
 
 @cache
-def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
+def weight_bytes(shape: ModelShape, layout: mapping.EngineLayout) -> int:
     """bf16 weights of an engine rank: the family's rows by SGLang's own cuts (``Rule.in_engine``)."""
-    check_engine_layout(shape, layout)
+    mapping.check_engine_layout(shape, layout)
     family, each = family_of(shape), shape.num_layers
     rules = [(rule, each) for rule in family.layer] + [
         (family.embedding, 1),
         (family.final_norm, 1),
     ]
-    if not shape.tied_embeddings or keeps_untied_output(shape):
+    if not shape.tied_embeddings or mapping.keeps_untied_output(shape):
         rules.append((family.embedding, 1))
     total = sum(_elements(rule, shape, layout.tensor) * count for rule, count in rules)
     experts = each * shape.num_experts // layout.expert
@@ -286,7 +271,7 @@ def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def _elements(rule: Rule, shape: ModelShape, size: int) -> int:
-    return math.prod(shard_of(rule.in_engine.split, rule.sources, shape, 0, size).shape)
+    return math.prod(mapping.shard_of(rule.in_engine.split, rule.sources, shape, 0, size).shape)
 
 
 def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
@@ -297,10 +282,10 @@ def kv_bytes_per_token(shape: ModelShape, engine: EngineFacts) -> int:
     return 2 * layers * heads * shape.head_dim * engine.kv_bytes
 
 
-def default_fraction(device: Device, engine: EngineFacts) -> float:
+def default_fraction(device: devices.Device, engine: EngineFacts) -> float:
     """``mem_fraction_static`` as SGLang 0.5.23 chooses it (``arg_groups/memory_hook.py``): MiB kept free = 512 + 1.5 x
     chunked prefill + 128 x TP x PP + 2 x largest batch with a CUDA graph, and on GPUs above 60 GiB at least 10 GiB."""
-    memory = device.memory / MIB
+    memory = device.memory / devices.MIB
     chunk = chunk_tokens(engine, device)
     graphs = 512 if engine.tensor >= 4 or memory >= 160 * 1024 else 256
     reserved = 512 + 1.5 * max(chunk, 2048) + 128 * engine.gpus + 2 * graphs
@@ -309,23 +294,25 @@ def default_fraction(device: Device, engine: EngineFacts) -> float:
     return round((memory - reserved) / memory, 3)
 
 
-def chunk_tokens(engine: EngineFacts, device: Device) -> int:
+def chunk_tokens(engine: EngineFacts, device: devices.Device) -> int:
     """Tokens of a prefill's pass, as SGLang chooses them."""
-    large = device.memory >= 160 * 1024 * MIB
+    large = device.memory >= 160 * 1024 * devices.MIB
     return engine.chunked_prefill or (2 * _CHUNKED_PREFILL if large else _CHUNKED_PREFILL)
 
 
 def engine_bytes(
-    shape: ModelShape, engine: EngineFacts, rollout: RolloutFacts, device: Device
+    shape: ModelShape, engine: EngineFacts, rollout: RolloutFacts, device: devices.Device
 ) -> EngineBytes:
     """KV pool = fraction x free memory before the weights - weights; tokens = pool / bytes of a token.
 
     Sequences at once: tokens / mean length, at most ``max_running_requests``, whose default is
     clamp(512 x tokens / context, 2048, 4096) (``model_executor/pool_configurator.py``).
     """
-    weights = weight_bytes(shape, EngineLayout(engine.tensor, engine.expert)) // engine.pipeline
+    weights = (
+        weight_bytes(shape, mapping.EngineLayout(engine.tensor, engine.expert)) // engine.pipeline
+    )
     fraction = engine.memory_fraction or default_fraction(device, engine)
-    free = usable_bytes(device)
+    free = devices.usable_bytes(device)
     pool = int(free * fraction) - weights
     tokens = max(0, pool) // kv_bytes_per_token(shape, engine)
     context = rollout.longest_prompt + rollout.longest_response
@@ -347,7 +334,7 @@ def capture_host_bytes(shape: ModelShape, kv_tokens: int) -> int:
     return kv_tokens * shape.num_layers * shape.experts_per_token * 4
 
 
-LEAST_RESERVED = 3 * GIB
+LEAST_RESERVED = 3 * devices.GIB
 """Bytes beside static memory and communicators that a server needs for activations of a prefill chunk and CUDA graphs.
 Assumption; SGLang's own estimate is the 10 GiB and more of ``default_fraction``."""
 
@@ -426,7 +413,7 @@ class NodeRoles:
         return len(self.ranks)
 
 
-def node_roles(roles: Roles, cluster: Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
+def node_roles(roles: Roles, cluster: devices.Cluster) -> tuple[tuple[NodeRoles, ...], list[str]]:
     """By node what its GPUs do, and why the roles don't fit the nodes: one of the two is empty."""
     names = [str(node) for node in range(cluster.nodes)]
     hosts = tuple(Host(name, name, cluster.gpus_per_node) for name in names)
@@ -437,7 +424,7 @@ def node_roles(roles: Roles, cluster: Cluster) -> tuple[tuple[NodeRoles, ...], l
     return _by_node(placement, cluster), []
 
 
-def _by_node(placement: Placement, cluster: Cluster) -> tuple[NodeRoles, ...]:
+def _by_node(placement: Placement, cluster: devices.Cluster) -> tuple[NodeRoles, ...]:
     ranks: dict[int, list[int]] = {}
     servers: dict[int, list[int]] = {}
     engine: Counter[int] = Counter()
@@ -462,9 +449,9 @@ def _by_node(placement: Placement, cluster: Cluster) -> tuple[NodeRoles, ...]:
 
 # Host memory of a node: processes, a batch's columns, copies for a checkpoint, the engines' pinned buffers.
 
-TRAINER_PROCESS = 4 * GIB
+TRAINER_PROCESS = 4 * devices.GIB
 """Python, torch, CUDA's host side and pinned NCCL buffers of a rank. Assumption; 0.5 GiB were measured without CUDA."""
-ENGINE_PROCESS = 8 * GIB
+ENGINE_PROCESS = 8 * devices.GIB
 """The same of a server's GPU, with its share of scheduler, tokenizer and detokenizer. Assumption."""
 COPIES = 2
 """Of a batch's columns: the batch that is trained on, and the packs made of it (and with staleness the next one)."""
@@ -505,7 +492,7 @@ def host_bytes(
     return HostBytes(
         processes=node.trainer * TRAINER_PROCESS + node.engine * ENGINE_PROCESS,
         batch=round(node.trainer * copies * per_rank),
-        checkpoint=len(node.ranks) * power_of_two(_copied(facts))
+        checkpoint=len(node.ranks) * devices.power_of_two(_copied(facts))
         if facts.checkpoint_background
         else 0,
         capture=node.engine * capture,

@@ -19,24 +19,9 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
+from megatron_dppo.checkpoint_conversion import hf_folder, tensor_store, torch_dist
 from megatron_dppo.checkpoint_conversion.certificate import Certificate
 from megatron_dppo.checkpoint_conversion.gathering import gather
-from megatron_dppo.checkpoint_conversion.hf_folder import (
-    DEFAULT_SHARD_BYTES,
-    StagedFolder,
-    complete_folder,
-    plan_files,
-)
-from megatron_dppo.checkpoint_conversion.tensor_store import (
-    SafetensorsFileWriter,
-    TensorSpec,
-    byte_view,
-)
-from megatron_dppo.checkpoint_conversion.torch_dist import (
-    combined_digest,
-    open_checkpoint,
-    tensor_digests,
-)
 from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.gather_plan import (
@@ -51,12 +36,7 @@ from megatron_dppo.model.layout import Layout
 from megatron_dppo.model.mapping import hf_tensors, local_parameters
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.files import sync_to_disk
-from megatron_dppo.trainer.collectives import (
-    all_gather_json,
-    first_failure,
-    on_every_rank,
-    on_rank_0,
-)
+from megatron_dppo.trainer import collectives
 from megatron_dppo.trainer.topology import Topology
 
 
@@ -83,7 +63,7 @@ def load_hf(
             f"the model {sorted(parameters.keys() - table.keys())[:5]}, only in the table "
             f"{sorted(table.keys() - parameters.keys())[:5]}"
         )
-    with open_checkpoint(hf_dir) as reader:
+    with torch_dist.open_checkpoint(hf_dir) as reader:
         reader.check(shape)
         for key, entry in table.items():
             parameter = parameters[key]
@@ -100,8 +80,8 @@ def load_hf(
 
 def shared_digest(folder: str | Path, topology: Topology) -> str:
     """SHA-256 (hex) over all tensors of ``folder``, of which each rank reads its share. Collective."""
-    digests = tensor_digests(folder, topology.rank, topology.world_size)
-    return combined_digest(all_gather_json(digests))
+    digests = torch_dist.tensor_digests(folder, topology.rank, topology.world_size)
+    return torch_dist.combined_digest(collectives.all_gather_json(digests))
 
 
 def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: str) -> None:
@@ -118,7 +98,7 @@ def write_on_rank_0(write: Callable[[], None], buckets: Iterator[Any], failed: s
     # Where rank 0 failed, the other ranks still send: without this they would wait for ever.
     for _ in buckets:
         pass
-    if (first := first_failure(failure)) is not None:
+    if (first := collectives.first_failure(failure)) is not None:
         raise CheckpointError(f"{failed}: {first}")
 
 
@@ -128,7 +108,7 @@ BUCKET_BYTES = 256 * 2**20
 # the files.
 _WRITE_OVER_GATHER = 4
 
-Files = Mapping[str, Mapping[str, TensorSpec]]
+Files = Mapping[str, Mapping[str, tensor_store.TensorSpec]]
 
 
 @torch.no_grad()
@@ -139,7 +119,7 @@ def export_hf(
     out_dir: str | Path,
     *,
     side_files_from: str | Path,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+    max_shard_bytes: int = hf_folder.DEFAULT_SHARD_BYTES,
 ) -> None:
     """Write all weights into ``out_dir``. Collective.
 
@@ -156,22 +136,23 @@ def export_hf(
     Raises CheckpointError on every rank where one can't write.
     """
     shape, layout, dtype = model
-    specs = {name: TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
-    files = plan_files(specs, max_shard_bytes)
+    specs = {name: tensor_store.TensorSpec(dims, dtype) for name, dims in hf_tensors(shape).items()}
+    files = hf_folder.plan_files(specs, max_shard_bytes)
     plan, writer_of = export_plan(files, shape, layout, dtype.itemsize)
     try:
         with _staged(out_dir, rank, specs) as folder:
             share = {file: files[file] for file, writer in writer_of.items() if writer == rank}
-            shares = all_gather_json(_write(folder, share, plan, rank, values))
+            shares = collectives.all_gather_json(_write(folder, share, plan, rank, values))
             digests = {name: digest for part in shares for name, digest in part.items()}
             name = str(dtype).removeprefix("torch.")
             certificate = Certificate(
                 "huggingface", shape, name, name, {n: digests[n] for n in specs}
             )
-            on_rank_0(
-                lambda: complete_folder(folder, files, side_files_from), error=CheckpointError
+            collectives.on_rank_0(
+                lambda: hf_folder.complete_folder(folder, files, side_files_from),
+                error=CheckpointError,
             )
-            on_rank_0(lambda: certificate.save(folder), error=CheckpointError)
+            collectives.on_rank_0(lambda: certificate.save(folder), error=CheckpointError)
     except CheckpointError as error:
         raise CheckpointError(
             f"the Hugging Face export was not written: {out_dir}: {error}"
@@ -203,13 +184,17 @@ def export_plan(
 
 
 @contextmanager
-def _staged(out_dir: str | Path, rank: int, specs: Mapping[str, TensorSpec]) -> Iterator[Path]:
+def _staged(
+    out_dir: str | Path, rank: int, specs: Mapping[str, tensor_store.TensorSpec]
+) -> Iterator[Path]:
     """The folder to fill, which rank 0 makes and publishes; collective at its begin and end."""
-    staged = StagedFolder(out_dir, sum(spec.bytes for spec in specs.values()))
+    staged = hf_folder.StagedFolder(out_dir, sum(spec.bytes for spec in specs.values()))
     with ExitStack() as stack:
-        yield Path(on_rank_0(lambda: str(stack.enter_context(staged)), error=CheckpointError))
+        yield Path(
+            collectives.on_rank_0(lambda: str(stack.enter_context(staged)), error=CheckpointError)
+        )
         # Closing it publishes the folder.
-        on_rank_0(stack.close, error=CheckpointError)
+        collectives.on_rank_0(stack.close, error=CheckpointError)
 
 
 def _write(
@@ -221,7 +206,7 @@ def _write(
 ) -> dict[str, str]:
     """Gather all tensors and write this rank's ``share`` of the files; SHA-256 of their tensors. Collective."""
     with ExitStack() as stack:
-        writer = on_every_rank(
+        writer = collectives.on_every_rank(
             lambda: stack.enter_context(_FileWriter(folder, share)), error=CheckpointError
         )
         total, done = sum(bucket.elements for bucket in plan), 0
@@ -230,7 +215,7 @@ def _write(
                 writer.add(gathered.tensors)
                 done += bucket.elements
                 bar.update(completed=done // 10**6)
-        on_every_rank(writer.finish, error=CheckpointError)
+        collectives.on_every_rank(writer.finish, error=CheckpointError)
         return writer.digests
 
 
@@ -243,7 +228,7 @@ class _FileWriter:
     def __init__(self, folder: Path, files: Files) -> None:
         self._folder, self._files = folder, files
         self._stack = ExitStack()
-        self._writer_of: dict[str, SafetensorsFileWriter] = {}
+        self._writer_of: dict[str, tensor_store.SafetensorsFileWriter] = {}
         self._buckets: queue.Queue[list[tuple[str, Tensor]] | None] = queue.Queue(1)
         self._error: BaseException | None = None
         self.digests: dict[str, str] = {}
@@ -253,7 +238,9 @@ class _FileWriter:
     def __enter__(self) -> _FileWriter:
         with ExitStack() as stack:
             for file, specs in self._files.items():
-                writer = stack.enter_context(SafetensorsFileWriter(self._folder / file, specs))
+                writer = stack.enter_context(
+                    tensor_store.SafetensorsFileWriter(self._folder / file, specs)
+                )
                 self._writer_of.update(dict.fromkeys(specs, writer))
             self._stack = stack.pop_all()
         self._thread.start()
@@ -291,7 +278,9 @@ class _FileWriter:
                     for name, tensor in tensors:
                         rows = tensor.cpu().contiguous()
                         self._writer_of[name].write_rows(name, 0, rows)
-                        self.digests[name] = hashlib.sha256(byte_view(rows)).hexdigest()
+                        self.digests[name] = hashlib.sha256(
+                            tensor_store.byte_view(rows)
+                        ).hexdigest()
             except BaseException as error:
                 # Raised by finish: the ranks must go through all buckets together.
                 self._error = error

@@ -38,25 +38,15 @@ from megatron_dppo.model.gather_plan import ParameterKey, adapter_buckets_plan
 from megatron_dppo.model.layout import Layout, local_layers
 from megatron_dppo.model.mapping import LocalParameter
 from megatron_dppo.model.shape import ModelShape
-from megatron_dppo.trainer import platform
+from megatron_dppo.trainer import lora_modules, platform
 from megatron_dppo.trainer.hugging_face import shared_digest, write_on_rank_0
-from megatron_dppo.trainer.lora_modules import (
-    ROUTER,
-    AdapterOptions,
-    LinearAdapter,
-    attach,
-    freeze,
-    initial_tensor,
-    sum_expert_tensor_grads,
-    without_adapters,
-)
 from megatron_dppo.trainer.topology import Topology
 
 # Merged parameters that are kept: a bucket's queries, keys and values are read off one.
 _KEPT = 4
 
 
-def adapter_values(adapters: list[LinearAdapter]) -> dict[ParameterKey, Tensor]:
+def adapter_values(adapters: list[lora_modules.LinearAdapter]) -> dict[ParameterKey, Tensor]:
     """This rank's A and B, under the names of ``adapter_parameters``; views."""
     values = {}
     for adapter in adapters:
@@ -75,7 +65,7 @@ def adapter_values(adapters: list[LinearAdapter]) -> dict[ParameterKey, Tensor]:
 
 @torch.no_grad()
 def fill(
-    adapters: list[LinearAdapter],
+    adapters: list[lora_modules.LinearAdapter],
     table: Iterator[LocalParameter],
     whole: Callable[[str, tuple[int, ...]], Tensor],
     dims: Mapping[str, tuple[int, ...]],
@@ -95,7 +85,9 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
     """
 
     def __init__(
-        self, parameters: Mapping[ParameterKey, Parameter], adapters: list[LinearAdapter]
+        self,
+        parameters: Mapping[ParameterKey, Parameter],
+        adapters: list[lora_modules.LinearAdapter],
     ) -> None:
         self._parameters = parameters
         self._deltas: dict[ParameterKey, Callable[[], Tensor]] = {}
@@ -123,7 +115,7 @@ class MergedWeights(Mapping[ParameterKey, Tensor]):
 
 
 def sharded_adapters(
-    adapters: list[LinearAdapter], chunks: list[GPTModel], layout: Layout
+    adapters: list[lora_modules.LinearAdapter], chunks: list[GPTModel], layout: Layout
 ) -> dict[str, Any]:
     """Every trained tensor of this rank as a sharded tensor, by ``model<chunk>`` and its name in the chunk.
 
@@ -156,13 +148,17 @@ def sharded_routers(
                 replica_id=(0, coordinates.tp, coordinates.dp),
             )
             for name, parameter in chunk.named_parameters()
-            if name.endswith(ROUTER)
+            if name.endswith(lora_modules.ROUTER)
         }
     return out
 
 
 def _sharded(
-    adapter: LinearAdapter, part: AdapterPart, which: str, tensor: Parameter, layout: Layout
+    adapter: lora_modules.LinearAdapter,
+    part: AdapterPart,
+    which: str,
+    tensor: Parameter,
+    layout: Layout,
 ) -> ShardedTensor:
     linear = adapter.linear
     key = f"{CHECKPOINT_PREFIX}{part.module.format(expert=ANY_EXPERT)}.{which}"
@@ -184,7 +180,7 @@ def _sharded(
 
 
 def _base_names(
-    adapter: LinearAdapter, parameters: Mapping[ParameterKey, Parameter]
+    adapter: lora_modules.LinearAdapter, parameters: Mapping[ParameterKey, Parameter]
 ) -> list[tuple[int | None, str]]:
     """(local expert, name) of the weights that the adapter adds to."""
     linear = adapter.linear
@@ -199,7 +195,7 @@ def _base_names(
     return [(i, f"{prefix}{i}") for i in sorted(numbers)]
 
 
-def _delta_of(adapter: LinearAdapter, expert: int | None) -> Callable[[], Tensor]:
+def _delta_of(adapter: lora_modules.LinearAdapter, expert: int | None) -> Callable[[], Tensor]:
     return lambda: adapter.weight_delta(expert)
 
 
@@ -242,8 +238,8 @@ class AdaptedPolicy:
         self._shape, self._layout, self._rank = shape, layout, topology.rank
         self._chunks = chunks
         self._train_router = lora.train_router
-        freeze(chunks, train_router=lora.train_router)
-        options = AdapterOptions(
+        lora_modules.freeze(chunks, train_router=lora.train_router)
+        options = lora_modules.AdapterOptions(
             adapters,
             lora.dropout,
             transformer.sequence_parallel,
@@ -251,14 +247,14 @@ class AdaptedPolicy:
             platform.current().device,
         )
         linears = adapted_linears(adapters, shape, layout, topology.rank)
-        self.modules = attach(chunks, linears, options)
+        self.modules = lora_modules.attach(chunks, linears, options)
         self._start(lora, seed)
         self.base_sha256 = shared_digest(hf_checkpoint, topology)
         reduce_grads = transformer.finalize_model_grads_func
 
         def reduce_all_grads(chunks: list[Any], num_tokens: Any = None, **kwargs: Any) -> None:
             reduce_grads(chunks, num_tokens, **kwargs)
-            sum_expert_tensor_grads(chunks)
+            lora_modules.sum_expert_tensor_grads(chunks)
 
         transformer.finalize_model_grads_func = reduce_all_grads
 
@@ -268,7 +264,7 @@ class AdaptedPolicy:
 
     def frozen(self) -> AbstractContextManager[None]:
         """Within it the model computes without its adapters."""
-        return without_adapters(self.modules)
+        return lora_modules.without_adapters(self.modules)
 
     def tensors(self) -> Iterator[list[tuple[str, Tensor]]]:
         """Buckets of whole A and B by ``adapter_tensors``' names, on global rank 0; elsewhere empty. Collective."""
@@ -323,7 +319,7 @@ class AdaptedPolicy:
         dims = adapter_tensors(self.adapters, self._shape)
         table = adapter_parameters(self.adapters, self._shape, self._layout, self._rank)
         if lora.start_from is None:
-            start = partial(initial_tensor, rank=rank, seed=seed, init=lora.init)
+            start = partial(lora_modules.initial_tensor, rank=rank, seed=seed, init=lora.init)
             fill(self.modules, table, start, dims)
             return
         with PeftReader(Path(lora.start_from), self.adapters, self._shape) as reader:

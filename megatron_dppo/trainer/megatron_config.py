@@ -14,15 +14,7 @@ from megatron.core.distributed import DistributedDataParallelConfig, finalize_mo
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_dppo.config.forwarded import (
-    DDP,
-    MEGATRON,
-    OPTIMIZER,
-    ForwardedTable,
-    LibraryFields,
-    megatron_faults,
-    read_value,
-)
+from megatron_dppo.config import forwarded
 from megatron_dppo.config.schema import PolicyConfig
 from megatron_dppo.model.families import family_of
 from megatron_dppo.model.layout import Layout
@@ -136,27 +128,27 @@ def _precision_options(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _library_fields(kind: Any) -> LibraryFields:
+def _library_fields(kind: Any) -> forwarded.LibraryFields:
     hints = get_type_hints(kind)
     types = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
     version = importlib.metadata.version("megatron-core")
-    return LibraryFields(f"{kind.__name__} (megatron-core {version})", types)
+    return forwarded.LibraryFields(f"{kind.__name__} (megatron-core {version})", types)
 
 
 @functools.cache
-def transformer_fields() -> LibraryFields:
+def transformer_fields() -> forwarded.LibraryFields:
     """Every field that TransformerConfig's constructor takes, inherited ones included."""
     return _library_fields(TransformerConfig)
 
 
 @functools.cache
-def ddp_fields() -> LibraryFields:
+def ddp_fields() -> forwarded.LibraryFields:
     """Of DistributedDataParallelConfig."""
     return _library_fields(DistributedDataParallelConfig)
 
 
 @functools.cache
-def optimizer_fields() -> LibraryFields:
+def optimizer_fields() -> forwarded.LibraryFields:
     """Of OptimizerConfig."""
     return _library_fields(OptimizerConfig)
 
@@ -167,26 +159,30 @@ def transformer_values(table: Mapping[str, Any]) -> dict[str, Any]:
     Raises ValueError with a line for each key that is no field, or that another section sets, and
     for each value that does not fit.
     """
-    return _values(MEGATRON, megatron_faults(table), transformer_fields(), table)
+    return _values(
+        forwarded.MEGATRON, forwarded.megatron_faults(table), transformer_fields(), table
+    )
 
 
 def ddp_values(table: Mapping[str, Any]) -> dict[str, Any]:
     """The ``megatron_ddp:`` table likewise."""
-    return _values(DDP, DDP.faults(table), ddp_fields(), table)
+    return _values(forwarded.DDP, forwarded.DDP.faults(table), ddp_fields(), table)
 
 
 def optimizer_values(table: Mapping[str, Any]) -> dict[str, Any]:
     """The ``megatron_optimizer:`` table likewise."""
-    return _values(OPTIMIZER, OPTIMIZER.faults(table), optimizer_fields(), table)
+    return _values(
+        forwarded.OPTIMIZER, forwarded.OPTIMIZER.faults(table), optimizer_fields(), table
+    )
 
 
 def _values(
-    rules: ForwardedTable,
+    rules: forwarded.ForwardedTable,
     own_faults: Iterable[str],
-    fields: LibraryFields,
+    fields: forwarded.LibraryFields,
     table: Mapping[str, Any],
 ) -> dict[str, Any]:
     faults = [*own_faults, *rules.library_faults(table, fields)]
     if faults:
         raise ValueError("\n".join(faults))
-    return {key: read_value(fields.types[key], value) for key, value in table.items()}
+    return {key: forwarded.read_value(fields.types[key], value) for key, value in table.items()}

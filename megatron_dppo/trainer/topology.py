@@ -12,13 +12,7 @@ from megatron.core import parallel_state
 from torch.distributed import ProcessGroup
 
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.system.network import (
-    interface_address,
-    interface_of,
-    is_loopback,
-    listening_store,
-    resolve,
-)
+from megatron_dppo.system import network
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.watchdog import LONGEST_WAIT_S, Watchdog, client_of
 
@@ -116,10 +110,10 @@ def init_distributed(
 def _name_interface(interface: str | None) -> None:
     """Name the interface to gloo and NCCL, for every group that this process makes."""
     if interface is not None:
-        name = interface_of(interface_address(interface)) or interface
+        name = network.interface_of(network.interface_address(interface)) or interface
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = name
-    elif is_loopback(os.environ["MASTER_ADDR"]) and _on_one_host():
-        loopback = interface_of(resolve(os.environ["MASTER_ADDR"]))
+    elif network.is_loopback(os.environ["MASTER_ADDR"]) and _on_one_host():
+        loopback = network.interface_of(network.resolve(os.environ["MASTER_ADDR"]))
         if loopback is not None:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
@@ -130,16 +124,16 @@ def _store(world_size: int, interface: str | None) -> dist.Store:
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ["RANK"] != "0" or hosted:
         return dist.TCPStore(host, port, world_size, False, COLLECTIVE_TIMEOUT)
-    where = host if interface is None else interface_address(interface)
+    where = host if interface is None else network.interface_address(interface)
     # Many machines call themselves by an address that only they can reach.
-    if is_loopback(where) and not _on_one_host():
+    if network.is_loopback(where) and not _on_one_host():
         log.warning(
             "the ranks' rendezvous listens on every interface: MASTER_ADDR, %s, is loopback here; "
             "name a network interface in parallel.interface",
             host,
         )
         return dist.TCPStore(host, port, world_size, True, COLLECTIVE_TIMEOUT)
-    return listening_store(where, port, world_size, COLLECTIVE_TIMEOUT)
+    return network.listening_store(where, port, world_size, COLLECTIVE_TIMEOUT)
 
 
 def ranks_per_node() -> int:

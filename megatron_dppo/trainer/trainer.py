@@ -25,47 +25,12 @@ from megatron_dppo.model.families import load_model_shape
 from megatron_dppo.model.gather_plan import ParameterKey
 from megatron_dppo.model.layout import Layout, check_layout, raise_faults
 from megatron_dppo.model.shape import TRAINER_PARTS, TrainerPart
-from megatron_dppo.trainer import platform
+from megatron_dppo.trainer import hugging_face, megatron_config, model, platform, step
 from megatron_dppo.trainer.collectives import agree, all_gather_json
 from megatron_dppo.trainer.context_parallel import TokenShare
-from megatron_dppo.trainer.hugging_face import (
-    export_hf,
-    load_hf,
-    named_parameters,
-    shared_digest,
-)
 from megatron_dppo.trainer.lora_policy import AdaptedPolicy, weights_of
-from megatron_dppo.trainer.megatron_config import (
-    DTYPES,
-    HEAD_DTYPES,
-    ddp_values,
-    optimizer_values,
-    transformer_config,
-)
-from megatron_dppo.trainer.model import (
-    apply_step,
-    build_chunks,
-    build_optimizer,
-    complete_weights,
-    leave_out_logits,
-    prepare_step,
-    wrap_chunks,
-)
 from megatron_dppo.trainer.parking import Moved, Parker, check_no_transfer, held_tensors
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
-from megatron_dppo.trainer.step import (
-    MicroBatchResults,
-    NonFiniteLogProbsError,
-    NonFiniteLossError,
-    StatsFunction,
-    StatsSpec,
-    TokenLoss,
-    check_micro_batches,
-    forward_backward,
-    forward_log_probs,
-    pad_to,
-    reduce_metrics,
-)
 from megatron_dppo.trainer.topology import (
     destroy_topology,
     init_distributed,
@@ -106,13 +71,13 @@ class ReferenceWeights:
                 p.data = data
 
 
-def start_digest(model: str, start_from: str | None) -> str:
-    """SHA-256 (hex) of the model's digest and the bytes of ``lora.start_from``."""
+def start_digest(digest: str, start_from: str | None) -> str:
+    """SHA-256 (hex) of ``digest``, the model's, and the bytes of ``lora.start_from``."""
     if start_from is None:
-        return model
+        return digest
     with (Path(start_from) / PEFT_WEIGHTS).open("rb") as content:
         adapters = hashlib.file_digest(content, "sha256").hexdigest()
-    return hashlib.sha256(f"{model} {adapters}".encode()).hexdigest()
+    return hashlib.sha256(f"{digest} {adapters}".encode()).hexdigest()
 
 
 _NONFINITE = "nonfinite_losses"
@@ -152,13 +117,13 @@ class Trainer:
         micro_batch_multiple: the number of micro-batches must be a multiple of it.
     """
 
-    def __init__(self, config: PolicyConfig, stats_spec: StatsSpec | None = None) -> None:
+    def __init__(self, config: PolicyConfig, stats_spec: step.StatsSpec | None = None) -> None:
         """Join the process group, build the model, load ``config.model.hf_checkpoint``. Collective.
 
         Raises ValueError if the layout does not fit the model, the world size or Megatron-Core.
         """
         self.config = config
-        self.stats_spec = stats_spec or StatsSpec()
+        self.stats_spec = stats_spec or step.StatsSpec()
         self.shape = load_model_shape(config.model.hf_checkpoint)
         sizes = config.parallel.sizes
         check_layout(sizes, self.shape, "parallel.")
@@ -169,10 +134,10 @@ class Trainer:
         self.topology = init_topology(self.layout)
         platform.seed_everything(config.run.seed)
 
-        self.dtype = DTYPES[config.model.dtype]
-        transformer = transformer_config(config, self.shape, self.layout)
-        self.chunks = build_chunks(transformer, self.shape)
-        load_hf(
+        self.dtype = megatron_config.DTYPES[config.model.dtype]
+        transformer = megatron_config.transformer_config(config, self.shape, self.layout)
+        self.chunks = model.build_chunks(transformer, self.shape)
+        hugging_face.load_hf(
             self.chunks, self.shape, self.layout, self.topology.rank, config.model.hf_checkpoint
         )
         self.adapted: AdaptedPolicy | None = None
@@ -196,7 +161,7 @@ class Trainer:
             self.reference_sha256 = start_digest(
                 self.adapted.base_sha256
                 if self.adapted
-                else shared_digest(checkpoint, self.topology),
+                else hugging_face.shared_digest(checkpoint, self.topology),
                 config.lora.start_from,
             )
         topology = self.topology
@@ -217,37 +182,37 @@ class Trainer:
                 share=self.share,
                 device=self.device,
             )
-        self.ddp_chunks = wrap_chunks(
+        self.ddp_chunks = model.wrap_chunks(
             self.chunks,
             transformer,
-            ddp_values(config.megatron_ddp),
+            megatron_config.ddp_values(config.megatron_ddp),
             distributed_optimizer=config.distributed_optimizer,
         )
-        self.optimizer, self.scheduler = build_optimizer(
+        self.optimizer, self.scheduler = model.build_optimizer(
             config.optimizer,
             self.ddp_chunks,
             self.dtype,
-            optimizer_values(config.megatron_optimizer),
+            megatron_config.optimizer_values(config.megatron_optimizer),
             distributed=config.distributed_optimizer,
         )
         self._parker = Parker(self.held_tensors)
         self.step_count = 0
         self.pad_multiple = self.share.pad_multiple * config.token_multiple
         self.micro_batch_multiple = self.layout.pipeline if self.layout.chunks > 1 else 1
-        leave_out_logits(self.chunks)
-        self._stats = StatsFunction(
+        model.leave_out_logits(self.chunks)
+        self._stats = step.StatsFunction(
             self.chunks[-1],
             self.topology,
             self.shape.vocab_size,
             config.temperature,
             self.stats_spec,
-            HeadOptions(config.head.chunk_tokens, HEAD_DTYPES[config.head.dtype]),
+            HeadOptions(config.head.chunk_tokens, megatron_config.HEAD_DTYPES[config.head.dtype]),
         )
 
     def train_mini_batch(
         self,
         micro_batches: list[PackedBatch],
-        token_loss: TokenLoss,
+        token_loss: step.TokenLoss,
         denominator: float,
         *,
         is_last: bool = True,
@@ -275,18 +240,18 @@ class Trainer:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        results = forward_backward(
+        results = step.forward_backward(
             self.ddp_chunks, batches, self._stats, token_loss, denominator, self._replay
         )
         metrics, bad_losses = self._reduce(results)
         metrics += self.routing_agreement()
         check(metrics)
-        grad_norm = prepare_step(self.optimizer)
+        grad_norm = model.prepare_step(self.optimizer)
         if bad_losses or not math.isfinite(grad_norm):
-            raise NonFiniteLossError(grad_norm, self._culprits(results, batches))
-        lr = apply_step(self.optimizer, self.scheduler, grad_norm)
+            raise step.NonFiniteLossError(grad_norm, self._culprits(results, batches))
+        lr = model.apply_step(self.optimizer, self.scheduler, grad_norm)
         if is_last:
-            complete_weights(self.ddp_chunks)
+            model.complete_weights(self.ddp_chunks)
         self.step_count += 1
         return StepResult(metrics, grad_norm, lr)
 
@@ -337,7 +302,7 @@ class Trainer:
         stats = (
             self._stats if temperature is None else replace(self._stats, temperature=temperature)
         )
-        log_probs, faults = forward_log_probs(
+        log_probs, faults = step.forward_log_probs(
             self.ddp_chunks, batches, stats, self._replay, topk=topk
         )
         self._check_faults(faults)
@@ -359,7 +324,9 @@ class Trainer:
         if fault := describe(bad_ids):
             raise ValueError(fault)
         if bad_rows:
-            raise NonFiniteLogProbsError(f"{describe(counts.cpu())}; nothing was trained on them")
+            raise step.NonFiniteLogProbsError(
+                f"{describe(counts.cpu())}; nothing was trained on them"
+            )
 
     @property
     def replayed_layers(self) -> list[int]:
@@ -376,12 +343,12 @@ class Trainer:
     def weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's present weights by (chunk, name), adapters merged into them. Not collective."""
         self.check_resident("read weights", "weights")
-        return weights_of(self.adapted, named_parameters(self.chunks))
+        return weights_of(self.adapted, hugging_face.named_parameters(self.chunks))
 
     def base_weights(self) -> Mapping[ParameterKey, Tensor]:
         """This rank's weights without any adapters: with ``lora``, the frozen ones. Not collective."""
         self.check_resident("read weights", "weights")
-        return weights_of(None, named_parameters(self.chunks))
+        return weights_of(None, hugging_face.named_parameters(self.chunks))
 
     def export_hf(self, out_dir: str | Path) -> None:
         """Write the current weights, tokenizer and configuration as a Hugging Face folder.
@@ -389,7 +356,7 @@ class Trainer:
         The folder is renamed into place when complete. Raises CheckpointError on every rank where
         one cannot write.
         """
-        export_hf(
+        hugging_face.export_hf(
             self.weights(),
             self.topology.rank,
             (self.shape, self.layout, self.dtype),
@@ -448,7 +415,7 @@ class Trainer:
     def _placed(self, micro_batches: list[PackedBatch]) -> list[PackedBatch]:
         # Experts exchange tokens in every micro-batch: a rank with fewer would block all others.
         agree(len(micro_batches), "the number of micro-batches")
-        check_micro_batches(
+        step.check_micro_batches(
             micro_batches,
             pad_multiple=self.pad_multiple,
             count_multiple=self.micro_batch_multiple,
@@ -458,14 +425,14 @@ class Trainer:
             # The interleaved schedule sends activations forward and gradients back between the same
             # two ranks; megatron-core 0.16.1 mixes up their shapes if micro-batches differ in length.
             longest = max(b.num_tokens for b in micro_batches)
-            micro_batches = [pad_to(b, longest) for b in micro_batches]
+            micro_batches = [step.pad_to(b, longest) for b in micro_batches]
         if self._replay is not None:
             self._replay.load(micro_batches)
         elif any(RECORDING in b.columns for b in micro_batches):
             raise ValueError("a micro-batch carries recorded routing without rollout.router_replay")
         return [b.without(RECORDING).to(self.device) for b in micro_batches]
 
-    def _reduce(self, results: MicroBatchResults) -> tuple[MetricSums, bool]:
+    def _reduce(self, results: step.MicroBatchResults) -> tuple[MetricSums, bool]:
         """Metrics over all replicas, and whether any loss is not finite; the same on all ranks.
 
         Raises ValueError on all ranks if a token id was outside the vocabulary.
@@ -475,7 +442,7 @@ class Trainer:
             metrics = metrics.add(_NONFINITE, (~torch.stack(results.losses).isfinite()).sum())
             for name, count in zip(_FAULTS, torch.stack(results.faults).sum(0), strict=True):
                 metrics = metrics.add(name, count)
-        reduced = reduce_metrics(metrics, self.topology)
+        reduced = step.reduce_metrics(metrics, self.topology)
         sums = dict(reduced.sums)
         *bad_ids, bad_rows = (sums.pop(name) for name in _FAULTS)
         if fault := describe(bad_ids):
@@ -483,7 +450,7 @@ class Trainer:
         bad_losses = bool(sums.pop(_NONFINITE) + bad_rows > 0)
         return MetricSums(sums, reduced.maxima, reduced.minima), bad_losses
 
-    def _culprits(self, results: MicroBatchResults, batches: list[PackedBatch]) -> list[dict]:
+    def _culprits(self, results: step.MicroBatchResults, batches: list[PackedBatch]) -> list[dict]:
         topology = self.topology
         nonfinite = results.nonfinite(batches) if topology.is_first_of_stage else []
         entries = [

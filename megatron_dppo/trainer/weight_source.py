@@ -13,16 +13,7 @@ from megatron_dppo.checkpoint_conversion.adapters import AdapterFolder
 from megatron_dppo.checkpoint_conversion.gathering import Buffers, Gathered, gather
 from megatron_dppo.data.packing import pack
 from megatron_dppo.data.trajectory import Trajectory
-from megatron_dppo.model.gather_plan import (
-    Bucket,
-    ParameterKey,
-    adapter_buckets_plan,
-    best_receiver,
-    elements_between_nodes,
-    fewest_gathered_elements,
-    gathered_elements,
-    hf_buckets_plan,
-)
+from megatron_dppo.model import gather_plan
 from megatron_dppo.trainer import platform
 from megatron_dppo.trainer.collectives import all_gather_json
 from megatron_dppo.trainer.topology import ranks_per_node
@@ -40,7 +31,7 @@ class TrainerWeights:
         self,
         trainer: Trainer,
         ranks_per_sender: int = 1,
-        values: Callable[[], Mapping[ParameterKey, Tensor]] | None = None,
+        values: Callable[[], Mapping[gather_plan.ParameterKey, Tensor]] | None = None,
     ) -> None:
         self._trainer = trainer
         self._values = trainer.weights if values is None else values
@@ -67,26 +58,28 @@ class TrainerWeights:
         """The weights' type."""
         return str(self._trainer.dtype).removeprefix("torch.")
 
-    def plan(self, bucket_bytes: int, *, spread: bool) -> list[Bucket]:
+    def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """All weights in buckets; with ``spread`` each on the rank that holds most of it, or on its
         node's sender, else on 0."""
         t = self._trainer
         sizes = {"bucket_bytes": bucket_bytes, "item_bytes": t.dtype.itemsize}
         per_sender = self._ranks_per_sender
-        return hf_buckets_plan(t.shape, t.layout, **sizes, spread=spread, ranks_per_node=per_sender)
+        return gather_plan.hf_buckets_plan(
+            t.shape, t.layout, **sizes, spread=spread, ranks_per_node=per_sender
+        )
 
-    def bytes_between_nodes(self, plan: Sequence[Bucket]) -> int:
+    def bytes_between_nodes(self, plan: Sequence[gather_plan.Bucket]) -> int:
         """Bytes of the plan's gathers that travel between nodes, over all ranks."""
         nodes = ranks_per_node()
         item = self._trainer.dtype.itemsize
-        return sum(elements_between_nodes(bucket, nodes) for bucket in plan) * item
+        return sum(gather_plan.elements_between_nodes(bucket, nodes) for bucket in plan) * item
 
     def gather_bound(self) -> int:
         """The fewest bytes that ranks must exchange so that every tensor is whole somewhere."""
         t = self._trainer
-        return fewest_gathered_elements(t.shape, t.layout) * t.dtype.itemsize
+        return gather_plan.fewest_gathered_elements(t.shape, t.layout) * t.dtype.itemsize
 
-    def gather(self, plan: Sequence[Bucket]) -> Iterator[Gathered]:
+    def gather(self, plan: Sequence[gather_plan.Bucket]) -> Iterator[Gathered]:
         """The present weights by the plan's buckets; collective. A bucket holds until the second after."""
         self._trainer.check_resident("gather weights", "weights")
         return gather(plan, self.rank, self._values(), self._buffers)
@@ -127,15 +120,19 @@ class AdapterWeights(TrainerWeights):
             trainer.adapted.adapters, trainer.shape, trainer.config.model.hf_checkpoint
         )
 
-    def plan(self, bucket_bytes: int, *, spread: bool) -> list[Bucket]:
+    def plan(self, bucket_bytes: int, *, spread: bool) -> list[gather_plan.Bucket]:
         """All A and B in buckets, on rank 0."""
         t, item = self._trainer, self._trainer.dtype.itemsize
-        return adapter_buckets_plan(self.folder.adapters, t.shape, t.layout, bucket_bytes, item)
+        return gather_plan.adapter_buckets_plan(
+            self.folder.adapters, t.shape, t.layout, bucket_bytes, item
+        )
 
     def gather_bound(self) -> int:
         """The fewest bytes that ranks must exchange so that every A and B is whole somewhere."""
         (whole,) = self.plan(sys.maxsize, spread=False)
-        elements = sum(gathered_elements(t, best_receiver(t)) for t in whole.tensors)
+        elements = sum(
+            gather_plan.gathered_elements(t, gather_plan.best_receiver(t)) for t in whole.tensors
+        )
         return elements * self._trainer.dtype.itemsize
 
 

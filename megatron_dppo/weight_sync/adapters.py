@@ -23,7 +23,7 @@ from megatron_dppo.config.schema import WeightSyncConfig
 from megatron_dppo.engine.protocol import UNVERIFIED_VERSION, adapter_name
 from megatron_dppo.engine.weights import EngineWeights, fused_module
 from megatron_dppo.system.async_runner import AsyncRunner
-from megatron_dppo.weight_sync import transaction
+from megatron_dppo.weight_sync import transaction, verification
 from megatron_dppo.weight_sync.engines import (
     GRACE_S,
     Bucket,
@@ -34,11 +34,6 @@ from megatron_dppo.weight_sync.engines import (
     Transfer,
 )
 from megatron_dppo.weight_sync.strategies import new_folder, require_shared_folder
-from megatron_dppo.weight_sync.verification import (
-    ChecksumMismatchError,
-    ExpectedByLayout,
-    compare_checksums,
-)
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +80,10 @@ class AdapterStrategy(Strategy):
 
     def _compare(self, digests_by_url: Mapping[str, Mapping[str, str]]) -> None:
         expected = expected_digests(self._tensors, self._folder)
-        compared = {u: compare_checksums([expected], [d]) for u, d in digests_by_url.items()}
-        faults = {u: ChecksumMismatchError(m) for u, m in compared.items() if m}
+        compared = {
+            u: verification.compare_checksums([expected], [d]) for u, d in digests_by_url.items()
+        }
+        faults = {u: verification.ChecksumMismatchError(m) for u, m in compared.items() if m}
         if faults:
             raise EngineFaultError(faults)
         self.loaded = len(expected) * len(digests_by_url)
@@ -172,7 +169,11 @@ class AdapterUpdater(transaction.WeightUpdater):
 
     def _hash_base(self, phases: transaction.Phases) -> list[Any] | None:
         plan = self._base.plan(self._config.bucket_mib * transaction.MIB, spread=False)
-        expected = ExpectedByLayout(self._engines) if self._conducts and self._engines else None
+        expected = (
+            verification.ExpectedByLayout(self._engines)
+            if self._conducts and self._engines
+            else None
+        )
         for gathered in self._base.gather(plan):
             if expected is not None and gathered.tensors:
                 phases.run("hash", expected.add, gathered.tensors)

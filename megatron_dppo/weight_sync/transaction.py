@@ -22,6 +22,7 @@ from megatron_dppo.engine.protocol import UNVERIFIED_VERSION
 from megatron_dppo.metrics import table as names
 from megatron_dppo.system.async_runner import AsyncRunner
 from megatron_dppo.system.errors import RunError
+from megatron_dppo.weight_sync import verification
 from megatron_dppo.weight_sync.engines import (
     ENGINE_FAULTS,
     EngineFaultError,
@@ -32,14 +33,6 @@ from megatron_dppo.weight_sync.engines import (
     Transfer,
 )
 from megatron_dppo.weight_sync.strategies import STRATEGIES
-from megatron_dppo.weight_sync.verification import (
-    CanaryReport,
-    ExpectedByLayout,
-    canary_prompts,
-    canary_tolerance,
-    compare_scores,
-    compare_tensors,
-)
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +168,7 @@ class UpdateReport:
     bytes_into_node_bound: int
     update_s: float
     stall_s: float
-    canary: CanaryReport | None = None
+    canary: verification.CanaryReport | None = None
     network: float | None = None
 
     def metrics(self) -> dict[str, float]:
@@ -350,7 +343,7 @@ class WeightUpdater:
         assert self._plan is not None
         expected = None
         if verify and self._engines is not None and self._sends():
-            expected = ExpectedByLayout(self._engines)
+            expected = verification.ExpectedByLayout(self._engines)
         sent = received = 0
         buckets = self._source.gather(self._plan)
         while True:
@@ -377,17 +370,24 @@ class WeightUpdater:
         engines.each(lambda engine: engine.flush())
 
     def _verify(self, phases: Phases, partials: list[Any]) -> int:
-        return self._conduct(phases, "verify", lambda e: compare_tensors(e, partials)) or 0
+        return (
+            self._conduct(phases, "verify", lambda e: verification.compare_tensors(e, partials))
+            or 0
+        )
 
-    def _canary(self, phases: Phases) -> CanaryReport | None:
+    def _canary(self, phases: Phases) -> verification.CanaryReport | None:
         """Compare log-probabilities; the trainer's are a collective of their own."""
         source = self._source
-        prompts = canary_prompts(source.vocab_size)
+        prompts = verification.canary_prompts(source.vocab_size)
         with phases.timed("canary"):
             ours = source.score(prompts)
-        tolerance = canary_tolerance(self._config, source.dtype_name, source.num_layers)
+        tolerance = verification.canary_tolerance(
+            self._config, source.dtype_name, source.num_layers
+        )
         return self._conduct(
-            phases, "canary", lambda e: compare_scores(e, prompts, ours, tolerance, self._adapter)
+            phases,
+            "canary",
+            lambda e: verification.compare_scores(e, prompts, ours, tolerance, self._adapter),
         )
 
     def _commit(self, version: int, engines: Engines) -> None:

@@ -28,25 +28,25 @@ def export_worker(folder: str) -> dict[str, Any]:
     """Export under each layout, with the files that this rank opened; then on a full disk."""
     import torch.distributed as dist
 
-    from megatron_dppo.trainer import hugging_face
-    from megatron_dppo.trainer.hugging_face import named_parameters
+    from megatron_dppo.checkpoint_conversion import tensor_store
+    from megatron_dppo.trainer.hugging_face import export_hf, named_parameters
     from tests.distributed.test_checkpoint import make_trainer, names_in, refusal, small_files_only
 
     opened: list[str] = []
-    writer = hugging_face.SafetensorsFileWriter
+    writer = tensor_store.SafetensorsFileWriter
 
     class Counted(writer):  # type: ignore[misc, valid-type]
         def __init__(self, path: Path, specs: Any) -> None:
             opened.append(path.name)
             super().__init__(path, specs)
 
-    hugging_face.SafetensorsFileWriter = Counted  # type: ignore[misc]
+    tensor_store.SafetensorsFileWriter = Counted  # type: ignore[misc]
     out: dict[str, Any] = {}
     for name, parallel in LAYOUTS.items():
         trainer = make_trainer(f"{folder}/hf", parallel, False, "float32", 2)
 
         def export(to: str, trainer: Any = trainer) -> None:
-            hugging_face.export_hf(
+            export_hf(
                 {key: p.data for key, p in named_parameters(trainer.chunks).items()},
                 trainer.topology.rank,
                 (trainer.shape, trainer.layout, trainer.dtype),

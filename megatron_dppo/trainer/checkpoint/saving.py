@@ -32,14 +32,8 @@ from megatron_dppo.metrics.progress import progress
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.system.lease import FencedError
 from megatron_dppo.system.scratch import aligned
-from megatron_dppo.trainer import platform
+from megatron_dppo.trainer import collectives, platform
 from megatron_dppo.trainer.checkpoint.directory import CheckpointDirectory, StoredCheckpoint
-from megatron_dppo.trainer.collectives import (
-    all_gather_json,
-    gather_json,
-    on_every_rank,
-    on_rank_0,
-)
 
 log = logging.getLogger(__name__)
 
@@ -132,24 +126,26 @@ class SaveTask:
                 "checkpoints are as they were"
             ) from error
         self._fence(self._group)
-        on_rank_0(self._prune, self._group, error=CheckpointError)
+        collectives.on_rank_0(self._prune, self._group, error=CheckpointError)
         return Saved(path, partial.step, size, time.perf_counter() - began)
 
     def _write_and_publish(self) -> tuple[Path, int]:
         folder = self.target.partial.path
         if self.target.free < self.target.needed:
             raise CheckpointError(os.strerror(errno.ENOSPC))
-        records, items = on_every_rank(
+        records, items = collectives.on_every_rank(
             lambda: self._write(folder), self._group, error=CheckpointError
         )
-        parts = all_gather_json(records, self._group)
-        every = gather_json(items, self._group)
-        headers = on_rank_0(
+        parts = collectives.all_gather_json(records, self._group)
+        every = collectives.gather_json(items, self._group)
+        headers = collectives.on_rank_0(
             lambda: self._write_headers(folder, every), self._group, error=CheckpointError
         )
         files = {name: record for part in (*parts, headers) for name, record in part.items()}
         self._fence(self._group)
-        path = on_rank_0(lambda: self._publish(files), self._group, error=CheckpointError)
+        path = collectives.on_rank_0(
+            lambda: self._publish(files), self._group, error=CheckpointError
+        )
         return Path(path), sum(record["bytes"] for record in files.values())
 
     def _write(self, folder: Path) -> tuple[dict[str, Any], list[StoredItem]]:

@@ -34,7 +34,8 @@ from megatron_dppo.checkpoint_conversion.dist_reading import StoredBlocks
 from megatron_dppo.metrics import table as names
 from megatron_dppo.model.errors import CheckpointError
 from megatron_dppo.model.layout import Layout
-from megatron_dppo.trainer import platform
+from megatron_dppo.trainer import collectives, platform
+from megatron_dppo.trainer.checkpoint import saving
 from megatron_dppo.trainer.checkpoint.directory import (
     CheckpointDirectory,
     CheckpointSurvey,
@@ -44,17 +45,6 @@ from megatron_dppo.trainer.checkpoint.directory import (
     check_sizes,
     read_manifest,
 )
-from megatron_dppo.trainer.checkpoint.saving import (
-    MIB,
-    Fence,
-    HostCopy,
-    PendingSave,
-    RankPart,
-    Saved,
-    SaveTarget,
-    SaveTask,
-    rng_file,
-)
 from megatron_dppo.trainer.checkpoint.state import (
     RankState,
     model_state,
@@ -62,13 +52,6 @@ from megatron_dppo.trainer.checkpoint.state import (
     optimizer_steps,
     rank_state,
     set_steps,
-)
-from megatron_dppo.trainer.collectives import (
-    agree,
-    all_gather_json,
-    any_rank,
-    on_every_rank,
-    on_rank_0,
 )
 from megatron_dppo.trainer.topology import COLLECTIVE_TIMEOUT
 from megatron_dppo.trainer.watchdog import BACKGROUND
@@ -80,7 +63,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Estimate for indices, generators and the manifest.
-_SLACK_BYTES = MIB
+_SLACK_BYTES = saving.MIB
 _SEED_STRIDE = 1_000_003
 
 
@@ -101,7 +84,7 @@ class CheckpointStore:
         self,
         directory: str | Path,
         keep: int,
-        fence: Fence = lambda group: None,
+        fence: saving.Fence = lambda group: None,
         *,
         background: bool = False,
         published: Callable[[int], None] = lambda step: None,
@@ -113,19 +96,19 @@ class CheckpointStore:
         self._group = dist.new_group(
             backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=BACKGROUND
         )
-        self._copy = HostCopy()
-        self._pending: PendingSave | None = None
-        self._saved: list[Saved] = []
+        self._copy = saving.HostCopy()
+        self._pending: saving.PendingSave | None = None
+        self._saved: list[saving.Saved] = []
 
     def survey(self) -> CheckpointSurvey:
         """What is there as global rank 0 sees it, the same on every rank."""
         return CheckpointSurvey.from_json(
-            on_rank_0(lambda: self._folders.survey().to_json(), error=CheckpointError)
+            collectives.on_rank_0(lambda: self._folders.survey().to_json(), error=CheckpointError)
         )
 
     def set_aside(self, path: Path) -> None:
         """Give a damaged checkpoint a name under which nothing takes it for one, or deletes it."""
-        on_rank_0(lambda: str(self._folders.set_aside(path)), error=CheckpointError)
+        collectives.on_rank_0(lambda: str(self._folders.set_aside(path)), error=CheckpointError)
 
     def save(self, trainer: Trainer, step: int, state: dict[str, Any]) -> None:
         """Write a checkpoint, publish it, then delete the older ones beyond ``keep``; first wait for the last save.
@@ -146,21 +129,25 @@ class CheckpointStore:
         """
         trainer.check_resident("save a checkpoint")
         self.finish()
-        agree(state, "the run's state")
-        on_every_rank(lambda: check_step_count(trainer), error=CheckpointError)
+        collectives.agree(state, "the run's state")
+        collectives.on_every_rank(lambda: check_step_count(trainer), error=CheckpointError)
         self._fence(None)
-        begun = on_rank_0(lambda: self._folders.begin(step).to_json(), error=CheckpointError)
+        begun = collectives.on_rank_0(
+            lambda: self._folders.begin(step).to_json(), error=CheckpointError
+        )
         partial = StoredCheckpoint.from_json(begun)
         state_of_rank = rank_state(_model_state(trainer), trainer.optimizer)
         share_bytes = sum(block.bytes for block, _ in state_of_rank.share)
-        target = SaveTarget(
+        target = saving.SaveTarget(
             self._folders,
             partial,
-            needed=sum(all_gather_json(share_bytes)) + _SLACK_BYTES,
-            free=on_rank_0(lambda: shutil.disk_usage(partial.path).free, error=CheckpointError),
+            needed=sum(collectives.all_gather_json(share_bytes)) + _SLACK_BYTES,
+            free=collectives.on_rank_0(
+                lambda: shutil.disk_usage(partial.path).free, error=CheckpointError
+            ),
         )
-        self._pending = PendingSave(
-            SaveTask(
+        self._pending = saving.PendingSave(
+            saving.SaveTask(
                 target,
                 self._part(state_of_rank, copied=self._background and target.free >= target.needed),
                 {**facts(trainer), "state": state},
@@ -179,7 +166,7 @@ class CheckpointStore:
         """
         if (pending := self._pending) is None:
             return
-        reports = all_gather_json(pending.report())
+        reports = collectives.all_gather_json(pending.report())
         self._pending = None
         saved = pending.settle(reports)
         if saved is None:
@@ -190,7 +177,7 @@ class CheckpointStore:
             log.info(
                 "checkpoint of step %d: %.1f MiB written in %.1f s",
                 saved.step,
-                saved.bytes / MIB,
+                saved.bytes / saving.MIB,
                 saved.seconds,
             )
 
@@ -231,18 +218,20 @@ class CheckpointStore:
         """
         trainer.check_resident("load a checkpoint")
         folder = checkpoint.path
-        manifest = on_rank_0(lambda: _checked_manifest(folder), error=DamagedCheckpointError)
+        manifest = collectives.on_rank_0(
+            lambda: _checked_manifest(folder), error=DamagedCheckpointError
+        )
         check_model(trainer, manifest, folder)
         files = manifest["files"]
         share = sorted(files)[trainer.topology.rank :: trainer.topology.world_size]
-        on_every_rank(
+        collectives.on_every_rank(
             lambda: check_content(folder, {name: files[name] for name in share}),
             error=DamagedCheckpointError,
         )
 
         model = _model_state(trainer)
         state = rank_state(model, trainer.optimizer)
-        on_every_rank(lambda: _fill(state, folder), error=CheckpointError)
+        collectives.on_every_rank(lambda: _fill(state, folder), error=CheckpointError)
         _load_objects(trainer, model, folder)
         set_steps(trainer.optimizer, manifest["step_count"])
         trainer.step_count = manifest["step_count"]
@@ -251,8 +240,8 @@ class CheckpointStore:
         _restore_generators(trainer, manifest, folder)
         return manifest["state"]
 
-    def _part(self, state: RankState, *, copied: bool) -> RankPart:
-        return RankPart(
+    def _part(self, state: RankState, *, copied: bool) -> saving.RankPart:
+        return saving.RankPart(
             blocks=self._copy.take(state.share) if copied else state.share,
             objects=state.objects,
             generators=json.dumps(rng_state()),
@@ -277,7 +266,7 @@ def _load_objects(trainer: Trainer, model: dict[str, Any], folder: Path) -> None
         name: {key: value for key, value in chunk.items() if isinstance(value, ShardedObject)}
         for name, chunk in model.items()
     }
-    if any_rank(any(objects.values())):
+    if collectives.any_rank(any(objects.values())):
         loaded = dist_checkpointing.load(objects, str(folder))
         for name, chunk in named_chunks(trainer.chunks):
             chunk.load_state_dict(loaded[name], strict=False)
@@ -374,9 +363,9 @@ def _restore_generators(trainer: Trainer, manifest: dict[str, Any], folder: Path
     from the run's seed and the step count. Collective."""
     saved, topology = Layout(**manifest["layout"]), trainer.topology
     if saved == trainer.layout:
-        path = folder / rng_file(topology.rank)
+        path = folder / saving.rng_file(topology.rank)
         restore_rng_state(
-            on_every_rank(
+            collectives.on_every_rank(
                 lambda: json.loads(path.read_text(encoding="utf-8")), error=CheckpointError
             )
         )
