@@ -53,7 +53,8 @@ def shared_console() -> Console:
     """
     global _console  # noqa: PLW0603  one terminal, so one console in a process
     if _console is None:
-        terminal = os.environ.pop(TERMINAL_VARIABLE, None)  # our children don't inherit it
+        # Our children don't inherit it.
+        terminal = os.environ.pop(TERMINAL_VARIABLE, None)
         _console = (
             Console(file=_standard_output(), highlight=False, markup=False)
             if terminal is None
@@ -143,7 +144,8 @@ class _StandardOutput(io.TextIOBase):
             return sys.stdout.write(text)
         with contextlib.suppress(OSError):
             sys.stdout.flush()
-        return _Terminal(descriptor).write(text)  # no buffer keeps what a full disk did not take
+        # No buffer keeps what a full disk did not take.
+        return _Terminal(descriptor).write(text)
 
 
 def _standard_output() -> IO[str]:

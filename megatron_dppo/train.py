@@ -76,7 +76,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def start_faults(config: TrainConfig, machine: Machine) -> list[str]:
     """Why the run can't be started on ``machine``: one line for each reason."""
     from megatron_dppo.launch.local import local_placement
-    from megatron_dppo.planner.run_plan import memory_here  # loads numpy
+
+    # Loads numpy.
+    from megatron_dppo.planner.run_plan import memory_here
 
     _, memory_faults = memory_here(config, machine)
     faults = [*machine_faults(config, machine), *memory_faults]
@@ -128,7 +130,8 @@ def _check_environment(strategy: str) -> None:
 def _run_rank(config: TrainConfig) -> NoReturn:
     # First, so that what the libraries say while they are imported goes to the log.
     configure_logging(config.run.directory, int(os.environ["RANK"]))
-    faulthandler.enable()  # a rank that is aborted leaves its stacks in its output
+    # A rank that is aborted leaves its stacks in its output.
+    faulthandler.enable()
     from megatron_dppo.loop import run_rank
 
     try:
@@ -145,7 +148,8 @@ def _supervise(config: TrainConfig, options: argparse.Namespace) -> int:
 
     machine = this_machine()
     if faults := start_faults(config, machine):
-        try:  # one error also says what needs no library to be seen
+        # One error also says what needs no library to be seen.
+        try:
             check_config(config, options.config)
         except ConfigError as error:
             faults = [*error.faults, *faults]

@@ -130,7 +130,8 @@ def engine_split_faults(sglang: Mapping[str, Any], model: ModelShape) -> layout.
     heads, groups = model.num_attention_heads, model.num_query_groups
     size = sglang.get("tp_size") or 1
     if not isinstance(size, int) or isinstance(size, bool):
-        return  # the check against SGLang's own fields says so
+        # The check against SGLang's own fields says so.
+        return
     if size < 1:
         yield f"sglang.tp_size: got {size}, expected at least 1"
     elif heads % size:
@@ -160,7 +161,8 @@ def length_faults(
             limits[f"engine's sglang.{key} of"] = sglang.get(key)
     prompt = data.max_prompt_tokens
     responses = {"rollout": rollout.max_response_tokens}
-    if evaluation.max_response_tokens is not None:  # else it is the rollout's
+    # Else it is the rollout's.
+    if evaluation.max_response_tokens is not None:
         responses["evaluation"] = evaluation.max_response_tokens
     why = ", of which SGLang fills all but {}" if generates else ""
     for whose, longest in limits.items():

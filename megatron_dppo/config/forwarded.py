@@ -68,7 +68,8 @@ def read_value(annotation: Any, value: Any) -> Any:
             return annotation[value]
         raise ValueError(f"expected {expectation(annotation)}")
     adapter = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
-    try:  # as JSON, where strictness knows that a list may stand for a tuple
+    # As JSON, where strictness knows that a list may stand for a tuple.
+    try:
         return adapter.validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
         raise ValueError(f"expected {expectation(annotation)}") from error

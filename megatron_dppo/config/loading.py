@@ -63,7 +63,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """As PyYAML's, after refusing duplicates (keys of a ``<<`` merge may be set again)."""
-        if not isinstance(node, yaml.MappingNode):  # ``!!map`` before something else
+        # ``!!map`` before something else.
+        if not isinstance(node, yaml.MappingNode):
             raise yaml.MarkedYAMLError(
                 problem="!!map is given to what is no table", problem_mark=node.start_mark
             )
@@ -382,7 +383,8 @@ def _validate(tree: dict[str, Any], schema: type[C]) -> tuple[C | None, list[str
         return schema.model_validate(tree), []
     except ValidationError as error:
         errors = error.errors()
-        shown = errors[: 2 * MOST_SHOWN]  # to guess what thousands of keys meant takes its time
+        # To guess what thousands of keys meant takes its time.
+        shown = errors[: 2 * MOST_SHOWN]
         faults = [_fault(schema, e["type"], e["loc"], e["input"]) for e in shown]
         # A union reports each of its branches.
         return None, [*dict.fromkeys(faults), *(str(e["loc"]) for e in errors[len(shown) :])]

@@ -231,7 +231,8 @@ def prepare(seed: int, root: Path = ROOT, overrides: Sequence[str] = ()) -> Mate
     made_from = fingerprint(seed, overrides)
     folder.mkdir(parents=True, exist_ok=True)
     with open(root / f"seed-{seed}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second demo waits
+        # A second demo waits.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if _stamp(folder) == made_from:
             print(f"material: {folder} is there", flush=True)
         else:
@@ -277,7 +278,8 @@ def _warm_start(folder: Path, seed: int, overrides: Sequence[str]) -> None:
         f"data.train={folder / 'warm_start.jsonl'}",
         *overrides,
     ]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # the matrices are too small for two
+    # The matrices are too small for two.
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}
     code = run_to_the_end(command, env=one_thread)
     if code in INTERRUPTED:
         raise SystemExit(code)

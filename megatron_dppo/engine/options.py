@@ -261,7 +261,8 @@ def server_args_fields() -> LibraryFields:
     parser = _parser()
     flags = {action.dest: action for action in parser._actions if action.dest in types}
     for name, flag in flags.items():
-        if flag.type not in _PLAIN_PARSERS:  # such as "128k" for a number, JSON for a table
+        # Such as "128k" for a number, JSON for a table.
+        if flag.type not in _PLAIN_PARSERS:
             types[name] = types[name] | str
     version = importlib.metadata.version("sglang")
     return LibraryFields(f"ServerArgs (sglang {version})", types, frozenset(types) - flags.keys())

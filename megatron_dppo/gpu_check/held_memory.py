@@ -54,7 +54,8 @@ class SavedPeak:
 
 class _Saved:
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()  # an output that held itself would never be freed
+        # An output that held itself would never be freed.
+        self.tensor = tensor.detach()
 
 
 @contextmanager

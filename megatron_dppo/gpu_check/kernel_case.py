@@ -38,11 +38,13 @@ class KernelCase:
         seeded = torch.Generator().manual_seed(2)
         logits = (torch.randn(tokens, vocab + padding, generator=seeded) * 3).to(dtype)
         logits[0, : vocab // 2] = -math.inf
-        logits[:, vocab:] = 30.0  # whoever counts padding as tokens gets everything wrong
+        # Whoever counts padding as tokens gets everything wrong.
+        logits[:, vocab:] = 30.0
         targets = torch.randint(0, vocab, (tokens,), generator=seeded)
         targets[:3] = torch.tensor([vocab - 1, 0, vocab - 1])
         topk = torch.randint(0, vocab, (tokens, K), generator=seeded)
-        topk[-1, -1] = -1  # an id that was not recorded
+        # An id that was not recorded.
+        topk[-1, -1] = -1
         weights = torch.randn(2, tokens, generator=seeded, dtype=torch.float64)
         weights[:, 2] = 0
         logits, targets, topk, weights = (x.to(device) for x in (logits, targets, topk, weights))
@@ -51,7 +53,8 @@ class KernelCase:
     def shard(self, rank: int, ranks: int) -> KernelCase:
         """A copy of the columns of a tensor-parallel rank; C must be a multiple of ``ranks``."""
         width = self.logits.shape[1] // ranks
-        part = self.logits[:, rank * width : (rank + 1) * width].clone()  # backward overwrites it
+        # Backward overwrites it.
+        part = self.logits[:, rank * width : (rank + 1) * width].clone()
         return KernelCase(part, self.targets, self.topk, self.weights, self.vocab)
 
 

@@ -110,7 +110,8 @@ class _Lines:
 
     def new(self) -> Iterator[dict]:
         """Those that came since the last call; none where the file is not there yet."""
-        if not self._path.exists():  # the child has not come so far
+        # The child has not come so far.
+        if not self._path.exists():
             return
         with self._path.open("rb") as file:
             file.seek(self._read)

@@ -130,7 +130,8 @@ def _clear(folder: Path, trainer: Trainer) -> None:
     """Remove the export of an earlier, shorter run; its weights are still in the checkpoints."""
     if trainer.topology.rank == 0 and folder.exists():
         shutil.rmtree(folder)
-    barrier()  # no rank continues before the folder is removed
+    # No rank continues before the folder is removed.
+    barrier()
 
 
 def _compared(example: Trajectory | Problem) -> Trajectory:

@@ -133,7 +133,8 @@ class Run:
                 EngineSession(config, self.trainer, stop, fence.check_together)
             )
         self.verifier = Verifier(config.reward.name, config.reward.timeout_s, config.reward.workers)
-        if self.trainer.topology.is_leader:  # nobody else scores, so nobody else needs workers
+        # Nobody else scores, so nobody else needs workers.
+        if self.trainer.topology.is_leader:
             stack.enter_context(self.verifier)
         if algorithm.needs_recomputed and config.rollout.max_staleness:
             log.warning(STALE_ANCHOR, config.algorithm.name)
@@ -176,7 +177,8 @@ class Run:
             self.stop("the servers are given up")
             raise
         except BaseException:
-            note_failure()  # what is open is closed next
+            # What is open is closed next.
+            note_failure()
             raise
 
     def begin(self) -> None:
@@ -218,7 +220,8 @@ class Run:
         self.fence.check_together()
         self._save_batch(step, planned.trajectories)
         samples = self.samples.of_step(step, planned.trajectories, self.learner.masked_by_response)
-        del planned  # before the next batch is received
+        # Before the next batch is received.
+        del planned
         self.recorder.write_masked_tokens(step, self.learner.most_masked)
         measured = {**batch.figures, **with_gap_named(learned, batch.figures)}
         measured |= file_figures(batch.outlines, self.data.files, self.config.rollout.group_size)

@@ -193,7 +193,8 @@ def peak_extra_bytes(device: str, call: Callable[[], None]) -> int:
         call()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # else memory kept by the allocator hides the call's need
+    # Else memory kept by the allocator hides the call's need.
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_kib("VmRSS")
     call()
@@ -428,7 +429,8 @@ class RankBench:
         seeded = torch.Generator().manual_seed(0)
         whole = torch.randn(options.tokens, width * self.ranks, generator=seeded)
         whole = whole.mul_(2.5).to(dtype)
-        whole[:, options.vocab :] = -torch.inf  # padding; peers do not know the unpadded vocabulary
+        # Padding; peers do not know the unpadded vocabulary.
+        whole[:, options.vocab :] = -torch.inf
         self.checked = whole[:CHECKED_ROWS].double()
         self.logits = whole[:, self.rank * width : (self.rank + 1) * width].contiguous().to(device)
         del whole
@@ -469,7 +471,8 @@ class RankBench:
     def compare(self) -> list[dict[str, Any]]:
         """Time all implementations in turns whose order rotates; returns one row for each."""
         everyone = contenders(self.device, self.ranks, self.options.compile)
-        rows = [self.facts(c) for c in everyone]  # also the warm-up
+        # Also the warm-up.
+        rows = [self.facts(c) for c in everyone]
         times: list[list[dict[str, float]]] = [[] for _ in everyone]
         for repetition in range(self.options.repetitions):
             for i in range(len(everyone)):

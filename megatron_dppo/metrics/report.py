@@ -260,7 +260,8 @@ def draw_gap(axes: Axes, runs: list[RunRecords]) -> None:
     for metric in in_panel("gap"):
         assert metric.line is not None
         upper = max(BY_METRIC[metric.name].upper(run.dtype) for run in runs)
-        for handle in plot_metrics(axes, runs, [metric], log=True):  # none where it is not recorded
+        # None where it is not recorded.
+        for handle in plot_metrics(axes, runs, [metric], log=True):
             handle.set_label(f"{metric.line.legend} (at most {upper:g})")
             handles.append(handle)
             colour = STROKES[metric.line.stroke][0] if len(runs) == 1 else GREY

@@ -133,7 +133,8 @@ def torch_modules(s: LocalSizes, is_moe: bool) -> LayerBytes:
     heads = s.query + s.kv
     qk_norm = heads * 2 * _FLOAT + heads / s.head_dim * _FLOAT if s.qk_norm else 0.0
     fused = (s.query + 2 * s.kv) * s.item
-    if s.item == _FLOAT:  # the keys' norm keeps its input itself, a view of the fused projection
+    # The keys' norm keeps its input itself, a view of the fused projection.
+    if s.item == _FLOAT:
         qk_norm += (s.query + s.kv) * s.item if s.qk_norm else 0.0
     rotary = 4 * s.head_dim * s.item
     core = 2 * (s.query + s.kv) * s.item + _FLOAT * s.heads + 2 * _INDEX

@@ -44,7 +44,8 @@ def seconds_of(text: str) -> float | None:
 
 def directory_faults(directory: Path) -> Iterator[str]:
     """A run's folder that can't be made, or written in, or that Slurm writes no output in."""
-    if "\\" in str(directory):  # a backslash turns the symbols of its patterns off
+    # A backslash turns the symbols of its patterns off.
+    if "\\" in str(directory):
         yield f"run.directory: {directory} has a backslash, expected a path without one"
     if fault := unwritable(directory):
         yield f"run.directory: {fault}, expected a folder of your own that all nodes share"

@@ -44,7 +44,8 @@ def memory_verdict(submission: Submission) -> tuple[str, list[str]]:
         return "memory: not planned, the nodes have no GPUs", []
     if site.gpu is None:
         return _UNKNOWN.format(names=", ".join(DEVICES)), []
-    from megatron_dppo.planner.facts import facts_of  # loads numpy
+    # Loads numpy.
+    from megatron_dppo.planner.facts import facts_of
     from megatron_dppo.planner.run_plan import plan_run
 
     device = DEVICES[site.gpu]
@@ -225,7 +226,8 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
     print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")
     print(shlex.join(command), flush=True)
     os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
-    with held_back():  # or a job could be in the queue that the run directory does not name
+    # Or a job could be in the queue that the run directory does not name.
+    with held_back():
         answer = slurm(*command).strip()
         job = answer.partition(";")[0]
         if not job.isdigit():

@@ -216,7 +216,8 @@ class Steps:
         output = self.directory.path / "logs" / "preflight.out"
         log.info("preflight on %d nodes", len(job.hosts))
         self._run("preflight", command, job.hosts, output, tolerant=True)
-        if self.stops.came():  # nodes that were ended before they answered are not ill
+        # Nodes that were ended before they answered are not ill.
+        if self.stops.came():
             return {}
         names = [host.name for host in job.hosts]
         evidence = read_evidence(folder, names)

@@ -19,8 +19,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_dppo.vocab_parallel import policy_stats
 from megatron_dppo.vocab_parallel.backends import BLOCK_BYTES
+from megatron_dppo.vocab_parallel.policy_stats import (
+    PolicyStats,
+    StatsQuery,
+    StatsRequest,
+    dense_policy_stats,
+    described,
+    row_gradient,
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ def head_stats(
     counted: Tensor | None = None,
     options: HeadOptions | None = None,
     raise_on_faults: bool | None = None,
-) -> policy_stats.PolicyStats:
+) -> PolicyStats:
     """``policy_stats`` of logits = sum of hidden weight^T over ``factors``.
 
     ``counted`` bool [T], the same on all ranks: the other tokens are not read, and all their results are 0; None:
@@ -71,13 +78,13 @@ def head_stats(
     options = options or HeadOptions()
     fault = next(_faults(factors, target_ids, counted, options), None)
     rows = None if counted is None or fault else counted.nonzero().squeeze(1)
-    query = policy_stats.StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy)
+    query = StatsQuery(target_ids, topk_ids, vocab_size, temperature, with_entropy)
     hidden, weight = factors[0].hidden, factors[0].weight
     count = len(hidden)
     if rows is not None:
         topk = None if topk_ids is None else topk_ids[rows]
         query, count = replace(query, target_ids=target_ids[rows], topk_ids=topk), len(rows)
-    request = policy_stats.StatsRequest.checked(
+    request = StatsRequest.checked(
         query,
         # Rows of no memory that say which logits there will be.
         weight.new_empty(0, dtype=options.dtype).expand(count, 0),
@@ -102,11 +109,11 @@ def dense_head_stats(
     topk_ids: Tensor | None = None,
     with_entropy: bool = False,
     counted: Tensor | None = None,
-) -> policy_stats.PolicyStats:
+) -> PolicyStats:
     """What ``head_stats`` computes, written for reading: from unsharded weights, in float64 throughout."""
     logits = sum(factor.hidden.double() @ factor.weight.double().T for factor in factors)
     assert isinstance(logits, Tensor)
-    stats = policy_stats.dense_policy_stats(
+    stats = dense_policy_stats(
         logits,
         target_ids,
         temperature=temperature,
@@ -117,7 +124,7 @@ def dense_head_stats(
     if counted is None:
         return stats
     topk, entropy = stats.topk_log_probs, stats.entropy
-    return policy_stats.PolicyStats(
+    return PolicyStats(
         torch.where(counted, stats.log_probs, 0.0),
         None if topk is None else torch.where(counted[:, None], topk, 0.0),
         None if entropy is None else torch.where(counted, entropy, 0.0),
@@ -137,21 +144,21 @@ def _faults(
         hidden, weight = factor.hidden, factor.weight
         if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
             yield (
-                f"hidden states are {policy_stats.described(hidden)} and the weight {policy_stats.described(weight)}, "
+                f"hidden states are {described(hidden)} and the weight {described(weight)}, "
                 "expected [T, H] and [C, H]"
             )
         if hidden.dtype != weight.dtype or len(hidden) != tokens or len(weight) != columns:
             yield (
-                f"hidden states are {policy_stats.described(hidden)} and the weight {policy_stats.described(weight)}, "
+                f"hidden states are {described(hidden)} and the weight {described(weight)}, "
                 f"expected one dtype, {tokens} tokens and {columns} columns, as the first factor's"
             )
         gradient = factor.main_gradient
         if gradient is not None and gradient.shape != weight.shape:
-            yield f"main_gradient is {policy_stats.described(gradient)}, expected {tuple(weight.shape)}"
+            yield f"main_gradient is {described(gradient)}, expected {tuple(weight.shape)}"
     if counted is not None and (counted.dtype != torch.bool or counted.shape != (tokens,)):
-        yield f"counted is {policy_stats.described(counted)}, expected torch.bool ({tokens},)"
+        yield f"counted is {described(counted)}, expected torch.bool ({tokens},)"
     if target_ids.shape != (tokens,):
-        yield f"target_ids are {policy_stats.described(target_ids)}, expected torch.int64 ({tokens},)"
+        yield f"target_ids are {described(target_ids)}, expected torch.int64 ({tokens},)"
     if options.chunk_tokens < 1:
         yield f"chunk_tokens is {options.chunk_tokens}, expected at least 1"
 
@@ -160,7 +167,7 @@ def _faults(
 class _Head:
     """One call: ``rows`` int64 [N] of ``tokens`` count, all where it is None."""
 
-    request: policy_stats.StatsRequest
+    request: StatsRequest
     rows: Tensor | None
     tokens: int
     options: HeadOptions
@@ -231,7 +238,8 @@ class _HeadStats(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         lse, entropy, *tensors = ctx.saved_tensors
         head: _Head = ctx.head
-        kept, ctx.kept = ctx.kept, None  # a gradient is written over it: gone in a second pass
+        # A gradient is written over it: gone in a second pass.
+        kept, ctx.kept = ctx.kept, None
         row_grads = [
             grad if grad is None or head.rows is None else grad[head.rows]
             for grad in (grads[0], grads[2])
@@ -256,7 +264,7 @@ class _HeadStats(torch.autograd.Function):
 class _RowGradients:
     """dL/d log pi and dL/dH of the N rows, and what the row kernels need beside them."""
 
-    request: policy_stats.StatsRequest
+    request: StatsRequest
     lse: Tensor
     entropy: Tensor | None
     grad_log_probs: Tensor | None
@@ -273,7 +281,7 @@ class _RowGradients:
     def write(self, logits: Tensor, rows: slice | Tensor) -> Tensor:
         """dL/dlogits of these rows, over their ``logits``."""
         request, entropy = self.request, self.entropy
-        gradient = policy_stats.row_gradient(
+        gradient = row_gradient(
             request.columns[rows, 0],
             self.lse[rows],
             None if entropy is None else entropy[rows],
@@ -339,7 +347,8 @@ def _add_product(out: Tensor, left: Tensor, right: Tensor, beta: int) -> Tensor:
     """``out`` becomes beta out + left right, summed in its dtype, which may be wider than the factors'."""
     if out.dtype == left.dtype:
         return out.addmm_(left, right, beta=beta)
-    if out.is_cuda:  # the product of bf16 factors in fp32; not yet run on a GPU
+    # The product of bf16 factors in fp32; not yet run on a GPU.
+    if out.is_cuda:
         return torch.addmm(out, left, right, beta=beta, out_dtype=out.dtype, out=out)
     if len(out) < out.shape[1]:
         return _add_product(out.T, right.T, left.T, beta).T

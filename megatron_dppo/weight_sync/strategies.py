@@ -198,7 +198,8 @@ class DistributedStrategy(Strategy):
         except BaseException:
             self._group.abort()
             if self._conducting is not None:
-                self._conducting.result()  # who gives the orders knows the engine at fault
+                # Who gives the orders knows the engine at fault.
+                self._conducting.result()
             raise
 
 

@@ -60,6 +60,7 @@ def _make_torchvision_importable() -> None:
         return
     from transformers.utils import import_utils
 
-    import_utils.is_torchvision_available()  # cached: transformers keeps knowing that it is absent
+    # Cached: transformers keeps knowing that it is absent.
+    import_utils.is_torchvision_available()
     for name in _TORCHVISION_MODULES:
         sys.modules[name] = _InertModule(name)

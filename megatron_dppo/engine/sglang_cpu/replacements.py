@@ -48,7 +48,8 @@ def enable() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm", blocked_mm, "CPU")
     library.impl("addmm", blocked_addmm, "CPU")
-    _overrides.append(library)  # it ends with the object
+    # It ends with the object.
+    _overrides.append(library)
 
 
 # --- sampling with one seed for each request: SGLang's own draws, without sgl_kernel and without a compiler
@@ -121,7 +122,8 @@ def murmur_hash32(seeds: np.ndarray, positions: np.ndarray, columns: int) -> np.
     for word in (wide & _WORD, wide >> np.uint64(32), positions.astype(np.uint64) & _WORD):
         state = _mixed(state, word.astype(np.uint32))
     hashes = _mixed(state[:, None], np.arange(columns, dtype=np.uint32)[None])
-    hashes ^= np.uint32(16)  # bytes
+    # Bytes.
+    hashes ^= np.uint32(16)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         hashes ^= hashes >> np.uint32(shift)
         hashes *= np.uint32(factor)

@@ -67,7 +67,8 @@ def full_layer(bench: Bench) -> Iterator[Row]:
     yield from _memory(held_bytes, job)
     yield _time(trainer, batch, lengths)
     for file in checkpoint.glob("*.safetensors"):
-        file.unlink()  # gigabytes that nobody needs any more
+        # Gigabytes that nobody needs any more.
+        file.unlink()
 
 
 def _require_memory(job: TrainerFacts) -> None:
@@ -93,7 +94,8 @@ def _held(trainer: Trainer, batch: PackedBatch, gpus: int) -> HeldBytes:
     from megatron_dppo.gpu_check import held_memory
 
     with held_memory.saved_for_backward(trainer.held_tensors()["weights"]) as saved:
-        _step(trainer, batch)  # also the warm-up: Adam's state is made here
+        # Also the warm-up: Adam's state is made here.
+        _step(trainer, batch)
     peak = None
     if gpus:
         torch.cuda.synchronize()
@@ -139,7 +141,8 @@ def _time(trainer: Trainer, batch: PackedBatch, lengths: list[int]) -> Row:
     flops = (1 + BACKWARD_FORWARDS) * sum(cost(length) for length in lengths)
     began = time.perf_counter()
     for _ in range(STEPS):
-        _step(trainer, batch)  # reads the gradient's norm back: it ends when the GPU has ended
+        # Reads the gradient's norm back: it ends when the GPU has ended.
+        _step(trainer, batch)
     seconds = (time.perf_counter() - began) / STEPS
     rate, peak = flops / seconds, platform.peak_flops()
     figures: dict[str, Any] = {"seconds": seconds, "flops_per_second": rate}

@@ -30,7 +30,8 @@ def kernels(bench: Bench) -> Iterator[Row]:
     """A row of each backend and dtype, then of tensor parallelism over all GPUs (two processes without)."""
     interpreted = not bench.gpus and importlib.util.find_spec("triton") is not None
     if interpreted:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are compiled
+        # Read when the kernels are compiled.
+        os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
     from megatron_dppo.gpu_check.kernel_case import KernelCase, errors
