@@ -191,6 +191,7 @@ def side_files(folder: str | Path) -> list[Path]:
         and path.suffix not in WEIGHT_SUFFIXES
         and not path.name.endswith(".index.json")
         and not path.name.startswith(".")
+        # A certificate can't hold its own hash.
         and path.name != "conversion.json"
     ]
 

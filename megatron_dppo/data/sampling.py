@@ -132,6 +132,7 @@ class ProblemSampler:
     def _order_of(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(self._count)
+        # A generator an epoch: whoever resumes needs none of the draws before.
         return np.random.default_rng((self._seed, epoch)).permutation(self._count)
 
 
@@ -158,6 +159,7 @@ class WeightedSampler:
             )
         self._weights = [float(weight) for weight in weights]
         self._starts = list(accumulate(counts, initial=0))[:-1]
+        # A seed each, or files of one length would all come in one order.
         self._files = [ProblemSampler(n, seed + i, shuffle) for i, n in enumerate(counts)]
 
     def next(self, n: int) -> list[int]:

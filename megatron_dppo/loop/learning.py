@@ -64,6 +64,7 @@ class LossRecord:
             "loss_divergence": self._algorithm.divergence(inputs),
             "loss_trains": inputs.loss_mask & ~sums.blocked,
         }
+        # Top-K and recorded routing would lie on the device until the step's end.
         light = replace(batch, columns={}, valid={})
         self._parts.append((light, {name: x for name, x in statistics.items() if x is not None}))
 
@@ -78,6 +79,7 @@ class LossRecord:
         self._parts = []
         is_source = topology.is_last_stage and topology.is_first_of_stage
         all_columns: LossColumns = {}
+        # One replica after another: no rank holds more than one message at a time.
         for rank, sends in enumerate(all_gather_json(is_source)):
             if sends:
                 blob = broadcast_bytes(
@@ -372,6 +374,7 @@ class Learner:
         if self._seen is not None:
             self.loss_columns = self._seen.collect(self._trainer.topology)
         if first is None:
+            # Every mini-batch was left out: no response of the batch trains.
             return batch.figures
         return {
             **_measured(means(total.values())),
@@ -396,6 +399,7 @@ class Learner:
         world = self._trainer.layout.world_size
         return {
             **arithmetic_speed(flops, seconds, world, platform.peak_flops()),
+            # The fullest rank is the one that ends a run.
             names.PEAK_MEMORY: max(all_gather_json(platform.peak_memory_bytes())) / 2**30,
         }
 

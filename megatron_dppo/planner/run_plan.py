@@ -221,6 +221,7 @@ def memory_here(config: TrainConfig, machine: Machine) -> tuple[str, list[str]]:
     try:
         rank = memory.weight_bytes(trainer.shape, EngineLayout(engine.tensor, engine.expert))
     except ModelError:
+        # Of a layout that the engine would refuse: what the servers take is unknown here, and named elsewhere.
         rank = 0
     servers = engine.servers * engine.tensor * rank
     live = activation_bytes(trainer, 0).saved

@@ -167,6 +167,7 @@ def _layouts(world: int, question: Question) -> Iterator[LayoutSizes]:
     for tensor, pipeline, virtual, expert, context in product(
         _tensors(), _POWERS, (None, 2, 4), experts, contexts
     ):
+        # Sizes alone first: a plan takes far longer than both checks.
         sizes = LayoutSizes(world, tensor, pipeline, virtual, expert, context=context)
         if not size_faults(sizes) and not model_faults(sizes, shape):
             yield sizes

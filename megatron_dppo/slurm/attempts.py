@@ -75,6 +75,7 @@ class AttemptBook:
 
     def begin(self, attempt: Attempt) -> Attempt:
         """Note that ``attempt`` begins, and that earlier ones without an end vanished."""
+        # Only now is it known: whoever is killed with its node writes nothing.
         for earlier in self.all():
             if earlier.why == RUNNING:
                 self.end(replace(earlier, why=VANISHED, ended=attempt.started))
@@ -157,6 +158,7 @@ def decide(
         return Decision("done", "", 0, requeue=False)
     if outcome.ending in ("succeeded", "refused"):
         return Decision(outcome.ending, outcome.detail, outcome.code, requeue=False)
+    # Before the ending is looked at: the steps were ended along with the job, and look as if they had failed.
     if cancelled:
         return Decision("cancelled", "", CANCELLED_CODE, requeue=False)
     if outcome.ending == "stopped" and outcome.detail in _STOPPED_FOR_GOOD:

@@ -310,6 +310,7 @@ def stop(directory: Path) -> str:
     if run.state == "PENDING":
         slurm("scancel", run.job)
         return f"job {run.job} is out of the queue; its checkpoints stay"
+    # The batch process alone: it lets the ranks end their step, which would die of the signal.
     slurm("scancel", "--batch", "--signal=USR2", run.job)
     return (
         f"job {run.job} was asked to end its step and save a checkpoint; "

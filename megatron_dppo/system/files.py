@@ -28,6 +28,7 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         path: where the file will be; its folder must exist.
         mode: permissions, less the umask. The file never had wider ones.
     """
+    # Two threads, or processes, that replace one path must not write into one temporary file.
     owner = f"{os.getpid()}-{threading.get_ident()}"
     temporary = path.with_name(f".{path.name}.{owner}")
     temporary.unlink(missing_ok=True)
@@ -40,6 +41,7 @@ def atomic_file(path: Path, mode: int = 0o644) -> Iterator[BinaryIO]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+    # A rename is on the disk only when the folder's list of names is.
     sync_to_disk(path.parent)
 
 
@@ -72,6 +74,7 @@ def unwritable(folder: Path) -> str | None:
     except OSError as error:
         return f"{folder} can't be looked at ({error.strerror})"
     try:
+        # By writing: permission bits don't tell of a read-only mount, a quota, or root squashed on NFS.
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         return f"{existing} can't be written ({error.strerror})"
@@ -116,6 +119,7 @@ def make_private_folder(path: Path) -> None:
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
+        # Not stat, which would judge what a link leads to.
         status = path.lstat()
         _require_own(path, status)
         if not stat.S_ISDIR(status.st_mode):
@@ -135,6 +139,7 @@ def read_own(path: Path) -> str:
     Raises UnsafeFileError for a file of another user, or one that a group or everybody may write;
     OSError, UnicodeDecodeError.
     """
+    # NOFOLLOW: a link may lead to a file of anybody's choice. NONBLOCK: opening a FIFO would wait for its writer.
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
@@ -142,6 +147,7 @@ def read_own(path: Path) -> str:
             raise
         raise UnsafeFileError(f"{path}: expected a file, not a symbolic link") from None
     with open(descriptor, encoding="utf-8") as file:
+        # Of the open file, not of the path, which could be another one by now.
         status = os.fstat(descriptor)
         _require_own(path, status)
         if status.st_mode & _OTHERS_WRITE:

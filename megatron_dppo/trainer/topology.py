@@ -115,6 +115,7 @@ def _name_interface(interface: str | None) -> None:
     elif network.is_loopback(os.environ["MASTER_ADDR"]) and _on_one_host():
         loopback = network.interface_of(network.resolve(os.environ["MASTER_ADDR"]))
         if loopback is not None:
+            # gloo alone: it would look up the machine's own name, which may resolve to an address that others reach.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
 
 
@@ -157,6 +158,7 @@ def init_topology(layout: Layout) -> Topology:
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=int(COLLECTIVE_TIMEOUT.total_seconds() // 60),
+        # Nothing here uses Megatron's gloo groups, each of which opens connections between all of its ranks.
         create_gloo_process_groups=False,
     )
     every = [layout.coordinates(r) for r in range(layout.world_size)]

@@ -234,6 +234,7 @@ class Trainer:
             ValueError: ranks disagree, or a token id is outside the vocabulary.
         """
         self.check_resident("train")
+        # Gradients are summed over the replicas: nothing else would show that one of them divided by another number.
         agree(denominator, "the loss's denominator")
         batches = self._placed(micro_batches)
         for chunk in self.ddp_chunks:
@@ -247,6 +248,7 @@ class Trainer:
         metrics += self.routing_agreement()
         check(metrics)
         grad_norm = model.prepare_step(self.optimizer)
+        # On all ranks, and before the update: weights and moments that took a NaN can't be taken back.
         if bad_losses or not math.isfinite(grad_norm):
             raise step.NonFiniteLossError(grad_norm, self._culprits(results, batches))
         lr = model.apply_step(self.optimizer, self.scheduler, grad_norm)
@@ -298,6 +300,7 @@ class Trainer:
         self.check_resident("score", "weights")
         batches = self._placed(micro_batches)
         for chunk in self.ddp_chunks:
+            # Adapters may have dropout, with which these would be another policy's.
             chunk.eval()
         stats = (
             self._stats if temperature is None else replace(self._stats, temperature=temperature)
@@ -305,13 +308,16 @@ class Trainer:
         log_probs, faults = step.forward_log_probs(
             self.ddp_chunks, batches, stats, self._replay, topk=topk
         )
+        # Before the stages' broadcast: a rank that raised alone would leave the others waiting in it.
         self._check_faults(faults)
         if self.topology.pp_size > 1:
+            # The last stage alone has computed them; every rank of a replica goes on with the same.
             sizes = [b.num_tokens for b in batches]
             shape = (sum(sizes), *(batches[0].column("topk_ids").shape[1:] if topk else ()))
             flat = torch.cat(log_probs) if log_probs else torch.empty(shape, device=self.device)
             dist.broadcast(flat, self.topology.last_stage_rank, self.topology.pipeline_group)
             log_probs = list(flat.split(sizes))
+        # Without what made the micro-batches equally long for an interleaved schedule.
         return [x[: b.num_tokens] for x, b in zip(log_probs, micro_batches, strict=True)]
 
     def _check_faults(self, faults: list[Tensor]) -> None:
@@ -429,6 +435,7 @@ class Trainer:
         if self._replay is not None:
             self._replay.load(micro_batches)
         elif any(RECORDING in b.columns for b in micro_batches):
+            # Trained by other experts than it was sampled with, the batch would look like any other.
             raise ValueError("a micro-batch carries recorded routing without rollout.router_replay")
         return [b.without(RECORDING).to(self.device) for b in micro_batches]
 
@@ -439,6 +446,7 @@ class Trainer:
         """
         metrics = results.metrics
         if metrics is not None:
+            # Among the metrics, so that their one reduction carries them and the device is not asked once more.
             metrics = metrics.add(_NONFINITE, (~torch.stack(results.losses).isfinite()).sum())
             for name, count in zip(_FAULTS, torch.stack(results.faults).sum(0), strict=True):
                 metrics = metrics.add(name, count)

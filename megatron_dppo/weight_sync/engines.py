@@ -190,6 +190,7 @@ class Engines:
         Raises EngineFaultError naming those whose call raised.
         """
         calls = self.start(call)
+        # All of them, also after a failure: a call that goes on would meet the next step's at its engine.
         wait(calls.values())
         if errors := _errors(calls):
             raise EngineFaultError(errors)
@@ -214,6 +215,7 @@ class Engines:
         late = TransferTimeoutError(f"{step} took longer than {timeout_s:.0f} s")
         reason = next(iter(failed.values()), late)
         break_off()
+        # Whoever only waited for the one at fault comes back now.
         wait(calls.values(), GRACE_S)
         culprits = {url: failed.get(url, reason) for url in self._lost(calls)}
         refused = _errors(calls)
@@ -235,6 +237,7 @@ class Engines:
 
     def commit(self, version: int) -> None:
         """``weight_version`` becomes ``str(version)`` everywhere; then generation goes on."""
+        # In two rounds: nobody generates as long as an engine may still refuse the version.
         self.each(lambda engine: engine.set_version(str(version)))
         self.each(lambda engine: engine.resume())
 
@@ -243,6 +246,7 @@ class Engines:
 
         async def withdraw(engine: EngineWeights) -> None:
             if await engine.schedules(GRACE_S):
+                # Before it is renamed, so that nothing is sampled in between.
                 await engine.pause()
                 await engine.set_version(label)
 
@@ -316,6 +320,7 @@ def adjacent(pieces: Sequence[Tensor]) -> Tensor | None:
     first, end = pieces[0], pieces[0].data_ptr()
     storage = first.untyped_storage().data_ptr()
     for piece in pieces:
+        # Neighbours in memory may be two allocations, which no view spans.
         if piece.data_ptr() != end or piece.untyped_storage().data_ptr() != storage:
             return None
         end += piece.numel()

@@ -122,7 +122,7 @@ def murmur_hash32(seeds: np.ndarray, positions: np.ndarray, columns: int) -> np.
     for word in (wide & _WORD, wide >> np.uint64(32), positions.astype(np.uint64) & _WORD):
         state = _mixed(state, word.astype(np.uint32))
     hashes = _mixed(state[:, None], np.arange(columns, dtype=np.uint32)[None])
-    # Bytes.
+    # MurmurHash3 ends with the input's length, in bytes.
     hashes ^= np.uint32(16)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         hashes ^= hashes >> np.uint32(shift)

@@ -139,6 +139,7 @@ class CheckpointDirectory:
         serial = 1 + max([stored.serial for stored in self.complete()], default=0)
         for path in self._folders():
             if match := _LEFTOVER.fullmatch(path.name):
+                # One that was replaced may be newer than all that are complete.
                 serial = max(serial, int(match[1]) + 1)
                 log.warning("removing what an interrupted save left: %s", path)
                 shutil.rmtree(path)
@@ -152,10 +153,13 @@ class CheckpointDirectory:
         ``manifest["files"]`` must name every file; all of them must be on the disk already.
         """
         write_manifest(partial.path, {**manifest, "step": partial.step, "serial": partial.serial})
+        # The manifest's name too, before the folder's own: a power cut must not leave a checkpoint without one.
         sync_to_disk(partial.path)
         target = self.directory / _name(partial.step)
         replaced = self.directory / f"{_name(partial.step)}.replaced-{partial.serial}"
         if target.exists():
+            # A folder that is not empty can't be replaced by a rename: between the two this step has none, but older
+            # ones are there.
             os.rename(target, replaced)
         os.rename(partial.path, target)
         sync_to_disk(self.directory)

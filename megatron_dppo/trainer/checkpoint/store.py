@@ -93,6 +93,7 @@ class CheckpointStore:
         self._fence = fence
         self._background = background
         self._published = published
+        # Of its own: the writing thread's collectives must not meet the training's in one group.
         self._group = dist.new_group(
             backend="gloo", timeout=COLLECTIVE_TIMEOUT, group_desc=BACKGROUND
         )
@@ -142,6 +143,7 @@ class CheckpointStore:
             self._folders,
             partial,
             needed=sum(collectives.all_gather_json(share_bytes)) + _SLACK_BYTES,
+            # Asked once for all: with less room than it needs, all ranks together write without a copy.
             free=collectives.on_rank_0(
                 lambda: shutil.disk_usage(partial.path).free, error=CheckpointError
             ),
