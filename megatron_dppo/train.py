@@ -15,13 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron_dppo.config import (
-    ConfigError,
-    TrainConfig,
-    check_config,
-    load_config,
-    resolved_yaml,
-)
+from megatron_dppo.config import ConfigError, TrainConfig, check_config, load_config, resolved_yaml
 from megatron_dppo.config.layout import missing_weights
 from megatron_dppo.config.machine import (
     Machine,

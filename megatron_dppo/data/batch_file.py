@@ -95,6 +95,7 @@ class SavedBatch:
         self._path = batch_path(folder, step)
         with self._faults_named():
             self._file = safe_open(self._path, framework="numpy")
+            # Slices, which read nothing yet: the columns of a batch may be larger than the memory.
             self._arrays: dict[str, Any] = {n: self._file.get_slice(n) for n in self._file.keys()}  # noqa: SIM118
             self._numbers = self._rows("trajectories", 0, self._size("trajectories"))
             self._scores = self._rows("scores", 0, self._size("scores"))
@@ -227,6 +228,7 @@ def _flat(parts: Sequence[np.ndarray], dtype: DTypeLike) -> np.ndarray:
 
 def _hashes(parts: Sequence[np.ndarray | None]) -> np.ndarray:
     """uint8 [parts, 16]."""
+    # Zeros for what is absent, so that a column that was taken away counts as altered.
     rows = [bytes(16) if part is None else bytes.fromhex(digest(part)) for part in parts]
     return np.frombuffer(b"".join(rows), np.uint8).reshape(-1, 16)
 

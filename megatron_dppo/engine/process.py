@@ -101,6 +101,7 @@ class ChildServer:
 
     @property
     def url(self) -> str:
+        # One can listen on any address, but has to call one.
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
         return f"http://{host}:{self.port}"
 
@@ -115,6 +116,7 @@ class ChildServer:
         if self._process is not None:
             raise ValueError(f"{self.title} was started already, as process {self._process.pid}")
         try:
+            # First, for a server binds its port last: after minutes in which it loads its weights.
             self._runtime.launcher.require_free_port(self.host, self.port)
         except PortTakenError as error:
             key = self.port_key
@@ -123,12 +125,14 @@ class ChildServer:
             ) from error
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         command = [self._runtime.python, *self._command]
+        # What the incarnation before it wrote stays above.
         with open(self.log_path, "ab") as log:
             log.write(f"--- {' '.join(command)}\n".encode())
         self._process = self._runtime.launcher.start(
             command,
             environment={**self._environment, **self._runtime.variables},
             log=self.log_path,
+            # Arguments and variables can be read by whoever may look at the process.
             stdin=json.dumps(dict(self._secrets)).encode(),
         )
         self._started_at = time.monotonic()

@@ -194,6 +194,7 @@ class TokenTexts:
 
     def _text(self, token_id: int) -> str:
         text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        # A token may be a part of a character: then its name says more than the sign for what can't be decoded.
         if text and "\ufffd" not in text:
             return text
         name = self._tokenizer.convert_ids_to_tokens(token_id)

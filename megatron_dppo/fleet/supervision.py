@@ -130,6 +130,7 @@ class SupervisedServer:
         self._make_process = make_process
         self._record = record
         self._budget = budget
+        # It only waits: a process dies with the thread that started it, which must be the main one.
         self._waiter = ThreadPoolExecutor(1, f"start-{name}")
         self._process: ChildServer | None = None
         self._state: _Starting | _Published | _Waiting | _Failed | None = None
@@ -198,6 +199,7 @@ class SupervisedServer:
             self._record.publish(server)
             self._state = _Published(server)
             log.info("%s ready after %.0f s at %s", self.title, healthy.result(), process.url)
+        # A fault in the code, which restarts would only hide.
         elif not isinstance(error, RunError):
             raise error
         elif isinstance(error, PortHeldError):
@@ -213,6 +215,7 @@ class SupervisedServer:
         # A hung process runs on, so only its clients can tell. A report on an earlier incarnation comes too late.
         is_reported = self._record.take_report(self.name) == self.incarnation
         if is_reported and self._process.poll() is None:
+            # Its connections break a moment before it can be waited for, and an exit code tells more than a report.
             time.sleep(_DYING_S)
         code = self._process.poll()
         if code is None and not is_reported:
@@ -316,6 +319,7 @@ class SupervisedFleet:
 
         Raises EngineGivenUpError when the last server is given up and none is attached.
         """
+        # A copy: whoever is given up leaves the list.
         for server in list(self._servers):
             self._take_step(server, server.check)
         self._decide_first_failures()

@@ -191,6 +191,7 @@ class Roles:
         if sections is None:
             return cls(ranks)
         engine, table = sections.engine, sections.sglang
+        # With attention in data parallel SGLang's replicas share the devices of tp_size; otherwise each has its own.
         replicas = 1 if table.get("enable_dp_attention") else table.get("dp_size") or 1
         size = int((table.get("tp_size") or 1) * (table.get("pp_size") or 1) * replicas)
         first = table.get("base_gpu_id")
@@ -262,6 +263,7 @@ def _in_groups(roles: Roles, allocation: Allocation, devices: int) -> Roles:
             "sglang.base_gpu_id: the servers of a heterogeneous job begin on its second group; leave "
             "it out"
         )
+    # On the second group's first host, also where the ranks leave devices of the first group free.
     return replace(roles, first_device=room)
 
 

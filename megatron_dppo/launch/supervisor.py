@@ -73,6 +73,7 @@ class StopRequests:
                 signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        # Runs between any two instructions of the main thread: it only takes note, the loop acts.
         stop = self.signals[number]
         if stop.insists or stop not in self._came:
             self._came.append(stop)
@@ -183,6 +184,7 @@ class Supervisor:
     _given_up: str = field(default="", init=False)
 
     def run(self) -> Outcome:
+        # Whatever ranks and servers start, and leave behind, is then a child of this process, and ends with it.
         processes.adopt_orphans()
         outcome = Outcome(FAILED, "failed", "the supervisor failed")
         with self.stops.listening():
@@ -192,11 +194,13 @@ class Supervisor:
                 self.ranks.start()
                 outcome = self._watch()
             finally:
+                # After a failure, or a second stop, nobody needs what the servers still generate.
                 self._end(at_once=outcome.code == FAILED or len(self._handled) > 1)
         return outcome
 
     def _watch(self) -> Outcome:
         while True:
+            # Before the failures: ranks of a start that was succeeded are fenced, which looks like one.
             if (successor := self.taken_over()) is not None:
                 log.error("%s", successor)
                 return Outcome(FAILED, "succeeded", successor)

@@ -220,6 +220,7 @@ def resume(
     survey = store.survey()
     refuse_damage(checkpoints.on_damage, survey)
     passed = {unusable.path: unusable.reason for unusable in newer_unusable(survey)}
+    # The last written one; older ones only where it is damaged and may be passed over.
     for checkpoint in reversed(survey.complete):
         try:
             state = RunState.from_json(store.load(trainer, checkpoint))
@@ -233,6 +234,7 @@ def resume(
             _leave_behind(run.directory, store, passed, state.step)
         log.info("resumed from %s", checkpoint.path)
         return state
+    # Rank 0's view for all: NFS may show another rank another folder, and all must decide alike.
     history = records.History(**on_rank_0(lambda: asdict(records.read_history(run.directory))))
     damage = passed | {unusable.path: unusable.reason for unusable in survey.unusable}
     refuse_fresh_start(run, checkpoints.every, list(damage.values()), history)

@@ -41,6 +41,7 @@ def broadcast_bytes(data: bytes, src: int, group: ProcessGroup | None = None) ->
     if int(size) == 0:
         return b""
     buffer = (
+        # A tensor's memory must be writable, which bytes are not.
         torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
         if dist.get_rank() == src
         else torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -72,7 +73,9 @@ def agree(value: Any, name: str, group: ProcessGroup | None = None) -> None:
 
     One all-reduce of a digest; the values are gathered only for the error message.
     """
+    # Seven bytes, so that its negative fits into int64 too.
     digest = int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:7], "big")
+    # The maximum of the negatives is minus the minimum: one all-reduce compares all.
     bounds = torch.tensor([digest, -digest], device=platform.current().device)
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
     if int(bounds[0]) != -int(bounds[1]):
@@ -161,6 +164,7 @@ def _padded(value: Any, group: ProcessGroup | None) -> tuple[torch.Tensor, list[
     ]
     dist.all_gather(sizes, torch.tensor([data.numel()], device=device), group)
     lengths = [int(s) for s in sizes]
+    # A gather takes tensors of one length.
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: data.numel()] = data
     return padded, lengths

@@ -58,6 +58,7 @@ class LowRank(torch.nn.Module):
     def __init__(self, shape_a: list[int], shape_b: list[int], options: AdapterOptions) -> None:
         super().__init__()
         for name, dims in ((LORA_A, shape_a), (LORA_B, shape_b)):
+            # Filled later, from tensors of the whole model, so that every layout starts alike.
             zeros = torch.zeros(dims, dtype=options.dtype, device=options.device)
             self.register_parameter(name, Parameter(zeros))
 
@@ -133,6 +134,7 @@ class LinearAdapter(torch.nn.Module):
             return first_a, first_b
         rank = self.options.adapters.rank
         a = torch.cat([pair[0] for pair in pairs], -2)
+        # One product for the fused linear; zeros where a matrix has none of its rows.
         b = first_b.new_zeros(*first_b.shape[:-2], self.linear.rows, len(parts) * rank)
         for i, (part, (_, rows)) in enumerate(zip(parts, pairs, strict=True)):
             first = 0
@@ -202,6 +204,7 @@ class HeadAdapter(DenseAdapter):
     def take_factor(self) -> tuple[Tensor, Tensor] | None:
         """scale A x [T, R] of the last forward pass, and B [C, R] of this rank's columns of the vocabulary; None where
         the adapter was off. Once for each pass."""
+        # Held on to, it would keep the pass's graph in memory.
         inner, self._inner = self._inner, None
         return None if inner is None else (inner.flatten(0, 1), self._stacked()[1])
 
@@ -230,6 +233,7 @@ class ExpertAdapter(LinearAdapter):
             for which in (LORA_A, LORA_B):
                 parameter = getattr(self.matrices(part.name), which)
                 set_tensor_model_parallel_attributes(parameter, True, self.linear.axis + 1, 1)
+                # By this attribute Megatron's DDP tells parameters that are reduced over expert-data ranks alone.
                 parameter.allreduce = parallel_state.get_expert_model_parallel_world_size() == 1
                 if not part.is_cut(which) and group.size() > 1:
                     setattr(parameter, SUM_OVER_EXPERT_TENSOR, True)
@@ -350,6 +354,7 @@ def initial_tensor(name: str, dims: tuple[int, ...], rank: int, seed: int, init:
     """How A or B ``name`` [dims] of the whole model starts, fp32: the same in every layout."""
     if not name.endswith(LORA_A):
         return torch.zeros(dims)
+    # By name, not by order: a matrix starts alike in every layout, and whichever others have adapters.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     return INITS[init](dims, rank, generator)

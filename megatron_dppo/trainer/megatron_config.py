@@ -84,6 +84,7 @@ def _model_options(shape: ModelShape) -> dict[str, Any]:
         "activation_func": F.silu,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
+        # Otherwise Megatron divides the loss by micro-batches, or tokens, of this rank; ours is divided already.
         "calculate_per_token_loss": True,
     }
 
@@ -112,6 +113,7 @@ def _layout_options(layout: Layout, *, sequence_parallel: bool) -> dict[str, Any
         "expert_model_parallel_size": layout.expert,
         "expert_tensor_parallel_size": layout.expert_tensor,
         "sequence_parallel": sequence_parallel,
+        # Packed micro-batches differ in length; under an interleaved schedule the trainer makes them equal.
         "variable_seq_lengths": layout.pipeline > 1 and layout.chunks == 1,
         "deallocate_pipeline_outputs": layout.pipeline > 1,
         # The only dispatcher for tokens in unequal numbers; checked for dense models too.

@@ -135,6 +135,7 @@ def wrap_chunks(
     wrapped = []
     for i, chunk in enumerate(chunks):
         module = Float16Module(transformer, chunk) if transformer.bf16 else chunk
+        # As in Megatron-LM: later chunks' communication is hidden by the computation of others anyway.
         wrapped.append(DistributedDataParallel(transformer, ddp, module, disable_bucketing=i > 0))
     # Gradients of all micro-batches but the last only add up: reducing each would send them all.
     if ddp.overlap_grad_reduce:
@@ -215,6 +216,7 @@ def meta_parameters(
     transformer: TransformerConfig, shape: ModelShape, layout: Layout, rank: int
 ) -> dict[tuple[int, str], tuple[int, ...]]:
     """(chunk, name) -> shape of every parameter of ``rank``'s GPTModels."""
+    # Tensors on the meta device have no values to draw.
     transformer = replace(transformer, perform_initialization=False)
     with _fake_world(layout, rank), torch.device("meta"):
         chunks = make_chunks(transformer, shape)
@@ -297,6 +299,7 @@ def build_optimizer(
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_steps,
+        # A constant rate has no end, but Megatron-Core asks for one.
         lr_decay_steps=config.decay_steps or sys.maxsize,
         lr_decay_style=config.schedule,
         start_wd=config.weight_decay,
@@ -319,9 +322,11 @@ def apply_step(
     optimizer: ChainedOptimizer, scheduler: OptimizerParamScheduler, grad_norm: float
 ) -> float:
     """Clip the gradients, whose norm is ``grad_norm``, and update; returns the learning rate."""
+    # Before the update: else step 1 had the rate of step 0, which is 0 in a warm-up.
     scheduler.step(increment=1)
     for part in optimizer.chained_optimizers:
         parameters = [] if part.is_stub_optimizer else part.get_parameters()
+        # By the norm that was checked: Megatron's own step would compute it again, over all ranks.
         if parameters and part.config.clip_grad > 0:
             decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
             clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, grad_norm, decoupled)

@@ -97,6 +97,7 @@ class LayerReplay(RouterReplay):
             _, natural = default_compute_topk(scores, topk, num_groups, group_topk)
             recorded = recording.experts[:, self._column].long()
             if self._chunk.compares:
+                # As sets: the order of a token's experts changes nothing.
                 same = (natural.sort(1).values == recorded.sort(1).values).all(1)
                 self._chunk.counts += torch.stack([same & recording.valid, recording.valid]).sum(1)
             self.target_topk_idx = torch.where(recording.valid[:, None], recorded, natural)
@@ -173,6 +174,7 @@ class ModelReplay:
             state.replay(recording, compares=False)
 
         if output.requires_grad:
+            # A pipeline runs other micro-batches' forward passes before this one's backward pass.
             output.register_hook(before_backward)
         return output
 

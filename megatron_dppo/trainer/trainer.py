@@ -31,11 +31,7 @@ from megatron_dppo.trainer.context_parallel import TokenShare
 from megatron_dppo.trainer.lora_policy import AdaptedPolicy, weights_of
 from megatron_dppo.trainer.parking import Moved, Parker, check_no_transfer, held_tensors
 from megatron_dppo.trainer.router_replay import RECORDING, ModelReplay
-from megatron_dppo.trainer.topology import (
-    destroy_topology,
-    init_distributed,
-    init_topology,
-)
+from megatron_dppo.trainer.topology import destroy_topology, init_distributed, init_topology
 from megatron_dppo.vocab_parallel.head import HeadOptions
 from megatron_dppo.vocab_parallel.policy_stats import FAULTS, describe
 

@@ -230,6 +230,7 @@ class Watchdog:
 
     def _report(self, hung: Pending) -> str:
         reason, limit = self._limit
+        # Only now: the main thread waits, and can't be in the middle of an import.
         named = self._pending(callers=True)
         hung = next((p for p in named if p.is_same(hung)), hung)
         heard = self._hear(hung.ranks)
@@ -259,6 +260,7 @@ class Watchdog:
                     heard[rank] = [Pending.from_json(each) for each in values]
             answered.set()
 
+        # In a thread, which is left behind where the rendezvous does not answer.
         threading.Thread(target=exchange, daemon=True).start()
         return heard if answered.wait(2 * self._poll_s + _STORE_S) else None
 
@@ -281,6 +283,7 @@ def end_process(report: str) -> None:
     note_failure()
     log.error("a collective hangs: %s", report)
     print(f"error: a collective hangs: {report}", file=sys.stderr, flush=True)
+    # Not sys.exit, which waits for threads, and whose cleaning up would enter the collectives' own.
     os._exit(HUNG)
 
 

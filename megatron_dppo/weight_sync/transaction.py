@@ -276,6 +276,7 @@ class WeightUpdater:
         try:
             paused = self._begin(phases, version, title)
             sent, received, partials = self._stream(phases, verify)
+            # Failures are told from here on: up to the last bucket every rank is in the gathers, which none may leave.
             self._local(phases, "arrive", lambda s: s.arrive())
             self._share(phases.error, title)
             facts = self._source.all_gather(
@@ -286,9 +287,11 @@ class WeightUpdater:
             self._share(phases.error, title)
             canary = self._canary(phases) if score else None
             self._fence()
+            # Fenced once more: the stream took its time, and another start may have the run by now.
             self._conduct(phases, "commit", partial(self._commit, version))
             self._share(phases.error, title)
         except WeightUpdateRefusedError:
+            # Nothing was changed: whoever had paused already goes on generating.
             self.committed_version = previous
             raise
         except BaseException:
@@ -330,6 +333,7 @@ class WeightUpdater:
             raise WeightUpdateRefusedError(f"{title}: {_BUSY}", json.loads(refused))
         paused = time.perf_counter()
         label = f"{UNVERIFIED_VERSION}{version}"
+        # Whoever asks an engine from here to the commit learns that its weights are no version's.
         self._conduct(phases, "begin", lambda e: e.each(lambda engine: engine.set_version(label)))
         mine = self._local(phases, "begin", lambda s: s.meeting_point())
         self._share(phases.error, title)
@@ -396,6 +400,7 @@ class WeightUpdater:
     def _abort(self, phases: Phases, version: int) -> None:
         if self._strategy is not None:
             self._strategy.abort()
+        # Up to the canary they are paused under an unverified version; the canary and the commit let them generate.
         if self._conducts and self._engines is not None and phases.seconds.keys() & set(_RESUMED):
             self._engines.quarantine(f"{UNVERIFIED_VERSION}{version}")
 

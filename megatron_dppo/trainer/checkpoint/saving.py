@@ -137,12 +137,14 @@ class SaveTask:
             lambda: self._write(folder), self._group, error=CheckpointError
         )
         parts = collectives.all_gather_json(records, self._group)
+        # To rank 0 alone, which writes the headers: the lists grow with the number of ranks.
         every = collectives.gather_json(items, self._group)
         headers = collectives.on_rank_0(
             lambda: self._write_headers(folder, every), self._group, error=CheckpointError
         )
         files = {name: record for part in (*parts, headers) for name, record in part.items()}
         self._fence(self._group)
+        # Fenced just now: writing takes minutes, in which another start may have taken the run.
         path = collectives.on_rank_0(
             lambda: self._publish(files), self._group, error=CheckpointError
         )
@@ -154,6 +156,7 @@ class SaveTask:
         with HashedFile(path) as hashed:
             file = BlockFile(hashed)
             for block, values in self.part.blocks:
+                # Block by block: without a copy beforehand the host never holds more than one.
                 file.add(block, values.cpu())
                 self.part.written += block.bytes
             for key, value in self.part.objects.items():
@@ -204,6 +207,7 @@ class PendingSave:
         try:
             self._saved = self._task.run()
         except BaseException as error:
+            # Whatever it is: a thread that ended without a word would keep the other ranks waiting.
             self._error = error
 
     def report(self) -> dict[str, Any] | None:

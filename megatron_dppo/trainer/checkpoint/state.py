@@ -73,6 +73,7 @@ def state_slices(optimizer: ChainedOptimizer) -> list[StateSlice]:
                     state["step"] = torch.tensor(0.0)
             tensors = {name: state[name] for name in MOMENTS}
             if shard.parameter.dtype is not torch.float32:
+                # A float32 parameter is its own master, and is written as the weight.
                 tensors[MASTER] = shard.main
             flat = {name: tensor.detach().view(-1) for name, tensor in tensors.items()}
             slices.append(StateSlice(shard.parameter, shard.start, flat))
@@ -198,6 +199,7 @@ def rank_state(model: dict[str, Any], optimizer: ChainedOptimizer) -> RankState:
     """
     slices: dict[int, list[StateSlice]] = {}
     for state in state_slices(optimizer):
+        # By identity: tensors compare element by element.
         slices.setdefault(id(state.parameter), []).append(state)
     tensors, objects = [], {}
     for sharded in nested_values(model):
@@ -232,6 +234,7 @@ def _local_tensor(
         weight=list(_blocks(regions, "", sharded.data.detach().view(-1), 0)),
         state=state,
         is_main=not any(replica[:-1]),
+        # So Megatron marks what other ranks than the data-parallel ones hold replicas of.
         is_expert=not getattr(sharded.data, "allreduce", True),
         replica=replica[-1],
     )
@@ -243,6 +246,7 @@ def _regions(sharded: ShardedTensor | ShardedTensorFactory) -> list[tuple[int, T
     is_one = isinstance(sharded, ShardedTensor)
     regions = []
     for one in [sharded] if is_one else nested_values({"": sharded.build()}):
+        # What a factory builds are views of the fused parameter: their addresses tell where they lie in it.
         start, rest = divmod(one.data.data_ptr() - base.data_ptr(), base.dtype.itemsize)
         if rest or not one.data.is_contiguous():
             raise TypeError(f"{one.key}: not rows of the parameter that holds it")
