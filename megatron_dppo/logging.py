@@ -103,6 +103,7 @@ class TerminalConsole(Console):
     def print(self, *objects: Any, **options: Any) -> None:
         """As rich's; text goes to standard output too."""
         super().print(*objects, **options)
+        # Text) for shown in objects): | Tables and bars are drawn for a terminal's width; a file has the log's lines.
         if not self.quiet and all(isinstance(shown, str | Text) for shown in objects):
             self._copy.print(*objects, **options)
 
@@ -124,6 +125,7 @@ class _Terminal(io.TextIOBase):
         left = text.encode(errors="replace")
         with contextlib.suppress(OSError):
             while left:
+                # A pipe may take a part of it.
                 left = left[os.write(self._descriptor, left) :]
         return len(text)
 
@@ -207,6 +209,7 @@ def configure_logging(directory: str | Path | None, rank: int | None = 0) -> Non
     console.quiet = rank not in {None, 0}
 
     root = logging.getLogger()
+    # Ours alone: a test, or a library, may have its own.
     for handler in [h for h in root.handlers if getattr(h, "from_megatron_dppo", False)]:
         root.removeHandler(handler)
         handler.close()
@@ -248,6 +251,7 @@ def note_failure() -> None:
     before it. Later calls change nothing.
     """
     if _failure_mark is not None:
+        # "x": the first moment stays, whatever fails on the way out.
         with contextlib.suppress(OSError), open(_failure_mark, "x") as file:
             file.write(f"{time.time()}\n")
 

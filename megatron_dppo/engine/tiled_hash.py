@@ -96,6 +96,7 @@ def run_of(part: Tensor, first: int, total: int) -> WordRun:
         if flat.numel() % WORD:
             flat = torch.cat([flat, flat.new_zeros(-flat.numel() % WORD)])
         elif flat.data_ptr() % WORD:
+            # Kernels read whole words, at addresses that are multiples of them.
             flat = flat.clone()
         rows = flat.unsqueeze(0)
     return WordRun(rows, first, total)
@@ -183,6 +184,7 @@ def _mix(data: Tensor, first: int) -> Tensor:
         position = (index * _signed(multiplier) + _signed(seed)) ^ _rotate_left(index, turn)
         mixed = _fmix(data ^ position)
         tiles = mixed.view(-1, TILE) if count >= TILE else mixed.view(1, count)
+        # In int64, whose sum of a tile's words can't overflow; modulo 2^32 afterwards.
         sums.append(tiles.sum(dim=1, dtype=torch.int64).cpu() & MASK32)
     return torch.stack(sums)
 
@@ -206,6 +208,7 @@ def _signed(value: int) -> int:
 
 def _shift_right(x: Tensor, by: int) -> Tensor:
     """Logical shift of int32."""
+    # torch has no unsigned shift: the sign's copies are cut off.
     return (x >> by) & ((1 << (32 - by)) - 1)
 
 

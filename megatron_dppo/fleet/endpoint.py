@@ -111,6 +111,7 @@ class FleetEndpoint:
     def start(self) -> None:
         """Answer, from a thread of its own, and be found."""
         self._thread.start()
+        # It answers before it can be found.
         write_private(self._private / "key", self._key)
         write_private(self._file, json.dumps(asdict(self._address)))
         # From here on commands ask; what they wrote before may be newer than the record.
@@ -147,11 +148,13 @@ class _HttpServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
+    # Of a connection that sends nothing, and would hold its thread for ever.
     timeout = _READ_S
     server: _HttpServer
 
     def do_POST(self) -> None:
         header = self.headers.get("Authorization", "").encode()
+        # In constant time: how long a comparison takes must not tell how much of a guess is right.
         if not hmac.compare_digest(header, self.server.expected):
             self._answer(401, {"error": "the admin key is missing or wrong"})
             return

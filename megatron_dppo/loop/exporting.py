@@ -62,12 +62,14 @@ def transformers_log_probs(
 ) -> list[torch.Tensor]:
     """log pi of each sampled token by transformers, nats: one fp32 tensor [N] for each trajectory."""
     disable_progress_bar()
+    # As somebody else would load it: in the type that its config.json names.
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     answers = []
     for trajectory in trajectories:
         ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
         sampled = torch.from_numpy(np.flatnonzero(trajectory.loss_mask))
         with torch.no_grad():
+            # The logits of a position are of the token after it.
             logits = model(ids[None]).logits[0, sampled - 1].float()
         log_probs = torch.log_softmax(logits / temperature, -1)
         answers.append(log_probs.gather(1, ids[sampled][:, None])[:, 0])

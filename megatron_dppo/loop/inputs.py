@@ -261,6 +261,7 @@ class BackgroundHashes:
         pool = ThreadPoolExecutor(1, "hash")
         own_names = shares[topology.rank]
         self._own = pool.submit(lambda: {name: sha256_of(files[name]) for name in own_names})
+        # What was submitted still runs; the thread ends after it.
         pool.shutdown(wait=False)
 
     def wait(self) -> dict[str, str]:
@@ -275,6 +276,7 @@ class BackgroundHashes:
 def _shares(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
     """Names by rank: the largest file first, each to the rank with the least."""
     loads, shares = [0] * ranks, [list[str]() for _ in range(ranks)]
+    # By name among equals, so that all ranks share alike.
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         rank = loads.index(min(loads))
         shares[rank].append(name)

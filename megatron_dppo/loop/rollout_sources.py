@@ -125,6 +125,7 @@ class GeneratedRollouts:
         draft, self._in_hand = self._in_hand, None
         assert draft is not None
         assert draft.step == step
+        # Before this batch's last rewards are waited for: the servers go on meanwhile.
         self.run_ahead()
         if draft.unjudged:
             self._judge(draft)
@@ -160,6 +161,7 @@ class GeneratedRollouts:
     def _ask(self, draft: _Draft, count: int) -> None:
         """Start a round: ``count`` further problems, answered in the background."""
         draft.problems += [self.problems[i] for i in self.sampler.next(count)]
+        # As of this batch: when it trains, the next one's problems have been drawn already.
         draft.sampler = self.sampler.state_dict()
         draft.rounds += 1
         positions = own_positions(draft.unjudged, self.topology)
@@ -199,6 +201,7 @@ class GeneratedRollouts:
             rollout_figures.GroupRow(*next(shares[owner(p, self.topology)]))
             for p in list(draft.unjudged)
         ]
+        # A round lasts as long as its slowest leader's part.
         draft.seconds += max(seconds for _, seconds in rows_by_rank)
 
     def _hand_over(self, draft: _Draft) -> RolloutBatch:

@@ -199,6 +199,7 @@ class Run:
         if self.state.step == 0:
             accuracies = self._evaluate()
             self.recorder.write(0, {**update, **accuracies, **self.timer.finish_step()})
+        # Rank 0 alone has the records.
         elif any_rank(self.recorder.lacks_last_evaluation()):
             self.recorder.complete({**update, **self._evaluate()})
         else:
@@ -238,6 +239,8 @@ class Run:
             self.recorder.write_samples(samples)
         if self._is_due(self.config.checkpoint.every):
             self._save_checkpoint()
+        # A signal reaches the ranks at different moments: whoever stopped alone would leave the others in a
+        # collective.
         if any_rank(self.should_stop()):
             raise RunStoppedError(f"stopped after step {step}")
 

@@ -191,6 +191,7 @@ class MaskedResponses:
             advantages: float ``[T]``.
             blocked: bool ``[T]``.
         """
+        # By a running sum: a loop over sequences would ask the device for each.
         summed = torch.nn.functional.pad((blocked & (advantages != 0)).long().cumsum(0), (1, 0))
         ends = summed[cu_seqlens.to(summed.device, torch.int64)]
         self._parts.append((positions, ends.diff()[: len(positions)]))
@@ -212,6 +213,7 @@ def most_masked(counts: Tensor, shown: int = SHOWN) -> list[MaskedToken]:
     """
     total = counts.sum(0)
     blocked_ids = int(total.count_nonzero())
+    # Stable, which topk is not: equal counts come in one order on every device.
     ids = torch.argsort(total, descending=True, stable=True)[: min(blocked_ids, shown)]
     raised, lowered = counts[:, ids].tolist()
     return [

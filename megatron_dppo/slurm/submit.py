@@ -225,10 +225,12 @@ def _hand_over(submission: Submission, flags: Sequence[str]) -> int:
     write_atomically(directory / SITE_FILE, resolved_yaml(submission.site))
     print(f"configuration: {directory / CONFIG_FILE}, {directory / SITE_FILE}")
     print(shlex.join(command), flush=True)
+    # The supervisor must run under this interpreter, whichever the batch script's PATH finds first.
     os.environ.setdefault(PYTHON_VARIABLE, sys.executable)
     # Or a job could be in the queue that the run directory does not name.
     with held_back():
         answer = slurm(*command).strip()
+        # In a federation --parsable adds the cluster's name.
         job = answer.partition(";")[0]
         if not job.isdigit():
             raise SlurmError(f"sbatch answered {answer[:200]!r}, expected the id of a job")

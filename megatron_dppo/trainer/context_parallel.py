@@ -110,6 +110,7 @@ def whole_stats(stats: PolicyStats, batch: PackedBatch, topology: Topology) -> P
         stats,
         log_probs=whole["log_probs"].squeeze(1),
         entropy=whole["entropy"].squeeze(1) if "entropy" in whole else None,
+        # A loss's gradient flows through log_probs alone, as on one rank.
         topk_log_probs=whole["topk_log_probs"].detach() if "topk_log_probs" in whole else None,
         faults=faults,
     )

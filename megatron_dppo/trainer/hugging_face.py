@@ -72,6 +72,7 @@ def load_hf(
                     f"rank {rank}: {key} has shape {tuple(parameter.shape)} in the model, expected "
                     f"{tuple(entry.shape)}"
                 )
+            # What no segment fills pads the vocabulary.
             parameter.zero_()
             for segment in entry.segments:
                 part = reader.read(segment.hf_name, segment.dim, segment.hf_start, segment.length)
@@ -229,6 +230,7 @@ class _FileWriter:
         self._folder, self._files = folder, files
         self._stack = ExitStack()
         self._writer_of: dict[str, tensor_store.SafetensorsFileWriter] = {}
+        # One waits beside the one that is written: the gathers must not run ahead of the disk.
         self._buckets: queue.Queue[list[tuple[str, Tensor]] | None] = queue.Queue(1)
         self._error: BaseException | None = None
         self.digests: dict[str, str] = {}

@@ -225,6 +225,7 @@ class _HeadStats(torch.autograd.Function):
         topk, bad_rows = head.spread(stats.topk_log_probs), stats.bad_rows
         if any(ctx.needs_input_grad):
             ctx.head, ctx.main_gradients = head, main_gradients
+            # The last chunk's logits are still in the buffer: the backward pass computes them once less.
             ctx.kept = (chunks[-1], buffer) if chunks else None
             ctx.save_for_backward(stats.lse, stats.entropy_value, *tensors)
         ctx.mark_non_differentiable(*(x for x in (topk, bad_rows) if x is not None))
@@ -246,6 +247,7 @@ class _HeadStats(torch.autograd.Function):
         ]
         sums = _Gradients(head, tensors, ctx.needs_input_grad[2:], ctx.main_gradients)
         gradient = _RowGradients(head.request, lse, entropy, *row_grads)
+        # A token that the mask blocked has no gradient, and needs no logits a second time.
         remaining = gradient.nonzero_rows()
         if kept is None:
             buffer = head.buffer(len(remaining), tensors[1])
@@ -340,6 +342,7 @@ def _weight_sum(weight: Tensor, needed: bool, main_gradient: Tensor | None) -> T
     if not needed or main_gradient is not None:
         return main_gradient if needed else None
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    # A sum over chunks in bfloat16 would lose much of what each of them adds.
     return torch.zeros_like(weight, dtype=wide)
 
 

@@ -93,6 +93,7 @@ def reduce_rows(
     slot = buffer[:, shard.rank * slots : (shard.rank + 1) * slots]
     # The log-sum-exp travels as two floats: its rounding alone would cost 1e-6 in every log-probability.
     slot[:, 0] = lse
+    # Of a shard without any probability, -inf, the difference would be NaN.
     slot[:, 1] = torch.where(lse.isfinite(), lse - slot[:, 0], 0.0)
     if plogp is not None:
         slot[:, 2] = plogp
@@ -120,6 +121,7 @@ def _merged(lse: Tensor, plogp: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return total, None
     log_share = lse - total[:, None]
     share = log_share.exp()
+    # A share of 0 has the logarithm -inf, and 0 times that is NaN.
     return total, (share * (plogp + torch.where(share > 0, log_share, 0.0))).sum(-1)
 
 
@@ -140,6 +142,7 @@ class Agreement:
         self._table = torch.zeros(dist.get_world_size(group), len(FACTS) + 1, dtype=torch.int64)
         self._table[dist.get_rank(group)] = torch.tensor(_facts_row(facts))
         self._work = dist.all_reduce(self._table, group=group, async_op=True)
+        # It raises next, and the others' all-reduce must not lose a member in the middle.
         if facts is None:
             self._work.wait()
 

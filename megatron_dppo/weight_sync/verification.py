@@ -67,6 +67,7 @@ def canary_prompts(vocab_size: int) -> list[list[int]]:
 
     Without the last id, in whose place SGLang 0.5.23 scores id 0 (it takes it for padding).
     """
+    # A generator of its own: every run asks the same, and the run's own generators stay as they are.
     draw = random.Random(20_240_711)
     return [[draw.randrange(vocab_size - 1) for _ in range(PROMPT_TOKENS)] for _ in range(PROMPTS)]
 
@@ -94,6 +95,7 @@ def compare_canary(
     # NaN compares false with everything: look for what is not within the tolerance.
     failed = [d for d in differences if not d[0] <= tolerance.largest]
     if failed or not mean <= tolerance.mean:
+        # A NaN is the worst of all, and max finds it by chance only.
         worst, prompt, token = next((d for d in failed if d[0] != d[0]), max(differences))
         raise CanaryError(
             f"canary: log-probability of token {token} of prompt {prompt} differs by {worst:.3g} "

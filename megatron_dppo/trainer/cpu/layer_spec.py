@@ -82,6 +82,7 @@ class AttentionPlan(NamedTuple):
         return AttentionPlan(batches, self.scatter.to(device))
 
 
+# By the tensor's identity: all layers of a pass get the same one, and a plan goes with its micro-batch.
 _plans: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -204,6 +205,7 @@ def layout_faults(sizes: LayoutSizes, shape: ModelShape) -> Iterator[LayoutFault
 def _even_heads(x: Tensor, ranks: int) -> Tensor:
     """[t, heads, D] -> the same with each head so often that ``ranks`` can have equally many."""
     repeats = math.lcm(x.shape[1], ranks) // x.shape[1]
+    # Interleaved, so that a rank's queries find their own group among its keys.
     return x if repeats == 1 else x.repeat_interleave(repeats, 1)
 
 
@@ -312,6 +314,7 @@ class ColumnGroupedLinear(torch.nn.Module):
             if config.perform_initialization:
                 init_method(weight)
             set_tensor_model_parallel_attributes(weight, True, self.partition_dim, 1)
+            # By this attribute Megatron's DDP tells what expert-data ranks alone reduce.
             weight.allreduce = config.expert_model_parallel_size == 1  # type: ignore[attr-defined]
             self.register_parameter(f"weight{i}", weight)
 
@@ -337,6 +340,7 @@ class ColumnGroupedLinear(torch.nn.Module):
                 tp_group=self.groups.expt_tp,
                 dp_cp_group=(metadata or {})["dp_cp_group"],
             )[f"{prefix}weight"]
+            # The helper counts replicas among the dense layers' ranks, which are others than the experts'.
             sharded.replica_id = (*sharded.replica_id[:2], self.groups.expt_dp.rank())
             out[f"{prefix}weight{i}"] = sharded
         return out
