@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_dppo.planner import memory
 from megatron_dppo.planner.devices import CONTEXT, GIB, Device, gib
 from megatron_dppo.planner.facts import RunFacts
-from megatron_dppo.planner.memory import (
-    LEAST_RESERVED,
-    EngineBytes,
-    RankBytes,
-    engine_bytes,
-    engine_communicator_bytes,
-    rank_bytes,
-)
 
 HOST_LINK = 24 * GIB
 """Bytes/s between a GPU and pinned host memory in one direction: 24.4 GiB/s out and 23.5 back over PCIe 4 x16, measured
@@ -39,7 +32,7 @@ class SharedBytes:
 
 
 def shared_bytes(
-    rank: RankBytes, engine: EngineBytes, communicators: int, room: int
+    rank: memory.RankBytes, engine: memory.EngineBytes, communicators: int, room: int
 ) -> SharedBytes:
     """The least that a rank must park on a GPU of ``room`` bytes, beside a server whose own communicators take
     ``communicators``.
@@ -50,7 +43,7 @@ def shared_bytes(
     the weights. While the rank trains, the server keeps its context, communicators and ``KEPT_BY_SERVER``.
     """
     fixed = CONTEXT + communicators
-    server = fixed + engine.weights + max(0, engine.kv_pool) + LEAST_RESERVED
+    server = fixed + engine.weights + max(0, engine.kv_pool) + memory.LEAST_RESERVED
     left = rank.context + rank.communicators
     kept = {
         "gradients": rank.state.gradients,
@@ -77,11 +70,12 @@ def shared_ranks(facts: RunFacts, device: Device) -> tuple[SharedBytes, ...]:
     if not facts.schedule.is_colocated or not facts.engine.servers:
         return ()
     shape = facts.trainer.shape
-    engine = engine_bytes(shape, facts.engine, facts.rollout, device)
-    groups = engine_communicator_bytes(facts.engine.tensor, 0)
+    engine = memory.engine_bytes(shape, facts.engine, facts.rollout, device)
+    groups = memory.engine_communicator_bytes(facts.engine.tensor, 0)
     stages = range(facts.trainer.layout.pipeline)
     return tuple(
-        shared_bytes(rank_bytes(facts, stage), engine, groups, device.memory) for stage in stages
+        shared_bytes(memory.rank_bytes(facts, stage), engine, groups, device.memory)
+        for stage in stages
     )
 
 

@@ -496,7 +496,7 @@ def host_bytes(
         if facts.checkpoint_background
         else 0,
         capture=node.engine * capture,
-        parked=len(node.ranks) * power_of_two(parked),
+        parked=len(node.ranks) * devices.power_of_two(parked),
     )
 
 
