@@ -109,7 +109,7 @@ def test_a_response_runs_through_one_step_more_than_generation_is_ahead():
 
 def rank(weights, gradients, optimizer, working=8):
     live = ActivationBytes(working * GIB, 0, 0, 0, 0)
-    state = StateBytes(weights * GIB, gradients * GIB, optimizer * GIB)
+    state = StateBytes(weights * GIB, 0, gradients * GIB, optimizer * GIB)
     return RankBytes(0, state, live, 0, GIB, GIB, 0)
 
 
