@@ -10,7 +10,7 @@ import torch
 from megatron_dppo.data.trajectory import Problem
 from megatron_dppo.engine.protocol import SamplingParams
 from megatron_dppo.engine.sglang_cpu import replacements
-from megatron_dppo.engine.sglang_cpu.platform import (
+from megatron_dppo.engine.sglang_cpu.replacements import (
     ROWS,
     FilteredSampling,
     blocked_addmm,
