@@ -40,6 +40,8 @@ ALWAYS = (
 """Shown also where they are SGLang's defaults."""
 OF_THE_PLACE = ("model_path", "tokenizer_path", "served_model_name", "random_seed")
 EVERY = "every recipe"
+COLOCATED = "every recipe, colocated"
+"""What SGLang makes otherwise of a server that can let go of its memory."""
 HEAD = """\
 # SGLang's own resolution of every recipe's engine options under a faked H100: what differs from its command line's
 # defaults, and a few that never do. Written by: python -m tests.gpu_evidence.engine_options --write
@@ -80,7 +82,7 @@ def pretend() -> None:
     torch.version.cuda = "13.0"
 
 
-def resolved(recipe: Path) -> dict[str, Any]:
+def resolved(recipe: Path, *, colocated: bool = False) -> dict[str, Any]:
     """Options by name, resolved, of the first server of ``recipe``."""
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
@@ -94,7 +96,8 @@ def resolved(recipe: Path) -> dict[str, Any]:
     name = Path(load_config(recipe).model.hf_checkpoint).name.lower()
     model = ROOT / "examples" / "model_configs" / name
     config = load_config(recipe, [f"model.hf_checkpoint={model}", "engine.device=cuda"])
-    options = server_options(ServerSections.of(config), host="127.0.0.1", port=30000, seed=1)
+    sections = ServerSections.of(config)
+    options = server_options(sections, host="127.0.0.1", port=30000, seed=1, colocated=colocated)
     with tempfile.TemporaryDirectory() as folder:
         write_options(options, file := Path(folder) / "options.yaml")
         server_args = prepare_server_args(["--config", str(file)])
@@ -111,9 +114,10 @@ def resolved(recipe: Path) -> dict[str, Any]:
 def text() -> str:
     """The golden file as it would be now."""
     pretend()
-    of_recipe = {
-        path.stem: resolved(path) for path in sorted(RECIPES.glob("*.yaml")) if path.stem != BASE
-    }
+    recipes = [path for path in sorted(RECIPES.glob("*.yaml")) if path.stem != BASE]
+    of_recipe = {path.stem: resolved(path) for path in recipes}
+    colocated = resolved(recipes[0], colocated=True).items()
+    changed = {k: v for k, v in colocated if of_recipe[recipes[0].stem].get(k) != v}
     first, *others = of_recipe.values()
     every = {
         name: value
@@ -124,7 +128,8 @@ def text() -> str:
         recipe: {name: value for name, value in values.items() if name not in every}
         for recipe, values in of_recipe.items()
     }
-    return HEAD + yaml.dump({EVERY: every, **own}, Dumper=_Dumper, sort_keys=False, width=130)
+    found = {EVERY: every, COLOCATED: changed, **own}
+    return HEAD + yaml.dump(found, Dumper=_Dumper, sort_keys=False, width=130)
 
 
 if __name__ == "__main__":

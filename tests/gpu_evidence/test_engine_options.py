@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.gpu_evidence.engine_options import BASE, EVERY, GOLDEN, RECIPES, ROOT
+from tests.gpu_evidence.engine_options import BASE, COLOCATED, EVERY, GOLDEN, RECIPES, ROOT
 
 MODULE = "tests.gpu_evidence.engine_options"
 
@@ -39,6 +39,7 @@ def test_what_the_recipes_count_on(now: str) -> None:
     """Also where the file is written anew: what the trainer's side and the planner are built on."""
     found: dict[str, dict[str, Any]] = yaml.safe_load(now)
     every = found.pop(EVERY)
+    assert found.pop(COLOCATED) == {"enable_memory_saver": True}
     assert set(found) == {path.stem for path in RECIPES.glob("*.yaml")} - {BASE}
     for recipe, own in found.items():
         options, moe = every | own, "30b_a3b" in recipe
