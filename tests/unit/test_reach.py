@@ -20,7 +20,7 @@ import sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from torch.strategies.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
+from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
 address, port, name, backend, rank, size = sys.argv[1:]
 limit = timedelta(seconds=60)
 store, rank, size = next(rendezvous(f"tcp://{address}:{port}", int(rank), int(size), timeout=limit))
