@@ -44,7 +44,7 @@ def same(a: Trajectory, b: Trajectory) -> bool:
 
 
 def parse_answers(
-    payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
+    payload: bytes, requests: Sequence[GenerationRequest], versions: range | None = None
 ) -> list[Trajectory]:
     """Those of an engine's answer that has nothing beside the JSON."""
-    return parse(payload, requests, version, {}).trajectories
+    return parse(payload, requests, versions, {}).trajectories

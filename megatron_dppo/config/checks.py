@@ -17,7 +17,12 @@ from typing import Any
 from megatron_dppo.algorithms.table import carried_topk
 from megatron_dppo.config import forwarded, layout, schema
 from megatron_dppo.config.errors import ConfigError, given
-from megatron_dppo.config.lora import adapter_update_faults, engine_adapter_faults, lora_faults
+from megatron_dppo.config.lora import (
+    adapter_update_faults,
+    engine_adapter_faults,
+    lora_faults,
+    updates_adapters,
+)
 from megatron_dppo.model.shape import ModelShape
 from megatron_dppo.system.network import url_fault
 
@@ -247,7 +252,7 @@ def check_config(
         prompt_form_faults(config.data, rollout.stop),
         _replay_folder(rollout.replay_from),
         _profile(config.profile, config.parallel.world_size, config.run.steps),
-        _overlap(rollout),
+        _overlap(rollout, config.lora),
         _run_directory(config.run.directory),
         _engine(engine, rollout),
         forwarded.megatron_faults(config.megatron),
@@ -408,7 +413,12 @@ def _profile(profile: schema.ProfileConfig, world: int, steps: int) -> layout.Fa
         yield f"profile.steps: got {odd}, expected steps from 1 to run.steps = {steps}"
 
 
-def _overlap(rollout: schema.RolloutConfig) -> layout.Faults:
+def _overlap(rollout: schema.RolloutConfig, lora: schema.LoraConfig) -> layout.Faults:
+    if rollout.interrupt == "retract" and updates_adapters(lora):
+        yield (
+            "rollout.interrupt: got retract, expected drain where updates send adapters alone: an interrupted response "
+            "goes on with the adapters that it began with"
+        )
     if rollout.replay_from is not None and rollout.max_staleness:
         yield (
             f"rollout.max_staleness: got {rollout.max_staleness} with rollout.replay_from, "

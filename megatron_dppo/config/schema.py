@@ -200,9 +200,12 @@ class RolloutConfig(Section):
     responses_per_call: int = Field(default=1, gt=0)
     """Responses that share one HTTP call. More saves the engine work where responses are a few
     dozen tokens; they then finish, time out and are lost together."""
-    max_staleness: int = Field(default=0, ge=0, le=1)
-    """Weight versions that a response may lag behind the trainer. 0: generate, then train. 1: step
-    n+1 is generated while step n is trained on; see docs/staleness.md."""
+    max_staleness: int = Field(default=0, ge=0, le=64)
+    """Weight versions that a token may lag behind the trainer, and batches that are generated ahead. 0: generate, then
+    train. 1: step n+1 is generated while step n is trained on; see docs/staleness.md."""
+    interrupt: Literal["drain", "retract"] = "drain"
+    """What a weight update does with responses in flight. ``drain``: it waits for them. ``retract``: they stop where
+    they are and go on with the new weights, every token under the version that sampled it."""
     drop_zero_variance_groups: bool = False
     """Replace groups whose responses all earn the same, which have no advantage, by groups of further prompts."""
     oversampling: float = Field(default=1.0, ge=1)

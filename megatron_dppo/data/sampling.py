@@ -193,4 +193,34 @@ class WeightedSampler:
             file.load_state_dict(part)
 
 
-Sampler = ProblemSampler | WeightedSampler
+class ReturningSampler:
+    """Hands out first what an interrupted run had drawn and not trained on, then what ``sampler`` draws.
+
+    A run draws ahead. Where a batch that is trained on sooner drew after one that is trained on later, the position
+    alone doesn't tell what is still to be trained on; the state then has the indices under ``returned``.
+    """
+
+    def __init__(self, sampler: ProblemSampler | WeightedSampler) -> None:
+        self._sampler = sampler
+        self._returned: list[int] = []
+
+    def next(self, n: int) -> list[int]:
+        taken, self._returned = self._returned[:n], self._returned[n:]
+        return taken + self._sampler.next(n - len(taken))
+
+    def state_dict(self, drawn_ahead: Sequence[int] = ()) -> dict[str, Any]:
+        """The state as plain JSON values. ``drawn_ahead``: of what was handed out, what is to be handed out again."""
+        returned = [*drawn_ahead, *self._returned]
+        return {**self._sampler.state_dict(), **({"returned": returned} if returned else {})}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``. Raises ValueError if it belongs to another data set or order, or is malformed."""
+        rest = dict(state)
+        returned = rest.pop("returned", [])
+        if not all(isinstance(i, int) and i >= 0 for i in returned):
+            raise ValueError(f"sampler state returns {returned}, expected positions")
+        self._sampler.load_state_dict(rest)
+        self._returned = list(returned)
+
+
+Sampler = ProblemSampler | WeightedSampler | ReturningSampler

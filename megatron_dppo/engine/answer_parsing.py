@@ -48,15 +48,15 @@ class Parsed(NamedTuple):
 def parse(
     payload: bytes,
     requests: Sequence[GenerationRequest],
-    version: int | None,
+    versions: range | None,
     downloaded: Mapping[str, bytes],
 ) -> Parsed:
-    """The answer to a call. ``version``: the weights that it must come from. ``downloaded``: contents of
-    recordings by id.
+    """The answer to a call. ``versions``: of the weights that it may come from; None: not compared. ``downloaded``:
+    contents of recordings by id.
 
     Raises AbortedError, EngineAnswerError, StaleWeightsError.
     """
-    answers = read_answers(payload, requests, version)
+    answers = read_answers(payload, requests, versions)
     missing: list[Notice] = []
     ways: set[Way] = set()
     for answer, request in zip(answers, requests, strict=True):
@@ -94,14 +94,14 @@ class AnswerParser:
         self,
         payload: bytes,
         requests: Sequence[GenerationRequest],
-        version: int | None,
+        versions: range | None,
         downloaded: Mapping[str, bytes],
     ) -> Parsed:
         """As the function ``parse``. Raises ParserLostError too."""
         size = len(payload) + sum(map(len, downloaded.values()))
         if self._smallest is None or size < self._smallest:
-            return parse(payload, requests, version, downloaded)
-        return await asyncio.to_thread(self._ask, payload, requests, version, downloaded)
+            return parse(payload, requests, versions, downloaded)
+        return await asyncio.to_thread(self._ask, payload, requests, versions, downloaded)
 
     def close(self) -> None:
         """End the process; what is being parsed is lost. Harmless twice."""
@@ -113,13 +113,13 @@ class AnswerParser:
         self,
         payload: bytes,
         requests: Sequence[GenerationRequest],
-        version: int | None,
+        versions: range | None,
         downloaded: Mapping[str, bytes],
     ) -> Parsed:
         with self._lock:
             process, connection = self._running()
             try:
-                connection.send((requests, version, list(downloaded)))
+                connection.send((requests, versions, list(downloaded)))
                 for content in (payload, *downloaded.values()):
                     connection.send_bytes(content)
                 reply = connection.recv()
@@ -161,12 +161,12 @@ def reply_to(connection: Connection) -> None:
     The arrays of the trajectories lie in one file in shared memory, which the reader maps and removes; where that
     has no room, they follow in the connection. The rest is pickled: both sides are this program.
     """
-    requests, version, names = connection.recv()
+    requests, versions, names = connection.recv()
     payload = connection.recv_bytes()
     downloaded = {name: connection.recv_bytes() for name in names}
     arrays: list[pickle.PickleBuffer] = []
     try:
-        parsed = parse(payload, requests, version, downloaded)
+        parsed = parse(payload, requests, versions, downloaded)
     except EngineError as error:
         connection.send(error)
         return

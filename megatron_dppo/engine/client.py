@@ -286,6 +286,8 @@ class EngineClient(HttpClient):
     _answered = False
     first_answer_s: float = 0.0
     """How long its first answer may take, where that is more than what is allowed later."""
+    is_paused = False
+    """Set by whoever pauses the server: it can't generate, and ``watch`` does not ask it to."""
     _ways: frozenset[Way] = frozenset()
     parser = AnswerParser(smallest=None)
 
@@ -295,33 +297,39 @@ class EngineClient(HttpClient):
         self,
         requests: Sequence[GenerationRequest],
         rid: str,
-        version: int | None = None,
+        versions: range | None = None,
         adapter: str | None = None,
     ) -> list[Trajectory]:
         """Draw ``requests`` in one call under the id ``rid``, without a time limit.
 
-        ``rid`` must be new, and not the beginning of another: SGLang aborts by prefix. ``version``:
-        the weights that it must come from. ``adapter``: name of the engine's adapters to draw with. Raises
+        ``rid`` must be new, and not the beginning of another: SGLang aborts by prefix. ``versions``:
+        of the weights that it may come from. ``adapter``: name of the engine's adapters to draw with. Raises
         AbortedError, EngineAnswerError, StaleWeightsError and ``request``'s errors.
         """
+        return await self.parse(await self.answer(requests, rid, adapter), requests, versions)
+
+    async def answer(
+        self, requests: Sequence[GenerationRequest], rid: str, adapter: str | None = None
+    ) -> bytes:
+        """What the server answers to such a call, for ``parse``. Raises ``request``'s errors."""
         body = request_body(requests, rid, adapter=adapter)
         payload = await self.request("POST", "/generate", body, timeout_s=None)
         self.note_answer()
-        return await self.parse(payload, requests, version)
+        return payload
 
     async def parse(
-        self, payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
+        self, payload: bytes, requests: Sequence[GenerationRequest], versions: range | None = None
     ) -> list[Trajectory]:
         """Trajectories of this server's answer to one call, with what it keeps beside the JSON.
 
         Raises AbortedError, EngineAnswerError, StaleWeightsError and ``request``'s errors.
         """
         downloaded: dict[str, bytes] = {}
-        parsed = await self.parser.parse(payload, requests, version, downloaded)
+        parsed = await self.parser.parse(payload, requests, versions, downloaded)
         if parsed.missing:
             for notice in parsed.missing:
                 downloaded[notice.id] = await self.fetch_recording(notice)
-            parsed = await self.parser.parse(payload, requests, version, downloaded)
+            parsed = await self.parser.parse(payload, requests, versions, downloaded)
         if parsed.ways - self._ways:
             self._ways = parsed.ways
             log.info("%s: recorded routing comes through %s", self.url, " and ".join(parsed.ways))
@@ -391,7 +399,7 @@ class EngineClient(HttpClient):
             nap = min(pause, max(self._last_life + limit - asleep, 0))
             await asyncio.sleep(nap)
             # This process was stopped itself, which tells nothing of the server.
-            if clock() > asleep + nap + late:
+            if self.is_paused or clock() > asleep + nap + late:
                 self.note_life()
                 continue
             left = self._last_life + limit - clock()
@@ -399,7 +407,9 @@ class EngineClient(HttpClient):
                 raise EngineLostError(f"{self.url}: nothing generated for {limit - left:.0f} s")
             if left < limit - pause:
                 since, patience = clock(), min(left, hang_timeout_s)
-                if await self.generates(patience) or clock() > since + patience + late:
+                generated = await self.generates(patience)
+                # It may have been paused while it was asked.
+                if generated or self.is_paused or clock() > since + patience + late:
                     self.note_life()
 
     async def generates_again(self, timeout_s: float) -> bool:

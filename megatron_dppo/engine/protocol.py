@@ -297,11 +297,11 @@ def request_body(
 
 
 def read_answers(
-    payload: bytes, requests: Sequence[GenerationRequest], version: int | None = None
+    payload: bytes, requests: Sequence[GenerationRequest], versions: range | None = None
 ) -> list[dict[str, Any]]:
     """The answers of one call, in the order of ``requests``.
 
-    ``version``: the weight version that every token must come from. Raises EngineAnswerError, and
+    ``versions``: committed ones, that tokens may come from. Raises EngineAnswerError, and
     StaleWeightsError where a token comes from other weights.
     """
     try:
@@ -319,23 +319,34 @@ def read_answers(
     for answer, request in zip(answers, requests, strict=True):
         if not isinstance(answer.get("meta_info", {}), dict):
             raise EngineAnswerError(f"request {request.key}: meta_info is no object")
-        if version is not None:
-            _check_version(answer.get("meta_info", {}), request, version)
+        if versions is not None:
+            _check_versions(answer.get("meta_info", {}), request, versions)
     return answers
 
 
-def _check_version(meta: dict[str, Any], request: GenerationRequest, version: int) -> None:
+def _check_versions(meta: dict[str, Any], request: GenerationRequest, versions: range) -> None:
+    """Raise unless every span is of one of ``versions``, and give it the version's own name."""
+    names = {str(version): str(version) for version in versions}
+    # A response that an update interrupted goes on while the engines are scored, between the transfer and the commit:
+    # those tokens are of the weights that were committed right after. No call begins then.
+    names |= {f"{UNVERIFIED_VERSION}{version}": str(version) for version in versions[1:]}
     try:
-        versions = {str(span["version"]) for span in meta.get("weight_versions", ())}
+        spans = meta.get("weight_versions", ())
+        drawn_from = {str(span["version"]) for span in spans}
+        if not drawn_from - names.keys():
+            for span in spans:
+                span["version"] = names[str(span["version"])]
+            return
     except (KeyError, TypeError, IndexError) as error:
         raise EngineAnswerError(
             f"request {request.key}: weight_versions is not a list of objects with a version"
         ) from error
-    if versions - {str(version)}:
-        raise StaleWeightsError(
-            f"request {request.key}: drawn from weights {', '.join(sorted(versions))}, "
-            f"expected the committed version {version}"
-        )
+    first, last = versions[0], versions[-1]
+    expected = f"version {first}" if first == last else f"versions {first} to {last}"
+    raise StaleWeightsError(
+        f"request {request.key}: drawn from weights {', '.join(sorted(drawn_from))}, "
+        f"expected the committed {expected}"
+    )
 
 
 def parse_answer(answer: dict[str, Any], request: GenerationRequest) -> Trajectory:

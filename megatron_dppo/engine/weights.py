@@ -163,6 +163,14 @@ class EngineWeights:
         """Hold back every request, running ones too."""
         await self._order("/pause_generation", {"mode": "in_place"})
 
+    async def interrupt(self) -> None:
+        """Pause in the middle of responses: they keep their tokens, go back into the queue without keys and values, and
+        go on after ``resume``, which computes those anew with the weights of that time."""
+        # Mode ``in_place`` would go on with keys and values of the old weights, and give the token whose result was
+        # still pending the new version's name.
+        await self._order("/pause_generation", {"mode": "retract"})
+        await self.flush()
+
     async def resume(self) -> None:
         self.occupation.check("generate")
         await self._order("/continue_generation")

@@ -4,6 +4,9 @@ Each call goes through the HTTP router, which sees the load of every client, or 
 that has the fewest of this client's requests in flight. A server that dies, hangs, or answers with
 other weights is *suspended*: it gets no calls until the next ``serve``, its unfinished calls are sent
 to other servers, and the supervisor is told. While the router is down, calls go to servers directly.
+
+A weight update may come while calls are in flight. From ``hold`` to the next ``serve`` no call is sent and no answer
+is read, so an answer is always judged by what became of the update that it lived through.
 """
 
 from __future__ import annotations
@@ -91,23 +94,48 @@ class FleetClient:
         self._chores: set[asyncio.Task[None]] = set()
         self._version: int | None = None
         self._losses: dict[str, str] = {}
+        self._serving = asyncio.Event()
+        self._watchers = 0
+        self._router_watch: asyncio.Task[None] | None = None
+        self._hang_timeout_s = 0.0
+        self._lost_one = asyncio.Event()
 
     # --- who serves
 
+    async def hold(self) -> None:
+        """The servers are about to be paused for a weight update: send nothing and read nothing until ``serve``."""
+        self._serving.clear()
+        for active in self._servers:
+            active.client.is_paused = True
+
+    async def break_off(self) -> None:
+        """The update failed: nobody can say any more which weights the calls in flight run on. They are made again."""
+        for active in self._servers:
+            for call in active.calls:
+                call.cancel()
+        for call in self._routed:
+            call.cancel()
+
     async def serve(self, members: Sequence[Member], version: int) -> None:
-        """Generate on ``members``, which have committed weight version ``version``. Ends every suspension. No
-        generation may be under way."""
+        """Generate on ``members``, which have committed weight version ``version``. Ends every suspension; calls in
+        flight go on, but those on servers that left."""
         staying = {active.member: active for active in self._servers if active.member in members}
         for active in self._servers:
             if active.member not in staying:
+                self._drop(active, "it left the fleet")
                 await active.client.close()
+        for active in staying.values():
+            active.suspended = ""
+            active.client.is_paused = False
         self._servers = [
-            ActiveServer(m, staying[m].client if m in staying else client_of(m, self._parser))
+            staying[m] if m in staying else ActiveServer(m, client_of(m, self._parser))
             for m in members
         ]
         self._version = version
         if self._router is not None:
             await self._router.serve({m.server.url: m.keys.api for m in members})
+        self._serving.set()
+        self._watch_all()
 
     def take_losses(self) -> dict[str, str]:
         """Names of the servers that were suspended since this was asked last, and why."""
@@ -127,6 +155,7 @@ class FleetClient:
     # --- GenerationClient
 
     async def generate(self, requests: Sequence[GenerationRequest], rid: str) -> list[Trajectory]:
+        await self._serving.wait()
         if self._router is not None and self._router.usable and self._live():
             return await self._through_router(self._router, requests, rid)
         return await self._directly(requests, rid)
@@ -142,25 +171,19 @@ class FleetClient:
 
     async def watch(self, hang_timeout_s: float) -> NoReturn:
         """Suspend servers that hang, and stop using a lost router; raises EngineLostError when no server is left."""
-        tasks = []
-        for active in self._live():
-            active.watch = asyncio.create_task(self._watch(active, hang_timeout_s))
-            tasks.append(active.watch)
-        router = self._router
-        if router is not None:
-            tasks.append(asyncio.create_task(router.watch(hang_timeout_s, self._router_lost)))
+        # Several generations run at the same time; a server is watched once for all of them.
+        self._watchers += 1
+        self._hang_timeout_s = hang_timeout_s
         try:
-            while self._live():
-                watches = [p.watch for p in self._live() if p.watch is not None]
-                done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
-                for watch in done:
-                    if not watch.cancelled():
-                        watch.result()
+            self._watch_all()
+            while self._live() or not self._serving.is_set():
+                self._lost_one.clear()
+                await self._lost_one.wait()
             raise self._nobody()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            self._watchers -= 1
+            if not self._watchers:
+                await self._end_watches()
 
     # --- calls
 
@@ -171,9 +194,13 @@ class FleetClient:
         # This client's own calls alone: nobody without a router sees those of other ranks.
         active = min(live, key=lambda p: p.in_flight)
         active.in_flight += len(requests)
+        began = self._version
         try:
+            answer = await breakable(
+                active.client.answer(requests, rid, self._adapter), active.calls
+            )
             return await breakable(
-                active.client.generate(requests, rid, self._version, self._adapter), active.calls
+                active.client.parse(answer, requests, await self._versions(began)), active.calls
             )
         except errors.StaleWeightsError as error:
             raise self._suspend(active, str(error)) from error
@@ -189,6 +216,7 @@ class FleetClient:
         self, router: HttpRouterLink, requests: Sequence[GenerationRequest], rid: str
     ) -> list[Trajectory]:
         body = request_body(requests, rid, model=ROUTED_MODEL, adapter=self._adapter)
+        began = self._version
         try:
             answer = await breakable(router.generate(body), self._routed)
         except errors.EngineLostError as error:
@@ -201,7 +229,7 @@ class FleetClient:
         if active is None:
             raise errors.AbortedError(f"an answer from {served_by or 'a server'} that is no member")
         try:
-            results = await active.client.parse(answer.body, requests, self._version)
+            results = await active.client.parse(answer.body, requests, await self._versions(began))
         except errors.StaleWeightsError as error:
             raise self._suspend(active, str(error)) from error
         except errors.EngineLostError as error:
@@ -226,6 +254,14 @@ class FleetClient:
             return self._lost(reason)
         return errors.AbortedError(reason)
 
+    async def _versions(self, began: int | None) -> range | None:
+        """Committed versions that the answer to a call may come from, which ``began`` at one of them. Waits for the end
+        of an update."""
+        await self._serving.wait()
+        if began is None or self._version is None:
+            return None
+        return range(began, self._version + 1)
+
     @property
     def _adapter(self) -> str | None:
         return adapter_name(self._version) if self._adapters and self._version is not None else None
@@ -238,9 +274,28 @@ class FleetClient:
     def _server_at(self, url: str) -> ActiveServer | None:
         return next((p for p in self._servers if p.member.server.url == url.rstrip("/")), None)
 
-    async def _watch(self, active: ActiveServer, hang_timeout_s: float) -> None:
+    def _watch_all(self) -> None:
+        """Watch whoever serves, while somebody waits for responses."""
+        if not self._watchers:
+            return
+        for active in self._live():
+            if active.watch is None or active.watch.done():
+                active.watch = asyncio.create_task(self._watch(active))
+        if self._router is not None and self._router_watch is None:
+            watch = self._router.watch(self._hang_timeout_s, self._router_lost)
+            self._router_watch = asyncio.create_task(watch)
+
+    async def _end_watches(self) -> None:
+        tasks = [active.watch for active in self._servers if active.watch is not None]
+        tasks += [self._router_watch] if self._router_watch is not None else []
+        self._router_watch = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self, active: ActiveServer) -> None:
         try:
-            await active.client.watch(hang_timeout_s)
+            await active.client.watch(self._hang_timeout_s)
         except errors.EngineLostError as error:
             self._suspend(active, str(error))
 
@@ -264,17 +319,23 @@ class FleetClient:
         if active.suspended:
             return self._lost(active.suspended)
         server = active.member.server
-        active.suspended = self._losses[server.name] = reason
+        self._losses[server.name] = reason
         log.warning("%s is suspended: %s", server.name, reason)
-        for call in active.calls:
-            call.cancel()
-        if active.watch is not None:
-            active.watch.cancel()
+        self._drop(active, reason)
         self._on_lost(server)
         if self._router is not None:
             self._chore(self._router.remove(server.url))
             self._chore(self._break_routed(active, frozenset(self._routed)))
         return self._lost(reason)
+
+    def _drop(self, active: ActiveServer, reason: str) -> None:
+        """No more calls for a server; those that it has are made elsewhere."""
+        active.suspended = reason
+        for call in active.calls:
+            call.cancel()
+        if active.watch is not None:
+            active.watch.cancel()
+        self._lost_one.set()
 
     async def _break_routed(
         self, active: ActiveServer, calls: frozenset[asyncio.Task[Any]]

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import heapq
+import itertools
 import time
 import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Hashable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NoReturn, Protocol
@@ -84,6 +87,11 @@ class GenerationLimits:
     hang_timeout_s: float = 60.0
     responses_per_call: int = 1
 
+    @property
+    def calls(self) -> int:
+        """HTTP calls in flight at most."""
+        return -(-self.concurrency // self.responses_per_call)
+
     @classmethod
     def of(cls, rollout: RolloutConfig, engine: EngineConfig) -> GenerationLimits:
         return cls(
@@ -92,6 +100,62 @@ class GenerationLimits:
             hang_timeout_s=engine.hang_timeout_s,
             responses_per_call=rollout.responses_per_call,
         )
+
+
+class Slots:
+    """Calls in flight of all generations that run at the same time, ``count`` at most, from one event loop.
+
+    Who waits longest for a slot is not who gets it, but the generation with the lowest ``order``: a batch that is
+    trained on next goes before one that is drawn ahead. ``busy_s``: how long at least one slot was taken.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._count = count
+        self._arrivals = itertools.count()
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        now = time.monotonic() - self._busy_since if self._free < self._count else 0.0
+        return self._busy_s + now
+
+    @asynccontextmanager
+    async def taken(self, order: int) -> AsyncIterator[None]:
+        """A slot for the length of the block."""
+        if self._free:
+            self._take()
+        else:
+            turn = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (order, next(self._arrivals), turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    # It was handed a slot in the very moment in which it was cancelled.
+                    self._release()
+                raise
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _take(self) -> None:
+        if self._free == self._count:
+            self._busy_since = time.monotonic()
+        self._free -= 1
+
+    def _release(self) -> None:
+        while self._waiting:
+            *_, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+        if self._free == self._count:
+            self._busy_s += time.monotonic() - self._busy_since
 
 
 @dataclass(frozen=True)
@@ -164,11 +228,14 @@ class GenerationEnd(IntEnum):
     FAILED = 3
 
 
-@dataclass
+@dataclass(eq=False)
 class Generation:
+    """``order``: of two generations under way, that with the lower one goes first."""
+
     job: GenerationJob
     description: str
     on_response: OnResponse | None = None
+    order: int = 0
     done: dict[Hashable, Trajectory] = field(default_factory=dict)
     running: Future[Results] | None = None
     responses: int = 0
@@ -191,13 +258,30 @@ class Generation:
         client: GenerationClient,
         limits: GenerationLimits,
         stop: Callable[[], bool],
+        slots: Slots,
     ) -> None:
         requests = self.job.requests(self.done)
         self.responses = self.tokens = 0
         self.running = None
         if requests:
-            work = generate_many(client, requests, limits, stop=stop, on_response=self._note)
+            work = generate_many(
+                client,
+                requests,
+                limits,
+                stop=stop,
+                on_response=self._note,
+                slots=slots,
+                order=self.order,
+            )
             self.running = runner.submit(self._timed(work))
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether this attempt has ended because no server was left."""
+        running = self.running
+        if running is None or not running.done():
+            return False
+        return isinstance(running.exception(), errors.GenerationInterruptedError)
 
     def wait(self, stop: Callable[[], bool]) -> tuple[GenerationEnd, str]:
         """Wait until this attempt ends, with a progress bar; how it ended, and why where it was lost."""
@@ -208,6 +292,11 @@ class Generation:
             while not wait([self.running], _REDRAW_SECONDS).done:
                 speed = f"{self.tokens / (time.monotonic() - start):.0f} tokens/s"
                 bar.update(completed=already + self.responses, note=speed)
+        return self.end()
+
+    def end(self) -> tuple[GenerationEnd, str]:
+        """How the attempt, which is over, ended; its responses are kept."""
+        assert self.running is not None
         try:
             self.done |= self.running.result()
         except errors.GenerationInterruptedError as interruption:
@@ -240,8 +329,12 @@ async def generate_many(
     *,
     stop: Callable[[], bool] | None = None,
     on_response: OnResponse | None = None,
+    slots: Slots | None = None,
+    order: int = 0,
 ) -> Results:
     """Results by key, in the order of ``requests`` whatever the order of completion.
+
+    ``slots``: shared with other generations, in which this one has ``order``; None: its own.
 
     Raises GenerationInterruptedError within seconds of the last server's death, with what was finished;
     StopRequestedError soon after ``stop()`` is true; EngineRequestError and EngineAnswerError as they come. In every
@@ -251,7 +344,8 @@ async def generate_many(
     keys = [request.key for request in requests]
     if len(set(keys)) != len(keys):
         raise ValueError("two generation requests have the same key")
-    run = _Generation(client, requests, limits, on_response)
+    slots = Slots(limits.calls) if slots is None else slots
+    run = _Generation(client, requests, limits, on_response, slots, order)
     try:
         await run.wait(stop)
     except errors.EngineLostError as error:
@@ -266,7 +360,10 @@ class _Generation:
         requests: Sequence[GenerationRequest],
         limits: GenerationLimits,
         on_response: OnResponse | None,
+        slots: Slots,
+        order: int,
     ) -> None:
+        self._slots, self._order = slots, order
         self._client = client
         self._on_response = on_response
         self._requests = requests
@@ -284,8 +381,8 @@ class _Generation:
         return {r.key: self._results[r.key] for r in self._requests if r.key in self._results}
 
     async def wait(self, stop: Callable[[], bool] | None) -> None:
-        workers = -(-self._limits.concurrency // self._limits.responses_per_call)
-        tasks = [asyncio.create_task(self._work()) for _ in range(min(workers, len(self._pending)))]
+        workers = min(self._limits.calls, len(self._pending))
+        tasks = [asyncio.create_task(self._work()) for _ in range(workers)]
         work = asyncio.gather(*tasks)
         watch = asyncio.create_task(self._client.watch(self._limits.hang_timeout_s))
         both: set[asyncio.Future] = {work, watch}
@@ -304,7 +401,10 @@ class _Generation:
 
     async def _work(self) -> None:
         while self._pending:
-            await self._draw(self._pending.popleft())
+            async with self._slots.taken(self._order):
+                # Others may have taken the last ones meanwhile.
+                if self._pending:
+                    await self._draw(self._pending.popleft())
 
     async def _draw(self, indices: range) -> None:
         """Results of one call, with retries under new request ids."""

@@ -38,6 +38,7 @@ from megatron_dppo.fleet.generation import (
     GenerationJob,
     GenerationLimits,
     OnResponse,
+    Slots,
 )
 from megatron_dppo.fleet.http_router import HttpRouterLink
 from megatron_dppo.fleet.record import FleetRecord, Keys
@@ -49,7 +50,12 @@ from megatron_dppo.trainer.trainer import Trainer
 from megatron_dppo.trainer.weight_source import AdapterWeights, TrainerWeights, ranks_per_sender
 from megatron_dppo.weight_sync.adapters import AdapterUpdater
 from megatron_dppo.weight_sync.strategies import check_reach
-from megatron_dppo.weight_sync.transaction import UpdateReport, WeightUpdateError, WeightUpdater
+from megatron_dppo.weight_sync.transaction import (
+    UpdateReport,
+    WeightUpdateError,
+    WeightUpdater,
+    WeightUpdateRefusedError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +84,7 @@ class _Connections:
         self.record = record
         self._endpoint = endpoint
         self._limits = GenerationLimits.of(sections.rollout, sections.engine)
+        self.slots = Slots(self._limits.calls)
         router = None
         if sections.engine.uses_router:
             router = HttpRouterLink(record.reachable_router, registers=registers)
@@ -88,7 +95,7 @@ class _Connections:
 
     def resume(self, generation: Generation, stop: Callable[[], bool]) -> None:
         """Ask for what is missing of ``generation``."""
-        generation.resume(self.runner, self.client, self._limits, stop)
+        generation.resume(self.runner, self.client, self._limits, stop, self.slots)
 
     def close(self) -> None:
         """Abort what is under way on the servers, and close the connections."""
@@ -234,8 +241,10 @@ class EngineSession:
             self._updater = AdapterUpdater(AdapterWeights(trainer), *rest)
         else:
             source = TrainerWeights(trainer, ranks_per_sender(config.weight_sync.senders))
-            self._updater = WeightUpdater(source, *rest)
+            interrupts = config.rollout.interrupt != "drain"
+            self._updater = WeightUpdater(source, *rest, interrupts=interrupts)
         self._patience = _Patience()
+        self._under_way: list[Generation] = []
         self.updates = CommittedUpdates()
 
     def __enter__(self) -> Self:
@@ -264,9 +273,14 @@ class EngineSession:
         """
         while True:
             self._admit()
+            connections = self._connections
+            # Before the first server is paused: its silence must not be taken for a hang.
+            connections.runner.run(connections.client.hold())
             try:
                 report = self._updater.update(version)
             except WeightUpdateError as error:
+                if not isinstance(error, WeightUpdateRefusedError):
+                    connections.runner.run(connections.client.break_off())
                 self._blame(error)
                 continue
             self._commit(version, report)
@@ -287,6 +301,10 @@ class EngineSession:
         collectives.barrier()
         if self._membership is None:
             self._serve(version)
+        for generation in self._under_way:
+            if generation.is_lost:
+                generation.end()
+                self._connections.resume(generation, self._stop)
 
     def _serve(self, version: int) -> None:
         connections = self._connections
@@ -295,17 +313,28 @@ class EngineSession:
     # --- generation
 
     def start(
-        self, job: GenerationJob, description: str, on_response: OnResponse | None = None
+        self,
+        job: GenerationJob,
+        description: str,
+        on_response: OnResponse | None = None,
+        order: int = 0,
     ) -> Generation:
         """Ask for the responses of ``job``, this rank's own (an empty job on ranks that lead no replica), and
         return at once; they come while this rank does other work.
 
-        ``on_response`` is called, in another thread, with each response once, as soon as it is there.
-        Until ``finish``, weights must not be updated: an update waits for running requests. Not collective.
+        ``on_response`` is called, in another thread, with each response once, as soon as it is there. ``order``: of two
+        generations under way, that with the lower one goes first. A weight update meanwhile waits for the responses, or
+        interrupts them (``rollout.interrupt``). Not collective.
         """
-        generation = Generation(job, description, on_response)
+        generation = Generation(job, description, on_response, order)
+        self._under_way.append(generation)
         self._connections.resume(generation, self._stop)
         return generation
+
+    @property
+    def busy_s(self) -> float:
+        """How long, since the start, this rank had something to generate."""
+        return self._connections.slots.busy_s
 
     def finish(
         self, generation: Generation, trainer_version: int | None = None
@@ -332,12 +361,12 @@ class EngineSession:
                 raise RunStoppedError("stopped while generating")
             if worst is GenerationEnd.DONE:
                 self._patience.forget_losses()
+                self._under_way.remove(generation)
                 return generation.job.trajectories(generation.done)
             if any(answer[2] for answer in answers):
                 self._patience.forget_losses()
             self._patience.count_loss(next(a[1] for a in answers if a[0] == GenerationEnd.LOST))
             self._restore(trainer_version)
-            self._connections.resume(generation, self._stop)
 
     # --- membership
 

@@ -86,14 +86,17 @@ class RunData:
         files = self._config.data.evaluation_files.values()
         return {f"data.evaluation/{file.path}": self._sets[_name(file)].sha256 for file in files}
 
-    def sampler(self) -> sampling.Sampler:
+    def sampler(self) -> sampling.ReturningSampler:
         """Positions in ``train``, from the beginning: all files as one, or each by its weight."""
         data, seed = self._config.data, self._config.run.seed
         weights = [file.weight for file in data.train_files if file.weight is not None]
         if not weights:
-            return sampling.ProblemSampler(len(self.train), seed, data.shuffle)
-        return sampling.WeightedSampler(
-            [len(s) for s in self.train_parts], weights, seed, data.shuffle
+            return sampling.ReturningSampler(
+                sampling.ProblemSampler(len(self.train), seed, data.shuffle)
+            )
+        counts = [len(s) for s in self.train_parts]
+        return sampling.ReturningSampler(
+            sampling.WeightedSampler(counts, weights, seed, data.shuffle)
         )
 
     @property

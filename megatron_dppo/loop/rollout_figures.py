@@ -146,6 +146,18 @@ def staleness_figures(batch: Sequence[TrajectoryFacts], step: int) -> dict[str, 
     return {names.STALENESS: mean, names.STALENESS_MAX: int(staleness.max())}
 
 
+def interruption_figures(batch: Sequence[TrajectoryFacts]) -> dict[str, float]:
+    """Responses that a weight update interrupted, as a share, and the tokens that were computed again for it: at each
+    change of version the prompt and the tokens before it. Nothing where no response was interrupted."""
+    interrupted = [t for t in batch if len(t.version_spans) > 1]
+    if not interrupted:
+        return {}
+    again = sum(
+        t.length - t.sampled + span.start for t in interrupted for span in t.version_spans[1:]
+    )
+    return {names.INTERRUPTED: len(interrupted) / len(batch), names.RECOMPUTED_TOKENS: again}
+
+
 def check_staleness(batch: Sequence[TrajectoryFacts], step: int, max_staleness: int) -> None:
     """Raise StalenessError unless every token's staleness is from 0 to ``max_staleness``."""
     for trajectory in batch:

@@ -1,11 +1,18 @@
-"""What a rollout batch is, and where it comes from: the engine, in the step that trains on it or one step ahead in the
-background; or batches that an earlier run saved.
+"""What a rollout batch is, and where it comes from: the engine, in the step that trains on it or some steps ahead in
+the background; or batches that an earlier run saved.
+
+The bound on staleness is a gate on the beginning of batches. Batch n is trained on from version n - 1, so it may begin
+once the trainer holds version n - 1 - ``max_staleness``, and no token of it can be older. Batches are trained on in the
+order in which their prompts were drawn, so nothing is ever dropped for its age, and long responses are trained on as
+often as short ones. With servers that keep up there is no other order that keeps the bound: every batch begins as soon
+as the gate opens, and is as old as it may be when its turn comes.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +21,7 @@ from typing import Any, Protocol
 from megatron_dppo.config.schema import AlgorithmConfig, RolloutConfig
 from megatron_dppo.data.batch_file import BatchFormatError, SavedBatch, batch_path
 from megatron_dppo.data.columns import LOSS_COLUMNS
-from megatron_dppo.data.sampling import Sampler
+from megatron_dppo.data.sampling import ReturningSampler, Sampler
 from megatron_dppo.data.trajectory import Outline, Problem, Trajectory
 from megatron_dppo.fleet.generation import GenerationJob
 from megatron_dppo.loop import rollout_figures
@@ -53,10 +60,10 @@ class RolloutSource(Protocol):
         """The batch of ``step``; steps are asked for in order."""
 
     def settle(self, version: int) -> None:
-        """Wait until nothing generates any more; the trainer holds weights ``version`` by now."""
+        """Wait for what an update may not interrupt; the trainer holds weights ``version`` by now."""
 
-    def run_ahead(self) -> None:
-        """Have the next batch generated in the background, where the configuration allows it."""
+    def run_ahead(self, version: int) -> None:
+        """Have further batches generated in the background, as many as weights ``version`` allow."""
 
 
 @dataclass
@@ -64,7 +71,8 @@ class _Draft:
     """A batch in the making. Groups are counted in the order in which their problems were drawn.
 
     ``problems``, ``rows``: of all leaders, the same on every rank; a row follows when its group is judged.
-    ``groups``: this rank's by position. ``generation``: this rank's part of the round that runs.
+    ``groups``: this rank's by position. ``generation``: this rank's part of the latest round, which is
+    over once ``received``. ``drawn``: indices of its problems.
     """
 
     step: int
@@ -73,7 +81,8 @@ class _Draft:
     groups: dict[int, list[Trajectory]] = field(default_factory=dict)
     rounds: int = 0
     generation: ScoredGeneration | None = None
-    sampler: dict[str, Any] = field(default_factory=dict)
+    received: bool = False
+    drawn: list[int] = field(default_factory=list)
     seconds: float = 0.0
     waited: float = 0.0
 
@@ -92,8 +101,7 @@ class _Draft:
 class GeneratedRollouts:
     """Batches from ``engine``. ``job``: a template that carries all but the problems and what their seeds are for.
 
-    With ``rollout.max_staleness: 1`` at most two batches are alive: one in hand, and the next on its way. ``steps``:
-    of the run.
+    At most ``rollout.max_staleness`` batches are under way beside the one that is asked for. ``steps``: of the run.
     """
 
     rollout: RolloutConfig
@@ -103,38 +111,66 @@ class GeneratedRollouts:
     verifier: Verifier
     job: GenerationJob
     problems: Sequence[Problem]
-    sampler: Sampler
+    sampler: ReturningSampler
     timer: PhaseTimer
     steps: int
-    _in_hand: _Draft | None = None
-    _on_its_way: _Draft | None = None
-    _begun: int = 0
+    _drafts: deque[_Draft] = field(default_factory=deque)
+    _clock: tuple[float, float] = (0.0, 0.0)
 
     def __post_init__(self) -> None:
         self._quota = GroupQuota.of(self.rollout)
+        self._clock = time.monotonic(), self.engine.busy_s
 
     def collect(self, step: int) -> RolloutBatch:
-        """The batch of ``step``, verified and with advantages; meanwhile the next one is generated.
+        """The batch of ``step``, verified and with advantages; meanwhile further ones are generated.
 
         Raises StalenessError, RunStoppedError and what an engine that can't be brought back raises.
         """
-        if self._in_hand is None:
-            if self._on_its_way is None:
-                self._begin(step)
-            self.settle(step - 1)
-        draft, self._in_hand = self._in_hand, None
-        assert draft is not None
+        if not self._drafts:
+            self._begin(step)
+        draft = self._drafts[0]
         assert draft.step == step
+        if not self._drains:
+            self.run_ahead(step - 1)
+        self._complete(draft, step - 1)
+        self._drafts.popleft()
+        # What later batches have drawn by now, a resumed run draws for them anew.
+        ahead = [index for later in self._drafts for index in later.drawn]
+        position = self.sampler.state_dict(ahead)
         # Before this batch's last rewards are waited for: the servers go on meanwhile.
-        self.run_ahead()
+        self.run_ahead(step - 1)
         if draft.unjudged:
             self._judge(draft)
-        return self._hand_over(draft)
+        return self._hand_over(draft, position)
 
     def settle(self, version: int) -> None:
-        """Take the batch on its way in hand. Further rounds of a filter, which rewards decide on, run here."""
-        draft = self._on_its_way
-        if draft is None:
+        """Where updates don't interrupt, wait for all batches under way."""
+        if self._drains:
+            for draft in self._drafts:
+                self._complete(draft, version)
+
+    def run_ahead(self, version: int) -> None:
+        """Begin every batch that ``version`` allows, unless the run ends before it."""
+        begun = self._drafts[-1].step if self._drafts else version + 1
+        last = min(version + 1 + self.rollout.max_staleness, self.steps)
+        for step in range(begun + 1, last + 1):
+            self._begin(step)
+
+    # --- a batch's parts
+
+    @property
+    def _drains(self) -> bool:
+        """Whether updates wait for what is under way."""
+        return self.rollout.interrupt == "drain"
+
+    def _begin(self, step: int) -> None:
+        draft = _Draft(step)
+        self._drafts.append(draft)
+        self._ask(draft, self._quota.ask((), 0))
+
+    def _complete(self, draft: _Draft, version: int) -> None:
+        """Wait for its responses. Further rounds of a filter, which rewards decide on, run here."""
+        if draft.received:
             return
         self._receive(draft, version)
         if self._quota.filtering:
@@ -143,27 +179,14 @@ class GeneratedRollouts:
                 self._ask(draft, count)
                 self._receive(draft, version)
                 self._judge(draft)
-        self._in_hand, self._on_its_way = draft, None
-
-    def run_ahead(self) -> None:
-        """Begin the next batch, unless it runs already, the run is synchronous, or was the last step's."""
-        ahead = self.rollout.max_staleness > 0 and self._begun < self.steps
-        if ahead and self._on_its_way is None:
-            self._begin(self._begun + 1)
-
-    # --- a batch's parts
-
-    def _begin(self, step: int) -> None:
-        self._begun = step
-        self._on_its_way = draft = _Draft(step)
-        self._ask(draft, self._quota.ask((), 0))
 
     def _ask(self, draft: _Draft, count: int) -> None:
         """Start a round: ``count`` further problems, answered in the background."""
-        draft.problems += [self.problems[i] for i in self.sampler.next(count)]
-        # As of this batch: when it trains, the next one's problems have been drawn already.
-        draft.sampler = self.sampler.state_dict()
+        drawn = self.sampler.next(count)
+        draft.drawn += drawn
+        draft.problems += [self.problems[i] for i in drawn]
         draft.rounds += 1
+        draft.received = False
         positions = own_positions(draft.unjudged, self.topology)
         seeds = self.job.seeds
         if seeds is not None:
@@ -172,7 +195,7 @@ class GeneratedRollouts:
         job = replace(self.job, problems=problems, seeds=seeds)
         again = f", round {draft.rounds}" if draft.rounds > 1 else ""
         draft.generation = ScoredGeneration(
-            self.engine, self.verifier, job, f"step {draft.step}: generate{again}"
+            self.engine, self.verifier, job, f"step {draft.step}: generate{again}", draft.step
         )
 
     def _receive(self, draft: _Draft, version: int) -> None:
@@ -182,6 +205,7 @@ class GeneratedRollouts:
         with self.timer("generate"):
             draft.generation.wait(version)
         draft.waited += time.monotonic() - began
+        draft.received = True
 
     def _judge(self, draft: _Draft) -> None:
         """Verify this rank's new groups, and tell every rank how all of them did."""
@@ -204,7 +228,7 @@ class GeneratedRollouts:
         # A round lasts as long as its slowest leader's part.
         draft.seconds += max(seconds for _, seconds in rows_by_rank)
 
-    def _hand_over(self, draft: _Draft) -> RolloutBatch:
+    def _hand_over(self, draft: _Draft, position: dict[str, Any]) -> RolloutBatch:
         """The batch on every rank, and its figures."""
         selection = self._quota.choose(draft.flat)
         chosen = [t for p in selection.positions if p in draft.groups for t in draft.groups[p]]
@@ -213,14 +237,26 @@ class GeneratedRollouts:
                 chosen, self.topology, self.job.group_size, selection.positions
             )
         rollout_figures.check_staleness(batch, draft.step, self.rollout.max_staleness)
-        figures = rollout_figures.generated_figures(draft.rows) | rollout_figures.staleness_figures(
-            batch, draft.step
-        )
+        figures = rollout_figures.generated_figures(draft.rows)
+        figures |= rollout_figures.staleness_figures(batch, draft.step)
+        figures |= rollout_figures.interruption_figures(batch)
         figures |= rollout_figures.speed_figures(figures[names.TOKENS], draft.seconds, draft.waited)
+        figures |= self._waiting(draft.waited)
         if self._quota.filtering:
             figures |= rollout_figures.selection_figures(draft.rows, selection, draft.rounds)
             self._warn_of_filling(draft, selection)
-        return RolloutBatch(batch, trajectories, figures, draft.sampler)
+        return RolloutBatch(batch, trajectories, figures, position)
+
+    def _waiting(self, waited: float) -> dict[str, float]:
+        """Shares of the time since the batch before: when trainers waited for responses, and when a leader had nothing
+        to generate; means over the leaders."""
+        began, busy_before = self._clock
+        self._clock = now, busy = time.monotonic(), self.engine.busy_s
+        elapsed = max(now - began, 1e-9)
+        shares = all_gather_json([waited / elapsed, 1 - (busy - busy_before) / elapsed])
+        of_leaders = [shares[leader] for leader in self.topology.leaders]
+        means = [sum(column) / len(of_leaders) for column in zip(*of_leaders, strict=True)]
+        return {names.TRAINERS_WAITED: means[0], names.SERVERS_IDLE: means[1]}
 
     def _warn_of_filling(self, draft: _Draft, selection: Selection) -> None:
         if selection.filled:
@@ -298,7 +334,7 @@ class ReplayedRollouts:
     def settle(self, version: int) -> None:
         """Nothing generates."""
 
-    def run_ahead(self) -> None:
+    def run_ahead(self, version: int) -> None:
         """Nothing is to be generated."""
 
     def _check_order(self, step: int, problems: Sequence[int], wanted: Sequence[Problem]) -> None:

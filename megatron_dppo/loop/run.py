@@ -232,7 +232,7 @@ class Run:
             measured |= self._update_weights()
             if self._is_due(self.config.evaluation.every):
                 measured |= self._evaluate()
-            self.source.run_ahead()
+            self.source.run_ahead(step)
         finally:  # a stop in the middle leaves a checkpoint of this step, so its record too
             measured |= {**self._failed_checks(), **self.store.figures()}
             self.recorder.write(step, {**measured, **self.timer.finish_step()})

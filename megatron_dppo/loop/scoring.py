@@ -49,17 +49,24 @@ class ScoredGeneration:
         verifier: checks each response as soon as it is there.
         job: what is asked for: this rank's own problems.
         description: of the progress bar.
+        order: of two generations under way, that with the lower one goes first.
     """
 
     def __init__(
-        self, engine: EngineSession, verifier: Verifier, job: GenerationJob, description: str
+        self,
+        engine: EngineSession,
+        verifier: Verifier,
+        job: GenerationJob,
+        description: str,
+        order: int = 0,
     ) -> None:
         self._engine = engine
         self._verifier = verifier
         self._job = job
         self._scores: dict[Hashable, Future[Score]] = {}
         self._responses: list[Trajectory] = []
-        self._generation = engine.start(job, description, _scoring(verifier, job, self._scores))
+        arrived = _scoring(verifier, job, self._scores)
+        self._generation = engine.start(job, description, arrived, order)
 
     @property
     def seconds(self) -> float:

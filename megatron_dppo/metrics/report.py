@@ -311,6 +311,17 @@ def draw_length(axes: Axes, runs: list[RunRecords]) -> None:
     finish(axes, "Response length and truncation", "tokens", handles)
 
 
+def draw_age(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw how old the batch's tokens are; right axis: responses that a weight update interrupted."""
+    right = ((0, 5), "% interrupted")
+    _draw_from_zero(axes, runs, "age", "Age of the tokens", "weight versions", right)
+
+
+def draw_waiting(axes: Axes, runs: list[RunRecords]) -> None:
+    """Draw how long trainers wait for responses, and servers for something to generate."""
+    _draw_from_zero(axes, runs, "waiting", "Waiting", "% of the time")
+
+
 def draw_arithmetic(axes: Axes, runs: list[RunRecords]) -> None:
     """Draw the model's FLOP/s of a rank: as a share of the GPU's peak where every run's is known, else in TFLOP/s."""
     is_known = all(is_recorded([run], names.MFU) for run in runs)
@@ -449,6 +460,8 @@ PANELS = (
 USE_PANELS = (draw_arithmetic, draw_memory)
 """Of the machine's use: drawn where any run has recorded it."""
 USE_METRICS = (names.TFLOPS, names.PEAK_MEMORY, names.IDLE_SHARE)
+AHEAD_PANELS = (draw_age, draw_waiting)
+"""Of generation ahead of the trainer: drawn where any run has trained on tokens of older weights."""
 UPDATE_PANELS = (draw_update_seconds, draw_update_bytes)
 """Of weight updates: drawn where any run has recorded their seconds."""
 STYLE: dict[Any, Any] = {
@@ -527,10 +540,12 @@ def _title(directories: Sequence[str | Path], infos: Sequence[RunInfo | None]) -
 
 
 def _draw(runs: list[RunRecords], title: str) -> Figure:
-    """The page: six panels, two more each of the machine's use and of weight updates; of several runs also their
-    names below.
+    """The page: six panels, two more each of the machine's use, of generation ahead and of weight updates; of several
+    runs also their names below.
     """
     drawn = PANELS + (USE_PANELS if is_recorded(runs, *USE_METRICS) else ())
+    is_ahead = any(any(series(run.records, names.STALENESS_MAX)[1]) for run in runs)
+    drawn += AHEAD_PANELS if is_ahead else ()
     drawn += UPDATE_PANELS if is_recorded(runs, names.UPDATE_SECONDS) else ()
     figure = Figure(figsize=(10.5, 11 * len(drawn) / len(PANELS)), dpi=130)
     figure.set_layout_engine("constrained", h_pad=0.1, w_pad=0.1)

@@ -337,8 +337,33 @@ GENERATION_OVERLAPPED = _metric(
 STALENESS = _metric(
     "rollout/staleness",
     "mean age of the sampling weights over the batch's response tokens, in weight versions",
+    line=Line("age", "mean"),
 )
-STALENESS_MAX = _metric("rollout/staleness_max", "largest such age")
+STALENESS_MAX = _metric(
+    "rollout/staleness_max", "largest such age", line=Line("age", "oldest token", "bound")
+)
+INTERRUPTED = _metric(
+    "rollout/interrupted",
+    "share of the batch's responses that a weight update interrupted: tokens of several versions",
+    share=True,
+    line=Line("age", "interrupted (right axis)", "second", scale=100, right=True),
+)
+RECOMPUTED_TOKENS = _metric(
+    "rollout/recomputed_tokens",
+    "tokens, of prompts too, that servers computed again for responses that an update interrupted",
+)
+TRAINERS_WAITED = _metric(
+    "rollout/trainers_waited",
+    "share of the time since the batch before in which trainers waited for responses",
+    share=True,
+    line=Line("waiting", "trainers", scale=100),
+)
+SERVERS_IDLE = _metric(
+    "rollout/servers_idle",
+    "share of the time since the batch before in which a leader had nothing to generate, mean over the leaders",
+    share=True,
+    line=Line("waiting", "servers", "second", scale=100),
+)
 GENERATION_ROUNDS = _metric(
     "rollout/generation_rounds", "rounds of generation until the batch was full"
 )

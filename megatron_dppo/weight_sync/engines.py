@@ -235,6 +235,11 @@ class Engines:
             self.each(lambda engine: engine.resume())
         return busy
 
+    def interrupt(self) -> list[str]:
+        """Pause all in the middle of their responses, which go on with other weights; nobody is ever too busy."""
+        self.each(lambda engine: engine.interrupt())
+        return []
+
     def commit(self, version: int) -> None:
         """``weight_version`` becomes ``str(version)`` everywhere; then generation goes on."""
         # In two rounds: nobody generates as long as an engine may still refuse the version.

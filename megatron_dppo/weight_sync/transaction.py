@@ -216,7 +216,8 @@ class WeightUpdater:
     """Pushes the trainer's weights; every method is collective over all trainer ranks.
 
     ``open_engine``: called on rank 0 and on every rank that sends. ``fence``: collective; raises on every rank where
-    this trainer may no longer change the engines. ``committed_version``: what the engines run, on every rank; None
+    this trainer may no longer change the engines. ``interrupts``: an update comes in the middle of responses, which go
+    on after it; else it waits for them. ``committed_version``: what the engines run, on every rank; None
     before the first update and while they are quarantined.
     """
 
@@ -228,7 +229,10 @@ class WeightUpdater:
         open_engine: OpenEngine,
         runner: AsyncRunner,
         fence: Callable[[], None] = lambda: None,
+        *,
+        interrupts: bool = False,
     ) -> None:
+        self._interrupts = interrupts
         self._source = source
         self._config = config
         self._agree = agree
@@ -327,7 +331,7 @@ class WeightUpdater:
 
     def _begin(self, phases: Phases, version: int, title: str) -> float:
         """Up to the open session; when the engines paused."""
-        busy = self._conduct(phases, "drain", lambda e: e.drain(self._config.timeout_s))
+        busy = self._conduct(phases, "drain", self._pause)
         self._share(phases.error, title)
         if (refused := self._agree(json.dumps(busy) if busy else None)) is not None:
             raise WeightUpdateRefusedError(f"{title}: {_BUSY}", json.loads(refused))
@@ -341,6 +345,10 @@ class WeightUpdater:
         self._local(phases, "begin", lambda s: s.begin(points))
         self._share(phases.error, title)
         return paused
+
+    def _pause(self, engines: Engines) -> list[str]:
+        """Stop generation everywhere; the URLs of engines that are too busy for it."""
+        return engines.interrupt() if self._interrupts else engines.drain(self._config.timeout_s)
 
     def _stream(self, phases: Phases, verify: bool) -> tuple[int, int, list[Any] | None]:
         """Send this rank's buckets: their bytes, the bytes that came for them, parts of checksums."""

@@ -24,7 +24,9 @@ class ScriptedEngine:
         self.version, self.events, self._flat = 0, [], flat
         self.seeds: list[int | None] = []
 
-    def start(self, job, description: str, on_response):
+    busy_s = 0.0
+
+    def start(self, job, description: str, on_response, order: int):
         self.events.append(f"start {description}")
         self.seeds += [request.sampling.seed for request in job.requests()]
         return SimpleNamespace(
@@ -103,14 +105,19 @@ def source_of(folder: str, engine: ScriptedEngine, verifier, sampler, changes: d
     )
 
 
+def fresh_sampler() -> Any:
+    from megatron_dppo.data.sampling import ProblemSampler, ReturningSampler
+
+    return ReturningSampler(ProblemSampler(64, seed=3))
+
+
 def steps(
     folder: str, changes: dict[str, Any], *, flat: int = 1000, resume_after: int = 0
 ) -> dict[str, Any]:
     """What a run of ``STEPS`` steps trains on; with ``resume_after`` a second process takes over there."""
-    from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.rewards.verifier import Verifier
 
-    engine, sampler, batches = ScriptedEngine(flat), ProblemSampler(64, seed=3), []
+    engine, sampler, batches = ScriptedEngine(flat), fresh_sampler(), []
     with Verifier("exact_integer", 1.0, 1) as verifier:
         source = source_of(folder, engine, verifier, sampler, changes)
         for step in range(1, STEPS + 1):
@@ -119,9 +126,9 @@ def steps(
             source.settle(step)
             engine.version = step
             engine.events.append(f"update {step}")
-            source.run_ahead()
+            source.run_ahead(step)
             if step == resume_after:
-                sampler = ProblemSampler(64, seed=3)
+                sampler = fresh_sampler()
                 sampler.load_state_dict(batches[-1].sampler)
                 source = source_of(folder, engine, verifier, sampler, changes)
     return {
@@ -137,12 +144,11 @@ def steps(
 
 def late_weights(folder: str) -> str:
     """The error of a batch whose weights are older than a synchronous run allows."""
-    from megatron_dppo.data.sampling import ProblemSampler
     from megatron_dppo.loop.rollout_figures import StalenessError
     from megatron_dppo.rewards.verifier import Verifier
 
     with Verifier("exact_integer", 1.0, 1) as verifier:
-        source = source_of(folder, ScriptedEngine(5), verifier, ProblemSampler(64, seed=3), {})
+        source = source_of(folder, ScriptedEngine(5), verifier, fresh_sampler(), {})
         source.collect(1)
         try:
             source.collect(2)
@@ -210,6 +216,9 @@ FILTER = {
 }
 
 
+RETRACT = {"interrupt": "retract"}
+
+
 def worker(folder: str) -> dict[str, Any]:
     import torch.distributed as dist
 
@@ -222,6 +231,14 @@ def worker(folder: str) -> dict[str, Any]:
         "filtered": steps(folder, FILTER, flat=2),
         "filtered ahead": steps(folder, FILTER | ahead, flat=2),
         "filtered, resumed": steps(folder, FILTER | ahead, flat=2, resume_after=2),
+        "far ahead": steps(folder, RETRACT | {"max_staleness": 3}),
+        "further than the run": steps(folder, RETRACT | {"max_staleness": 8}),
+        "far ahead, drained": steps(folder, {"max_staleness": 2}),
+        "far ahead, resumed": steps(folder, RETRACT | {"max_staleness": 3}, resume_after=1),
+        "filtered far ahead": steps(folder, FILTER | RETRACT | {"max_staleness": 2}, flat=2),
+        "filtered far ahead, resumed": steps(
+            folder, FILTER | RETRACT | {"max_staleness": 2}, flat=2, resume_after=2
+        ),
         "hopeless": steps(folder, FILTER, flat=1),
         "late": late_weights(folder),
         "replayed": replayed(folder),
@@ -253,13 +270,21 @@ def test_both_ranks_see_the_same(ranks):
 
 def test_batches_follow_the_sampler_whatever_the_mode(runs):
     expected = [drawn()[i * PROMPTS : (i + 1) * PROMPTS] for i in range(STEPS)]
-    for mode in ("synchronous", "ahead", "resumed"):
+    unfiltered = [mode for mode, run in runs.items() if "problems" in run and "filter" not in mode]
+    for mode in set(unfiltered) - {"hopeless"}:
         assert runs[mode]["problems"] == expected, mode
         assert runs[mode]["samples"] == [[0, 1] * PROMPTS] * STEPS
 
 
 def test_one_step_ahead_means_one_version_behind(runs):
-    expected = {"synchronous": [0, 1, 2, 3], "ahead": [0, 0, 1, 2], "resumed": [0, 0, 2, 2]}
+    expected = {
+        "synchronous": [0, 1, 2, 3],
+        "ahead": [0, 0, 1, 2],
+        "resumed": [0, 0, 2, 2],
+        "far ahead": [0, 0, 0, 0],
+        "far ahead, drained": [0, 0, 0, 1],
+        "far ahead, resumed": [0, 1, 1, 1],
+    }
     for mode, versions in expected.items():
         assert runs[mode]["versions"] == [[v] * PROMPTS * GROUP for v in versions], mode
     figures = runs["ahead"]["figures"]
@@ -288,11 +313,47 @@ def test_generation_runs_beside_training_and_never_beside_an_update(runs):
     ]
 
 
+def test_no_batch_begins_before_the_gate_opens(runs):
+    """Batch n begins once the trainer holds version n - 1 - eta, right after that update, and never before."""
+    for mode, eta in {"far ahead": 3, "far ahead, drained": 2, "further than the run": 8}.items():
+        events = runs[mode]["events"]
+        for step in range(1, STEPS + 1):
+            begun = events.index(f"start step {step}: generate")
+            updates = sum(e.startswith("update") for e in events[:begun])
+            assert updates == max(0, step - 1 - eta), (mode, step)
+
+
+def test_an_update_that_interrupts_waits_for_no_batch(runs):
+    events = runs["far ahead"]["events"]
+    finished = [e for e in events if e.startswith(("finish", "update"))]
+    assert finished[:3] == [
+        "finish step 1: generate held 0",
+        "update 1",
+        "finish step 2: generate held 1",
+    ]
+
+
+def test_a_run_resumed_far_ahead_of_its_data_trains_on_every_prompt_once(runs):
+    """Later batches had drawn their first rounds before the last rounds of the batch that is checkpointed."""
+    whole, resumed = runs["filtered far ahead"], runs["filtered far ahead, resumed"]
+    assert any("returned" in sampler for sampler in whole["samplers"])
+    assert resumed["problems"] == whole["problems"]
+    assert resumed["samplers"] == whole["samplers"]
+
+
+def drawn_from(state: dict[str, Any]) -> list[int]:
+    """What a run draws that goes on from there."""
+    sampler = fresh_sampler()
+    sampler.load_state_dict(state)
+    return sampler.next(PROMPTS * STEPS)
+
+
 def test_the_checkpointed_position_is_the_one_before_prefetched_problems(runs):
-    for mode in ("ahead", "resumed"):
-        assert runs[mode]["samplers"] == runs["synchronous"]["samplers"], mode
-    positions = [s["position"] for s in runs["ahead"]["samplers"]]
-    assert positions == [PROMPTS * (i + 1) for i in range(STEPS)]
+    stream = drawn()
+    for mode in ("synchronous", "ahead", "resumed", "far ahead", "far ahead, resumed"):
+        for step, state in enumerate(runs[mode]["samplers"], start=1):
+            begin = PROMPTS * step
+            assert drawn_from(state) == stream[begin : begin + PROMPTS * STEPS], (mode, step)
 
 
 def expected_filtered(flat: int) -> tuple[list[list[int]], list[dict[str, int]]]:
@@ -328,7 +389,11 @@ def test_groups_without_spread_are_replaced_in_the_sampler_s_order(runs):
         assert runs[mode]["problems"] == batches, mode
         for found, expected in zip(runs[mode]["figures"], counts, strict=True):
             assert {k: found[k] for k in expected} == expected
-    assert runs["filtered ahead"]["samplers"] == runs["filtered"]["samplers"]
+    positions = {
+        mode: [drawn_from(s) for s in runs[mode]["samplers"]]
+        for mode in ("filtered", "filtered ahead")
+    }
+    assert positions["filtered ahead"] == positions["filtered"]
 
 
 def test_no_two_responses_are_drawn_with_one_seed(ranks):

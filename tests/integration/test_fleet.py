@@ -312,7 +312,9 @@ async def draw(member: Member, version: int) -> tuple[list[int], list[float]]:
     """Prompt and greedy response, and the log-probabilities of the response."""
     request = GenerationRequest(0, (3, 5, 7), SamplingParams(12, temperature=0, ignore_eos=True))
     async with client_of(member) as client:
-        [result] = await client.generate([request], f"draw-{time.monotonic_ns()}", version)
+        [result] = await client.generate(
+            [request], f"draw-{time.monotonic_ns()}", range(version, version + 1)
+        )
     return result.token_ids.tolist(), result.columns["rollout_log_probs"].tolist()
 
 

@@ -50,9 +50,9 @@ def process() -> Iterator[AnswerParser]:
 HERE = AnswerParser(smallest=None)
 
 
-def parsed(parser, payload: object, requests: list, version=None, downloaded=None):
+def parsed(parser, payload: object, requests: list, versions=None, downloaded=None):
     body = orjson.dumps(payload)
-    return asyncio.run(parser.parse(body, requests, version, downloaded or {}))
+    return asyncio.run(parser.parse(body, requests, versions, downloaded or {}))
 
 
 def test_the_process_parses_as_this_one_does(process):
@@ -81,16 +81,16 @@ def test_a_small_answer_is_parsed_where_it_arrives():
 
 
 @pytest.mark.parametrize(
-    ("changes", "version", "error", "message"),
+    ("changes", "versions", "error", "message"),
     [
         ({"finish_reason": {"type": "abort"}}, None, AbortedError, r"request \(0, 0\): aborted"),
         ({"output_token_logprobs": []}, None, EngineAnswerError, r"request \(0, 0\): 0 log-prob"),
-        ({}, 4, StaleWeightsError, r"request \(0, 0\): drawn from weights 3, 4"),
+        ({}, range(4, 5), StaleWeightsError, r"request \(0, 0\): drawn from weights 3, 4"),
     ],
 )
-def test_errors_of_parsing_come_back_as_they_are(process, changes, version, error, message):
+def test_errors_of_parsing_come_back_as_they_are(process, changes, versions, error, message):
     with pytest.raises(error, match=f"^{message}"):
-        parsed(process, answer(**changes), [request()], version)
+        parsed(process, answer(**changes), [request()], versions)
 
 
 RECORDED = {"topk": 2, "routed_experts": SHAPE}

@@ -269,20 +269,22 @@ def test_the_router_is_told_the_models_name_and_every_request_has_its_own_id():
 )  # fmt: skip
 def test_an_answer_of_another_shape_is_refused_by_name(told, message):
     with pytest.raises(EngineAnswerError, match=message):
-        parse_answers(json.dumps(told).encode(), [unrouted()], version=3)
+        parse_answers(json.dumps(told).encode(), [unrouted()], versions=range(3, 4))
 
 
 def test_tokens_of_other_weights_than_the_committed_are_no_answer():
     whole = [{"version": "7", "start": 0, "end": 2}]
     one = [unrouted()]
-    assert parse_answers(orjson.dumps([as_json(weight_versions=whole)]), one, version=7)
+    assert parse_answers(orjson.dumps([as_json(weight_versions=whole)]), one, versions=range(7, 8))
     with pytest.raises(StaleWeightsError, match="weights 7, expected the committed version 8"):
-        parse_answers(orjson.dumps([as_json(weight_versions=whole)]), one, version=8)
+        parse_answers(orjson.dumps([as_json(weight_versions=whole)]), one, versions=range(8, 9))
     with pytest.raises(StaleWeightsError, match="weights 3, 4, expected the committed version 4"):
-        parse_answers(orjson.dumps([as_json()]), one, version=4)
+        parse_answers(orjson.dumps([as_json()]), one, versions=range(4, 5))
     unverified = [{"version": "unverified-8", "start": 0, "end": 2}]
     with pytest.raises(StaleWeightsError, match="weights unverified-8"):
-        parse_answers(orjson.dumps([as_json(weight_versions=unverified)]), one, version=8)
+        parse_answers(
+            orjson.dumps([as_json(weight_versions=unverified)]), one, versions=range(8, 9)
+        )
 
 
 @pytest.mark.parametrize(
