@@ -17,7 +17,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import orjson
@@ -28,9 +30,10 @@ from transformers import AutoModelForCausalLM
 
 from megatron_dppo.config.checks import PROMPT_SPARE_POSITIONS, length_faults
 from megatron_dppo.config.schema import TrainConfig
+from megatron_dppo.data.columns import usable_rows
 from megatron_dppo.data.trajectory import Problem, Trajectory, VersionSpan
 from megatron_dppo.engine import recordings
-from megatron_dppo.engine.client import EngineClient
+from megatron_dppo.engine.client import EngineClient, HttpClient
 from megatron_dppo.engine.errors import (
     AbortedError,
     EngineAnswerError,
@@ -43,11 +46,13 @@ from megatron_dppo.engine.errors import (
 from megatron_dppo.engine.options import ServerSections, check_engine
 from megatron_dppo.engine.process import EngineProcess
 from megatron_dppo.engine.protocol import (
+    UNVERIFIED_VERSION,
     GenerationRequest,
     RoutedShape,
     SamplingParams,
     request_body,
 )
+from megatron_dppo.engine.weights import EngineWeights
 from megatron_dppo.fleet.generation import (
     GenerationJob,
     GenerationLimits,
@@ -321,6 +326,110 @@ def test_routed_experts_agree_with_transformers(runner, client, reference, model
             routers = reference(torch.tensor([tokens]), output_router_logits=True).router_logits
         expected = torch.stack([r[:-1].topk(2).indices for r in routers], dim=1)
         np.testing.assert_array_equal(routed, expected.numpy())
+
+
+@pytest.fixture(scope="module")
+def other(model) -> tuple[Path, Any]:
+    """Another model of the same shape: its weights have nothing to do with the first one's."""
+    folder = model.parent / "other"
+    save_tiny_model(folder, "qwen3_moe", seed=4, eos_token_id=list(END_TOKENS))
+    return folder, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+async def under_updates(
+    client: EngineClient, weights: EngineWeights, requests: list[GenerationRequest], folders
+) -> list[Trajectory]:
+    """The answers to ``requests``, while the engine loads one of ``folders`` after another in mid-response, as
+    versions 1, 2 and so on; scored before each commit, as an update does it."""
+    short = [replace(ask(1, max_new_tokens=8, ignore_eos=True)[0], key="short")]
+    calls = [asyncio.create_task(client.answer([r], f"long-{r.key}")) for r in requests]
+    for version, folder in enumerate(folders, start=1):
+        # Its answer comes while the long ones are in the same batch.
+        await client.answer(short, f"short-{version}")
+        await weights.interrupt()
+        await weights.set_version(f"{UNVERIFIED_VERSION}{version}")
+        await weights.begin()
+        await weights.load_folder(str(folder))
+        await weights.end()
+        await weights.flush()
+        await weights.resume()
+        await weights.score([PROMPTS[0]])
+        await weights.set_version(str(version))
+        await weights.resume()
+    versions = range(len(folders) + 1)
+    answers = [await call for call in calls]
+    parsed = [
+        await client.parse(answer, [request], versions)
+        for answer, request in zip(answers, requests, strict=True)
+    ]
+    return [trajectory for (trajectory,) in parsed]
+
+
+def gap(result: Trajectory, by_version: torch.Tensor, versions: np.ndarray) -> np.ndarray:
+    """How far each returned log-probability is from that of the version that ``versions`` names for it;
+    ``by_version``: log-probabilities [versions, tokens, vocabulary]."""
+    named = by_version[versions.astype(np.int64), np.arange(result.sampled), result.response_ids]
+    return np.abs(log_mu(result) - named.numpy())
+
+
+def test_every_token_of_an_interrupted_response_is_of_the_version_that_its_span_names(
+    runner, engine, client, model, reference, other
+):
+    """Two updates in mid-response: log-probabilities and Top-K against transformers with each version's weights."""
+    folder, second = other
+    models, shape = [reference, second, reference], load_model_shape(model)
+    routed = RoutedShape.of_model(shape)
+    requests = ask(4, max_new_tokens=300, ignore_eos=True, topk=3, routed_experts=routed)
+    prefix = ask(1, max_new_tokens=2, ignore_eos=True)
+
+    async def work():
+        weights = await EngineWeights.connect(
+            HttpClient(engine.url, API_KEY, ADMIN_KEY), shape, "float32"
+        )
+        try:
+            drawn = await under_updates(client, weights, requests, [folder, model])
+            cached = [
+                orjson.loads(await client.answer(prefix, f"prefix-{i}"))["meta_info"][
+                    "cached_tokens"
+                ]
+                for i in range(2)
+            ]
+            await weights.interrupt()
+            await weights.resume()
+            again = orjson.loads(await client.answer(prefix, "prefix-2"))
+            await weights.set_version("0")
+            return drawn, [*cached, again["meta_info"]["cached_tokens"]]
+        finally:
+            await weights.close()
+
+    drawn, cached = runner.run(work())
+    assert cached[1] > 0
+    assert cached[2] == 0, "keys and values of the weights before the update"
+    for request, result in zip(requests, drawn, strict=True):
+        versions = result.columns["weight_version"]
+        assert [span.weight_version for span in result.version_spans] == [0, 1, 2]
+        logits = torch.stack([reference_logits(m, request, result) for m in models])
+        by_version = torch.log_softmax(logits, dim=-1)
+        assert gap(result, by_version, versions).max() < 2e-6
+        values, ids = by_version[versions.astype(np.int64), np.arange(result.sampled)].topk(3)
+        np.testing.assert_array_equal(result.columns["topk_ids"], ids.numpy())
+        np.testing.assert_allclose(
+            result.columns["topk_log_probs"], values.numpy(), atol=5e-6, rtol=0
+        )
+        # One token further to either side, and the token at the boundary tells.
+        for shift in (1, -1):
+            wrong = np.roll(versions, shift)
+            changed = wrong != versions
+            assert gap(result, by_version, wrong)[changed].max() > 1e-2
+        # What the engine recorded of earlier tokens is of the weights that computed them again.
+        usable = usable_rows(result.loss_mask, result.columns)
+        begin = len(request.prompt_ids) - 1
+        assert usable[begin:].tolist() == (versions == 2).tolist()
+        with torch.no_grad():
+            tokens = torch.from_numpy(result.token_ids.astype(np.int64))[None]
+            routers = reference(tokens, output_router_logits=True).router_logits
+        expected = torch.stack([r[:-1].topk(2).indices for r in routers], dim=1).numpy()
+        np.testing.assert_array_equal(result.columns["routed_experts"][usable], expected[usable])
 
 
 def test_a_shared_call_answers_like_single_ones(runner, client, reference):
