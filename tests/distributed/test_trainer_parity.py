@@ -308,9 +308,13 @@ def distances(got: dict[str, Any], expected: dict[str, Any]) -> dict[str, tuple[
 
 
 def in_units(metrics: dict[str, float], expected: dict[str, float]) -> dict[str, float]:
-    """``metrics`` with the signed sum of pi - mu, whose terms cancel, in units of what it sums."""
-    size = expected["policy/abs_prob_gap"]
-    return metrics | {"policy/prob_gap": metrics["policy/prob_gap"] / size + 1}
+    """``metrics`` with the signed sums of pi - mu and of the loss, whose terms cancel, in units of what they sum; a
+    token's loss is about 1."""
+    gap, tokens = expected["policy/abs_prob_gap"], expected["policy/tokens"]
+    return metrics | {
+        "policy/prob_gap": metrics["policy/prob_gap"] / gap + 1,
+        "loss/sum": metrics["loss/sum"] / tokens + 1,
+    }
 
 
 def relative(a: list[float], b: list[float], what: str) -> list[tuple[float, str]]:
