@@ -1,4 +1,4 @@
-"""Generation one step ahead of training, in real runs: weight versions, a lost engine, stops, filtering."""
+"""Generation ahead of training, in real runs: versions, updates in mid-response, a lost engine, stops, filtering."""
 
 import json
 import signal
@@ -26,14 +26,17 @@ def config(tmp_path_factory) -> Path:
     return write_material(tmp_path_factory.mktemp("one_step_off"))
 
 
+AHEAD = ("rollout.max_staleness=2", "rollout.interrupt=retract")
+
+
 @pytest.fixture(scope="module")
 def disturbed(config):
-    """The engine killed while it generates for step 4 in the background, and Ctrl-C two steps later."""
+    """The engine killed while it generates for two further steps, and Ctrl-C two steps later."""
     overrides = ("rollout.max_response_tokens=96", "run.steps=40", "evaluation.every=2")
-    with TrainingRun(config, "rollout.max_staleness=1", *overrides) as run:
+    with TrainingRun(config, *AHEAD, *overrides) as run:
         run.wait_for_step(2)
         run.find("launch_server").send_signal(signal.SIGKILL)
-        run.wait_for_step(5)
+        run.wait_for_step(6)
         run.interrupt()
         run.finish(code=130, timeout=60)
     return run
@@ -63,25 +66,39 @@ def versions(batch: list) -> set[int]:
     return {span.weight_version for t in batch for span in t.version_spans}
 
 
-def test_responses_are_at_most_one_version_behind(disturbed):
+def test_no_token_is_older_than_the_bound(disturbed):
     found = {step: versions(batch) for step, batch in batches(disturbed.directory).items()}
-    assert (found[1], found[2], found[3]) == ({0}, {0}, {1})
+    assert found[1] == {0}
     for step, seen in found.items():
-        assert seen <= {max(0, step - 2), step - 1}, step
+        assert seen <= set(range(max(0, step - 3), step)), step
     records = {r["step"]: r for r in records_of(disturbed.directory)}
-    assert [records[s]["rollout/staleness"] for s in (1, 2, 3)] == [0, 1, 1]
-    assert records[3]["rollout/generation_s"] > 0
+    assert max(r.get("rollout/staleness_max", 0) for r in records.values()) == 2
     assert 0 <= records[3]["rollout/generation_overlapped"] <= 1
     assert "mismatch/mean_abs_prob_gap" not in records[3]
     assert "policy/abs_prob_gap_stale" in records[3]
 
 
-def test_an_engine_lost_in_the_background_gets_the_trainer_s_newest_weights(disturbed):
-    assert "engine restored at weight version 3" in disturbed.text
-    batch = load_batch(disturbed.directory / "rollouts", 4)
-    assert 3 in versions(batch)
-    keys = [(r.problem_id, r.sample_index) for r in batch]
-    assert len(keys) == len(set(keys)) == PROMPTS * GROUP
+def test_updates_interrupt_responses_and_lose_none(disturbed):
+    """Some have tokens of several versions, each of a committed one; and every response is there once."""
+    records = {r["step"]: r for r in records_of(disturbed.directory)}
+    interrupted = 0
+    for step, batch in batches(disturbed.directory).items():
+        keys = [(r.problem_id, r.sample_index) for r in batch]
+        assert len(keys) == len(set(keys)) == PROMPTS * GROUP
+        several = [t for t in batch if len(t.version_spans) > 1]
+        interrupted += len(several)
+        share = records[step].get("rollout/interrupted", 0)
+        assert share == pytest.approx(len(several) / len(batch))
+        again = sum(len(t.prompt_ids) + span.start for t in several for span in t.version_spans[1:])
+        assert records[step].get("rollout/recomputed_tokens", 0) == again
+    assert interrupted > 0
+
+
+def test_an_engine_lost_in_the_background_comes_back_with_the_newest_weights(disturbed):
+    assert disturbed.text.count("joins the fleet") == 2
+    latest = [max(versions(b)) for b in batches(disturbed.directory).values()]
+    assert latest == sorted(latest)
+    assert latest[-1] >= 3
 
 
 def test_a_stop_during_the_overlap_leaves_the_step_s_checkpoint(disturbed):
