@@ -27,7 +27,7 @@ LARGEST_GAP = {"float32": 0.01, "bfloat16": 0.1}
 trainer and servers mean different models, sampled tokens of probability p differ by about p."""
 STALE_ANCHOR = (
     "algorithm.name: %s anchors on log-probabilities recomputed by the trainer, which with "
-    "rollout.max_staleness=1 are no longer those of the weights that sampled; see docs/staleness.md"
+    "rollout.max_staleness above 0 are no longer those of the weights that sampled; see docs/staleness.md"
 )
 """A warning: such a mask does not see the distance that lies between mu and the recomputed policy."""
 

@@ -253,7 +253,8 @@ class GeneratedRollouts:
         began, busy_before = self._clock
         self._clock = now, busy = time.monotonic(), self.engine.busy_s
         elapsed = max(now - began, 1e-9)
-        shares = all_gather_json([waited / elapsed, 1 - (busy - busy_before) / elapsed])
+        idle = max(0.0, 1 - (busy - busy_before) / elapsed)
+        shares = all_gather_json([waited / elapsed, idle])
         of_leaders = [shares[leader] for leader in self.topology.leaders]
         means = [sum(column) / len(of_leaders) for column in zip(*of_leaders, strict=True)]
         return {names.TRAINERS_WAITED: means[0], names.SERVERS_IDLE: means[1]}
