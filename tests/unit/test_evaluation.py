@@ -50,7 +50,7 @@ class Engine:
         self.descriptions: list[str] = []
         self._scored = scored
 
-    def start(self, job: GenerationJob, description: str, on_response: Any) -> Any:
+    def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
         self.jobs.append(job)
         self.descriptions.append(description)
         return SimpleNamespace(job=job, on_response=on_response)
@@ -149,7 +149,7 @@ class Given:
     def __init__(self, responses: list[Trajectory]) -> None:
         self.responses = responses
 
-    def start(self, job: GenerationJob, description: str, on_response: Any) -> Any:
+    def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
         for sample, answer in reversed(list(enumerate(self.responses))):
             on_response((0, sample), answer)
         return SimpleNamespace(seconds=1.5)
@@ -199,7 +199,7 @@ def test_a_generation_frees_its_responses_with_itself() -> None:
     job = GenerationJob([PROBLEM], 1, None)  # type: ignore[arg-type]
 
     class Keeping:
-        def start(self, job: GenerationJob, description: str, on_response: Any) -> Any:
+        def start(self, job: GenerationJob, description: str, on_response: Any, order: int) -> Any:
             return SimpleNamespace(on_response=on_response)
 
     engine: Any = Keeping()
